@@ -338,6 +338,7 @@ class Capabilities:
     compute_dtypes: tuple[Dtype, ...] = ()
     phased: bool = True  # a block's prefill and decode do not overlap
     steady_blocks: int = 1  # blocks of requests until throughput no longer changes
+    simulated: bool = False  # times come from a model of time, not from a clock
     batched: bool = True  # honours gpu_batch_size, so a largest batch can be searched for
     packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
 
@@ -508,7 +509,7 @@ class LaunchRequest:
 
     spec: RunSpec
     repeat: int
-    model: LocalModel | None
+    model: LocalModel
     workdir: Path
     log: Path
 

@@ -1,0 +1,259 @@
+"""Makes a checkpoint ready on this machine: checks a folder, downloads from the hub, or builds dummy weights."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import dummy_weights, fake, shapes
+from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DOWNLOAD = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None] | None = None) -> LocalModel:
+    """Makes `model` ready and describes it. Writes only under `cache`.
+
+    `on_progress` gets bytes written and bytes in all while dummy weights are built. Raises HarnessError for an
+    unknown id, a damaged or pickled checkpoint, no network or a full disk; UnsupportedError for quantized weights.
+    """
+    if model.id == "fake":
+        return fake.MODEL
+    if model.weights == "dummy":
+        folder = _dummy(model, cache, on_progress or (lambda done, total: None))
+        return _describe(folder, shapes.shape(model.id))
+    folder = Path(model.id).expanduser()
+    if not folder.is_dir():
+        folder = _download(model, cache)
+    local = _describe(folder, None)
+    if model.dtype not in ("auto", local.dtype):
+        raise HarnessError(
+            f"model {model.id} stores {local.dtype}, not {model.dtype}; leave model.dtype out, or set policy.compute_dtype"
+        )
+    return local
+
+
+def evict(path: str | Path) -> None:
+    """Drops a model folder's files from the page cache, so that a run under a memory limit starts cold."""
+    for file in Path(path).iterdir():
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                dummy_weights.sync_and_drop(fd)
+            finally:
+                os.close(fd)
+
+
+# --------------------------------------------------------------------------- what is in a folder
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One safetensors file: its header, and which bytes its tensors take."""
+
+    name: str
+    size: int
+    header: bytes
+    tensors: Mapping[str, tuple[str, int]]  # name -> stored dtype, bytes
+
+
+def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
+    """Checks that a checkpoint is whole and describes it; reads the headers only. `shape` None: from its config."""
+    config = _json_object(folder / "config.json")
+    shards = [_read_shard(folder / name) for name in _shard_names(folder)]
+    layers: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
+    for shard in shards:
+        for name, (dtype, size) in shard.tensors.items():
+            layer = _LAYER.match(name)
+            layers[layer.group(1) if layer else name] += size
+            dtypes[dtype] += size
+    stored = max(dtypes, key=lambda d: dtypes[d])
+    if stored not in _DTYPES or "quantization_config" in config:
+        raise UnsupportedError(f"model {folder} is quantized (its weights are {stored}); use a float checkpoint")
+    return LocalModel(
+        path=str(folder.resolve()),
+        shape=shape or _shape(folder),
+        weight_bytes=dtypes.total(),
+        largest_layer_bytes=max(layers.values()),
+        dtype=_DTYPES[stored],
+        digest=_digest(config, shards),
+    )
+
+
+def _shard_names(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _json_object(index).get("weight_map")
+        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+        # names come from a file: they must stay inside the folder
+        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+            raise HarnessError(f"{index}: weight_map names no shards, or files outside the folder")
+        return names
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickled:
+        raise HarnessError(
+            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; convert them to safetensors"
+        )
+    raise HarnessError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _read_shard(path: Path) -> _Shard:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _MAX_HEADER_BYTES
+            raw = file.read(length) if length < min(size, _MAX_HEADER_BYTES) else b""
+        header = json.loads(raw)
+        spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {
+            name: (str(e["dtype"]), int(e["data_offsets"][1]) - int(e["data_offsets"][0])) for name, e in spans.items()
+        }
+        expected = 8 + length + max((int(e["data_offsets"][1]) for e in spans.values()), default=0)
+    except FileNotFoundError:
+        raise HarnessError(f"{path} is missing: its index names it") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as exc:
+        raise HarnessError(f"{path} is not a safetensors file: its header does not parse ({size} bytes)") from exc
+    if size != expected:
+        raise HarnessError(f"{path} is truncated or damaged: expected {expected} bytes, found {size}")
+    return _Shard(path.name, size, raw, tensors)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HarnessError(f"{path} is missing: not a model folder") from None
+    except ValueError as exc:
+        raise HarnessError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(data, dict):
+        raise HarnessError(f"{path} is not a JSON object")
+    return data
+
+
+def _digest(config: Mapping[str, Any], shards: list[_Shard]) -> str:
+    """A cheap content hash: the configuration and every shard's name, size and header, never the tensors."""
+    known = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for shard in shards:
+        digest.update(f"{shard.name}:{shard.size}:".encode() + shard.header)
+    return digest.hexdigest()[:16]
+
+
+def _shape(folder: Path) -> ModelShape:
+    """The shape of any architecture transformers knows, counted on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        raise HarnessError(f"{folder / 'config.json'}: transformers builds no causal model of it: {exc}") from exc
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    matrices = sum(p.numel() for name, p in model.named_parameters() if _LAYER.match(name) and p.ndim > 1)
+    ffn = next((v for k in ("intermediate_size", "ffn_dim", "n_inter", "n_inner") if (v := getattr(text, k, None))), 0)
+    return ModelShape(
+        family=str(config.model_type),
+        num_layers=layers,
+        hidden=text.hidden_size,
+        ffn=ffn or 4 * text.hidden_size,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        vocab=text.vocab_size,
+        max_context=text.max_position_embeddings,
+        params_per_layer=matrices // layers,
+        params_total=sum(p.numel() for p in model.parameters()),
+    )
+
+
+# --------------------------------------------------------------------------- where a folder comes from
+
+
+def _download(model: ModelSpec, cache: Path) -> Path:
+    """The hub's snapshot of a model, without pickled files. Any failure is one line with what to do instead."""
+    if not _HUB_ID.fullmatch(model.id) or ".." in model.id:
+        raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    instead = "use weights: dummy, or a local folder"
+    try:
+        return Path(
+            snapshot_download(model.id, revision=model.revision, cache_dir=cache / "hub", allow_patterns=_DOWNLOAD)
+        )
+    except GatedRepoError:
+        raise HarnessError(f"model {model.id} is gated on the hub: accept its terms and log in, or {instead}") from None
+    except RevisionNotFoundError:
+        raise HarnessError(f"model {model.id} has no revision {model.revision!r} on the hub") from None
+    except RepositoryNotFoundError:
+        raise HarnessError(f"model {model.id} is unknown to the hub (or private); {instead}") from None
+    except Exception as exc:  # the hub client lets its transport's own errors through: name them, never a traceback
+        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+            raise HarnessError(f"disk full while downloading {model.id} to {cache}") from exc
+        line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise HarnessError(f"model {model.id}: the hub cannot be reached ({line}); {instead}") from exc
+
+
+def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
+    """The folder of a seeded random checkpoint, built once however many ask for it at the same time."""
+    config = shapes.config_kwargs(model.id)
+    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    recipe = json.dumps([config, dummy_weights.SEED, dummy_weights.RECIPE], sort_keys=True)
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
+    folder = cache / "models" / f"{model.id.replace('/', '--')}-{dtype}-{digest}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(folder.name + ".lock")):
+        for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # whoever holds the lock is the only builder
+            shutil.rmtree(stale)
+        if not folder.is_dir():
+            _build(dummy_weights.plan(config, dtype), folder, on_progress)
+    return folder
+
+
+def _build(plan: dummy_weights.Plan, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+    """Writes next to `folder` and renames when complete: what has the name is whole, even after kill -9."""
+    needed, free = plan.total_bytes, shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise HarnessError(f"{folder.parent}: dummy weights need {needed} bytes, {free} are free")
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        dummy_weights.write(plan, temporary, dummy_weights.SEED, on_progress)
+        temporary.rename(folder)
+    except BaseException as exc:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HarnessError(f"{folder.parent}: disk full while writing {needed} bytes of dummy weights") from exc
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """An exclusive lock between processes; the kernel releases it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,204 @@
+"""Writes a random checkpoint of a published shape, one tensor at a time, so that 350 GB need no 350 GB of memory.
+
+The values are the same on every machine: integer noise from a PCG64 stream, scaled and rounded once.
+One block of noise is tiled over all tensors, each starting at its own offset; the block's length is prime,
+so no two rows of a matrix are equal (equal embeddings would tie in the greedy choice of a token).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.api import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+SEED = 0
+#: Part of a dummy folder's name: raise it when the same id, dtype and seed no longer give the same bytes.
+RECIPE = 1
+SHARD_BYTES = 1 << 30
+SAFETENSORS_DTYPE: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+_BLOCK = 16777213  # the largest prime below 2**24
+_STD = 0.02  # initialisation of both families (Zhang et al. 2022, section 2.2)
+_RESIDUAL = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint before it is written: its tensors in file order, sharded, and the configuration files."""
+
+    dtype: str
+    shards: tuple[tuple[Tensor, ...], ...]
+    num_layers: int
+    config: str
+    generation_config: str
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(t.numel for shard in self.shards for t in shard) * DTYPE_BYTES[self.dtype]
+
+
+def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_BYTES) -> Plan:
+    """Lays out a checkpoint of this configuration; tensors are what transformers' own model would save."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**config_kwargs)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    # named_parameters gives a tied tensor once, as a checkpoint holds it
+    tensors = [Tensor(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    return Plan(
+        dtype=dtype,
+        shards=tuple(_shards(tensors, shard_bytes // DTYPE_BYTES[dtype])),
+        num_layers=config.num_hidden_layers,
+        config=config.to_json_string(use_diff=False),
+        generation_config=model.generation_config.to_json_string(),
+    )
+
+
+def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int], None]) -> None:
+    """Writes `plan` into the existing empty `folder`, every file synced to disk.
+
+    `on_progress` gets bytes written and bytes in all. Holds about 200 MB. Raises OSError as the disk does.
+    """
+    noise = _Noise(plan, seed)
+    done, weight_map = 0, {}
+    for number, shard in enumerate(plan.shards, 1):
+        name = f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
+        with (folder / name).open("wb") as file:
+            file.write(_header(shard, plan.dtype))
+            for tensor in shard:
+                for piece in noise.pieces(tensor):
+                    file.write(piece)
+                    done += piece.nbytes
+                    on_progress(done, plan.total_bytes)
+                weight_map[tensor.name] = name
+            file.flush()
+            sync_and_drop(file.fileno())
+    index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
+    for name, text in (
+        ("model.safetensors.index.json", json.dumps(index, indent=1)),
+        ("generation_config.json", plan.generation_config),
+        ("config.json", plan.config),
+    ):
+        with (folder / name).open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _Noise:
+    """Streams the bytes of any tensor from two blocks of noise: plain, and scaled for residual outputs."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        self._dtype = plan.dtype
+        self._seed = seed
+        raw = _integer_noise(seed)
+        self._plain = _encode(raw * _STD, plan.dtype)
+        # each layer adds to the residual stream twice: keep its variance independent of depth (GPT-2, section 2.3)
+        self._residual = _encode(raw * (_STD / math.sqrt(2 * plan.num_layers)), plan.dtype)
+
+    def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
+        """The tensor's bytes in order. One-dimensional weights are norms (ones), biases are zero."""
+        import numpy as np
+
+        if len(tensor.shape) == 1:
+            value = 0.0 if tensor.name.endswith("bias") else 1.0
+            yield memoryview(_encode(np.full(tensor.numel, value), self._dtype)).cast("B")
+            return
+        block = self._residual if tensor.name.endswith(_RESIDUAL) else self._plain
+        digest = hashlib.sha256(f"{self._seed}:{tensor.name}".encode()).digest()
+        start, left = int.from_bytes(digest[:8], "little") % _BLOCK, tensor.numel
+        while left:
+            piece = block[start : start + left]
+            yield memoryview(piece).cast("B")
+            start, left = 0, left - len(piece)
+
+
+def _integer_noise(seed: int) -> npt.NDArray[np.float32]:
+    """Near-normal noise of unit variance: sums of four 16-bit integers, so every machine gets the same bits."""
+    import numpy as np
+
+    stream = np.random.PCG64(seed)
+    noise = np.zeros(_BLOCK, dtype=np.float32)
+    for first in range(0, _BLOCK, 1 << 20):  # in parts, to hold few 64-bit words at a time
+        part = noise[first : first + (1 << 20)]
+        words = stream.random_raw(len(part))
+        for shift in (0, 16, 32, 48):
+            part += ((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.float32)  # exact: below 2**24
+    noise -= np.float32(2 * 65535)
+    noise /= np.float32(math.sqrt(4 * (65536**2 - 1) / 12))
+    return noise
+
+
+def _encode(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Values as stored: little-endian float32 or float16, or the upper half of a float32, rounded to even."""
+    import numpy as np
+
+    if dtype == "float16":
+        return values.astype("<f2")
+    full = values.astype("<f4")
+    if dtype == "float32":
+        return full
+    bits = full.view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def _shards(tensors: list[Tensor], limit: int) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors in order, at most `limit` elements a shard unless one tensor alone is larger."""
+    shard: list[Tensor] = []
+    for tensor in tensors:
+        if shard and sum(t.numel for t in shard) + tensor.numel > limit:
+            yield tuple(shard)
+            shard = []
+        shard.append(tensor)
+    yield tuple(shard)
+
+
+def _header(shard: tuple[Tensor, ...], dtype: str) -> bytes:
+    """The safetensors header: its length as 8 little-endian bytes, then JSON padded to a multiple of 8."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in shard:
+        end = offset + tensor.numel * DTYPE_BYTES[dtype]
+        entries[tensor.name] = {
+            "dtype": SAFETENSORS_DTYPE[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def sync_and_drop(fd: int) -> None:
+    """To disk, and out of the page cache: a later run under a memory limit must not find it there."""
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,218 @@
+"""A deterministic engine without torch: it drives the harness's tests, and misbehaves when told to."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from harness.api import (
+    Capabilities,
+    GenerationRequest,
+    GenerationResult,
+    HardwareLimits,
+    InfeasibleError,
+    LoadReport,
+    LocalModel,
+    ModelShape,
+    OffloadPolicy,
+    Score,
+    UnsupportedError,
+)
+
+Crash = Literal["exception", "sigkill", "exit", "segv", "enospc", "oom_device", "memory_error"]
+Refusal = Literal["unsupported", "infeasible"]
+Nonsense = Literal["pad", "vocab", "times", "duplicate", "unknown"]
+
+SHAPE = ModelShape(
+    family="fake",
+    num_layers=2,
+    hidden=8,
+    ffn=32,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab=1000,
+    max_context=4096,
+    params_per_layer=4 * 8 * 8 + 2 * 8 * 32,
+    params_total=2 * (4 * 8 * 8 + 2 * 8 * 32) + 1000 * 8,
+)
+#: What the model id `fake` stands for: no files.
+MODEL = LocalModel(
+    path="", shape=SHAPE, weight_bytes=0, largest_layer_bytes=0, dtype="float32", digest="fake-0000000000000000"
+)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Stands in for `torch.OutOfMemoryError`: same class name, same first words."""
+
+
+class FakeEngine:
+    """Tokens are a hash of (seed, prompt, position); times are a virtual clock, so results repeat exactly.
+
+    A block of n sequences takes n / `rate_tok_s` virtual seconds a step, the prefill being the step that
+    gives the first token: generation throughput is `rate_tok_s` whatever the batch.
+
+    What it does wrong on request, each at the moment a real engine would:
+    `crash` dies in `generate` (or, for a `Refusal`, in `load`); `eat_bytes` allocates and touches that much
+    anonymous memory in `load`; `hang` sleeps for ever in `generate`; `sleep_s` really sleeps at each step;
+    `spawn_child` leaves a `sleep` child behind; `max_batch` raises MemoryError for a larger block;
+    `lose_request` drops the last result; `wrong_count` leaves one token out of each; `nonsense` gives only
+    pad tokens, ids outside the vocabulary, times that run backwards, each result twice, or unknown ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        rate_tok_s: float = 1000.0,
+        sleep_s: float = 0.0,
+        crash: Crash | Refusal | None = None,
+        eat_bytes: int = 0,
+        hang: bool = False,
+        lose_request: bool = False,
+        wrong_count: bool = False,
+        nonsense: Nonsense | None = None,
+        spawn_child: bool = False,
+        max_batch: int | None = None,
+    ) -> None:
+        self._step_s = 1 / rate_tok_s
+        self._sleep_s = sleep_s
+        self._crash = crash
+        self._eat_bytes = eat_bytes
+        self._hang = hang
+        self._lose_request = lose_request
+        self._wrong_count = wrong_count
+        self._nonsense = nonsense
+        self._spawn_child = spawn_child
+        self._max_batch = max_batch
+        self._eaten = b""
+        self._block_size = 1
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            description="deterministic tokens on a virtual clock, for tests",
+            scores=True,
+            samples=True,
+            offloads=True,
+            compute_dtypes=("float32",),
+        )
+
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
+        """Raises what `crash` names if it is a refusal, and MemoryError for a block above `max_batch`."""
+        if self._crash == "unsupported":
+            raise UnsupportedError("engine fake was told to refuse this model")
+        if self._crash == "infeasible":
+            raise InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
+        policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
+        if self._spawn_child:
+            subprocess.Popen(["sleep", "600"])
+        self._eaten = b"\x01" * self._eat_bytes  # non-zero, so that every page is touched
+        self._block_size = policy.block_size
+        return LoadReport(
+            vocab=SHAPE.vocab,
+            max_context=SHAPE.max_context,
+            block_size=policy.block_size,
+            policy=policy,
+            compute_dtype="float32",
+            weights_by_tier=(0, model.weight_bytes, 0),
+        )
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        if self._hang:
+            while True:
+                time.sleep(3600)
+        if self._max_batch is not None and self._block_size > self._max_batch:
+            raise MemoryError(f"engine fake holds {self._max_batch} sequences, the block has {self._block_size}")
+        results = self._results(requests)
+        if self._crash is not None:
+            next(results, None)
+            _die(self._crash)
+        last = requests[-1].id if requests else None
+        for result in results:
+            if not (self._lose_request and result.id == last):
+                yield from self._spoil(result)
+
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+        """A log-likelihood between -8 and 0 a token; greedy when every token is the one `generate` gives."""
+        scores = []
+        for context, continuation in pairs:
+            full = (*context, *continuation)
+            hashes = [_hash(0, full[:i], i) for i in range(len(context), len(full))]
+            logprob = -sum(h % 8000 / 1000 for h in hashes)
+            greedy = all(token == _token(0, context, i) for i, token in enumerate(continuation))
+            scores.append(Score(logprob, greedy))
+        return scores
+
+    def close(self) -> None:
+        self._eaten = b""
+
+    def _results(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        clock = 0.0
+        for first in range(0, len(requests), self._block_size):
+            block = requests[first : first + self._block_size]
+            start, steps = clock, max(request.sampling.max_tokens for request in block)
+            times = [start + (i + 1) * len(block) * self._step_s for i in range(steps)]
+            time.sleep(self._sleep_s * steps)
+            clock = times[-1]
+            for request in block:
+                count = request.sampling.max_tokens
+                yield GenerationResult(
+                    id=request.id,
+                    tokens=tuple(_token(request.sampling.seed or 0, request.prompt, i) for i in range(count)),
+                    start_s=start,
+                    token_times_s=tuple(times[:count]),
+                    prompt_tokens=len(request.prompt),
+                )
+
+    def _spoil(self, result: GenerationResult) -> Iterator[GenerationResult]:
+        if self._wrong_count:
+            result = dataclasses.replace(result, tokens=result.tokens[:-1], token_times_s=result.token_times_s[:-1])
+        match self._nonsense:
+            case "pad":
+                result = dataclasses.replace(result, tokens=(1,) * len(result.tokens))
+            case "vocab":
+                result = dataclasses.replace(result, tokens=tuple(t + SHAPE.vocab for t in result.tokens))
+            case "times":
+                result = dataclasses.replace(result, token_times_s=result.token_times_s[::-1])
+            case "unknown":
+                result = dataclasses.replace(result, id=f"unknown-{result.id}")
+            case "duplicate":
+                yield result
+        yield result
+
+
+def _die(crash: str) -> None:
+    match crash:
+        case "exception":
+            raise RuntimeError("engine fake was told to fail")
+        case "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(3)
+        case "segv":
+            ctypes.string_at(0)
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "oom_device":
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        case "memory_error":
+            raise MemoryError("engine fake was told to run out of memory")
+        case _:
+            raise TypeError(f"engine fake has no crash {crash!r}")
+
+
+def _hash(seed: int, tokens: Sequence[int], position: int) -> int:
+    text = f"{seed}:{position}:{','.join(map(str, tokens))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _token(seed: int, prompt: Sequence[int], position: int) -> int:
+    return _hash(seed, prompt, position) % SHAPE.vocab

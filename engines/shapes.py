@@ -1,0 +1,191 @@
+"""The published sizes of the models that suites name, so that planning and dummy weights need no network and no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.api import HarnessError, ModelShape
+
+
+@dataclass(frozen=True)
+class _Opt:
+    """OPT (Zhang et al. 2022, table 1): learned positions, biases, tied embeddings, ffn = 4 x hidden."""
+
+    layers: int
+    hidden: int
+    heads: int
+    embed: int | None = None  # word_embed_proj_dim: only 350m projects its embeddings,
+    pre_norm: bool = True  # and only 350m normalises after each block
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "model_type": "opt",
+            "vocab_size": 50272,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "ffn_dim": 4 * self.hidden,
+            "num_attention_heads": self.heads,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": self.embed or self.hidden,
+            "do_layer_norm_before": self.pre_norm,
+            "activation_function": "relu",
+            "dropout": 0.1,
+            "tie_word_embeddings": True,
+            "pad_token_id": 1,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+        }
+
+    def shape(self) -> ModelShape:
+        hidden, ffn, vocab, context = self.hidden, 4 * self.hidden, 50272, 2048
+        embed = self.embed or hidden
+        matrices = 4 * hidden * hidden + 2 * hidden * ffn
+        biases_and_norms = 4 * hidden + ffn + hidden + 2 * (2 * hidden)
+        projections = 2 * embed * hidden if embed != hidden else 0
+        final_norm = 2 * hidden if self.pre_norm else 0
+        positions = (context + 2) * hidden  # OPT offsets its positions by 2
+        return ModelShape(
+            family="opt",
+            num_layers=self.layers,
+            hidden=hidden,
+            ffn=ffn,
+            num_heads=self.heads,
+            num_kv_heads=self.heads,
+            head_dim=hidden // self.heads,
+            vocab=vocab,
+            max_context=context,
+            params_per_layer=matrices,
+            params_total=self.layers * (matrices + biases_and_norms)
+            + vocab * embed
+            + positions
+            + projections
+            + final_norm,
+        )
+
+
+@dataclass(frozen=True)
+class _Llama:
+    """LLaMA 1 to 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, gated FFN, no biases."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int = 32000
+    context: int = 2048
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_factor: float | None = None  # the frequency scaling of 3.1 and 3.2, from 8192 positions
+    tied: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def config(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_factor is not None:
+            rope |= {
+                "rope_type": "llama3",
+                "factor": self.rope_factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        llama3 = self.vocab == 128256
+        return {
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": "silu",
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": 128000 if llama3 else 1,
+            "eos_token_id": 128001 if llama3 else 2,
+        }
+
+    def shape(self) -> ModelShape:
+        attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
+        matrices = attention + 3 * self.hidden * self.ffn
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return ModelShape(
+            family="llama",
+            num_layers=self.layers,
+            hidden=self.hidden,
+            ffn=self.ffn,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab=self.vocab,
+            max_context=self.context,
+            params_per_layer=matrices,
+            params_total=self.layers * (matrices + 2 * self.hidden) + embeddings + self.hidden,
+        )
+
+
+def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, long: float | None = None, tied: bool = False) -> _Llama:
+    context = 8192 if long is None else 131072
+    return _Llama(layers, hidden, ffn, heads, 8, 128256, context, 1e-5, 500000.0, long, tied)
+
+
+_CATALOGUE: Mapping[str, _Opt | _Llama] = {
+    "facebook/opt-125m": _Opt(12, 768, 12),
+    "facebook/opt-350m": _Opt(24, 1024, 16, embed=512, pre_norm=False),
+    "facebook/opt-1.3b": _Opt(24, 2048, 32),
+    "facebook/opt-2.7b": _Opt(32, 2560, 32),
+    "facebook/opt-6.7b": _Opt(32, 4096, 32),
+    "facebook/opt-13b": _Opt(40, 5120, 40),
+    "facebook/opt-30b": _Opt(48, 7168, 56),
+    "facebook/opt-66b": _Opt(64, 9216, 72),
+    "facebook/opt-175b": _Opt(96, 12288, 96),
+    "huggyllama/llama-7b": _Llama(32, 4096, 11008, 32, 32, norm_eps=1e-6),
+    "huggyllama/llama-13b": _Llama(40, 5120, 13824, 40, 40, norm_eps=1e-6),
+    "huggyllama/llama-30b": _Llama(60, 6656, 17920, 52, 52, norm_eps=1e-6),
+    "huggyllama/llama-65b": _Llama(80, 8192, 22016, 64, 64),
+    "meta-llama/Llama-2-7b-hf": _Llama(32, 4096, 11008, 32, 32, context=4096),
+    "meta-llama/Llama-2-13b-hf": _Llama(40, 5120, 13824, 40, 40, context=4096),
+    "meta-llama/Llama-2-70b-hf": _Llama(80, 8192, 28672, 64, 8, context=4096),
+    "meta-llama/Meta-Llama-3-8B": _llama3(32, 4096, 14336, 32),
+    "meta-llama/Meta-Llama-3-70B": _llama3(80, 8192, 28672, 64),
+    "meta-llama/Llama-3.1-8B": _llama3(32, 4096, 14336, 32, long=8.0),
+    "meta-llama/Llama-3.1-70B": _llama3(80, 8192, 28672, 64, long=8.0),
+    "meta-llama/Llama-3.2-1B": _llama3(16, 2048, 8192, 32, long=32.0, tied=True),
+    "meta-llama/Llama-3.2-3B": _llama3(28, 3072, 8192, 24, long=32.0, tied=True),
+}
+
+#: ModelShape by hub id, in the order of families and sizes.
+SHAPES: Mapping[str, ModelShape] = {model_id: entry.shape() for model_id, entry in _CATALOGUE.items()}
+
+
+def shape(model_id: str) -> ModelShape:
+    """The shape of a model of the catalogue. Raises HarnessError for any other id, naming the nearest."""
+    return SHAPES[_known(model_id)]
+
+
+def config_kwargs(model_id: str) -> dict[str, Any]:
+    """Keywords for transformers' `AutoConfig.for_model`, with the model's original context length.
+
+    Raises HarnessError for an id that is not in the catalogue.
+    """
+    return _CATALOGUE[_known(model_id)].config()
+
+
+def _known(model_id: str) -> str:
+    if model_id in _CATALOGUE:
+        return model_id
+    nearest = difflib.get_close_matches(model_id, _CATALOGUE, n=1, cutoff=0.0)[0]
+    raise HarnessError(
+        f"model {model_id!r} is not in the catalogue of shapes (nearest: {nearest}); "
+        "use one of `harness ls models`, or weights: auto"
+    )

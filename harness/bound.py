@@ -1,0 +1,53 @@
+"""The roofline of one cell: the least time compute and disk could take for its batch on this machine.
+
+A block of B sequences (prompt s, generated n) needs one prefill pass of B*s rows and n - 1 decode passes of B
+rows. Compute time of a pass is its FLOPs over the GEMM rate measured at that many rows (so small passes are
+held to what memory bandwidth allows). Disk time of a pass is the weight bytes the budget cannot hold, over the
+measured sequential read bandwidth. The bound assumes perfect overlap, and that all of the budget holds weights:
+an engine that spends it on the KV cache instead has a harder task than the bound says.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from harness.api import Bound, HardwareProfile, LocalModel, WorkloadSpec
+
+
+def bound(
+    model: LocalModel,
+    workload: WorkloadSpec,
+    batch: int,
+    compute_dtype: str,
+    budget_bytes: int | None,
+    machine: HardwareProfile,
+) -> Bound | None:
+    """Best generated tokens/s for whole blocks of `batch`, or None where a needed rate was not measured."""
+    curve = machine.gemm_flops.get(compute_dtype)
+    on_disk = 0 if budget_bytes is None else max(0, model.weight_bytes - budget_bytes)
+    if not curve or (on_disk and not machine.disk_read):
+        return None
+    prompt, generated = workload.prompt_len, workload.gen_len
+    shape = model.shape
+    prefill = shape.flops(batch * prompt, prompt / 2, batch) / rate_at(curve, batch * prompt)
+    context = prompt + generated / 2
+    step = shape.flops(batch, context, batch) / rate_at(curve, batch)
+    compute_s = prefill + (generated - 1) * step
+    disk_s = generated * on_disk / statistics.median(machine.disk_read) if on_disk else 0.0
+    limited_by = "compute" if compute_s >= disk_s else "disk"
+    return Bound(batch * generated / max(compute_s, disk_s), compute_s, disk_s, limited_by)  # type: ignore[arg-type]
+
+
+def rate_at(curve: Mapping[str, Sequence[float]], rows: int) -> float:
+    """FLOP/s at `rows`, log-linear between measured rows and flat beyond the ends."""
+    points = sorted((int(r), statistics.median(samples)) for r, samples in curve.items())
+    if rows <= points[0][0]:
+        # Fewer rows than measured are bound by reading the weights: the rate falls in proportion.
+        return points[0][1] * rows / points[0][0]
+    for (r0, v0), (r1, v1) in zip(points, points[1:], strict=False):
+        if rows <= r1:
+            share = (math.log(rows) - math.log(r0)) / (math.log(r1) - math.log(r0))
+            return math.exp(math.log(v0) + share * (math.log(v1) - math.log(v0)))
+    return points[-1][1]

@@ -1,0 +1,255 @@
+"""The `harness` command. Imports are made inside commands, so that help and validation stay fast."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from harness.api import RunSpec, SuiteSpec
+
+EXIT_FAILED, EXIT_USAGE, EXIT_HARDWARE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(package_name="offload-harness", prog_name="harness")
+def cli() -> None:
+    """Run, compare and evaluate large language models that do not fit the device's memory.
+
+    \b
+    Examples:
+      harness run suites/quickstart.yaml          measure, and write results/quickstart/report.html
+      harness run quickstart --dry-run            show the cells without running them
+      harness validate suites/*.yaml              check suite files
+      harness ls engines                          what can be compared on this machine
+      harness report results/quickstart           write the report again from its records
+
+    Exit codes: 0 ok; 1 a cell failed; 2 bad usage or suite; 3 the hardware does not meet the suite;
+    130 interrupted (run the same command again to go on).
+    """
+
+
+@cli.command()
+@click.argument("suite")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory [default: results/<suite name>].")
+@click.option("--engine", "engines", multiple=True, metavar="E", help="Only cells of this engine; may be repeated.")
+@click.option("--cell", "names", multiple=True, metavar="NAME", help="Only this cell; may be repeated.")
+@click.option("--set", "overrides", multiple=True, metavar="K=V", help="Override in every cell: policy.schedule=row.")
+@click.option("--shard", metavar="I/N", help="Run the I-th of N disjoint parts of the suite (1-based).")
+@click.option("--fresh", is_flag=True, help="Start over: earlier records are set aside, not resumed.")
+@click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the cells as JSON.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and remembered searches [$HARNESS_CACHE].")
+def run(
+    suite: str, out: Path | None, engines: tuple[str, ...], names: tuple[str, ...], overrides: tuple[str, ...],
+    shard: str | None, fresh: bool, dry_run: bool, as_json: bool, cache_dir: Path | None,
+) -> None:  # fmt: skip
+    """Run SUITE (a file, or the name of a shipped suite) and write records and a report.
+
+    An interrupted run goes on where it stopped when the same command is given again.
+
+    \b
+    Examples:
+      harness run suites/quickstart.yaml
+      harness run suites/cpu_offload.yaml --engine accelerate --set repeats=1 --out /tmp/try
+      harness run suites/cpu_offload.yaml --shard 1/2
+    """
+    with _one_line_errors():
+        from harness.config import load_suite
+        from harness.registry import ENGINES
+
+        path = _find_suite(suite)
+        loaded = load_suite(path, overrides, ENGINES)
+        cells = _select(loaded, engines, names, shard)
+        if dry_run:
+            _print_cells(cells, as_json)
+            return
+        sys.exit(_run(loaded, cells, path, out, cache_dir, fresh))
+
+
+def _run(
+    suite: SuiteSpec, cells: list[RunSpec], path: Path, out: Path | None, cache: Path | None, fresh: bool
+) -> int:
+    from harness import runner
+    from harness.progress import make_progress
+    from reports.build import build
+
+    out = out or Path("results") / suite.name
+    cache = cache or runner.default_cache()
+    if lacking := runner.check_requirements(suite, cache):
+        click.echo(f"this machine does not meet {suite.name}: " + "; ".join(lacking), err=True)
+        return EXIT_HARDWARE
+    runner.write_suite_copy(path, out)
+    signal.signal(signal.SIGTERM, _interrupt)
+    progress = make_progress()
+    with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
+        try:
+            records = runner.Runner(suite, out, cache, progress, f"suites/{path.name}").run(cells, fresh)
+            stopped = False
+        except KeyboardInterrupt:
+            stopped = True
+    if stopped:
+        click.echo(f"interrupted; run the same command again to go on (records: {out / 'records.jsonl'})", err=True)
+        return EXIT_INTERRUPTED
+    written = build([out])
+    _print_summary(records)
+    click.echo("report: " + ", ".join(str(p) for p in written), err=True)
+    failed = runner.unexpected(records)
+    for record in failed:
+        click.echo(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)
+    return EXIT_FAILED if failed else 0
+
+
+@cli.command()
+@click.argument("suites", nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per suite.")
+def validate(suites: tuple[str, ...], as_json: bool) -> None:
+    """Check SUITE files: every problem with file, line and the nearest valid key."""
+    from harness.api import HarnessError
+    from harness.config import load_suite
+    from harness.registry import ENGINES
+
+    failed = False
+    for name in suites:
+        try:
+            path = _find_suite(name)
+            suite = load_suite(path, (), ENGINES)
+            launches = sum(c.repeats for c in suite.cells)
+            result: dict[str, Any] = {"file": name, "ok": True, "cells": len(suite.cells), "launches": launches}
+            text = f"{name}: ok, {len(suite.cells)} cells, {launches} launches"
+        except HarnessError as exc:
+            failed = True
+            result, text = {"file": name, "ok": False, "errors": str(exc).splitlines()}, str(exc)
+        click.echo(json.dumps(result) if as_json else text, err=not as_json and not result["ok"])
+    sys.exit(EXIT_USAGE if failed else 0)
+
+
+@cli.command("ls")
+@click.argument("what", type=click.Choice(["engines", "suites", "models"]))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(what: str, as_json: bool) -> None:
+    """List engines (and what each lacks here), shipped suites, or built-in model shapes."""
+    with _one_line_errors():
+        from harness import listing
+
+        listing.show({"engines": listing.engines, "suites": listing.suites, "models": listing.models}[what](), as_json)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="The cache folder to look at [$HARNESS_CACHE].")
+def doctor(as_json: bool, cache_dir: Path | None) -> None:
+    """Say what this machine can measure, and what stands in the way."""
+    with _one_line_errors():
+        from harness import listing
+        from harness.runner import default_cache
+
+        findings = listing.diagnose(cache_dir or default_cache())
+        listing.show(findings, as_json)
+        sys.exit(EXIT_FAILED if any(f["state"] == "problem" for f in findings) else 0)
+
+
+@cli.command()
+@click.argument("dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the report [default: the first DIR].")
+def report(dirs: tuple[Path, ...], out: Path | None) -> None:
+    """Write report.html, report.md and report.csv from the records in DIRS."""
+    with _one_line_errors():
+        from reports.build import build
+
+        for path in build(list(dirs), out):
+            click.echo(path)
+
+
+def _find_suite(name: str) -> Path:
+    """A file, or a suite that is shipped with the package, by name."""
+    import suites
+    from harness.api import HarnessError
+
+    path = Path(name)
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path
+    shipped = Path(suites.__file__).parent / f"{name}.yaml"
+    if shipped.exists():
+        return shipped
+    known = ", ".join(sorted(p.stem for p in shipped.parent.glob("*.yaml")))
+    raise HarnessError(f"no suite file or shipped suite {name!r} (shipped: {known})")
+
+
+def _select(suite: SuiteSpec, engines: tuple[str, ...], names: tuple[str, ...], shard: str | None) -> list[RunSpec]:
+    from harness.api import HarnessError
+    from harness.runner import shard as part
+
+    cells = list(suite.cells)
+    for chosen, key in ((engines, "engine"), (names, "name")):
+        present = {getattr(c, key) for c in suite.cells}
+        if unknown := [c for c in chosen if c not in present]:
+            known = ", ".join(sorted(present))
+            raise HarnessError(f"suite {suite.name} has no {key} {unknown[0]!r} (it has {known})")
+        cells = [c for c in cells if not chosen or getattr(c, key) in chosen]
+    if shard is None:
+        return cells
+    index, slash, count = shard.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise HarnessError(f"--shard {shard}: expected I/N with 1 <= I <= N, such as 1/4")
+    return part(cells, int(index) - 1, int(count))
+
+
+def _print_cells(cells: list[RunSpec], as_json: bool) -> None:
+    from harness.api import to_json
+
+    for cell in cells:
+        if as_json:
+            click.echo(json.dumps(to_json(cell) | {"fingerprint": cell.fingerprint()}))
+        else:
+            shape = f"{cell.workload.prompt_len}+{cell.workload.gen_len}"
+            batch = "max batch" if cell.tune == "max_batch" else f"batch {cell.policy.block_size}"
+            notes = [n for n, on in ((f"expect {cell.expect}", cell.expect != "ok"), ("reference", cell.reference)) if on]
+            click.echo("  ".join([cell.fingerprint(), cell.name, cell.model.id, shape, batch, f"x{cell.repeats}", *notes]))
+
+
+def _print_summary(records: list[Any]) -> None:
+    """One screen on stdout: what a person wants to know first."""
+    from reports.terminal import summary_text
+
+    click.echo(summary_text(records))
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A HarnessError becomes its line on stderr and exit code 2; Ctrl-C exit code 130."""
+    from harness.api import HarnessError
+
+    try:
+        yield
+    except HarnessError as exc:
+        click.echo(f"harness: {exc}", err=True)
+        sys.exit(EXIT_USAGE)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Caps on a process tree's memory: cgroup v1 or v2 where one can be made, else a sampling monitor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROC_SELF_CGROUP = Path("/proc/self/cgroup")
+_PREFIX = "harness-"
+
+
+class MemoryGroup(Protocol):
+    """A bounded group of processes. Used as: make, `wrap` the command, start, `adopt`, wait, read, `close`."""
+
+    method: str
+    counts_page_cache: bool
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """The command line that starts `command` inside the group."""
+        ...
+
+    def adopt(self, pid: int) -> None:
+        """Tells the group which process was started."""
+        ...
+
+    def oom_kills(self) -> int:
+        """How often the limit ended a process of the group: the evidence for `oom_host`."""
+        ...
+
+    def anonymous_bytes(self) -> int:
+        """Anonymous memory the group holds now."""
+        ...
+
+    def peak_bytes(self) -> int | None:
+        """The most the group held at once, in the units its limit counts."""
+        ...
+
+    def kill(self) -> None:
+        """Ends every process of the group."""
+        ...
+
+    def close(self) -> None:
+        """Removes the group."""
+        ...
+
+
+class CgroupV1:
+    """A child of this process's memory cgroup. The limit counts anonymous memory, page cache and shared memory."""
+
+    method = "cgroup-v1"
+    counts_page_cache = True
+
+    def __init__(self, parent: Path, limit: int | None) -> None:
+        self.path = _make_group(parent)
+        try:
+            if limit is not None:
+                (self.path / "memory.limit_in_bytes").write_text(str(limit))
+                with contextlib.suppress(OSError):  # absent where the kernel does not account swap
+                    (self.path / "memory.memsw.limit_in_bytes").write_text(str(limit))
+        except OSError:
+            self.close()
+            raise
+
+    def wrap(self, command: list[str]) -> list[str]:
+        return _enter_and_exec(self.path, command)
+
+    def adopt(self, pid: int) -> None:
+        """Nothing to do: the process entered before it became the command."""
+
+    def oom_kills(self) -> int:
+        return _keyed(self.path / "memory.oom_control").get("oom_kill", 0)
+
+    def anonymous_bytes(self) -> int:
+        return _keyed(self.path / "memory.stat").get("total_rss", 0)
+
+    def peak_bytes(self) -> int | None:
+        return _number(self.path / "memory.max_usage_in_bytes")
+
+    def kill(self) -> None:
+        _kill_group(self.path)
+
+    def close(self) -> None:
+        _remove_group(self.path)
+
+
+class CgroupV2:
+    """A cgroup v2 group with `memory.max`, no swap, and out-of-memory ending the whole group."""
+
+    method = "cgroup-v2"
+    counts_page_cache = True
+
+    def __init__(self, parent: Path, limit: int | None) -> None:
+        self.path = _make_group(parent)
+        self._sampled_peak = 0
+        try:
+            if not (self.path / "memory.max").exists():
+                raise OSError(f"the memory controller is not delegated to {parent}")
+            if limit is not None:
+                (self.path / "memory.max").write_text(str(limit))
+                for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
+                    if (self.path / name).exists():
+                        (self.path / name).write_text(value)
+        except OSError:
+            self.close()
+            raise
+
+    def wrap(self, command: list[str]) -> list[str]:
+        return _enter_and_exec(self.path, command)
+
+    def adopt(self, pid: int) -> None:
+        """Nothing to do: the process entered before it became the command."""
+
+    def oom_kills(self) -> int:
+        return _keyed(self.path / "memory.events").get("oom_kill", 0)
+
+    def anonymous_bytes(self) -> int:
+        return _keyed(self.path / "memory.stat").get("anon", 0)
+
+    def peak_bytes(self) -> int | None:
+        return _number(self.path / "memory.peak")  # Linux 5.19 and later
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / "cgroup.kill").write_text("1")
+        _kill_group(self.path)
+
+    def close(self) -> None:
+        _remove_group(self.path)
+
+
+class Monitor:
+    """Where no cgroup can be made: samples the tree's anonymous memory and kills it above the limit.
+
+    It does not see the page cache and can be outrun between samples; records say `monitor` for that reason.
+    """
+
+    method = "monitor"
+    counts_page_cache = False
+    _PERIOD_S = 0.02
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._process: psutil.Process | None = None
+        self._peak = 0
+        self._kills = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-monitor", daemon=True)
+
+    def wrap(self, command: list[str]) -> list[str]:
+        return command
+
+    def adopt(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(pid)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            held = self.anonymous_bytes()
+            self._peak = max(self._peak, held)
+            if self._limit is not None and held > self._limit and not self._kills:
+                self._kills = 1
+                self.kill()
+            self._stop.wait(self._PERIOD_S)
+
+    def _tree(self) -> list[psutil.Process]:
+        if self._process is None:
+            return []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [self._process, *self._process.children(recursive=True)]
+        return []
+
+    def oom_kills(self) -> int:
+        return self._kills
+
+    def anonymous_bytes(self) -> int:
+        return sum(_anonymous_of(p.pid) for p in self._tree())
+
+    def peak_bytes(self) -> int | None:
+        return self._peak
+
+    def kill(self) -> None:
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+def make_group(limit: int | None) -> MemoryGroup:
+    """The strictest group this host allows; `limit` in bytes."""
+    for kind, parent in _parents():
+        with contextlib.suppress(OSError):
+            return kind(parent, limit)
+    return Monitor(limit)
+
+
+def sweep_stale_groups() -> None:
+    """Removes groups left by harnesses that were killed, with whatever still runs in them."""
+    for _, parent in _parents():
+        for path in parent.glob(f"{_PREFIX}*-*") if parent.is_dir() else ():
+            owner = path.name.removeprefix(_PREFIX).split("-")[0]
+            if owner.isdigit() and not psutil.pid_exists(int(owner)):
+                _kill_group(path)
+                with contextlib.suppress(OSError):
+                    _remove_group(path)
+
+
+def _parents() -> list[tuple[type[CgroupV1] | type[CgroupV2], Path]]:
+    """Where a group may be made, best first: below this process's own group, so outer limits still hold."""
+    found: list[tuple[type[CgroupV1] | type[CgroupV2], Path]] = []
+    with contextlib.suppress(OSError):
+        for line in PROC_SELF_CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own = path.strip("/")
+            if "memory" in controllers.split(","):
+                found.append((CgroupV1, CGROUP_ROOT / "memory" / own))
+            elif controllers == "":
+                # A v2 group with processes of its own cannot delegate memory to children: try its parent too.
+                for base in dict.fromkeys((CGROUP_ROOT / own, (CGROUP_ROOT / own).parent, CGROUP_ROOT)):
+                    if (base / "cgroup.controllers").exists():
+                        found.append((CgroupV2, base))
+    return found
+
+
+def _make_group(parent: Path) -> Path:
+    if not parent.is_dir():
+        raise OSError(f"no cgroup at {parent}")
+    path = parent / f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}"
+    path.mkdir()
+    return path
+
+
+def _enter_and_exec(group: Path, command: list[str]) -> list[str]:
+    # The shell enters the group before it becomes the command, so no byte is charged elsewhere.
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
+
+
+def _kill_group(path: Path) -> None:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            pids = [int(p) for p in (path / "cgroup.procs").read_text().split()]
+        except OSError:
+            return
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _remove_group(path: Path) -> None:
+    """Removes an emptied group; the kernel may need a moment after the last process is gone."""
+    for _ in range(200):
+        try:
+            path.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            _kill_group(path)
+            time.sleep(0.01)
+
+
+def _keyed(path: Path) -> dict[str, int]:
+    """A flat-keyed kernel file as a dict."""
+    try:
+        return {k: int(v) for k, _, v in (line.partition(" ") for line in path.read_text().splitlines())}
+    except (OSError, ValueError):
+        return {}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _anonymous_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0

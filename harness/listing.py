@@ -1,0 +1,118 @@
+"""What `ls` and `doctor` show: engines, suites, models, and what this machine can measure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness import provenance, registry
+from harness.api import HarnessError
+from harness.launchers.memory import make_group
+
+Row = dict[str, Any]
+
+
+def show(rows: Sequence[Row], as_json: bool) -> None:
+    """Prints rows as aligned columns, or one JSON list."""
+    if as_json:
+        click.echo(json.dumps(list(rows)))
+        return
+    if not rows:
+        return
+    cells = [[_plain(v) for v in row.values()] for row in rows]
+    header = [k.replace("_", " ") for k in rows[0]]
+    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
+    for line in [header, *cells]:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def engines() -> list[Row]:
+    """Every engine, whether it can run here, and what is missing where it cannot."""
+    rows = []
+    for name, entry in registry.ENGINES.items():
+        missing = entry.missing()
+        state = "ready" if not missing else "not installed"
+        remedy = f"needs {', '.join(missing)}: pip install 'offload-harness[{entry.extra}]'" if missing else ""
+        rows.append({"engine": name, "state": state, "description": entry.summary, "remedy": remedy})
+    return rows
+
+
+def suites() -> list[Row]:
+    """The shipped suites."""
+    import suites as package
+    from harness.config import load_suite
+
+    rows = []
+    for path in sorted(Path(package.__file__).parent.glob("*.yaml")):
+        suite = load_suite(path, (), registry.ENGINES)
+        launches = sum(c.repeats for c in suite.cells)
+        rows.append({"suite": path.stem, "cells": len(suite.cells), "launches": launches, "description": suite.description})
+    return rows
+
+
+def models() -> list[Row]:
+    """Built-in model shapes, which `weights: dummy` makes without any download."""
+    return [
+        {
+            "model": name,
+            "family": s.family,
+            "layers": s.num_layers,
+            "hidden": s.hidden,
+            "heads": s.num_heads,
+            "kv_heads": s.num_kv_heads,
+            "parameters": f"{s.params_total / 1e9:.2f}B",
+            "16-bit": f"{2 * s.params_total / 2**30:.1f} GiB",
+        }
+        for name, s in registry.shapes().items()
+    ]
+
+
+def diagnose(cache: Path) -> list[Row]:
+    """Checks with state ok, limited (still works, less well) or problem."""
+    found = []
+
+    def add(check: str, state: str, detail: str) -> None:
+        found.append({"check": check, "state": state, "detail": detail})
+
+    machine = provenance.machine()
+    add("cpu", "ok", f"{machine['cpu']}, {machine['cores_usable']} usable cores, {' '.join(machine['cpu_flags'])}")
+    add("memory", "ok", f"{machine['ram_bytes'] / 2**30:.1f} GiB, swap {machine['swap_bytes'] / 2**30:.1f} GiB")
+    gpus = machine["gpus"]
+    add("gpu", "ok" if gpus else "limited", ", ".join(g["name"] for g in gpus) or "none: engines run on the CPU")
+    group = make_group(None)
+    group.close()
+    detail = {"monitor": "no writable memory cgroup: a sampling monitor caps anonymous memory, not the page cache"}
+    state = "limited" if group.method == "monitor" else "ok"
+    add("memory cap", state, detail.get(group.method, f"{group.method}, page cache counted"))
+    rapl = any(os.access(p, os.R_OK) for p in Path("/sys/class/powercap").glob("intel-rapl:*/energy_uj"))
+    add("energy", "ok" if rapl else "limited", "RAPL counters" if rapl else "no readable counter: energy is null")
+    with contextlib.suppress(StopIteration):
+        existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
+        writable = os.access(existing, os.W_OK)
+        free = shutil.disk_usage(existing).free / 2**30
+        add("cache", "ok" if writable else "problem", f"{cache}: {free:.0f} GiB free" + ("" if writable else ", not writable"))
+    for name in registry.ENGINES:
+        entry = registry.engine_entry(name)
+        missing = entry.missing()
+        state, detail_ = "limited" if missing else "ok", f"missing {', '.join(missing)}" if missing else entry.summary
+        add(f"engine {name}", state, detail_)
+    for path in (Path(p) for p in ("suites",) if Path(p).is_dir()):
+        from harness.config import load_suite
+
+        for suite in sorted(path.glob("*.yaml")):
+            try:
+                load_suite(suite, (), registry.ENGINES)
+            except HarnessError as exc:
+                add(f"suite {suite.name}", "problem", str(exc).splitlines()[0])
+    return found
+
+
+def _plain(value: Any) -> str:
+    return "" if value is None else str(value)

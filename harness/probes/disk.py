@@ -1,0 +1,72 @@
+"""Bytes this process moved to and from storage, and how fast the disk reads."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from pathlib import Path
+
+from harness.api import Measurement, Phase
+
+
+class DiskProbe:
+    """Bytes read from and written to storage in one phase, page faults on mapped files included.
+
+    Source: /proc/self/io; children that have ended and been waited for are included.
+    """
+
+    def __enter__(self) -> DiskProbe:
+        self._before = _counters()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._after = _counters()
+
+    def measurements(self, phase: Phase) -> list[Measurement]:
+        """`read_bytes` and `write_bytes`; empty where the kernel does not account I/O."""
+        found = []
+        for name in ("read_bytes", "write_bytes"):
+            known = name in self._before and name in self._after
+            samples = (float(self._after[name] - self._before[name]),) if known else ()
+            found.append(Measurement(name, "bytes", samples, phase, "" if known else "no /proc/self/io"))
+        return found
+
+
+def _counters() -> dict[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return {k: int(v) for k, _, v in (line.partition(": ") for line in lines)}
+    return {}
+
+
+def sequential_read_rate(folder: Path, seconds: float = 1.0, block: int = 16 << 20) -> float | None:
+    """Bytes/s of sequential direct reads of the largest file below `folder`; None where O_DIRECT is refused.
+
+    The page cache is bypassed, so the figure is the device's. The reads walk through the file and stop after
+    `seconds` or at its end.
+    """
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    if not files:
+        return None
+    largest = max(files, key=lambda p: p.stat().st_size)
+    try:
+        descriptor = os.open(largest, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return None
+    buffer = mmap.mmap(-1, block)  # page-aligned, as direct reads need
+    done, start = 0, time.perf_counter()
+    try:
+        while time.perf_counter() - start < seconds:
+            count = os.preadv(descriptor, [buffer], done)
+            done += count
+            if count < block:
+                break
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+        elapsed = time.perf_counter() - start
+        buffer.close()
+    return done / elapsed if done else None

@@ -1,0 +1,70 @@
+"""Throughput and latency of one run, computed from the times of every token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.api import RequestTrace
+
+
+def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | None]:
+    """Figures in real, non-pad tokens and seconds; definitions as in suites.md, Metrics.
+
+    Time runs from the first request's start to the last token. Prefill time is the time during which some
+    request was between its start and its first token; decode time is the rest. Where an engine mixes the two
+    (`phased` false) or nothing was decoded, the decoding figures are None.
+    """
+    begin = min(t.start_s for t in traces)
+    end = max(t.token_times_s[-1] for t in traces)
+    total = end - begin
+    generated = sum(t.generated_tokens for t in traces)
+    prompt = sum(t.prompt_tokens for t in traces)
+    padding = sum(t.padding_tokens for t in traces)
+    prefill = union_length([(t.start_s, t.token_times_s[0]) for t in traces])
+    decode = total - prefill
+    decoded = generated - len(traces)
+    split = phased and decoded > 0 and decode > 0
+    ttft = [t.token_times_s[0] - t.start_s for t in traces]
+    tpot = [(t.token_times_s[-1] - t.token_times_s[0]) / (n - 1) for t in traces if (n := t.generated_tokens) > 1]
+    return {
+        "generation_throughput_tok_s": _rate(generated, total),
+        "decode_throughput_tok_s": decoded / decode if split else None,
+        "total_throughput_tok_s": _rate(prompt + generated, total),
+        "padded_throughput_tok_s": _rate(prompt + generated + padding, total),
+        "total_s": total,
+        "prefill_s": prefill if phased else None,
+        "decode_s": decode if split else None,
+        "num_requests": float(len(traces)),
+        "prompt_tokens": float(prompt),
+        "generated_tokens": float(generated),
+        "padding_tokens": float(padding),
+        "ttft_p50_s": percentile(ttft, 50),
+        "ttft_p99_s": percentile(ttft, 99),
+        "tpot_p50_s": percentile(tpot, 50),
+        "tpot_p99_s": percentile(tpot, 99),
+    }
+
+
+def union_length(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    length, reach = 0.0, -math.inf
+    for low, high in sorted(intervals):
+        length += max(0.0, high - max(low, reach))
+        reach = max(reach, high)
+    return length
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+    """Percentile `q` in [0, 100], linear between order statistics; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * q / 100
+    low = math.floor(position)
+    high = math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _rate(count: float, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None

@@ -1,0 +1,115 @@
+"""What a figure was measured on: hardware, software and code, without names of hosts, people or folders."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+#: Instruction sets that decide how fast an engine's kernels are.
+_FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
+          "amx_tile", "amx_int8", "amx_bf16", "avx_vnni", "asimd", "asimddp", "bf16", "i8mm", "sve")  # fmt: skip
+
+
+def collect(code: Path | None = None) -> dict[str, Any]:
+    """Provenance of this machine and of the code in folder `code` (this package's by default)."""
+    return {
+        "machine": machine(),
+        "python": platform.python_version(),
+        "harness": package_versions(("offload-harness",)).get("offload-harness", "not installed"),
+        "git": git_state(code or Path(__file__).parent),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """CPU, memory, devices and kernel; what is unknown is null."""
+    cpu = _cpuinfo()
+    return {
+        "cpu": cpu.get("model name") or platform.processor() or None,
+        "cpu_flags": [f for f in _FLAGS if f in cpu.get("flags", cpu.get("Features", "")).split()],
+        "cores_physical": psutil.cpu_count(logical=False),
+        "cores_usable": len(os.sched_getaffinity(0)),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
+        "ram_bytes": psutil.virtual_memory().total,
+        "swap_bytes": psutil.swap_memory().total,
+        "gpus": gpus(),
+        "os": f"{platform.system()} {platform.release()}",
+        "container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+    }
+
+
+def machine_key() -> str:
+    """Hash of the hardware that decides what fits and how fast: remembered results are good for this machine only."""
+    found = machine()
+    stable = {k: found[k] for k in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
+    return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name, memory and driver of each NVIDIA GPU, from nvidia-smi; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = (line.split(", ") for line in text.splitlines())
+    return [dict(zip(("name", "memory", "driver"), row, strict=False)) for row in rows]
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of the installed distributions among `names`."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether tracked files differ from it; None outside a repository."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(folder), *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def scrub(text: str, places: Mapping[str, str]) -> str:
+    """Replaces folders of this machine by placeholders, longest first, so that records can be shared."""
+    home = str(Path.home())
+    known = dict(places) | ({} if home in ("/", "") else {home: "$HOME"})
+    for path in sorted(known, key=len, reverse=True):
+        text = re.sub(re.escape(path) + r"(?=[/\s'\":,;)\]]|$)", lambda _, p=path: known[p], text)  # type: ignore[misc]
+    return text
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's fields of /proc/cpuinfo."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if not line.strip():
+                break
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    return found

@@ -1,0 +1,107 @@
+"""Names of engines and workloads, resolved on use, so that nothing heavy is imported to print `--help`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, cast
+
+from harness.api import Engine, HarnessError, LocalModel, Workload
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """Where an engine lives and which importable modules it needs."""
+
+    target: str
+    requires: tuple[str, ...]
+    extra: str
+    summary: str
+    builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
+
+    def missing(self) -> list[str]:
+        """Required modules that this interpreter does not have."""
+        return [m for m in self.requires if importlib.util.find_spec(m) is None]
+
+
+ENGINES: dict[str, EngineEntry] = {
+    "fake": EngineEntry(
+        "engines.fake:FakeEngine", (), "", "deterministic tokens in virtual time; drives the harness's tests", "engines.fake:MODEL"
+    ),
+    "transformers": EngineEntry(
+        "engines.transformers:TransformersEngine",
+        ("torch", "transformers", "safetensors"),
+        "transformers",
+        "Hugging Face transformers with everything resident",
+    ),
+    "accelerate": EngineEntry(
+        "engines.accelerate:AccelerateEngine",
+        ("torch", "transformers", "safetensors", "accelerate"),
+        "accelerate",
+        "Hugging Face Accelerate: weights in RAM and on disk",
+    ),
+}
+
+WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic"}
+
+_PREPARE = "engines.checkpoints:prepare"
+_EVICT = "engines.checkpoints:evict"
+_GEMM_RATES = "engines.calibrate:gemm_rates"
+_SHAPES = "engines.shapes:CATALOGUE"
+
+
+def engine_entry(name: str) -> EngineEntry:
+    """Raises HarnessError with the nearest name for an unknown engine."""
+    if name in ENGINES:
+        return ENGINES[name]
+    near = difflib.get_close_matches(name, ENGINES, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise HarnessError(f"unknown engine {name!r}{hint} (known: {', '.join(ENGINES)})")
+
+
+def make_engine(name: str, options: dict[str, Any]) -> Engine:
+    """Builds an engine. Raises HarnessError when a module or an option is missing or unknown."""
+    entry = engine_entry(name)
+    if missing := entry.missing():
+        raise HarnessError(
+            f"engine {name} needs {', '.join(missing)}: pip install 'offload-harness[{entry.extra}]' -c constraints.txt"
+        )
+    factory = resolve(entry.target)
+    try:
+        return cast(Engine, factory(**options))
+    except TypeError as exc:
+        raise HarnessError(f"engine {name} does not take these options: {exc}") from exc
+
+
+def make_workload(kind: str, **fields: Any) -> Workload:
+    """Builds a workload by its kind."""
+    return cast(Workload, resolve(WORKLOADS[kind])(**fields))
+
+
+def resolve(target: str) -> Any:
+    """The object behind "module:name"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def prepare_model(engine: str, *args: Any, **kwargs: Any) -> LocalModel:
+    """The engine's built-in model, or engines.checkpoints.prepare: makes a checkpoint ready on this machine."""
+    builtin = engine_entry(engine).builtin_model
+    return cast(LocalModel, resolve(builtin) if builtin else resolve(_PREPARE)(*args, **kwargs))
+
+
+def evict_model(path: str) -> None:
+    """engines.checkpoints.evict: drops a model folder from the page cache."""
+    resolve(_EVICT)(path)
+
+
+def gemm_rates(*args: Any, **kwargs: Any) -> Any:
+    """engines.calibrate.gemm_rates: FLOP/s by dtype and rows."""
+    return resolve(_GEMM_RATES)(*args, **kwargs)
+
+
+def shapes() -> dict[str, Any]:
+    """engines.shapes.CATALOGUE: built-in model shapes by id."""
+    return cast(dict[str, Any], resolve(_SHAPES))

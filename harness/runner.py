@@ -1,0 +1,288 @@
+"""Runs a suite: expand, skip what is done, launch interleaved, persist. The one place that decides a status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from harness import provenance, registry
+from harness.api import (
+    HardwareProfile,
+    HarnessError,
+    LaunchRequest,
+    LocalModel,
+    ModelSpec,
+    RunRecord,
+    RunSpec,
+    Status,
+    SuiteSpec,
+    Trial,
+)
+from harness.bound import bound
+from harness.launchers.process import ProcessLauncher
+from harness.store import Store
+from harness.tuning import Remembered, choose, search_max_batch, settled
+
+#: Repeating these cannot end otherwise, so the cell's other repeats are left out.
+_NOT_REPEATED = ("infeasible", "unsupported", "timeout", "skipped")
+_MACHINE_PROBE_MAX_AGE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch to do: a cell and its repeat number."""
+
+    cell: RunSpec
+    repeat: int
+
+
+class Progress(Protocol):
+    """Where progress is shown. `done` launches come with the number of seconds they took."""
+
+    def planned(self, steps: Sequence[Step], already_done: int) -> None: ...
+
+    def started(self, step: Step, activity: str) -> None: ...
+
+    def event(self, phase: str, done: int, total: int) -> None: ...
+
+    def finished(self, step: Step, record: RunRecord) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Runner:
+    """Runs cells of a suite into a run directory.
+
+    Launches are interleaved: each round runs every cell once, starting one cell later than the round before,
+    so that a machine that drifts drifts over all cells alike.
+    """
+
+    def __init__(self, suite: SuiteSpec, out: Path, cache: Path, progress: Progress, suite_file: str) -> None:
+        self._suite = suite
+        self._out = out
+        self._cache = cache
+        self._progress = progress
+        self._suite_file = suite_file
+        self._store = Store(out)
+        self._models: dict[ModelSpec, LocalModel | tuple[Status, str]] = {}
+        self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
+        self._machine: HardwareProfile | None = None
+        self._machine_read_at = float("-inf")
+        self._dropped: set[str] = set()
+
+    def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
+        """Runs what is not done yet and returns every record of the run directory that belongs to `cells`.
+
+        Raises HarnessError for what stops the whole run, KeyboardInterrupt after recording the cell in flight.
+        """
+        self._store.open(fresh)
+        try:
+            shutil.rmtree(self._work, ignore_errors=True)
+            done = self._store.done()
+            self._dropped = {r.fingerprint for r in self._store.records() if r.status in _NOT_REPEATED}
+            steps = [s for s in interleave(cells) if s.cell.fingerprint() not in self._dropped]
+            todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]
+            self._progress.planned(todo, len(steps) - len(todo))
+            if todo:
+                places = {str(self._cache.resolve()): "$CACHE", str(self._out.resolve()): "$OUT"}
+                self._launcher = ProcessLauncher(self._cache, places)
+                self._provenance = provenance.collect()
+                self._remembered = Remembered(self._cache / "max_batch.json", provenance.machine_key())
+                for step in todo:
+                    self._step(step)
+            wanted = {c.fingerprint() for c in cells}
+            return [r for r in self._store.records() if r.fingerprint in wanted]
+        finally:
+            shutil.rmtree(self._work, ignore_errors=True)
+            self._store.close()
+
+    @property
+    def _work(self) -> Path:
+        return self._out.resolve() / ".work"
+
+    def _log(self, cell: RunSpec) -> Path:
+        return self._out.resolve() / "logs" / f"{cell.name}.log"
+
+    def _step(self, step: Step) -> None:
+        cell = step.cell
+        if cell.fingerprint() in self._dropped:
+            return
+        try:
+            record = self._measure(step)
+        except KeyboardInterrupt:
+            self._append(step, RunRecord(cell, "", step.repeat, "interrupted", "interrupted by the user"))
+            raise
+        self._append(step, record)
+
+    def _append(self, step: Step, record: RunRecord) -> None:
+        cell = step.cell
+        record = replace(
+            record,
+            spec=cell,
+            fingerprint=cell.fingerprint(),
+            provenance=self._provenance | dict(record.provenance),
+            command=f"harness run {self._suite_file} --cell {cell.name}",
+            log=f"logs/{cell.name}.log",
+        )
+        self._store.append(record)
+        if record.status in _NOT_REPEATED:
+            self._dropped.add(record.fingerprint)
+        self._progress.finished(step, record)
+
+    def _measure(self, step: Step) -> RunRecord:
+        """Everything that leads to one record: model, batch, machine rates, launch, bound."""
+        cell = step.cell
+        model = self._model(step)
+        if not isinstance(model, LocalModel):
+            return _refused(step, *model)
+        spec, trials = self._with_batch(step, model)
+        if spec is None:
+            statuses = ", ".join(f"batch {t.gpu_batch_size}: {t.status}" for t in trials)
+            last = trials[-1]
+            status = last.status if last.status in ("oom_host", "oom_device", *_NOT_REPEATED) else "skipped"
+            reason = f"no batch survives ({statuses}); {last.reason}"
+            return replace(_refused(step, status, reason), tuning=trials, model=_shareable(model))
+        machine = self._machine_rates(step, model)
+        self._progress.started(step, f"repeat {step.repeat + 1}/{cell.repeats}")
+        record = self._launch(spec, step.repeat, model)
+        batch = record.load.block_size if record.load else spec.policy.block_size
+        dtype = record.load.compute_dtype if record.load else ""
+        limit = bound(model, cell.workload, batch, dtype, cell.limits.host_memory, machine) if machine else None
+        if record.status != "ok":
+            limit = None
+        return replace(record, machine=machine, bound=limit, tuning=trials, model=_shareable(model))
+
+    def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:
+        if model.path:
+            registry.evict_model(model.path)
+        request = LaunchRequest(spec, repeat, model, self._work / f"{spec.name}-{repeat}", self._log(spec))
+        return self._launcher.launch(request, self._progress.event)
+
+    def _model(self, step: Step) -> LocalModel | tuple[Status, str]:
+        spec = step.cell.model
+        if spec not in self._models:
+            self._progress.started(step, f"preparing {spec.id}")
+            self._models[spec] = self._launcher.prepare(
+                step.cell, self._work / "prepare", self._log(step.cell), self._progress.event
+            )
+        return self._models[spec]
+
+    def _with_batch(self, step: Step, model: LocalModel) -> tuple[RunSpec | None, tuple[Trial, ...]]:
+        """The cell with a settled batch and the trials that settled it; None where no batch survives."""
+        cell = step.cell
+        if cell.tune == "none":
+            return cell, ()
+        key = cell.fingerprint()
+        if key not in self._settled:
+            memory_key = self._remembered.key(cell, self._engine_versions(cell), model.digest)
+            trials = self._remembered.get(memory_key)
+            if trials is None:
+                trials = search_max_batch(cell.policy.gpu_batch_size, lambda batch: self._trial(step, model, batch))
+                if trials[-1].status not in ("error", "disk_full"):
+                    self._remembered.put(memory_key, trials)
+            batch = choose(trials)
+            self._settled[key] = (None if batch is None else settled(cell, batch), tuple(trials))
+        return self._settled[key]
+
+    def _trial(self, step: Step, model: LocalModel, batch: int) -> Trial:
+        self._progress.started(step, f"searching the largest batch: {batch}")
+        record = self._launch(settled(step.cell, batch), step.repeat, model)
+        throughput = record.metrics.get("generation_throughput_tok_s") if record.status == "ok" else None
+        self._progress.note(f"{step.cell.name}: batch {batch}: {record.status}")
+        return Trial(batch, record.status, throughput, record.reason)
+
+    def _engine_versions(self, cell: RunSpec) -> dict[str, str]:
+        return provenance.package_versions(registry.engine_entry(cell.engine).requires)
+
+    def _machine_rates(self, step: Step, model: LocalModel) -> HardwareProfile | None:
+        """Rates measured at most a minute before the launch, so that they drift with what they bound."""
+        if not self._suite.machine_probe or not model.path:
+            return None
+        if time.monotonic() - self._machine_read_at > _MACHINE_PROBE_MAX_AGE_S:
+            self._progress.started(step, "measuring disk and GEMM rates")
+            shape = (model.shape.hidden, model.shape.ffn)
+            dtypes = sorted({"float32", model.dtype})
+            threads = step.cell.limits.threads
+            registry.evict_model(model.path)
+            self._machine = self._launcher.measure_machine(
+                model.path, shape, self._rows(), dtypes, threads, self._work / "machine", self._log(step.cell)
+            )
+            self._machine_read_at = time.monotonic()
+        return self._machine
+
+    def _rows(self) -> list[int]:
+        """Rows at which GEMM rates are taken: from a single sequence's decode to a large prefill."""
+        return [1, 4, 16, 64, 256, 1024]
+
+
+def interleave(cells: Sequence[RunSpec]) -> list[Step]:
+    """Round r runs every cell that has a repeat r, starting at cell r."""
+    rounds = max((c.repeats for c in cells), default=0)
+    steps = []
+    for r in range(rounds):
+        start = r % len(cells)
+        steps += [Step(c, r) for c in (*cells[start:], *cells[:start]) if r < c.repeats]
+    return steps
+
+
+def shard(cells: Sequence[RunSpec], index: int, count: int) -> list[RunSpec]:
+    """Every `count`-th cell from `index` (0-based): disjoint shards that together are all cells."""
+    return list(cells[index::count])
+
+
+def check_requirements(suite: SuiteSpec, cache: Path) -> list[str]:
+    """What this machine lacks for the suite, one line each; empty if nothing."""
+    need, lacking = suite.requires, []
+    have_memory = provenance.machine()["ram_bytes"]
+    if have_memory < need.host_memory:
+        lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(have_memory)} present")
+    if need.device_memory:
+        devices = [float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()]
+        if max(devices, default=0.0) < need.device_memory:
+            lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(max(devices, default=0.0))} present")
+    existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need.disk_free:
+        lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
+    return lacking
+
+
+def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Records that did not end as their cell expected; a later record of the same launch replaces an earlier."""
+    last = {(r.fingerprint, r.repeat): r for r in records}
+    return [r for r in last.values() if r.status != r.spec.expect]
+
+
+def write_suite_copy(source: Path, out: Path) -> None:
+    """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "suite.yaml").write_bytes(source.read_bytes())
+    except OSError as exc:
+        hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
+        raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc
+
+
+def default_cache() -> Path:
+    """HARNESS_CACHE, or the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HARNESS_CACHE") or Path(base) / "offload-harness")
+
+
+def _refused(step: Step, status: Status, reason: str) -> RunRecord:
+    return RunRecord(step.cell, "", step.repeat, status, reason, provenance.now())
+
+
+def _shareable(model: LocalModel) -> LocalModel:
+    """Without the folder of this machine."""
+    return replace(model, path=Path(model.path).name)
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.1f} GiB"

@@ -1,0 +1,138 @@
+"""The run directory: append-only records, keyed by fingerprint and repeat, that survive kill -9."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from harness.api import FINAL_STATUSES, SCHEMA_VERSION, HarnessError, RunRecord, from_json, to_json
+
+RECORDS = "records.jsonl"
+
+
+class Store:
+    """Appends RunRecords to `<out>/records.jsonl` and knows which repeats are done.
+
+    A record is one line written by one `write` and then synced: a crash leaves at most one truncated
+    last line, which `open` cuts off, so nothing complete is lost and nothing is counted twice.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._lock: IO[bytes] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the records are."""
+        return self.out / RECORDS
+
+    def open(self, fresh: bool = False) -> None:
+        """Creates the directory, locks it against a second harness and mends a truncated last line.
+
+        Raises HarnessError where the directory cannot be written or is in use.
+        """
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "logs").mkdir(exist_ok=True)
+            self._lock = (self.out / ".lock").open("ab")
+        except OSError as exc:
+            raise HarnessError(
+                f"cannot write to {self.out}: {exc.strerror or exc}; choose another folder with --out"
+            ) from exc
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise HarnessError(f"{self.out} is in use by another harness; wait for it or choose another --out") from exc
+        if fresh and self.path.exists():
+            self.path.rename(self._backup())
+        self._cut_truncated_line()
+
+    def close(self) -> None:
+        """Releases the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+            (self.out / ".lock").unlink(missing_ok=True)
+
+    def append(self, record: RunRecord) -> None:
+        """Adds one record durably. Raises HarnessError when the disk is full or not writable."""
+        line = json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                size = os.fstat(descriptor).st_size
+                try:
+                    _write_all(descriptor, line)
+                    os.fsync(descriptor)
+                except OSError:
+                    os.ftruncate(descriptor, size)
+                    raise
+            finally:
+                os.close(descriptor)
+        except OSError as exc:
+            raise HarnessError(
+                f"cannot record to {self.path}: {exc.strerror or exc}; free space or choose another --out, "
+                "then run the same command again to go on"
+            ) from exc
+
+    def records(self) -> Iterator[RunRecord]:
+        """All complete records in order. Raises HarnessError naming the line that cannot be read."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                yield parse_record(line, f"{self.path}:{number}")
+
+    def done(self) -> set[tuple[str, int]]:
+        """(fingerprint, repeat) of every launch that need not be run again.
+
+        Launches that were interrupted or failed for want of disk or by an unclassified error are tried
+        again, unless the cell expected just that.
+        """
+        return {
+            (r.fingerprint, r.repeat)
+            for r in self.records()
+            if r.status in FINAL_STATUSES or (r.status == r.spec.expect and r.status != "interrupted")
+        }
+
+    def _backup(self) -> Path:
+        number = 1
+        while (target := self.path.with_suffix(f".{number}.jsonl")).exists():
+            number += 1
+        return target
+
+    def _cut_truncated_line(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            data = file.read()
+            end = data.rfind(b"\n") + 1
+            if end != len(data):
+                file.truncate(end)
+
+
+def parse_record(line: bytes, where: str) -> RunRecord:
+    """One line of records.jsonl. Raises HarnessError for damage or a newer schema."""
+    try:
+        data = json.loads(line)
+    except ValueError as exc:
+        raise HarnessError(f"{where}: not a record ({exc}); move the file away or repair that line") from exc
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+        raise HarnessError(f"{where}: record schema {version!r}, this harness reads 1 to {SCHEMA_VERSION}; update it")
+    try:
+        return from_json(RunRecord, data)
+    except HarnessError as exc:
+        raise HarnessError(f"{where}: {exc}") from exc
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

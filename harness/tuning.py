@@ -1,0 +1,89 @@
+"""`policy: max_batch`: the largest batch an engine survives under its limit, searched once a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness.api import RunSpec, Trial, from_json, to_json
+
+_CEILING = 4096
+
+
+def search_max_batch(start: int, attempt: Callable[[int], Trial]) -> list[Trial]:
+    """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
+
+    `attempt(batch)` launches the cell with that batch. Survival is taken to be monotone. Each batch is tried once.
+    """
+    trials: list[Trial] = []
+
+    def survives(batch: int) -> bool:
+        trials.append(attempt(batch))
+        return trials[-1].status == "ok"
+
+    good, bad = 0, 0
+    batch = start
+    while not (good and bad) and 1 <= batch <= _CEILING:
+        if survives(batch):
+            good, batch = batch, batch * 2
+        else:
+            if trials[-1].status in ("unsupported", "error", "disk_full"):
+                return trials  # not a matter of size
+            bad, batch = batch, batch // 2
+    while good and bad and bad - good > max(1, good // 4):
+        middle = (good + bad) // 2
+        if survives(middle):
+            good = middle
+        else:
+            bad = middle
+    return trials
+
+
+def choose(trials: Sequence[Trial]) -> int | None:
+    """The batch to run: the fastest that survived, which is nearly always the largest; None if none did."""
+    alive = [t for t in trials if t.status == "ok"]
+    if not alive:
+        return None
+    return max(alive, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size
+
+
+class Remembered:
+    """Searches that were done on this machine: one JSON file in the cache, replaced atomically."""
+
+    def __init__(self, path: Path, machine_key: str) -> None:
+        self._path = path
+        self._machine_key = machine_key
+
+    def key(self, spec: RunSpec, versions: dict[str, str], memory_method: str) -> str:
+        """What a search depends on: machine, cell (less labels and repeats), package versions, kind of cap."""
+        parts = [self._machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), memory_method]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def get(self, key: str) -> list[Trial] | None:
+        """The trials of an earlier search, or None."""
+        stored = self._read().get(key)
+        return None if stored is None else [from_json(Trial, t) for t in stored]
+
+    def put(self, key: str, trials: Sequence[Trial]) -> None:
+        """Keeps a search's trials."""
+        content = self._read() | {key: [to_json(t) for t in trials]}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content, indent=1))
+        temporary.replace(self._path)
+
+    def _read(self) -> dict[str, list[dict[str, object]]]:
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(self._path.read_text())
+            if isinstance(content, dict):
+                return content
+        return {}  # lost or damaged memory costs a search, never a run
+
+
+def settled(spec: RunSpec, batch: int) -> RunSpec:
+    """The cell with its searched batch in place of the search."""
+    return replace(spec, policy=replace(spec.policy, gpu_batch_size=batch), tune="none")

@@ -1,0 +1,313 @@
+"""The process inside the sandbox: one LaunchRequest in, one result file out.
+
+`python -m harness.worker FOLDER` reads FOLDER/request.json and writes FOLDER/events.jsonl while it runs and
+FOLDER/result.json once, by rename, when it is done. What it cannot know (limits, exit status, provenance of the
+harness) the launcher adds. The log is this process's stdout and stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import (
+    Engine,
+    GenerationRequest,
+    GenerationResult,
+    HardwareLimits,
+    HarnessError,
+    InfeasibleError,
+    LoadReport,
+    LocalModel,
+    Measurement,
+    Phase,
+    Probe,
+    RequestTrace,
+    RunSpec,
+    Status,
+    UnsupportedError,
+    from_json,
+    to_json,
+)
+from harness.probes.disk import DiskProbe
+from harness.probes.energy import EnergyProbe
+from harness.probes.latency import metrics
+from harness.probes.memory import MemoryProbe, resident_bytes
+from harness.provenance import package_versions
+
+REQUEST, EVENTS, RESULT = "request.json", "events.jsonl", "result.json"
+_EVENT_PERIOD_S = 0.2
+
+
+class Events:
+    """Progress for the launcher: one JSON line each, at most a few a second within a phase."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / EVENTS).open("a", buffering=1)
+        self._last = ("", 0.0)
+
+    def emit(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Writes an event when the phase is new, complete, or the last one is old enough."""
+        now = time.monotonic()
+        if phase == self._last[0] and done < total and now - self._last[1] < _EVENT_PERIOD_S:
+            return
+        self._last = (phase, now)
+        self._file.write(json.dumps({"phase": phase, "done": done, "total": total}) + "\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the request in folder argv[0]; returns 0 whenever a result was written."""
+    _die_with_parent()
+    folder = Path(argv[0])
+    request = json.loads((folder / REQUEST).read_text())
+    if request["kind"] == "idle":
+        result = _idle(request)
+    elif request["kind"] == "prepare":
+        result = _prepare(folder, request)
+    elif request["kind"] == "machine":
+        result = _measure_machine(request)
+    else:
+        result = _Run(folder, request).result()
+    temporary = folder / (RESULT + ".tmp")
+    temporary.write_text(json.dumps(result, allow_nan=False))
+    temporary.rename(folder / RESULT)
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this process when the harness dies, even by kill -9."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _idle(request: dict[str, Any]) -> dict[str, Any]:
+    """The footprint of an engine's process that has imported everything and loaded nothing."""
+    spec = from_json(RunSpec, request["spec"])
+    engine = registry.make_engine(spec.engine, dict(spec.options))
+    engine.capabilities()
+    anonymous, file = resident_bytes()
+    return {"anonymous_bytes": anonymous, "file_bytes": file}
+
+
+def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint made ready, outside any limit and any timing."""
+    events = Events(folder)
+    try:
+        spec = from_json(RunSpec, request["spec"])
+        model = registry.prepare_model(
+            spec.engine, spec.model, Path(request["cache"]), lambda done, total: events.emit("prepare", done, total)
+        )
+    except Exception as exc:
+        if not isinstance(exc, HarnessError):
+            traceback.print_exc()
+        status, reason = classify(exc)
+        return {"status": status, "reason": reason}
+    return {"status": "ok", "model": to_json(model)}
+
+
+def _measure_machine(request: dict[str, Any]) -> dict[str, Any]:
+    """Disk bandwidth and GEMM rates of this moment; see HardwareProfile."""
+    from harness.probes.disk import sequential_read_rate
+
+    k, n = request["gemm_shape"]
+    disk = sequential_read_rate(Path(request["folder"]))
+    rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])
+    return {"disk_read": [] if disk is None else [disk], "gemm_shape": [k, n], "gemm_flops": rates}
+
+
+class _Run:
+    """One launch: load, warm up, generate under probes, check, and say how it ended."""
+
+    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
+        self._folder = folder
+        self._spec = from_json(RunSpec, request["spec"])
+        self._model = from_json(LocalModel, request["model"])
+        self._limits = from_json(HardwareLimits, request["limits"])
+        self._launched = float(request["launched"])
+        self._events = Events(folder)
+        self._measurements: list[Measurement] = []
+        self._out: dict[str, Any] = {"status": "error", "reason": "", "metrics": {}, "requests": [], "load": None}
+
+    def result(self) -> dict[str, Any]:
+        """Never raises for what the engine did; a kill leaves no result and the launcher classifies it."""
+        try:
+            self._run()
+            self._out["status"] = "ok"
+        except KeyboardInterrupt:
+            self._fail("interrupted", "interrupted")
+        except Exception as exc:
+            traceback.print_exc()
+            self._fail(*classify(exc))
+        self._out["measurements"] = to_json(self._measurements)
+        return self._out
+
+    def _fail(self, status: Status, reason: str) -> None:
+        self._out |= {"status": status, "reason": reason}
+
+    def _run(self) -> None:
+        spec = self._spec
+        self._events.emit("startup")
+        started = time.time()
+        engine = registry.make_engine(spec.engine, dict(spec.options))
+        capabilities = engine.capabilities()
+        imported = time.time()
+        self._out["packages"] = package_versions(capabilities.packages)
+        self._out["simulated"] = capabilities.simulated
+        scratch = self._folder / "scratch"
+        scratch.mkdir()
+        try:
+            load = self._load(engine, scratch)
+            traces = self._generate(engine, load, capabilities.steady_blocks)
+        finally:
+            engine.close()
+        self._out["requests"] = to_json(traces)
+        self._out["metrics"] = metrics(traces, capabilities.phased) | {
+            "launch_s": started - self._launched,
+            "import_s": imported - started,
+        }
+
+    def _load(self, engine: Engine, scratch: Path) -> LoadReport:
+        self._events.emit("load")
+        with _Probed(self._measurements, "load"):
+            load = engine.load(self._model, self._spec.policy, self._limits, scratch)
+        self._out["load"] = to_json(load)
+        return load
+
+    def _generate(self, engine: Engine, load: LoadReport, steady_blocks: int) -> list[RequestTrace]:
+        spec = self._spec.workload
+        wanted = spec.num_requests
+        count = load.block_size * steady_blocks if wanted == "auto" else wanted
+        workload = registry.make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len)
+        if spec.prompt_len + spec.gen_len > load.max_context:
+            raise HarnessError(
+                f"prompt {spec.prompt_len} + {spec.gen_len} new tokens exceed the model's context of {load.max_context}"
+            )
+        for round_ in range(self._spec.warmup):
+            # One short request per warm-up: touches every layer once, reads every weight once.
+            self._events.emit("warmup", round_, self._spec.warmup)
+            short = registry.make_workload(spec.kind, prompt_len=min(8, spec.prompt_len), gen_len=1)
+            list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
+        requests = workload.requests(load.vocab, count, self._spec.seed)
+        total = count * spec.gen_len
+        self._events.emit("generate", 0, total)
+        results: list[GenerationResult] = []
+        done = 0
+        with _Probed(self._measurements, "generate"):
+            for result in engine.generate(requests):
+                results.append(result)
+                done += len(result.tokens)
+                self._events.emit("generate", done, total)
+        return check(requests, results, load.vocab)
+
+
+class _Probed:
+    """All process probes around one phase."""
+
+    def __init__(self, sink: list[Measurement], phase: Phase) -> None:
+        self._sink = sink
+        self._phase = phase
+        self._probes: list[Probe] = [EnergyProbe(), DiskProbe(), MemoryProbe()]
+
+    def __enter__(self) -> None:
+        for probe in self._probes:
+            probe.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        elapsed = time.perf_counter() - self._start
+        self._sink.append(Measurement("wall_s", "s", (elapsed,), self._phase))
+        for probe in reversed(self._probes):
+            probe.__exit__(*exc)
+            self._sink.extend(probe.measurements(self._phase))
+
+
+def check(
+    requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], vocab: int
+) -> list[RequestTrace]:
+    """Refuses a run that did not do the work: every engine answers every request once, with the tokens asked for.
+
+    Raises HarnessError naming the first request that was lost, repeated, cut short, ran on another prompt length,
+    computed padding without saying so, or has impossible ids or times.
+    """
+    answered = {r.id: r for r in results}
+    if len(answered) != len(results):
+        raise HarnessError("check failed: a request was answered twice")
+    if unknown := sorted(answered.keys() - {r.id for r in requests}):
+        raise HarnessError(f"check failed: {unknown[0]} was never asked for")
+    traces = []
+    for request in requests:
+        if request.id not in answered:
+            raise HarnessError(f"check failed: request {request.id} was not answered")
+        result = answered[request.id]
+        wanted = request.sampling.max_tokens
+        problems = {
+            f"{len(result.tokens)} tokens instead of {wanted}": request.sampling.ignore_eos
+            and len(result.tokens) != wanted,
+            f"{len(result.tokens)} tokens, more than {wanted}": len(result.tokens) > wanted,
+            f"attended to {result.prompt_tokens} prompt tokens instead of {len(request.prompt)}": result.prompt_tokens
+            != len(request.prompt),
+            "token ids outside the vocabulary": any(not 0 <= t < vocab for t in result.tokens),
+            f"{len(result.token_times_s)} times for {len(result.tokens)} tokens": len(result.token_times_s)
+            != len(result.tokens),
+            "times that run backwards": list(result.token_times_s) != sorted(result.token_times_s)
+            or bool(result.token_times_s and result.token_times_s[0] < result.start_s),
+            "no token": not result.tokens,
+            "negative padding": result.padding_tokens < 0,
+        }
+        for problem, found in problems.items():
+            if found:
+                raise HarnessError(f"check failed: request {request.id}: {problem}")
+        traces.append(
+            RequestTrace(
+                request.id,
+                result.prompt_tokens,
+                len(result.tokens),
+                result.padding_tokens,
+                round(result.start_s, 6),
+                tuple(round(t, 6) for t in result.token_times_s),
+                result.finish_reason,
+                hashlib.sha256(json.dumps([request.prompt, result.tokens]).encode()).hexdigest()[:12],
+            )
+        )
+    return traces
+
+
+def classify(exc: BaseException) -> tuple[Status, str]:
+    """Status and one-line reason of an exception, from its type, errno and (for CUDA) its name."""
+    reason = f"{type(exc).__name__}: {exc}".splitlines()[0][:500]
+    if isinstance(exc, InfeasibleError):
+        return "infeasible", str(exc)
+    if isinstance(exc, UnsupportedError):
+        return "unsupported", str(exc)
+    if isinstance(exc, HarnessError):
+        return "error", str(exc)
+    if type(exc).__name__ == "OutOfMemoryError":  # torch's, without importing torch
+        return "oom_device", reason
+    if isinstance(exc, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(exc):
+        return "oom_host", reason
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return "disk_full", reason
+        cause = cause.__cause__ or cause.__context__
+    if "No space left on device" in str(exc):  # libraries that turn errno into text
+        return "disk_full", reason
+    return "error", reason
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""The CSV report: one line a record, flat columns in a fixed order, full precision, base units."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from harness.api import RunRecord
+from reports.summary import measured_peak, measured_sum
+from reports.text import csv_field, finite, median
+
+METRICS = (
+    "generation_throughput_tok_s",
+    "decode_throughput_tok_s",
+    "total_throughput_tok_s",
+    "padded_throughput_tok_s",
+    "prefill_s",
+    "decode_s",
+    "generated_tokens",
+    "prompt_tokens",
+    "padding_tokens",
+    "num_requests",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tpot_p50_s",
+    "tpot_p99_s",
+    "launch_s",
+    "import_s",
+    "load_s",
+)
+
+
+def to_csv(records: Sequence[RunRecord]) -> str:
+    """CSV text with a header; empty means not measured, and no field can start a spreadsheet formula."""
+    lines = [_line(r) for r in records]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
+
+
+def _line(record: RunRecord) -> dict[str, object]:
+    spec, load, memory, bound = record.spec, record.load, record.memory, record.bound
+    values: dict[str, object] = {
+        "suite": spec.suite,
+        "name": spec.name,
+        "fingerprint": record.fingerprint,
+        "repeat": record.repeat,
+        "engine": spec.engine,
+        "model": spec.model.id,
+        "weights": spec.model.weights,
+        "weights_dtype": record.model.dtype if record.model else spec.model.dtype,
+        "prompt_len": spec.workload.prompt_len,
+        "gen_len": spec.workload.gen_len,
+        "seed": spec.seed,
+        "batch": load.block_size if load else None,
+        "compute_dtype": load.compute_dtype if load else None,
+        "reference": spec.reference,
+        "simulated": record.simulated,
+        "projected": record.projected,
+        "status": record.status,
+        "expect": spec.expect,
+        "reason": record.reason,
+        "started_at": record.started_at,
+        "wall_s": record.wall_s,
+    }
+    values |= {name: finite(record.metrics.get(name)) for name in METRICS}
+    values |= {
+        "bound_tok_s": bound.throughput_tok_s if bound else None,
+        "bound_compute_s": bound.compute_s if bound else None,
+        "bound_disk_s": bound.disk_s if bound else None,
+        "bound_limited_by": bound.limited_by if bound else None,
+        "memory_method": memory.method if memory else None,
+        "memory_idle_bytes": memory.idle_bytes if memory else None,
+        "memory_budget_bytes": memory.budget_bytes if memory else None,
+        "memory_limit_bytes": memory.limit_bytes if memory else None,
+        "memory_peak_bytes": memory.peak_bytes if memory else None,
+        "rss_anon_peak_bytes": measured_peak(record, "rss_anon_bytes"),
+        "rss_file_peak_bytes": measured_peak(record, "rss_file_bytes"),
+    }
+    for counter in ("read_bytes", "write_bytes"):
+        values |= {f"{phase}_{counter}": measured_sum(record, counter, phase) for phase in ("load", "generate")}
+    values["generate_energy_j"] = measured_sum(record, "energy_j", "generate")
+    values["disk_read_bytes_s"] = median(record.machine.disk_read) if record.machine else None
+    values["command"] = record.command
+    return {name: csv_field(value) for name, value in values.items()}

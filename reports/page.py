@@ -1,0 +1,119 @@
+"""Puts a report together from records: what is shown and in which order, before any markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reports import sections, tables
+from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
+from reports.records import Runs
+from reports.summary import CellSummary, by_workload, headline, summary_rows
+from reports.tables import Table, cell_table
+from reports.text import number, one_line, plural
+
+
+@dataclass(frozen=True)
+class WorkloadPart:
+    """What is said about the cells that may be compared with each other."""
+
+    title: str
+    headline: str
+    remarks: tuple[str, ...]
+    summary: Table
+    summary_short: Table
+    charts: tuple[Chart, ...]
+    details: tuple[Table, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    descriptions: tuple[str, ...]
+    outcome: str
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    workloads: tuple[WorkloadPart, ...]
+    failures: Table | None
+    trials: Table | None
+    rates: Table | None
+    provenance: Table | None
+    commands: tuple[tuple[str, str], ...]
+    definitions: tuple[tuple[str, str], ...]
+
+
+def page(runs: Runs) -> Page:
+    """The report on `runs`."""
+    rows = summary_rows(runs.records)
+    suites = list(dict.fromkeys(row.suite for row in rows if row.suite))
+    facts = {"Started": sections.period(runs.records), "Commit": sections.commit(runs.records)}
+    return Page(
+        title=", ".join(suites) or "Benchmark report",
+        descriptions=runs.descriptions,
+        outcome=_outcome(rows),
+        facts=tuple((k, v) for k, v in facts.items() if v),
+        notes=runs.notes,
+        workloads=tuple(_workload(title, group) for title, group in by_workload(rows).items()),
+        failures=sections.failures(rows),
+        trials=sections.trials(rows),
+        rates=sections.machine_rates(runs.records),
+        provenance=sections.provenance(runs.records),
+        commands=tuple(sections.commands(rows)),
+        definitions=sections.DEFINITIONS,
+    )
+
+
+def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
+    finished = [r for r in rows if r.throughput]
+    bounded = [r for r in finished if r.bound_tok_s is not None]
+    counted = [r for r in rows if r.peak_bytes is not None]
+    charts = (throughput_chart(rows), memory_chart(rows), bound_chart(rows))
+    details = [
+        ("Memory over all repeats, the largest seen", counted, tables.MEMORY),
+        ("What the machine allows", bounded, tables.BOUND),
+        ("Latency, phases and energy, median over repeats", finished, tables.TIMES),
+    ]
+    return WorkloadPart(
+        title=title,
+        headline=headline(rows),
+        remarks=tuple(_remarks(rows)),
+        summary=cell_table("Summary, fastest first", rows, tables.SUMMARY, status=True),
+        summary_short=cell_table("Summary, fastest first", rows, tables.SUMMARY_SHORT, status=True),
+        charts=tuple(c for c in charts if c),
+        details=tuple(cell_table(caption, some, figures) for caption, some, figures in details if some),
+    )
+
+
+def _remarks(rows: Sequence[CellSummary]) -> list[str]:
+    """What a reader must know before trusting the ranking."""
+    remarks = [
+        f"Reference without the limit: {r.name}, {number(r.median)} tok/s."
+        for r in rows
+        if r.reference and r.median is not None
+    ]
+    own = [r for r in rows if not r.reference and r.median is not None]
+    if len({r.records[-1].spec.limits for r in own}) > 1:
+        remarks.append("The limits differ between these cells; compare them with the memory columns in view.")
+    if any(r.fewer_requests for r in own):
+        remarks.append("Not all cells answered the same number of requests; those with fewer are marked.")
+    if any(r.simulated or r.projected for r in rows):
+        remarks.append("Simulated and projected cells were not measured and are never ranked above measured ones.")
+    few = sorted({len(r.throughput) for r in own if len(r.throughput) < 3})
+    if few:
+        counts = " or ".join(map(str, few))
+        remarks.append(f"Some cells have only {counts} finished repeats: too few to judge small differences.")
+    return remarks
+
+
+def _outcome(rows: Sequence[CellSummary]) -> str:
+    """How many cells ended how."""
+    unexpected = [r for r in rows if not r.as_expected]
+    expected = sum(r.expected_failure for r in rows)
+    ok = sum(r.status == "ok" and r.as_expected for r in rows)
+    parts = [f"{ok} ok"]
+    parts += [f"{expected} failed as expected"] if expected else []
+    parts += [f"{len(unexpected)} not as expected ({one_line(', '.join(r.name for r in unexpected))})"] * bool(unexpected)
+    repeats = sum(len(r.records) for r in rows)
+    return f"{plural(len(rows), 'cell')}, {plural(repeats, 'repeat')}: {', '.join(parts)}."

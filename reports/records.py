@@ -1,0 +1,109 @@
+"""Reads run directories: records.jsonl as RunRecords, the suite's title, and notes on what was left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.api import SCHEMA_VERSION, HarnessError, RunRecord, from_json
+
+RECORDS = "records.jsonl"
+SUITE = "suite.yaml"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What a set of run directories holds: records in order of first appearance, and remarks for the reader."""
+
+    records: tuple[RunRecord, ...]
+    descriptions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def load_records(dirs: Sequence[Path]) -> list[RunRecord]:
+    """The records of run directories, one per (fingerprint, repeat): the last one written wins.
+
+    Raises HarnessError as `read_runs` does.
+    """
+    return list(read_runs(dirs).records)
+
+
+def read_runs(dirs: Sequence[Path]) -> Runs:
+    """Reads `records.jsonl` and, where there is one, `suite.yaml` of each directory.
+
+    A last line cut off by a crash is left out with a note. Raises HarnessError for a directory without
+    records, a damaged line, and a schema newer than this program's.
+    """
+    if not dirs:
+        raise HarnessError("no run directory given; name one that `harness run` wrote")
+    notes: list[str] = []
+    descriptions: list[str] = []
+    latest: dict[tuple[str, int], RunRecord] = {}
+    total = 0
+    for folder in dirs:
+        records = _read_folder(folder, notes)
+        total += len(records)
+        for record in records:
+            latest[record.fingerprint, record.repeat] = record
+        description = _description(folder / SUITE, notes)
+        if description and description not in descriptions:
+            descriptions.append(description)
+    if superseded := total - len(latest):
+        notes.append(f"Left out {superseded} of {total} records: a later one of the same cell and repeat replaces them.")
+    return Runs(tuple(latest.values()), tuple(descriptions), tuple(notes))
+
+
+def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
+    path = folder / RECORDS
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError as exc:
+        raise HarnessError(f"{folder} has no {RECORDS}; name a directory that `harness run` wrote") from exc
+    except OSError as exc:
+        raise HarnessError(f"cannot read {path}: {exc.strerror or exc}") from exc
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line.decode())
+        except (ValueError, RecursionError) as exc:
+            # Every complete line ends in a newline, so only a crash leaves something after the last one.
+            if number == len(lines):
+                notes.append(f"The last line of {path} is incomplete and was left out.")
+                break
+            raise HarnessError(f"{path}:{number}: not JSON ({exc}); repair or remove that line") from exc
+        records.append(_record(data, f"{path}:{number}"))
+    if not records:
+        raise HarnessError(f"{path} holds no complete record; run the suite again to finish at least one cell")
+    return records
+
+
+def _record(data: Any, where: str) -> RunRecord:
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise HarnessError(
+            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest this program reads; update it"
+        )
+    try:
+        return from_json(RunRecord, data)
+    except (HarnessError, OverflowError) as exc:
+        raise HarnessError(f"{where}: {exc}") from exc
+
+
+def _description(path: Path, notes: list[str]) -> str:
+    """The suite's description. The records alone make the report, so a damaged suite file is only noted."""
+    if not path.exists():
+        return ""
+    try:
+        suite = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        notes.append(f"{path} cannot be read; its description is left out.")
+        return ""
+    text = suite.get("description") if isinstance(suite, dict) else None
+    return text if isinstance(text, str) else ""

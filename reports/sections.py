@@ -1,0 +1,185 @@
+"""The parts of a report beside the cells' figures: failures, batch search, machine, provenance, definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from harness.api import RunRecord
+from reports.charts import spark
+from reports.summary import CellSummary
+from reports.tables import Body, Cell, Column, Table, columns_of, name_cell, plain_table
+from reports.text import MISSING, finite, median, number, one_line, shorten
+
+DEFINITIONS: tuple[tuple[str, str], ...] = (
+    ("Throughput", "generated tokens / (prefill time + decode time), in real, non-pad tokens; median over repeats."),
+    ("Repeat", "one launch of the engine in a fresh process or container; every repeat is kept and shown."),
+    (
+        "To baseline",
+        "median throughput over that of the fastest ranked cell of the same model and workload whose engine is not "
+        "ours (`offload`). A cell is ranked if all its repeats are ok and it is no reference.",
+    ),
+    (
+        "Of bound",
+        "throughput over the most this machine allowed for the cell's batch and dtype: the slower of compute and "
+        "disk at rates measured beside the run, perfectly overlapped, with all of the budget holding weights.",
+    ),
+    ("Peak memory, limit", "highest memory of the engine's process tree, and where it was capped: idle + budget."),
+    ("Read", "bytes read from storage while generating, over generated tokens (1 MB = 10^6 bytes)."),
+    (
+        "Same output",
+        "outputs equal token for token to the reference cell's for the same model, workload, seed and request, "
+        "over all repeats. Another dtype may round differently, so fewer is not always an error.",
+    ),
+    ("TTFT, TPOT", "time to a request's first token; time per output token after it. Percentiles over requests."),
+    ("p50, p99", "percentile within a repeat, then median over repeats; below 100 requests p99 is close to the worst."),
+    ("Decode", "generated tokens / decode time; missing where prefill and decode overlap."),
+    ("Total, padded", "(prompt + generated tokens) / total time; padded counts pad positions as well."),
+    ("Energy", "joules counted while generating, over generated tokens; missing where there is no counter."),
+    ("Reference", "a resident engine run without the limit: shown for scale, never ranked."),
+    ("Simulated, projected", "not measured: virtual time on a hardware profile, or a short run scaled up."),
+)
+
+
+def failures(rows: Sequence[CellSummary]) -> Table | None:
+    """Every way a cell did not end ok, with its reason; None if there is none."""
+    lines = []
+    for row in rows:
+        groups: dict[tuple[str, str], list[RunRecord]] = {}
+        for record in row.records:
+            if record.status != "ok":
+                groups.setdefault((record.status, one_line(record.reason)), []).append(record)
+        for (status, reason), records in groups.items():
+            expected = status == row.expect
+            lines.append(
+                (
+                    name_cell(row),
+                    Cell(status, badges=("expected",) * expected, tone="muted" if expected else "bad"),
+                    Cell(f"{len(records)} of {len(row.statuses)}"),
+                    Cell(reason or MISSING, why="" if reason else "no reason was recorded"),
+                    Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log was kept"),
+                )
+            )
+    columns = [Column(t, numeric=t == "Repeats") for t in ("Cell", "Status", "Repeats", "Reason", "Log")]
+    return plain_table("Cells that did not end ok", columns, lines) if lines else None
+
+
+def trials(rows: Sequence[CellSummary]) -> Table | None:
+    """The steps of each batch search; None if no cell searched."""
+    bodies = []
+    for row in rows:
+        steps = next((r.tuning for r in row.records if r.tuning), ())
+        speeds = columns_of([finite(t.throughput_tok_s) for t in steps])
+        bodies += [
+            Body(
+                tuple(
+                    (
+                        Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
+                        Cell(t.status, tone="good" if t.status == "ok" else "muted"),
+                        Cell(speed, why="" if speed != MISSING else "the trial did not finish"),
+                        Cell(one_line(t.reason)),
+                    )
+                    for t, speed in zip(steps, speeds, strict=True)
+                ),
+                heading=row.name,
+            )
+        ] * bool(steps)
+    columns = (Column("Batch"), Column("Status", numeric=False), Column("Throughput", "tok/s"), Column("Reason", "", False))
+    return Table("Batch search: what was tried, in order", columns, tuple(bodies)) if bodies else None
+
+
+def machine_rates(records: Iterable[RunRecord]) -> Table | None:
+    """Disk and GEMM rates of every machine probe of the run; None if it was never probed."""
+    found = {r.machine.measured_at or str(i): r.machine for i, r in enumerate(_in_time(records)) if r.machine}
+    curves: dict[tuple[str, str], list[list[float]]] = {}
+    shapes = set()
+    for profile in found.values():
+        if profile.disk_read:
+            curves.setdefault(("Disk read", "GB/s"), []).append([v / 1e9 for v in profile.disk_read])
+        for dtype, by_rows in profile.gemm_flops.items():
+            for count, samples in by_rows.items():
+                curves.setdefault((f"GEMM {dtype}, {count} rows", "GFLOP/s"), []).append([v / 1e9 for v in samples])
+        if profile.gemm_shape and profile.gemm_flops:
+            shapes.add("x".join(map(str, profile.gemm_shape)))
+    lines = []
+    for (name, unit), probes in sorted(curves.items(), key=lambda c: _natural(c[0][0])):
+        samples = [v for probe in probes for v in probe if finite(v) is not None]
+        if not samples:
+            continue
+        medians = [m for probe in probes if (m := median([finite(v) for v in probe])) is not None]
+        middle = median(medians) or 0
+        low, mid, high = columns_of([min(samples), middle, max(samples)])
+        lines.append(
+            (Cell(name), Cell(unit), Cell(mid), Cell(low), Cell(high), Cell(str(len(medians))), _spark_cell(medians))
+        )
+    if not lines:
+        return None
+    columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in _RATE_COLUMNS]
+    matrices = f" GEMM is x[rows, k] @ W[k, n] with k x n = {', '.join(sorted(shapes))}." if shapes else ""
+    return plain_table(f"Rates measured beside the run.{matrices}", columns, lines)
+
+
+_RATE_COLUMNS = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
+
+
+def provenance(records: Sequence[RunRecord]) -> Table | None:
+    """What the records say about machine, versions and commit; values that differ are listed with their counts."""
+    values: dict[str, dict[str, int]] = {}
+    for record in records:
+        for key, value in _flat(record.provenance).items():
+            counts = values.setdefault(key, {})
+            counts[value] = counts.get(value, 0) + 1
+    lines = [(Cell(key), _value_cell(counts)) for key, counts in values.items()]
+    columns = (Column("Item", numeric=False), Column("Value", numeric=False))
+    return plain_table("Provenance", columns, lines) if lines else None
+
+
+def commit(records: Sequence[RunRecord]) -> str:
+    """The commit the records were made at, shortened; empty where none or several are recorded."""
+    found = {v for r in records for k, v in _flat(r.provenance).items() if k.rsplit(".", 1)[-1] == "commit" and v}
+    return shorten(found.pop()[:12], 12) if len(found) == 1 else ""
+
+
+def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
+    """(cell, exact command) of each cell whose command was recorded."""
+    return [(row.name, row.records[-1].command) for row in rows if row.records[-1].command]
+
+
+def period(records: Sequence[RunRecord]) -> str:
+    """When the first and the last record were started, as recorded."""
+    times = sorted(r.started_at for r in records if r.started_at)
+    return "" if not times else times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+
+
+def _in_time(records: Iterable[RunRecord]) -> list[RunRecord]:
+    return sorted(records, key=lambda r: r.started_at)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts 8 rows before 64 rows."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split()]
+
+
+def _spark_cell(medians: Sequence[float]) -> Cell:
+    words = ", ".join(number(v) for v in medians[:50])
+    return Cell("", why=f"one point a probe: {words}", spark=spark(medians))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested data as `a.b: text`; lists are joined, None and empty values left out."""
+    if isinstance(value, Mapping):
+        out: dict[str, str] = {}
+        for key, inner in value.items():
+            out |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+        return out
+    if isinstance(value, list | tuple):
+        return {prefix: ", ".join(str(v) for v in value)} if value else {}
+    return {} if value is None or value == "" else {prefix: str(value)}
+
+
+def _value_cell(counts: Mapping[str, int]) -> Cell:
+    if len(counts) == 1:
+        return Cell(next(iter(counts)))
+    shown = [f"{value} ({count} records)" for value, count in list(counts.items())[:4]]
+    more = [f"and {len(counts) - 4} more"] if len(counts) > 4 else []
+    return Cell("; ".join(shown + more), badges=("differs",))

@@ -1,0 +1,270 @@
+"""From records to one judged row a cell: medians over repeats, ratio to the baseline, fraction of the bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from harness.api import RunRecord, Status
+from reports.text import finite, median, number, one_line
+
+#: The engine that is compared with the others; all other engines are baselines.
+OWN_ENGINE = "offload"
+
+
+@dataclass(frozen=True)
+class CellSummary:
+    """One cell over its repeats. Rates in tokens/s, times in seconds; None is not measured.
+
+    Every figure is over the repeats that ended ok: the median, except `minimum`, `maximum` and the memory
+    figures, which are the largest seen. `ratio` is the cell's median over that of `baseline`, the fastest
+    ranked cell of another engine than ours in the same workload.
+    """
+
+    fingerprint: str
+    suite: str
+    name: str
+    engine: str
+    workload: str
+    statuses: tuple[Status, ...]
+    expect: Status
+    reference: bool
+    simulated: bool
+    projected: bool
+    batch: int | None = None
+    compute_dtype: str | None = None
+    throughput: tuple[float, ...] = ()
+    median: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    decode_tok_s: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p99_s: float | None = None
+    ratio: float | None = None
+    baseline: str | None = None
+    bound_tok_s: float | None = None
+    bound_fraction: float | None = None
+    limited_by: str | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    read_bytes_per_token: float | None = None
+    energy_j_per_token: float | None = None
+    num_requests: int | None = None
+    most_requests: int | None = None
+    equal_outputs: int | None = None
+    compared_outputs: int | None = None
+    compared_with: str | None = None
+    records: tuple[RunRecord, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def status(self) -> Status:
+        """How the cell ended: the first repeat that is not ok decides; an interrupted one says nothing."""
+        telling = [s for s in self.statuses if s != "interrupted"] or list(self.statuses)
+        return next((s for s in telling if s != "ok"), "ok")
+
+    @property
+    def ok(self) -> bool:
+        """Whether every repeat that ran to its end is ok and gave a throughput."""
+        return self.status == "ok" and self.median is not None
+
+    @property
+    def expected_failure(self) -> bool:
+        """Whether the cell failed in just the way its suite says it does."""
+        return self.expect != "ok" and all(s == self.expect for s in self.statuses)
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether nothing about how the cell ended needs attention."""
+        return all(s == self.expect for s in self.statuses)
+
+    @property
+    def ok_records(self) -> tuple[RunRecord, ...]:
+        """The repeats whose figures count."""
+        return tuple(r for r in self.records if r.status == "ok")
+
+    @property
+    def fewer_requests(self) -> bool:
+        """Whether another cell of the workload answered more requests."""
+        return (self.num_requests or 0) < (self.most_requests or 0) and self.num_requests is not None
+
+    @property
+    def agreement(self) -> float | None:
+        """Fraction of outputs equal to the reference cell's, None where there is nothing to compare with."""
+        if self.equal_outputs is None or not self.compared_outputs:
+            return None
+        return self.equal_outputs / self.compared_outputs
+
+
+def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
+    """One row a cell, by workload; in each, ranked cells from the fastest, then the others, then references."""
+    cells: dict[str, list[RunRecord]] = {}
+    for record in records:
+        cells.setdefault(record.fingerprint, []).append(record)
+    groups = by_workload([_cell(sorted(repeats, key=lambda r: r.repeat)) for repeats in cells.values()])
+    return [row for group in groups.values() for row in _relate(group)]
+
+
+def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
+    """Rows that may be compared with each other: those of one model and workload."""
+    groups: dict[str, list[CellSummary]] = {}
+    for row in rows:
+        groups.setdefault(row.workload, []).append(row)
+    return groups
+
+
+def ranked(rows: Iterable[CellSummary]) -> list[CellSummary]:
+    """The cells that compete, fastest first: ok, no reference, and simulated or projected only if all are."""
+    ok = [r for r in rows if r.ok and not r.reference]
+    measured = [r for r in ok if not (r.simulated or r.projected)]
+    return sorted(measured or ok, key=lambda r: -(r.median or 0))
+
+
+def measured_sum(record: RunRecord, name: str, phase: str) -> float | None:
+    """Sum of a counter's samples in one phase, None where the counter does not exist."""
+    samples = [v for m in record.measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
+    return finite(sum(samples)) if samples else None
+
+
+def measured_peak(record: RunRecord, name: str) -> float | None:
+    """Largest sample of a quantity over all phases."""
+    return max((s for m in record.measurements if m.name == name for v in m.samples if (s := finite(v))), default=None)
+
+
+def throughput(record: RunRecord) -> float | None:
+    """Generation throughput of one repeat, tokens/s."""
+    return finite(record.metrics.get("generation_throughput_tok_s"))
+
+
+def metric(records: Sequence[RunRecord], name: str) -> float | None:
+    """Median of a metric over records."""
+    return median([finite(r.metrics.get(name)) for r in records])
+
+
+def headline(rows: Sequence[CellSummary]) -> str:
+    """One sentence on a workload: the fastest cell, by how much, and how far from what the machine allows."""
+    order = ranked(rows)
+    if not order:
+        return "No cell gave a result that can be ranked." if len(rows) > 1 else "The cell gave no result."
+    best = order[0]
+    kind = " (simulated)" if best.simulated else " (projected)" if best.projected else ""
+    within = " within the limit" if best.limit_bytes else ""
+    parts = [f"Fastest{within}{kind}: {best.name}, {number(best.median or 0)} tok/s"]
+    rival = next((r for r in order if r.name == best.baseline), None) if best.engine == OWN_ENGINE else None
+    rival = rival or (order[1] if len(order) > 1 else None)
+    if rival and rival.median and best.median:
+        what = "the best baseline" if best.engine == OWN_ENGINE and rival.name == best.baseline else "the next"
+        overlap = " (their ranges overlap)" if (rival.maximum or 0) >= (best.minimum or 0) else ""
+        parts.append(f"{number(best.median / rival.median)}× {rival.name}, {what}{overlap}")
+    if best.bound_fraction is not None:
+        parts.append(f"at {number(best.bound_fraction * 100, 0)} % of the bound ({best.limited_by})")
+    return ", ".join(parts) + "."
+
+
+def _cell(records: Sequence[RunRecord]) -> CellSummary:
+    last = records[-1]
+    ok = [r for r in records if r.status == "ok"]
+    loads = [r.load for r in records if r.load]
+    spec = last.spec
+    speeds = tuple(v for r in ok if (v := throughput(r)) is not None)
+    memories = [r.memory for r in records if r.memory]
+    bounds = [r.bound for r in ok if r.bound and finite(r.bound.throughput_tok_s)]
+    requests = metric(ok, "num_requests")
+    return CellSummary(
+        fingerprint=last.fingerprint,
+        suite=one_line(spec.suite),
+        name=one_line(spec.name) or spec.engine,
+        engine=spec.engine,
+        workload=_workload(last),
+        statuses=tuple(r.status for r in records),
+        expect=spec.expect,
+        reference=spec.reference,
+        simulated=any(r.simulated for r in records),
+        projected=any(r.projected for r in records),
+        batch=loads[-1].block_size if loads else spec.policy.block_size if spec.tune == "none" else None,
+        compute_dtype=loads[-1].compute_dtype if loads else _asked_dtype(last),
+        throughput=speeds,
+        median=median(speeds),
+        minimum=min(speeds, default=None),
+        maximum=max(speeds, default=None),
+        decode_tok_s=metric(ok, "decode_throughput_tok_s"),
+        ttft_p50_s=metric(ok, "ttft_p50_s"),
+        ttft_p99_s=metric(ok, "ttft_p99_s"),
+        tpot_p50_s=metric(ok, "tpot_p50_s"),
+        tpot_p99_s=metric(ok, "tpot_p99_s"),
+        bound_tok_s=median([b.throughput_tok_s for b in bounds]),
+        bound_fraction=median([_bound_fraction(r) for r in ok]),
+        limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
+        peak_bytes=max((m.peak_bytes for m in memories if m.peak_bytes is not None), default=None),
+        limit_bytes=max((m.limit_bytes for m in memories if m.limit_bytes is not None), default=None),
+        read_bytes_per_token=_per_token(ok, "read_bytes"),
+        energy_j_per_token=_per_token(ok, "energy_j"),
+        num_requests=None if requests is None else int(requests),
+        records=tuple(records),
+    )
+
+
+def _workload(record: RunRecord) -> str:
+    model, load = record.spec.model, record.spec.workload
+    details = [f"revision {model.revision}"] if model.revision else []
+    details += ["dummy weights"] if model.weights == "dummy" else []
+    details += [f"stored as {model.dtype}"] if model.dtype != "auto" else []
+    shown = f"{model.id} ({', '.join(details)})" if details else model.id
+    return one_line(f"{shown}, prompt {load.prompt_len}, generate {load.gen_len}")
+
+
+def _asked_dtype(record: RunRecord) -> str | None:
+    asked = record.spec.policy.compute_dtype
+    return None if asked == "auto" else asked
+
+
+def _bound_fraction(record: RunRecord) -> float | None:
+    achieved = throughput(record)
+    bound = finite(record.bound.throughput_tok_s) if record.bound else None
+    return achieved / bound if achieved is not None and bound else None
+
+
+def _per_token(records: Sequence[RunRecord], counter: str) -> float | None:
+    ratios = []
+    for record in records:
+        total, tokens = measured_sum(record, counter, "generate"), finite(record.metrics.get("generated_tokens"))
+        if total is not None and tokens:
+            ratios.append(total / tokens)
+    return median(ratios)
+
+
+def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
+    """Fills in what compares a cell with the others of its workload, and sorts them."""
+    order = ranked(group)
+    baseline = next((r for r in order if r.engine != OWN_ENGINE), None)
+    most = max((r.num_requests or 0 for r in group), default=0)
+    rows = []
+    for row in group:
+        if baseline and baseline.median and row.ok and not row.reference and row.median is not None:
+            row = replace(row, ratio=row.median / baseline.median, baseline=baseline.name)  # noqa: PLW2901
+        rows.append(_compare_outputs(replace(row, most_requests=most or None), group))
+    place = {r.fingerprint: i for i, r in enumerate(order)}
+    return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))
+
+
+def _compare_outputs(row: CellSummary, group: Sequence[CellSummary]) -> CellSummary:
+    """Counts outputs equal to those of a reference of the same seed, of the same compute dtype if there is one."""
+    if row.reference:
+        return row
+    seed = row.records[-1].spec.seed
+    references = [r for r in group if r.reference and r.ok_records and r.records[-1].spec.seed == seed]
+    references.sort(key=lambda r: r.compute_dtype != row.compute_dtype)
+    if not references:
+        return row
+    truth = {t.id: t.digest for t in references[0].ok_records[0].requests if t.digest}
+    pairs = [(t.digest, truth[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in truth]
+    if not pairs:
+        return row
+    return replace(
+        row,
+        equal_outputs=sum(mine == theirs for mine, theirs in pairs),
+        compared_outputs=len(pairs),
+        compared_with=references[0].name,
+    )

@@ -1,0 +1,213 @@
+"""Every table of a report as plain data: what HTML and Markdown show is decided once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from reports.summary import CellSummary, measured_peak, metric
+from reports.text import GIB, MB, MISSING, decimals, number, plural
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading with its unit; numeric columns are set flush right."""
+
+    title: str
+    unit: str = ""
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one table cell shows. `why` explains it on demand, `badges` qualify it, `tone` is good, bad or muted.
+
+    `spark` draws samples over the run instead of text: points in percent of width and height.
+    """
+
+    text: str
+    why: str = ""
+    badges: tuple[str, ...] = ()
+    tone: str = ""
+    spark: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Body:
+    """Rows that belong together under an optional heading."""
+
+    rows: tuple[tuple[Cell, ...], ...]
+    heading: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A captioned table."""
+
+    caption: str
+    columns: tuple[Column, ...]
+    bodies: tuple[Body, ...]
+
+    @property
+    def rows(self) -> list[tuple[Cell, ...]]:
+        """All rows, whatever body they stand in."""
+        return [row for body in self.bodies for row in body.rows]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of numbers or words about cells: how to get it, and why it may be missing."""
+
+    title: str
+    unit: str
+    get: Callable[[CellSummary], float | str | None]
+    why: str
+    scale: float = 1.0
+    numeric: bool = True
+
+
+REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
+_NO_TIMES = "the engine does not separate prefill from decode"
+_NO_BOUND = "no machine probe ran beside this cell"
+_NO_COUNTER = "this machine has no counter for it"
+
+SUMMARY = (
+    Figure("Batch", "", lambda r: r.batch, "the batch search settled on none"),
+    Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
+    Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
+    Figure("Lowest", "tok/s", lambda r: r.minimum, "not recorded"),
+    Figure("Highest", "tok/s", lambda r: r.maximum, "not recorded"),
+    Figure("To baseline", "×", lambda r: r.ratio, "not ranked: reference, incomplete, or no baseline finished"),
+    Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
+    Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+    Figure("Peak memory", "GiB", lambda r: r.peak_bytes, "not counted", scale=GIB),
+    Figure("Limit", "GiB", lambda r: r.limit_bytes, "no limit", scale=GIB),
+    Figure("Read", "MB/token", lambda r: r.read_bytes_per_token, _NO_COUNTER, scale=MB),
+    Figure("Same output", "of compared", lambda r: _agreement(r), "no reference cell of this seed finished"),
+    Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
+)
+SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Lowest", "Highest", "Requests", "Compute"})
+
+TIMES = (
+    Figure("TTFT p50", "s", lambda r: r.ttft_p50_s, "not recorded"),
+    Figure("TTFT p99", "s", lambda r: r.ttft_p99_s, "not recorded"),
+    Figure("TPOT p50", "s", lambda r: r.tpot_p50_s, "needs two tokens a request"),
+    Figure("TPOT p99", "s", lambda r: r.tpot_p99_s, "needs two tokens a request"),
+    Figure("Prefill", "s", lambda r: metric(r.ok_records, "prefill_s"), _NO_TIMES),
+    Figure("Decode", "s", lambda r: metric(r.ok_records, "decode_s"), _NO_TIMES),
+    Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
+    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
+    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+    Figure("Load", "s", lambda r: metric(r.ok_records, "load_s"), "not recorded"),
+    Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
+)
+
+MEMORY = (
+    Figure("Peak", "GiB", lambda r: r.peak_bytes, "not counted", scale=GIB),
+    Figure("Limit", "GiB", lambda r: r.limit_bytes, "no limit", scale=GIB),
+    Figure("Idle", "GiB", lambda r: _memory(r, "idle_bytes"), "not recorded", scale=GIB),
+    Figure("Budget", "GiB", lambda r: _memory(r, "budget_bytes"), "no limit", scale=GIB),
+    Figure("Anonymous RSS", "GiB", lambda r: _peak(r, "rss_anon_bytes"), "not sampled", scale=GIB),
+    Figure("File RSS", "GiB", lambda r: _peak(r, "rss_file_bytes"), "not sampled", scale=GIB),
+    Figure("Enforced by", "", lambda r: _method(r), "not recorded", numeric=False),
+)
+
+BOUND = (
+    Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
+    Figure("Compute allows", "tok/s", lambda r: allowed(r, "compute_s"), "the bound needs no compute"),
+    Figure("Disk allows", "tok/s", lambda r: allowed(r, "disk_s"), "the budget holds all weights: no disk needed"),
+    Figure("Bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
+    Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
+    Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+)
+
+
+def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure], status: bool = False) -> Table:
+    """A table with one row a cell; reference cells stand apart, below the others."""
+    columns = [Column("Cell", numeric=False)] + ([Column("Status", numeric=False)] if status else [])
+    columns += [Column(f.title, f.unit, f.numeric) for f in figures]
+    by_figure = [_format(rows, figure) for figure in figures]
+    lines = [
+        (name_cell(row), *([status_cell(row)] if status else []), *(cells[i] for cells in by_figure))
+        for i, row in enumerate(rows)
+    ]
+    own = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
+    references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
+    bodies = [Body(own)] * bool(own) + [Body(references, REFERENCES)] * bool(references)
+    return Table(caption, tuple(columns), tuple(bodies))
+
+
+def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
+    """Numbers of one column, all with the same decimals; None is the missing sign."""
+    scaled = [None if v is None else v / scale for v in values]
+    places = decimals(v for v in scaled if v is not None)
+    return [MISSING if v is None else number(v, places) for v in scaled]
+
+
+def name_cell(row: CellSummary) -> Cell:
+    """A cell's name with what qualifies its figures."""
+    badges = ["simulated"] * row.simulated + ["projected"] * row.projected
+    if row.fewer_requests:
+        badges.append(f"{plural(row.num_requests or 0, 'request')}, others up to {row.most_requests}")
+    return Cell(row.name, why=f"engine {row.engine}, fingerprint {row.fingerprint}", badges=tuple(badges))
+
+
+def status_cell(row: CellSummary) -> Cell:
+    """How the cell's repeats ended, and whether that was expected."""
+    done = sum(s == "ok" for s in row.statuses)
+    if row.expected_failure:
+        return Cell(row.status, badges=("expected",), tone="muted")
+    parts = [f"ok {done} of {len(row.statuses)}"] if 0 < done < len(row.statuses) else []
+    parts += sorted({s for s in row.statuses if s != "ok"})
+    if row.expect != "ok":
+        return Cell(", ".join(parts) or "ok", badges=(f"expected {row.expect}",), tone="bad")
+    return Cell(", ".join(parts) or "ok", tone="bad" if parts else "good")
+
+
+def allowed(row: CellSummary, resource: str) -> float | None:
+    """The throughput (tokens/s) one resource of the bound allows by itself; None if it is not needed."""
+    bounds = [r.bound for r in row.ok_records if r.bound]
+    if not bounds:
+        return None
+    last = bounds[-1]
+    needed: float = getattr(last, resource)
+    return last.throughput_tok_s * max(last.compute_s, last.disk_s) / needed if needed > 0 else None
+
+
+def plain_table(caption: str, columns: Iterable[Column], rows: Iterable[Sequence[Cell]]) -> Table:
+    """A table of one body."""
+    return Table(caption, tuple(columns), (Body(tuple(tuple(r) for r in rows)),))
+
+
+def _format(rows: Sequence[CellSummary], figure: Figure) -> list[Cell]:
+    values = [figure.get(row) for row in rows]
+    texts = columns_of([None if isinstance(v, str) else v for v in values], figure.scale)
+    cells = []
+    for row, value, text in zip(rows, values, texts, strict=True):
+        if isinstance(value, str):
+            cells.append(Cell(value))
+        elif value is None:
+            cells.append(Cell(MISSING, why=figure.why if row.throughput else f"the cell did not finish: {row.status}"))
+        else:
+            cells.append(Cell(text))
+    return cells
+
+
+def _agreement(row: CellSummary) -> str | None:
+    return f"{row.equal_outputs} of {row.compared_outputs}" if row.compared_outputs else None
+
+
+def _memory(row: CellSummary, name: str) -> float | None:
+    values = [getattr(r.memory, name) for r in row.records if r.memory]
+    return max((v for v in values if v is not None), default=None)
+
+
+def _peak(row: CellSummary, name: str) -> float | None:
+    return max((v for r in row.records if (v := measured_peak(r, name)) is not None), default=None)
+
+
+def _method(row: CellSummary) -> str | None:
+    memories = [r.memory for r in row.records if r.memory]
+    if not memories:
+        return None
+    return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import dummy_weights, fake, shapes
+from engines import dummy_weights, shapes
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -33,8 +33,6 @@ def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
     `on_progress` gets bytes written and bytes in all while dummy weights are built. Raises HarnessError for an
     unknown id, a damaged or pickled checkpoint, no network or a full disk; UnsupportedError for quantized weights.
     """
-    if model.id == "fake":
-        return fake.MODEL
     if model.weights == "dummy":
         folder = _dummy(model, cache, on_progress or (lambda done, total: None))
         return _describe(folder, shapes.shape(model.id))

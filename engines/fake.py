@@ -103,6 +103,7 @@ class FakeEngine:
             samples=True,
             offloads=True,
             compute_dtypes=("float32",),
+            simulated=True,
         )
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:

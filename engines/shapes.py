@@ -139,7 +139,7 @@ def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, long: float | Non
     return _Llama(layers, hidden, ffn, heads, 8, 128256, context, 1e-5, 500000.0, long, tied)
 
 
-_CATALOGUE: Mapping[str, _Opt | _Llama] = {
+_MODELS: Mapping[str, _Opt | _Llama] = {
     "facebook/opt-125m": _Opt(12, 768, 12),
     "facebook/opt-350m": _Opt(24, 1024, 16, embed=512, pre_norm=False),
     "facebook/opt-1.3b": _Opt(24, 2048, 32),
@@ -165,12 +165,12 @@ _CATALOGUE: Mapping[str, _Opt | _Llama] = {
 }
 
 #: ModelShape by hub id, in the order of families and sizes.
-SHAPES: Mapping[str, ModelShape] = {model_id: entry.shape() for model_id, entry in _CATALOGUE.items()}
+CATALOGUE: Mapping[str, ModelShape] = {model_id: entry.shape() for model_id, entry in _MODELS.items()}
 
 
 def shape(model_id: str) -> ModelShape:
     """The shape of a model of the catalogue. Raises HarnessError for any other id, naming the nearest."""
-    return SHAPES[_known(model_id)]
+    return CATALOGUE[_known(model_id)]
 
 
 def config_kwargs(model_id: str) -> dict[str, Any]:
@@ -178,13 +178,13 @@ def config_kwargs(model_id: str) -> dict[str, Any]:
 
     Raises HarnessError for an id that is not in the catalogue.
     """
-    return _CATALOGUE[_known(model_id)].config()
+    return _MODELS[_known(model_id)].config()
 
 
 def _known(model_id: str) -> str:
-    if model_id in _CATALOGUE:
+    if model_id in _MODELS:
         return model_id
-    nearest = difflib.get_close_matches(model_id, _CATALOGUE, n=1, cutoff=0.0)[0]
+    nearest = difflib.get_close_matches(model_id, _MODELS, n=1, cutoff=0.0)[0]
     raise HarnessError(
         f"model {model_id!r} is not in the catalogue of shapes (nearest: {nearest}); "
         "use one of `harness ls models`, or weights: auto"

@@ -9,6 +9,7 @@ an engine that spends it on the KV cache instead has a harder task than the boun
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,8 @@ def bound(
     step = shape.flops(batch, context, batch) / rate_at(curve, batch)
     compute_s = prefill + (generated - 1) * step
     disk_s = generated * on_disk / statistics.median(machine.disk_read) if on_disk else 0.0
-    limited_by = "compute" if compute_s >= disk_s else "disk"
-    return Bound(batch * generated / max(compute_s, disk_s), compute_s, disk_s, limited_by)  # type: ignore[arg-type]
+    throughput = batch * generated / max(compute_s, disk_s)
+    return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: int) -> float:
@@ -46,7 +47,7 @@ def rate_at(curve: Mapping[str, Sequence[float]], rows: int) -> float:
     if rows <= points[0][0]:
         # Fewer rows than measured are bound by reading the weights: the rate falls in proportion.
         return points[0][1] * rows / points[0][0]
-    for (r0, v0), (r1, v1) in zip(points, points[1:], strict=False):
+    for (r0, v0), (r1, v1) in itertools.pairwise(points):
         if rows <= r1:
             share = (math.log(rows) - math.log(r0)) / (math.log(r1) - math.log(r0))
             return math.exp(math.log(v0) + share * (math.log(v1) - math.log(v0)))

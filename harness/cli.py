@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -74,12 +75,13 @@ def run(
         if dry_run:
             _print_cells(cells, as_json)
             return
-        sys.exit(_run(loaded, cells, path, out, cache_dir, fresh))
+        sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh))
 
 
 def _run(
-    suite: SuiteSpec, cells: list[RunSpec], path: Path, out: Path | None, cache: Path | None, fresh: bool
-) -> int:
+    suite: SuiteSpec, cells: list[RunSpec], path: Path, overrides: tuple[str, ...],
+    out: Path | None, cache: Path | None, fresh: bool,
+) -> int:  # fmt: skip
     from harness import runner
     from harness.progress import make_progress
     from reports.build import build
@@ -91,10 +93,12 @@ def _run(
         return EXIT_HARDWARE
     runner.write_suite_copy(path, out)
     signal.signal(signal.SIGTERM, _interrupt)
+    # Without the folders of this machine, so that records can be shared.
+    command = shlex.join(["harness", "run", path.name if path.is_absolute() else str(path), *_as_options(overrides)])
     progress = make_progress()
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
         try:
-            records = runner.Runner(suite, out, cache, progress, f"suites/{path.name}").run(cells, fresh)
+            records = runner.Runner(suite, out, cache, progress, command).run(cells, fresh)
             stopped = False
         except KeyboardInterrupt:
             stopped = True
@@ -214,8 +218,12 @@ def _print_cells(cells: list[RunSpec], as_json: bool) -> None:
         else:
             shape = f"{cell.workload.prompt_len}+{cell.workload.gen_len}"
             batch = "max batch" if cell.tune == "max_batch" else f"batch {cell.policy.block_size}"
-            notes = [n for n, on in ((f"expect {cell.expect}", cell.expect != "ok"), ("reference", cell.reference)) if on]
-            click.echo("  ".join([cell.fingerprint(), cell.name, cell.model.id, shape, batch, f"x{cell.repeats}", *notes]))
+            notes = [
+                n for n, on in ((f"expect {cell.expect}", cell.expect != "ok"), ("reference", cell.reference)) if on
+            ]
+            click.echo(
+                "  ".join([cell.fingerprint(), cell.name, cell.model.id, shape, batch, f"x{cell.repeats}", *notes])
+            )
 
 
 def _print_summary(records: list[Any]) -> None:
@@ -223,6 +231,10 @@ def _print_summary(records: list[Any]) -> None:
     from reports.terminal import summary_text
 
     click.echo(summary_text(records))
+
+
+def _as_options(overrides: tuple[str, ...]) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
 
 
 @contextlib.contextmanager

@@ -53,7 +53,9 @@ def suites() -> list[Row]:
     for path in sorted(Path(package.__file__).parent.glob("*.yaml")):
         suite = load_suite(path, (), registry.ENGINES)
         launches = sum(c.repeats for c in suite.cells)
-        rows.append({"suite": path.stem, "cells": len(suite.cells), "launches": launches, "description": suite.description})
+        rows.append(
+            {"suite": path.stem, "cells": len(suite.cells), "launches": launches, "description": suite.description}
+        )
     return rows
 
 
@@ -97,7 +99,11 @@ def diagnose(cache: Path) -> list[Row]:
         existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
         writable = os.access(existing, os.W_OK)
         free = shutil.disk_usage(existing).free / 2**30
-        add("cache", "ok" if writable else "problem", f"{cache}: {free:.0f} GiB free" + ("" if writable else ", not writable"))
+        add(
+            "cache",
+            "ok" if writable else "problem",
+            f"{cache}: {free:.0f} GiB free" + ("" if writable else ", not writable"),
+        )
     for name in registry.ENGINES:
         entry = registry.engine_entry(name)
         missing = entry.missing()

@@ -28,7 +28,11 @@ class EngineEntry:
 
 ENGINES: dict[str, EngineEntry] = {
     "fake": EngineEntry(
-        "engines.fake:FakeEngine", (), "", "deterministic tokens in virtual time; drives the harness's tests", "engines.fake:MODEL"
+        "engines.fake:FakeEngine",
+        (),
+        "",
+        "deterministic tokens in virtual time; drives the harness's tests",
+        "engines.fake:MODEL",
     ),
     "transformers": EngineEntry(
         "engines.transformers:TransformersEngine",

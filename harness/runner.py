@@ -32,6 +32,8 @@ from harness.tuning import Remembered, choose, search_max_batch, settled
 #: Repeating these cannot end otherwise, so the cell's other repeats are left out.
 _NOT_REPEATED = ("infeasible", "unsupported", "timeout", "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
+#: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
+_PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class Runner:
     so that a machine that drifts drifts over all cells alike.
     """
 
-    def __init__(self, suite: SuiteSpec, out: Path, cache: Path, progress: Progress, suite_file: str) -> None:
+    def __init__(self, suite: SuiteSpec, out: Path, cache: Path, progress: Progress, command: str) -> None:
         self._suite = suite
         self._out = out
         self._cache = cache
         self._progress = progress
-        self._suite_file = suite_file
+        self._command = command
         self._store = Store(out)
         self._models: dict[ModelSpec, LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
@@ -127,7 +129,7 @@ class Runner:
             spec=cell,
             fingerprint=cell.fingerprint(),
             provenance=self._provenance | dict(record.provenance),
-            command=f"harness run {self._suite_file} --cell {cell.name}",
+            command=f"{self._command} --cell {cell.name}",
             log=f"logs/{cell.name}.log",
         )
         self._store.append(record)
@@ -206,19 +208,12 @@ class Runner:
             return None
         if time.monotonic() - self._machine_read_at > _MACHINE_PROBE_MAX_AGE_S:
             self._progress.started(step, "measuring disk and GEMM rates")
-            shape = (model.shape.hidden, model.shape.ffn)
-            dtypes = sorted({"float32", model.dtype})
-            threads = step.cell.limits.threads
             registry.evict_model(model.path)
             self._machine = self._launcher.measure_machine(
-                model.path, shape, self._rows(), dtypes, threads, self._work / "machine", self._log(step.cell)
+                model, _PROBED_ROWS, step.cell.limits.threads, self._work / "machine", self._log(step.cell)
             )
             self._machine_read_at = time.monotonic()
         return self._machine
-
-    def _rows(self) -> list[int]:
-        """Rows at which GEMM rates are taken: from a single sequence's decode to a large prefill."""
-        return [1, 4, 16, 64, 256, 1024]
 
 
 def interleave(cells: Sequence[RunSpec]) -> list[Step]:
@@ -245,7 +240,9 @@ def check_requirements(suite: SuiteSpec, cache: Path) -> list[str]:
     if need.device_memory:
         devices = [float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()]
         if max(devices, default=0.0) < need.device_memory:
-            lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(max(devices, default=0.0))} present")
+            lacking.append(
+                f"device memory: {_gib(need.device_memory)} required, {_gib(max(devices, default=0.0))} present"
+            )
     existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < need.disk_free:

@@ -124,7 +124,7 @@ def parse_record(line: bytes, where: str) -> RunRecord:
     except ValueError as exc:
         raise HarnessError(f"{where}: not a record ({exc}); move the file away or repair that line") from exc
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:  # JSON's true is no number
         raise HarnessError(f"{where}: record schema {version!r}, this harness reads 1 to {SCHEMA_VERSION}; update it")
     try:
         return from_json(RunRecord, data)

@@ -25,7 +25,6 @@ from harness.api import (
     Engine,
     GenerationRequest,
     GenerationResult,
-    HardwareLimits,
     HarnessError,
     InfeasibleError,
     LoadReport,
@@ -40,7 +39,7 @@ from harness.api import (
     from_json,
     to_json,
 )
-from harness.probes.disk import DiskProbe
+from harness.probes.disk import DiskProbe, sequential_read_rate
 from harness.probes.energy import EnergyProbe
 from harness.probes.latency import metrics
 from harness.probes.memory import MemoryProbe, resident_bytes
@@ -121,8 +120,6 @@ def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 def _measure_machine(request: dict[str, Any]) -> dict[str, Any]:
     """Disk bandwidth and GEMM rates of this moment; see HardwareProfile."""
-    from harness.probes.disk import sequential_read_rate
-
     k, n = request["gemm_shape"]
     disk = sequential_read_rate(Path(request["folder"]))
     rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])
@@ -136,7 +133,6 @@ class _Run:
         self._folder = folder
         self._spec = from_json(RunSpec, request["spec"])
         self._model = from_json(LocalModel, request["model"])
-        self._limits = from_json(HardwareLimits, request["limits"])
         self._launched = float(request["launched"])
         self._events = Events(folder)
         self._measurements: list[Measurement] = []
@@ -183,7 +179,7 @@ class _Run:
     def _load(self, engine: Engine, scratch: Path) -> LoadReport:
         self._events.emit("load")
         with _Probed(self._measurements, "load"):
-            load = engine.load(self._model, self._spec.policy, self._limits, scratch)
+            load = engine.load(self._model, self._spec.policy, self._spec.limits, scratch)
         self._out["load"] = to_json(load)
         return load
 
@@ -235,9 +231,7 @@ class _Probed:
             self._sink.extend(probe.measurements(self._phase))
 
 
-def check(
-    requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], vocab: int
-) -> list[RequestTrace]:
+def check(requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], vocab: int) -> list[RequestTrace]:
     """Refuses a run that did not do the work: every engine answers every request once, with the tokens asked for.
 
     Raises HarnessError naming the first request that was lost, repeated, cut short, ran on another prompt length,

@@ -1,0 +1,41 @@
+# Everything a fresh machine with Python 3.11+ needs; nothing is installed outside .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test test-full lint format schema clean
+
+quickstart: $(STAMP)
+	$(BIN)/harness run suites/quickstart.yaml
+	@echo "The report is in results/quickstart/report.html"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu" -rs
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: $(STAMP)
+	$(BIN)/python -m harness.schema > harness/schema/run_record.json
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	# torch first and alone: the pinned CPU build, where the index has one, instead of several GB of CUDA packages
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info

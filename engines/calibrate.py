@@ -1,0 +1,51 @@
+"""Measures how fast this machine multiplies matrices, for the bound that a run is compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+_REPETITIONS = 5
+_POINT_S = 0.3
+
+
+def gemm_rates(
+    dtypes: Sequence[str], rows: Sequence[int], k: int, n: int, threads: int | None = None, seconds: float = 30.0
+) -> dict[str, dict[str, list[float]]]:
+    """FLOP/s of `torch.nn.functional.linear` on x[rows, k] and a weight [n, k]: `rates[dtype][str(rows)]`.
+
+    Each point has one warm-up and at most five repetitions or 0.3 s, every sample kept; the reader takes the
+    best or the median. Points left when `seconds` are over are left out. Holds one weight and one input at a
+    time. A multiply-add counts as two operations.
+    """
+    began = time.perf_counter()
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        rates: dict[str, dict[str, list[float]]] = {}
+        for dtype in dtypes:
+            weight = torch.full((n, k), 0.01, dtype=getattr(torch, dtype))
+            rates[dtype] = {
+                str(count): _samples(weight, count) for count in rows if time.perf_counter() - began < seconds
+            }
+        return rates
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def _samples(weight: torch.Tensor, rows: int) -> list[float]:
+    """FLOP/s of each repetition after a warm-up, at least one."""
+    n, k = weight.shape
+    x = torch.full((rows, k), 0.01, dtype=weight.dtype)
+    torch.nn.functional.linear(x, weight)
+    samples: list[float] = []
+    began = time.perf_counter()
+    while not samples or (len(samples) < _REPETITIONS and time.perf_counter() - began < _POINT_S):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        samples.append(2 * rows * k * n / (time.perf_counter() - start))
+    return samples

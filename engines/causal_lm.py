@@ -1,0 +1,245 @@
+"""What every engine on a transformers model shares: requests to batches, `generate` with timestamps, scoring."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from engines import sampling
+from harness.api import (
+    Capabilities,
+    Dtype,
+    GenerationRequest,
+    GenerationResult,
+    HardwareLimits,
+    HarnessError,
+    LoadReport,
+    LocalModel,
+    ModelShape,
+    OffloadPolicy,
+    Score,
+    UnsupportedError,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model made ready by an engine: the module, weight bytes by tier (device, host, disk), what was set."""
+
+    module: Any
+    weights_by_tier: tuple[int, int, int]
+    notes: tuple[str, ...] = ()
+
+
+class CausalLMEngine(ABC):
+    """The Engine protocol on a transformers causal model; a subclass says only where the weights live.
+
+    Static batching: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size`
+    together, so no prompt is ever padded. A row that ends before its batch does is computed on as padding
+    (`GenerationResult.padding_tokens`). Rows that ignore the end of sequence never choose it (transformers'
+    own min_new_tokens). A stop string ends a row with the token that completes it, and needs the model
+    folder's tokenizer.
+    """
+
+    name: ClassVar[str]
+    _module: Any = None
+    _model: LocalModel
+    _block_size: int
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    @abstractmethod
+    def _place(self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> Placement:
+        """Loads `model` with its weights computed in `dtype`. Raises InfeasibleError when the budget is too small."""
+
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
+        policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
+        if limits.threads is not None:
+            torch.set_num_threads(limits.threads)
+        dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+        placed = self._place(model, dtype, policy, limits, scratch)
+        self._module = placed.module.eval()
+        old = self._module.generation_config
+        # a checkpoint's own sampling settings or penalties must not change what a request asks for
+        self._module.generation_config = GenerationConfig(
+            bos_token_id=old.bos_token_id, eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id
+        )
+        self._model = model
+        self._block_size = policy.gpu_batch_size
+        total = sum(placed.weights_by_tier)
+        device, host, disk = (n / total for n in placed.weights_by_tier)
+        return LoadReport(
+            vocab=model.shape.vocab,
+            max_context=model.shape.max_context,
+            block_size=self._block_size,
+            policy=dataclasses.replace(
+                policy,
+                compute_dtype=dtype,
+                weights=(device, host, disk),
+                cache=(0.0, 1.0, 0.0),
+                activations=(0.0, 1.0, 0.0),
+            ),
+            compute_dtype=dtype,
+            weights_by_tier=placed.weights_by_tier,
+            notes=placed.notes,
+        )
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
+        shape = self._model.shape
+        for request in requests:
+            _validate(request, shape)
+        decode = self._decoder() if any(r.sampling.stop for r in requests) else None
+        return self._batches(list(requests), decode, time.perf_counter())
+
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+        """Scores in float32 from the logits of the continuation's positions only.
+
+        An empty context becomes the beginning-of-sequence token, or else the end-of-sequence token (as lm-eval
+        does). Sequences of equal length share a batch. Raises HarnessError for a pair that cannot be scored.
+        """
+        sequences = [self._full_sequence(i, context, continuation) for i, (context, continuation) in enumerate(pairs)]
+        scores: dict[int, Score] = {}
+        by_length: dict[int, list[int]] = {}
+        for i, sequence in enumerate(sequences):
+            by_length.setdefault(len(sequence), []).append(i)
+        for members in by_length.values():
+            for first in range(0, len(members), self._block_size):
+                batch = members[first : first + self._block_size]
+                lengths = [len(pairs[i][1]) for i in batch]
+                scores |= zip(batch, self._score_batch([sequences[i] for i in batch], lengths), strict=True)
+        return [scores[i] for i in range(len(pairs))]
+
+    def close(self) -> None:
+        self._module = None
+
+    # ----------------------------------------------------------------------- generation
+
+    def _batches(
+        self, pending: list[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
+    ) -> Iterator[GenerationResult]:
+        pending.sort(key=lambda r: r.arrival_s)  # stable: equal arrivals keep their order
+        while pending:
+            wait = pending[0].arrival_s - (time.perf_counter() - began)
+            if wait > 0:
+                time.sleep(wait)
+            batch = next_batch(pending, time.perf_counter() - began, self._block_size)
+            taken = {id(r) for r in batch}
+            pending = [r for r in pending if id(r) not in taken]
+            yield from self._run_batch(batch, decode, began)
+
+    @torch.inference_mode()
+    def _run_batch(
+        self, batch: list[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
+    ) -> list[GenerationResult]:
+        rows = [r.sampling for r in batch]
+        eos = self._eos()
+        prompt_len = len(batch[0].prompt)
+        ids = torch.tensor([r.prompt for r in batch])
+        clock = sampling.RowClock(rows, prompt_len, eos, decode)
+        start = time.perf_counter() - began
+        output = self._module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,  # RowSampler adds the noise that makes a greedy choice a sample
+            max_new_tokens=max(s.max_tokens for s in rows),
+            logits_processor=LogitsProcessorList([sampling.RowSampler(rows, eos)]),
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        tokens = output[:, prompt_len:].tolist()
+        times = [t - began for t in clock.times]
+        return [
+            GenerationResult(
+                id=request.id,
+                tokens=tuple(tokens[row][:length]),
+                start_s=start,
+                token_times_s=tuple(times[:length]),
+                prompt_tokens=prompt_len,
+                padding_tokens=len(times) - length,
+                finish_reason=clock.reasons[row] or "length",
+            )
+            for row, (request, length) in enumerate(zip(batch, clock.lengths, strict=True))
+        ]
+
+    def _eos(self) -> list[int]:
+        eos = self._module.generation_config.eos_token_id
+        if eos is None:
+            return []
+        return [eos] if isinstance(eos, int) else list(eos)
+
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._model.path, local_files_only=True)
+        except (OSError, ValueError) as exc:
+            raise UnsupportedError(f"stop strings need a tokenizer, and {self._model.path} holds none") from exc
+        return lambda tokens: str(tokenizer.decode(tokens))
+
+    # ----------------------------------------------------------------------- scoring
+
+    def _full_sequence(self, index: int, context: Sequence[int], continuation: Sequence[int]) -> list[int]:
+        if not context:
+            prefix = self._module.generation_config.bos_token_id
+            prefix = self._eos()[:1] if prefix is None else [prefix]
+            if not prefix:
+                raise HarnessError(f"pair {index}: empty context, and the model has no token that begins a sequence")
+            context = prefix
+        full = [*context, *continuation]
+        limit, vocab = self._model.shape.max_context, self._model.shape.vocab
+        if not continuation:
+            raise HarnessError(f"pair {index}: the continuation is empty")
+        if len(full) - 1 > limit:  # the last token is only predicted
+            raise HarnessError(f"pair {index}: {len(full)} tokens exceed the model's context of {limit} by more than one")
+        _check_ids(f"pair {index}", full, vocab)
+        return full
+
+    @torch.inference_mode()
+    def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[Score]:
+        ids = torch.tensor(sequences)
+        keep = max(lengths)
+        partial = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
+        extra = {"logits_to_keep": keep} if partial else {}
+        logits = self._module(ids[:, :-1], use_cache=False, **extra).logits[:, -keep:]
+        scores = []
+        for row, length in enumerate(lengths):
+            target = ids[row, -length:]
+            # one row at a time: a float32 copy of all logits would double the largest tensor of this pass
+            log_probs = torch.log_softmax(logits[row, -length:].float(), dim=-1)
+            picked = log_probs.gather(1, target[:, None]).double().sum().item()
+            scores.append(Score(picked, bool((log_probs.argmax(dim=-1) == target).all())))
+        return scores
+
+
+def next_batch(pending: Sequence[GenerationRequest], now_s: float, size: int) -> list[GenerationRequest]:
+    """The next requests to run together: those that have arrived and are as long as the first one, at most `size`."""
+    length = len(pending[0].prompt)
+    return [r for r in pending if r.arrival_s <= now_s and len(r.prompt) == length][:size]
+
+
+def _validate(request: GenerationRequest, shape: ModelShape) -> None:
+    where = f"request {request.id}"
+    if not request.prompt:
+        raise HarnessError(f"{where}: the prompt is empty")
+    _check_ids(where, request.prompt, shape.vocab)
+    sampling.validate(request.sampling, request.id)
+    total = len(request.prompt) + request.sampling.max_tokens
+    if total > shape.max_context:
+        raise HarnessError(
+            f"{where}: {len(request.prompt)} prompt + {request.sampling.max_tokens} new tokens exceed "
+            f"the model's context of {shape.max_context}"
+        )
+
+
+def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise HarnessError(f"{where}: token id {token} is outside the vocabulary of {vocab}")

@@ -1,0 +1,52 @@
+"""The baseline without offloading: transformers with every weight resident in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.causal_lm import CausalLMEngine, Placement
+from harness.api import (
+    DTYPE_BYTES,
+    Capabilities,
+    Dtype,
+    HardwareLimits,
+    InfeasibleError,
+    LocalModel,
+    OffloadPolicy,
+)
+
+#: The least a pass needs beside the weights: activations and KV cache of one short sequence, allocator slack.
+WORK_BYTES = 32 << 20
+
+
+class TransformersEngine(CausalLMEngine):
+    """Takes no options. Honours policy.gpu_batch_size and policy.compute_dtype."""
+
+    name = "transformers"
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            description="transformers, every weight resident in host memory",
+            scores=True,
+            samples=True,
+            compute_dtypes=("float32", "bfloat16", "float16"),
+            packages=("torch", "transformers", "safetensors"),
+        )
+
+    def _place(
+        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path
+    ) -> Placement:
+        weights = model.shape.params_total * DTYPE_BYTES[dtype]
+        budget = limits.host_memory
+        if budget is not None and weights + WORK_BYTES > budget:
+            raise InfeasibleError(
+                f"transformers needs at least {weights} bytes for all weights in {dtype} and {WORK_BYTES} to work; "
+                f"budget is {budget} bytes"
+            )
+        module = AutoModelForCausalLM.from_pretrained(
+            model.path, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+        )
+        return Placement(module, (0, weights, 0))

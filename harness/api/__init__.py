@@ -1,0 +1,103 @@
+"""The contracts between harness, engines, suites and reports: frozen data and protocols, standard library only.
+
+Units are in the names or stated: `_s` seconds, `_bytes` bytes, rates per second. Token counts are real,
+non-pad tokens. Everything here is immutable, comparable and serialisable by `to_json` / `from_json`.
+"""
+
+from harness.api.common import (
+    DTYPE_BYTES,
+    FINAL_STATUSES,
+    SCHEMA_VERSION,
+    Dtype,
+    HarnessError,
+    InfeasibleError,
+    Schedule,
+    Status,
+    Tune,
+    UnsupportedError,
+)
+from harness.api.engine import (
+    Capabilities,
+    Engine,
+    GenerationRequest,
+    GenerationResult,
+    LoadReport,
+    SamplingParams,
+    Score,
+    Workload,
+)
+from harness.api.machine import (
+    HardwareProfile,
+    LocalModel,
+    ModelShape,
+)
+from harness.api.record import (
+    Bound,
+    EventSink,
+    Launcher,
+    LaunchRequest,
+    Measurement,
+    MemoryLimit,
+    Phase,
+    Probe,
+    RequestTrace,
+    RunRecord,
+    Trial,
+)
+from harness.api.serial import (
+    from_json,
+    to_json,
+)
+from harness.api.spec import (
+    HardwareLimits,
+    HardwareRequirements,
+    ModelSpec,
+    OffloadPolicy,
+    RunSpec,
+    SuiteSpec,
+    WorkloadSpec,
+)
+
+__all__ = [
+    "DTYPE_BYTES",
+    "FINAL_STATUSES",
+    "SCHEMA_VERSION",
+    "Bound",
+    "Capabilities",
+    "Dtype",
+    "Engine",
+    "EventSink",
+    "GenerationRequest",
+    "GenerationResult",
+    "HardwareLimits",
+    "HardwareProfile",
+    "HardwareRequirements",
+    "HarnessError",
+    "InfeasibleError",
+    "LaunchRequest",
+    "Launcher",
+    "LoadReport",
+    "LocalModel",
+    "Measurement",
+    "MemoryLimit",
+    "ModelShape",
+    "ModelSpec",
+    "OffloadPolicy",
+    "Phase",
+    "Probe",
+    "RequestTrace",
+    "RunRecord",
+    "RunSpec",
+    "SamplingParams",
+    "Schedule",
+    "Score",
+    "Status",
+    "SuiteSpec",
+    "Trial",
+    "Tune",
+    "UnsupportedError",
+    "Workload",
+    "WorkloadSpec",
+    "from_json",
+    "to_json",
+]

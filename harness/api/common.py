@@ -1,0 +1,42 @@
+"""Words every contract uses: statuses, dtypes and errors the user can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+Status = Literal[
+    "ok",  # every check passed and the figures may be used
+    "oom_device",  # the device's memory ran out (the engine's own exception)
+    "oom_host",  # the host limit was hit (cgroup OOM event, monitor kill or MemoryError)
+    "disk_full",
+    "timeout",
+    "infeasible",  # refused before loading: the budget cannot hold what the engine needs
+    "unsupported",  # the engine cannot run this model, policy or host, and says why
+    "interrupted",  # the user or a signal ended the harness; run again on resume
+    "skipped",  # not attempted, e.g. because its batch search found nothing that survives
+    "error",  # anything else; the reason holds the last line of the log
+]
+#: A repeat that ended so says something about the engine and is not repeated on resume.
+FINAL_STATUSES: frozenset[str] = frozenset({"ok", "oom_device", "oom_host", "timeout", "infeasible", "unsupported"})
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+Schedule = Literal["row", "zigzag", "sweep"]
+Tune = Literal["none", "max_batch"]
+
+FORBID = {"extra": "forbid"}  # read by pydantic where a suite file is validated; inert otherwise
+
+
+class HarnessError(Exception):
+    """An error the user can act on: its text is one line saying what, where and what to do."""
+
+
+class InfeasibleError(HarnessError):
+    """The budget cannot hold what the engine needs; the text carries the numbers."""
+
+
+class UnsupportedError(HarnessError):
+    """The engine cannot run this model, policy or host; the text says why."""

@@ -1,0 +1,127 @@
+"""What an engine is given and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from harness.api.common import Dtype
+from harness.api.machine import LocalModel
+from harness.api.spec import HardwareLimits, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Temperature 0 is greedy. `ignore_eos` runs to `max_tokens`."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt as token ids; `arrival_s` counts from the start of the job (0 for offline work)."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The tokens of one request; times are seconds since `generate` began, one per token.
+
+    `start_s` is when work on it began. `padding_tokens` counts pad positions computed on its behalf
+    (masked, so never attended to): wasted work that throughput does not count.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    start_s: float
+    token_times_s: tuple[float, ...]
+    prompt_tokens: int
+    padding_tokens: int = 0
+    finish_reason: Literal["length", "stop"] = "length"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Log-likelihood (natural log, summed) of a continuation and whether greedy decoding would give it."""
+
+    logprob: float
+    is_greedy: bool
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do: nobody branches on an engine's name."""
+
+    description: str
+    devices: tuple[str, ...] = ("cpu",)
+    generates: bool = True
+    scores: bool = False
+    samples: bool = False
+    offloads: bool = False
+    compute_dtypes: tuple[Dtype, ...] = ()
+    phased: bool = True  # a block's prefill and decode do not overlap
+    steady_blocks: int = 1  # blocks of requests until throughput no longer changes
+    simulated: bool = False  # times come from a model of time, not from a clock
+    batched: bool = True  # honours gpu_batch_size, so a largest batch can be searched for
+    packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was really loaded: `policy` as realised, weights by tier in bytes (device, host, disk)."""
+
+    vocab: int
+    max_context: int
+    block_size: int
+    policy: OffloadPolicy
+    compute_dtype: str
+    weights_by_tier: tuple[int, int, int]
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One way to run a model. Built with its options as keywords; an unknown option raises TypeError.
+
+    Methods raise InfeasibleError, UnsupportedError, HarnessError, MemoryError or OSError(ENOSPC) for what
+    they name; anything else is recorded as `error`.
+    """
+
+    def capabilities(self) -> Capabilities:
+        """Cheap and callable before `load`."""
+        ...
+
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
+        """Makes the model ready. `scratch` is an empty folder for offloaded tensors, removed afterwards."""
+        ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """Yields each result as it finishes, in any order."""
+        ...
+
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+        """Scores continuations given contexts, both as token ids; a context may be empty."""
+        ...
+
+    def close(self) -> None:
+        """Frees what load took. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """Where requests come from; the same seed gives the same request i however many are asked for."""
+
+    def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]: ...

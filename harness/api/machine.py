@@ -1,0 +1,68 @@
+"""Models and machines as sizes and measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from harness.api.common import Dtype
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a dense decoder that arithmetic needs: FLOPs, weight bytes and KV bytes.
+
+    `params_per_layer` counts one decoder layer's matrices (elements of the linear layers);
+    `params_total` everything in the checkpoint, tied tensors once.
+    """
+
+    family: str
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context: int
+    params_per_layer: int
+    params_total: int
+
+    def flops(self, new_tokens: int, context: float, logits: int) -> float:
+        """Floating-point operations to run `new_tokens` tokens attending to `context` earlier ones on average.
+
+        `logits` of them reach the head. A multiply-add counts as two.
+        """
+        dense = 2 * new_tokens * self.params_per_layer * self.num_layers
+        attention = 4 * new_tokens * context * self.num_heads * self.head_dim * self.num_layers
+        return dense + attention + 2.0 * logits * self.hidden * self.vocab
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A checkpoint made ready on this machine: what `ModelSpec` became."""
+
+    path: str
+    shape: ModelShape
+    weight_bytes: int
+    largest_layer_bytes: int
+    dtype: Dtype
+    digest: str
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Capacities and measured curves of one machine.
+
+    `gemm_flops[dtype][rows]` is FLOP/s of x[rows, k] @ W[k, n] at the `gemm_shape` (k, n); missing means
+    not measured. Bandwidths are bytes/s. Each curve carries every sample, the reader takes the median.
+    """
+
+    disk_read: tuple[float, ...] = ()
+    gemm_shape: tuple[int, int] | None = None
+    gemm_flops: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
+    measured_at: str = ""

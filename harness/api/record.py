@@ -1,0 +1,144 @@
+"""What a launch leaves behind, and the protocols that produce it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from harness.api.common import SCHEMA_VERSION, Status
+from harness.api.engine import LoadReport
+from harness.api.machine import HardwareProfile, LocalModel
+from harness.api.spec import RunSpec
+
+Phase = Literal["startup", "load", "generate", "run"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Raw samples of one quantity in one phase. An empty `samples` is `null`: no counter exists here."""
+
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+    phase: Phase
+    note: str = ""
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Watches one phase as a context manager; `measurements` is read after the phase ended."""
+
+    def __enter__(self) -> Probe: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def measurements(self, phase: Phase) -> list[Measurement]: ...
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """One finished request in a record: counts, times, and a digest instead of the tokens."""
+
+    id: str
+    prompt_tokens: int
+    generated_tokens: int
+    padding_tokens: int
+    start_s: float
+    token_times_s: tuple[float, ...]
+    finish_reason: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """How the cell's memory was bounded: `limit = idle + budget`, all in bytes.
+
+    `method` is cgroup-v1, cgroup-v2, monitor (anonymous memory only, sampled) or none.
+    """
+
+    method: str
+    idle_bytes: int
+    budget_bytes: int | None
+    limit_bytes: int | None
+    peak_bytes: int | None = None
+    counts_page_cache: bool = False
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The best throughput this machine allowed for this cell's batch and dtype (generated tokens/s).
+
+    `compute_s` and `disk_s` are the least times one block needs from each resource, at rates measured
+    beside the run; `limited_by` names the longer one.
+    """
+
+    throughput_tok_s: float
+    compute_s: float
+    disk_s: float
+    limited_by: Literal["compute", "disk"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One step of a batch search: what was tried and how it ended."""
+
+    gpu_batch_size: int
+    status: Status
+    throughput_tok_s: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it."""
+
+    spec: RunSpec
+    fingerprint: str
+    repeat: int
+    status: Status
+    reason: str = ""
+    started_at: str = ""
+    wall_s: float = 0.0
+    load: LoadReport | None = None
+    requests: tuple[RequestTrace, ...] = ()
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    measurements: tuple[Measurement, ...] = ()
+    memory: MemoryLimit | None = None
+    bound: Bound | None = None
+    machine: HardwareProfile | None = None
+    model: LocalModel | None = None
+    tuning: tuple[Trial, ...] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    log: str = ""
+    simulated: bool = False
+    projected: bool = False
+    schema_version: int = SCHEMA_VERSION
+
+    #: Fields that hold times or what the operating system counted; all others repeat exactly for one seed.
+    VOLATILE = ("started_at", "wall_s", "measurements", "memory", "machine", "bound", "provenance", "tuning")
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What a launcher needs for one launch: a cell with a settled policy, its model and its logs."""
+
+    spec: RunSpec
+    repeat: int
+    model: LocalModel
+    workdir: Path
+    log: Path
+
+
+class Launcher(Protocol):
+    """Runs one cell in isolation. Never raises for what the workload did: that is the record's status."""
+
+    def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord: ...
+
+
+class EventSink(Protocol):
+    """Receives progress: phase is startup, load, warmup or generate; tokens done and expected so far."""
+
+    def __call__(self, phase: str, done: int, total: int) -> None: ...

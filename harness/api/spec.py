@@ -1,0 +1,166 @@
+"""What to run: models, workloads, policies, limits, and the cell that holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from harness.api.common import FORBID, HarnessError, Schedule, Status, Tune, UnsupportedError
+from harness.api.serial import to_json
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model by hub id (`facebook/opt-1.3b`), folder of safetensors, or `fake` for the fake engine.
+
+    `weights: dummy` makes a seeded random checkpoint of that id's shape on first use. `dtype` is the
+    dtype of the stored weights, `auto` the checkpoint's own.
+    """
+
+    __pydantic_config__ = FORBID
+
+    id: str
+    weights: Literal["auto", "dummy"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """Synthetic requests: `num_requests` prompts of `prompt_len` random tokens, `gen_len` new tokens each.
+
+    `auto` runs whole blocks at the engine's own batch, as many as it needs for a steady state.
+    """
+
+    __pydantic_config__ = FORBID
+
+    kind: Literal["synthetic"] = "synthetic"
+    prompt_len: int = 128
+    gen_len: int = 16
+    num_requests: int | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where tensors live and in which order they are computed; what an engine cannot honour it refuses.
+
+    Fractions (wg wc wd weights, cg cc cd KV cache, hg hc hd activations; device, host, disk) sum to 1 in
+    each triple; None leaves the placement to the engine. Bits of 16 mean the checkpoint's precision.
+    Source: FlexGen (Sheng et al. 2023), section 4.3.
+    """
+
+    __pydantic_config__ = FORBID
+
+    gpu_batch_size: int = 1
+    num_gpu_batches: int = 1
+    schedule: Schedule = "row"
+    weights: tuple[float, float, float] | None = None
+    cache: tuple[float, float, float] | None = None
+    activations: tuple[float, float, float] | None = None
+    weight_bits: Literal[3, 4, 8, 16] = 16
+    kv_bits: Literal[3, 4, 8, 16] = 16
+    group_size: int = 64
+    cpu_attention: bool = False
+    value_sparsity: float = 1.0
+    prefill_chunk: int | None = None
+    threads: int | None = None
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+    @property
+    def block_size(self) -> int:
+        """Sequences that share one pass over the weights."""
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    def validate(self) -> None:
+        """Raises HarnessError naming the first field that is out of range."""
+        for name in ("gpu_batch_size", "num_gpu_batches", "group_size"):
+            if getattr(self, name) < 1:
+                raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("prefill_chunk", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1, or left out")
+        if not 0 < self.value_sparsity <= 1:
+            raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
+        for name in ("weights", "cache", "activations"):
+            triple = getattr(self, name)
+            if triple is None:
+                continue
+            if any(not 0 <= f <= 1 for f in triple) or abs(sum(triple) - 1) > 1e-6:
+                raise HarnessError(
+                    f"policy.{name} is {list(triple)}; device, host and disk fractions must lie in [0, 1] and sum to 1"
+                )
+
+    def require_defaults_except(self, engine: str, *honoured: str) -> None:
+        """Raises UnsupportedError for the first field that is set but not among `honoured`."""
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name not in honoured and value != f.default:
+                raise UnsupportedError(
+                    f"engine {engine} has no policy.{f.name} (got {value}); it honours {', '.join(honoured)}"
+                )
+
+
+@dataclass(frozen=True)
+class HardwareLimits:
+    """What the model's work may take, in bytes. None is no limit. Host memory counts the page cache."""
+
+    __pydantic_config__ = FORBID
+
+    device_memory: int | None = None
+    host_memory: int | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class HardwareRequirements:
+    """What a machine must have, in bytes, before a suite is worth starting."""
+
+    __pydantic_config__ = FORBID
+
+    device_memory: int = 0
+    host_memory: int = 0
+    disk_free: int = 0
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One cell: everything that decides what is measured, and the labels under which it is shown."""
+
+    engine: str
+    model: ModelSpec
+    workload: WorkloadSpec
+    policy: OffloadPolicy = OffloadPolicy()
+    tune: Tune = "none"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    limits: HardwareLimits = HardwareLimits()
+    seed: int = 0
+    warmup: int = 1
+    timeout_s: float = 1800.0
+    repeats: int = 3
+    # labels: they change what is shown, never what is measured
+    suite: str = ""
+    name: str = ""
+    expect: Status = "ok"
+    reference: bool = False
+
+    _LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
+
+    def fingerprint(self) -> str:
+        """Stable hash (16 hex digits) of all that is measured; labels, repeats and the timeout are left out."""
+        body = {k: v for k, v in to_json(self).items() if k not in self._LABELS}
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class SuiteSpec:
+    """A suite file after expansion: its cells in order, and what the machine must have."""
+
+    name: str
+    description: str
+    cells: tuple[RunSpec, ...]
+    requires: HardwareRequirements = HardwareRequirements()
+    machine_probe: bool = True

@@ -1,0 +1,25 @@
+"""The JSON Schema of RunRecord, generated from the dataclass and shipped as `run_record.json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def run_record_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of one line of records.jsonl."""
+    from pydantic import TypeAdapter
+
+    from harness.api import SCHEMA_VERSION, RunRecord
+
+    schema = TypeAdapter(RunRecord).json_schema(mode="serialization")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$comment": f"schema_version {SCHEMA_VERSION}; made by `make schema`",
+        **schema,
+    }
+
+
+def main() -> None:
+    """Prints the schema."""
+    print(json.dumps(run_record_schema(), indent=1))  # noqa: T201

@@ -1,0 +1,133 @@
+"""The contracts: JSON round trips, strictness, fingerprints, policy validation."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.api import (
+    HardwareLimits,
+    HarnessError,
+    ModelShape,
+    ModelSpec,
+    OffloadPolicy,
+    RunRecord,
+    RunSpec,
+    UnsupportedError,
+    WorkloadSpec,
+    from_json,
+    to_json,
+)
+from harness.store import parse_record
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
+
+fractions = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(lambda ab: (min(ab), max(ab) - min(ab), 1 - max(ab)))
+
+
+@given(
+    batch=st.integers(1, 512),
+    weights=st.none() | fractions,
+    options=st.dictionaries(st.text(max_size=5), st.integers() | st.booleans() | st.text(max_size=5)),
+    memory=st.none() | st.integers(0, 2**50),
+    count=st.just("auto") | st.integers(1, 9),
+)
+def test_specs_survive_json(batch, weights, options, memory, count):
+    spec = dataclasses.replace(
+        SPEC,
+        policy=OffloadPolicy(gpu_batch_size=batch, weights=weights),
+        options=options,
+        limits=HardwareLimits(host_memory=memory),
+        workload=WorkloadSpec(num_requests=count),
+    )
+    again = from_json(RunSpec, json.loads(json.dumps(to_json(spec))))
+    assert again == spec
+    assert again.fingerprint() == spec.fingerprint()
+
+
+@pytest.mark.parametrize("label", [{"suite": "s"}, {"name": "n"}, {"expect": "error"}, {"reference": True},
+                                   {"repeats": 9}, {"timeout_s": 5.0}])  # fmt: skip
+def test_labels_leave_the_fingerprint_alone(label):
+    assert dataclasses.replace(SPEC, **label).fingerprint() == SPEC.fingerprint()
+
+
+@pytest.mark.parametrize("change", [{"engine": "x"}, {"seed": 1}, {"options": {"a": 1}}, {"warmup": 0}, {"tune": "max_batch"},
+                                    {"model": ModelSpec("y")}, {"workload": WorkloadSpec(gen_len=1)},
+                                    {"policy": OffloadPolicy(schedule="sweep")}, {"limits": HardwareLimits(threads=1)}])  # fmt: skip
+def test_what_is_measured_changes_the_fingerprint(change):
+    assert dataclasses.replace(SPEC, **change).fingerprint() != SPEC.fingerprint()
+
+
+def test_fingerprint_does_not_drift():
+    # Resuming an old run directory depends on this very value.
+    assert SPEC.fingerprint() == "09509b172a5db794"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": 3}, "RunSpec.engine"),
+        ({"repeats": True}, "RunSpec.repeats"),
+        ({"repeats": 1.5}, "RunSpec.repeats"),
+        ({"expect": "fine"}, "RunSpec.expect"),
+        ({"colour": 1}, "unknown field 'colour'"),
+        ({"policy": []}, "RunSpec.policy"),
+        ({"workload": {"num_requests": "some"}}, "RunSpec.workload.num_requests"),
+        ({"policy": {"weights": [0.5, 0.5]}}, "expected 3 values|fits none"),
+    ],
+)
+def test_misfits_are_named(change, message):
+    with pytest.raises(HarnessError, match=message):
+        from_json(RunSpec, to_json(SPEC) | change)
+
+
+def test_absent_required_field_is_an_error():
+    with pytest.raises(HarnessError, match="engine"):
+        from_json(RunSpec, {"model": {"id": "x"}, "workload": {}})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"gpu_batch_size": 0},
+        {"num_gpu_batches": -1},
+        {"prefill_chunk": 0},
+        {"value_sparsity": 0.0},
+        {"weights": (0.5, 0.5, 0.5)},
+        {"cache": (1.5, -0.5, 0.0)},
+    ],
+)
+def test_policies_out_of_range_are_refused(bad):
+    with pytest.raises(HarnessError, match=f"policy.{next(iter(bad))}"):
+        OffloadPolicy(**bad).validate()
+
+
+def test_an_engine_refuses_policy_fields_it_cannot_honour():
+    policy = OffloadPolicy(gpu_batch_size=4, weight_bits=4)
+    policy.require_defaults_except("x", "gpu_batch_size", "weight_bits")
+    with pytest.raises(UnsupportedError, match="policy.weight_bits"):
+        policy.require_defaults_except("x", "gpu_batch_size")
+
+
+def test_flops_of_a_dense_layer_are_two_per_weight_and_token():
+    shape = ModelShape("x", 3, 8, 32, 2, 2, 4, 100, 64, params_per_layer=768, params_total=0)
+    assert shape.flops(5, 0, 0) == 2 * 5 * 768 * 3
+    assert shape.flops(1, 10, 1) - shape.flops(1, 0, 0) == 4 * 10 * 8 * 3 + 2 * 8 * 100
+    assert shape.kv_bytes_per_token(2) == 2 * 3 * 8 * 2
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("record_v*.jsonl")), ids=lambda p: p.stem)
+def test_old_records_still_load(path):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        record = parse_record(line, f"{path.name}:{number}")
+        assert isinstance(record, RunRecord)
+        assert record.requests
+
+
+def test_there_are_old_records_to_load():
+    assert list(GOLDEN.glob("record_v1*.jsonl"))

@@ -1,0 +1,107 @@
+"""Throughput, latency and the bound: small cases by hand and invariants by property."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.api import HardwareProfile, LocalModel, ModelShape, RequestTrace, WorkloadSpec
+from harness.bound import bound, rate_at
+from harness.probes.latency import metrics, percentile, union_length
+
+
+def trace(name, start, times, prompt=4, padding=0):
+    return RequestTrace(name, prompt, len(times), padding, start, tuple(times), "length", "")
+
+
+def test_one_block_by_hand():
+    # two requests share a block: prefill 0..2 s, then decode steps at 3 and 4 s
+    found = metrics([trace("a", 0.0, (2.0, 3.0, 4.0)), trace("b", 0.0, (2.0, 3.0, 4.0))], phased=True)
+    assert found["generation_throughput_tok_s"] == pytest.approx(6 / 4)
+    assert found["total_throughput_tok_s"] == pytest.approx(14 / 4)
+    assert found["prefill_s"] == 2.0
+    assert found["decode_throughput_tok_s"] == pytest.approx(4 / 2)
+    assert found["ttft_p50_s"] == 2.0
+    assert found["tpot_p50_s"] == 1.0
+
+
+def test_a_second_block_counts_its_own_prefill():
+    found = metrics([trace("a", 0.0, (2.0, 3.0)), trace("b", 3.0, (5.0, 6.0))], phased=True)
+    assert found["prefill_s"] == 4.0
+    assert found["decode_s"] == 2.0
+
+
+def test_padding_is_wasted_not_earned():
+    plain = metrics([trace("a", 0.0, (1.0, 2.0))], phased=True)
+    padded = metrics([trace("a", 0.0, (1.0, 2.0), padding=10)], phased=True)
+    assert padded["generation_throughput_tok_s"] == plain["generation_throughput_tok_s"]
+    assert padded["padded_throughput_tok_s"] == pytest.approx(16 / 2)
+
+
+def test_no_decode_figures_where_nothing_was_decoded_or_phases_mix():
+    assert metrics([trace("a", 0.0, (1.0,))], phased=True)["decode_throughput_tok_s"] is None
+    assert metrics([trace("a", 0.0, (1.0,))], phased=True)["tpot_p50_s"] is None
+    assert metrics([trace("a", 0.0, (1.0, 2.0))], phased=False)["decode_throughput_tok_s"] is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=20))
+def test_union_length_counts_each_moment_once(pairs):
+    intervals = [(a, a + d) for a, d in pairs]
+    covered = {moment for a, b in intervals for moment in range(a, b)}
+    assert union_length(intervals) == len(covered)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
+def test_percentile_lies_between_neighbours(values, q):
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * q / 100
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    assert low - 1e-6 <= percentile(values, q) <= high + 1e-6
+
+
+SHAPE = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
+MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, largest_layer_bytes=98_304, dtype="bfloat16", digest="d")
+
+
+def profile(flops=1e9, disk=1e6):
+    return HardwareProfile((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
+
+
+def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
+    workload = WorkloadSpec(prompt_len=8, gen_len=10)
+    found = bound(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15))
+    assert found.limited_by == "disk"
+    assert found.disk_s == pytest.approx(10 * 300_000 / 1e6)
+    assert found.throughput_tok_s == pytest.approx(40 / 3.0)
+
+
+def test_a_fast_disk_bounds_by_arithmetic():
+    workload = WorkloadSpec(prompt_len=8, gen_len=2)
+    found = bound(MODEL, workload, 4, "float32", 100_000, profile(flops=1e9, disk=1e15))
+    by_hand = SHAPE.flops(32, 4, 4) / 1e9 + SHAPE.flops(4, 9, 4) / 1e9
+    assert found.limited_by == "compute"
+    assert found.compute_s == pytest.approx(by_hand)
+
+
+def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
+    workload = WorkloadSpec(prompt_len=8, gen_len=2)
+    assert bound(MODEL, workload, 1, "float32", None, profile()).disk_s == 0
+    assert bound(MODEL, workload, 1, "bfloat16", None, profile()) is None
+    assert bound(MODEL, workload, 1, "float32", 1, HardwareProfile((), None, profile().gemm_flops)) is None
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))
+def test_the_bound_never_falls_with_a_faster_machine_or_more_memory(batch, gen, disk, budget):
+    workload = WorkloadSpec(prompt_len=16, gen_len=gen)
+    slow = bound(MODEL, workload, batch, "float32", int(budget), profile(1e9, disk))
+    fast = bound(MODEL, workload, batch, "float32", int(budget) * 2, profile(2e9, 2 * disk))
+    assert fast.throughput_tok_s >= slow.throughput_tok_s * (1 - 1e-9)
+
+
+def test_rates_between_measured_rows():
+    curve = {"4": (10.0,), "16": (40.0,)}
+    assert rate_at(curve, 4) == 10
+    assert rate_at(curve, 8) == pytest.approx(20)  # log-log linear
+    assert rate_at(curve, 100) == 40
+    assert rate_at(curve, 2) == 5  # bound by reading the weights

@@ -1,0 +1,132 @@
+"""Memory caps: real cgroup v1 or the monitor where they can be made; v2 against a copy of its file layout."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.launchers import memory
+from harness.launchers.memory import CgroupV1, CgroupV2, Monitor, make_group
+
+EAT = "import sys; b = bytearray(int(sys.argv[1])); b[::4096] = b'x' * len(b[::4096]); print('done')"
+
+
+def run_in(group, size):
+    command = group.wrap([sys.executable, "-c", EAT, str(size)])
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    group.adopt(process.pid)
+    return process.wait()
+
+
+@pytest.fixture(params=["best", "monitor"])
+def make(request):
+    made = []
+
+    def factory(limit):
+        group = make_group(limit) if request.param == "best" else Monitor(limit)
+        made.append(group)
+        return group
+
+    yield factory
+    for group in made:
+        group.close()
+
+
+def test_a_process_above_its_limit_is_killed_with_evidence(make):
+    group = make(150 << 20)
+    assert run_in(group, 1 << 30) != 0
+    assert group.oom_kills() == 1
+
+
+def test_a_process_within_its_limit_is_left_alone(make):
+    group = make(400 << 20)
+    assert run_in(group, 64 << 20) == 0
+    assert group.oom_kills() == 0
+    assert group.peak_bytes() > (0 if group.method == "monitor" else 64 << 20)
+
+
+def test_kill_ends_grandchildren_in_other_sessions(make):
+    group = make(None)
+    script = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    process = subprocess.Popen(group.wrap([sys.executable, "-c", script]), start_new_session=True)
+    group.adopt(process.pid)
+    time.sleep(1.0)
+    group.kill()
+    assert process.wait(timeout=10) != 0
+    if group.counts_page_cache:
+        assert (group.path / "cgroup.procs").read_text() == ""
+
+
+def test_page_cache_counts_where_the_group_says_so(tmp_path):
+    group = make_group(100 << 20)
+    if not group.counts_page_cache:
+        group.close()
+        pytest.skip("no writable memory cgroup here")
+    file = tmp_path / "file"
+    try:
+        script = f"open({str(file)!r}, 'wb').write(bytes(60 << 20))"
+        subprocess.run(group.wrap([sys.executable, "-c", script]), check=True)
+        assert group.peak_bytes() > 100 << 20 or group.peak_bytes() > 60 << 20
+    finally:
+        group.close()
+    assert not group.path.exists()
+
+
+@pytest.fixture
+def v2_tree(tmp_path, monkeypatch):
+    """The files of a v2 hierarchy in which this process lives in /slice/scope; the kernel is not behind them."""
+    own = tmp_path / "fs" / "slice" / "scope"
+    own.mkdir(parents=True)
+    for folder in (own, own.parent, tmp_path / "fs"):
+        (folder / "cgroup.controllers").write_text("memory\n")
+    proc = tmp_path / "self"
+    proc.write_text("0::/slice/scope\n")
+    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path / "fs")
+    monkeypatch.setattr(memory, "PROC_SELF_CGROUP", proc)
+    return own
+
+
+def test_v2_without_delegation_falls_back_to_the_monitor_and_leaves_nothing(v2_tree):
+    assert make_group(1 << 20).method == "monitor"
+    assert [p.name for p in v2_tree.parent.parent.rglob("harness-*")] == []
+
+
+def test_v2_sets_limit_swap_and_group_kill(v2_tree, monkeypatch):
+    original = memory._make_group
+
+    def kernel(parent):
+        path = original(parent)
+        if parent.name == "slice":  # only the parent has delegated the controller
+            for name in ("memory.max", "memory.swap.max", "memory.oom.group"):
+                (path / name).write_text("")
+            (path / "memory.events").write_text("low 0\noom 1\noom_kill 3\n")
+            (path / "memory.stat").write_text("anon 4096\nfile 100\n")
+            (path / "memory.peak").write_text("8192\n")
+        return path
+
+    monkeypatch.setattr(memory, "_make_group", kernel)
+    monkeypatch.setattr(memory, "_remove_group", lambda path: None)
+    group = make_group(123456)
+    assert isinstance(group, CgroupV2)
+    assert group.path.parent.name == "slice"
+    assert (group.path / "memory.max").read_text() == "123456"
+    assert (group.path / "memory.swap.max").read_text() == "0"
+    assert (group.path / "memory.oom.group").read_text() == "1"
+    assert (group.oom_kills(), group.anonymous_bytes(), group.peak_bytes()) == (3, 4096, 8192)
+
+
+def test_groups_of_dead_harnesses_are_swept(monkeypatch):
+    group = make_group(None)
+    if not isinstance(group, CgroupV1 | CgroupV2):
+        pytest.skip("no writable memory cgroup here")
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    stale = group.path.parent / f"harness-{dead.pid}-1"
+    stale.mkdir()
+    try:
+        memory.sweep_stale_groups()
+        assert not stale.exists()
+        assert group.path.exists()
+    finally:
+        group.close()

@@ -1,0 +1,119 @@
+"""The run directory survives what a run meets: kills, full disks, other harnesses, other versions."""
+
+import dataclasses
+import errno
+import json
+import os
+
+import pytest
+
+from harness.api import SCHEMA_VERSION, HarnessError, ModelSpec, RunRecord, RunSpec, WorkloadSpec, to_json
+from harness.store import Store, parse_record
+
+SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), name="cell")
+
+
+def record(repeat=0, status="ok", spec=SPEC):
+    return RunRecord(spec, spec.fingerprint(), repeat, status)
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Store(tmp_path / "out")
+    made.open()
+    yield made
+    made.close()
+
+
+def test_records_come_back_in_order(store):
+    for i in range(3):
+        store.append(record(i))
+    assert [r.repeat for r in store.records()] == [0, 1, 2]
+    assert store.done() == {(SPEC.fingerprint(), i) for i in range(3)}
+
+
+@pytest.mark.parametrize("cut", [1, 10, 100])
+def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(tmp_path, cut):
+    store = Store(tmp_path)
+    store.open()
+    store.append(record(0))
+    store.append(record(1))
+    store.close()
+    data = store.path.read_bytes()
+    store.path.write_bytes(data[:-cut])
+    again = Store(tmp_path)
+    again.open()
+    again.append(record(2))
+    assert [r.repeat for r in again.records()] == [0, 2]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "expect", "done"),
+    [
+        ("ok", "ok", True),
+        ("oom_host", "ok", True),
+        ("infeasible", "ok", True),
+        ("interrupted", "ok", False),
+        ("interrupted", "interrupted", False),
+        ("disk_full", "ok", False),
+        ("error", "ok", False),
+        ("error", "error", True),
+    ],
+)
+def test_what_counts_as_done(store, status, expect, done):
+    store.append(record(0, status, dataclasses.replace(SPEC, expect=expect)))
+    assert bool(store.done()) is done
+
+
+def test_a_full_disk_leaves_no_half_record(store, monkeypatch):
+    store.append(record(0))
+    size = store.path.stat().st_size
+
+    def half(descriptor, data):
+        os.write(descriptor, bytes(data[: len(data) // 2]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("harness.store._write_all", half)
+    with pytest.raises(HarnessError, match="No space left"):
+        store.append(record(1))
+    assert store.path.stat().st_size == size
+
+
+def test_two_harnesses_do_not_share_a_directory(store):
+    with pytest.raises(HarnessError, match="in use by another harness"):
+        Store(store.out).open()
+
+
+def test_fresh_sets_records_aside(store):
+    store.append(record(0))
+    store.close()
+    for number in (1, 2):
+        store.open(fresh=True)
+        assert not list(store.records())
+        store.append(record(number))
+        store.close()
+    assert sorted(p.name for p in store.out.glob("records*.jsonl")) == [
+        "records.1.jsonl",
+        "records.2.jsonl",
+        "records.jsonl",
+    ]
+
+
+def test_an_unwritable_place_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HarnessError, match="choose another folder with --out"):
+        Store(tmp_path / "file" / "out").open()
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1", True])
+def test_other_schemas_are_refused_by_version(version):
+    line = json.dumps(to_json(record()) | {"schema_version": version}).encode()
+    with pytest.raises(HarnessError, match="f:1: record schema"):
+        parse_record(line, "f:1")
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"\xff", b"null", b'{"schema_version":1}'])
+def test_damage_names_the_line(line):
+    with pytest.raises(HarnessError, match="f:7"):
+        parse_record(line, "f:7")

@@ -79,7 +79,7 @@ class Runner:
         self._dropped: set[str] = set()
 
     def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
-        """Runs what is not done yet and returns every record of the run directory that belongs to `cells`.
+        """Runs what is not done yet and returns the last record of every launch of `cells`.
 
         Raises HarnessError for what stops the whole run, KeyboardInterrupt after recording the cell in flight.
         """
@@ -99,7 +99,8 @@ class Runner:
                 for step in todo:
                     self._step(step)
             wanted = {c.fingerprint() for c in cells}
-            return [r for r in self._store.records() if r.fingerprint in wanted]
+            last = {(r.fingerprint, r.repeat): r for r in self._store.records() if r.fingerprint in wanted}
+            return list(last.values())
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
             self._store.close()
@@ -251,9 +252,8 @@ def check_requirements(suite: SuiteSpec, cache: Path) -> list[str]:
 
 
 def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Records that did not end as their cell expected; a later record of the same launch replaces an earlier."""
-    last = {(r.fingerprint, r.repeat): r for r in records}
-    return [r for r in last.values() if r.status != r.spec.expect]
+    """Records that did not end as their cell expected."""
+    return [r for r in records if r.status != r.spec.expect]
 
 
 def write_suite_copy(source: Path, out: Path) -> None:

@@ -94,7 +94,7 @@ def throughput_chart(rows: Sequence[CellSummary]) -> Chart | None:
         if row.median is not None:
             marks += [Mark("bar", axis.at(row.median), ""), _median(row, axis)]
             marks += [
-                Mark("dot", axis.at(v), f"repeat {r.repeat}: {number(v)} tok/s")
+                Mark("dot", axis.at(v), f"repeat {r.repeat + 1}: {number(v)} tok/s")
                 for r in row.ok_records
                 if (v := throughput(r)) is not None
             ]
@@ -128,20 +128,24 @@ def memory_chart(rows: Sequence[CellSummary]) -> Chart | None:
 
 def bound_chart(rows: Sequence[CellSummary]) -> Chart | None:
     """Measured throughput beside what compute and disk each allow, on a logarithmic axis."""
-    kinds = {"compute": "compute allows", "disk": "disk allows", "median": "measured"}
+    kinds = {"compute": "compute allows", "disk": "disk allows", "dot": "measured"}
     found: list[tuple[CellSummary, dict[str, float]]] = []
     for row in rows:
         if row.bound_tok_s is None or not row.median:
             continue
-        values = {"compute": allowed(row, "compute_s"), "disk": allowed(row, "disk_s"), "median": row.median}
+        values: dict[str, float | None] = {
+            "compute": allowed(row, "compute_s"),
+            "disk": allowed(row, "disk_s"),
+            "dot": row.median,
+        }
         found.append((row, {k: v for k, v in values.items() if v}))
     if not found:
         return None
     everything = [v for _, values in found for v in values.values()]
     axis = Log(min(everything), max(everything))
     lines = []
-    for row, values in found:
-        marks = [Mark(k, axis.at(v), f"{kinds[k]} {number(v)} tok/s") for k, v in values.items()]
+    for row, positive in found:
+        marks = [Mark(k, axis.at(v), f"{kinds[k]} {number(v)} tok/s") for k, v in positive.items()]
         lines.append(_row(row, marks, f"{number((row.bound_fraction or 0) * 100, 0)} %"))
     axis_title = "tok/s, logarithmic; on the right the fraction of the bound reached"
     return Chart("What the machine allows", axis_title, axis.ticks, tuple(kinds.items()), tuple(lines))

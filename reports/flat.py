@@ -15,6 +15,7 @@ METRICS = (
     "decode_throughput_tok_s",
     "total_throughput_tok_s",
     "padded_throughput_tok_s",
+    "total_s",
     "prefill_s",
     "decode_s",
     "generated_tokens",
@@ -27,7 +28,6 @@ METRICS = (
     "tpot_p99_s",
     "launch_s",
     "import_s",
-    "load_s",
 )
 
 
@@ -67,6 +67,7 @@ def _line(record: RunRecord) -> dict[str, object]:
         "wall_s": record.wall_s,
     }
     values |= {name: finite(record.metrics.get(name)) for name in METRICS}
+    values["load_s"] = measured_sum(record, "wall_s", "load")
     values |= {
         "bound_tok_s": bound.throughput_tok_s if bound else None,
         "bound_compute_s": bound.compute_s if bound else None,

@@ -114,6 +114,8 @@ def _outcome(rows: Sequence[CellSummary]) -> str:
     ok = sum(r.status == "ok" and r.as_expected for r in rows)
     parts = [f"{ok} ok"]
     parts += [f"{expected} failed as expected"] if expected else []
-    parts += [f"{len(unexpected)} not as expected ({one_line(', '.join(r.name for r in unexpected))})"] * bool(unexpected)
+    parts += [f"{len(unexpected)} not as expected ({one_line(', '.join(r.name for r in unexpected))})"] * bool(
+        unexpected
+    )
     repeats = sum(len(r.records) for r in rows)
     return f"{plural(len(rows), 'cell')}, {plural(repeats, 'repeat')}: {', '.join(parts)}."

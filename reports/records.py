@@ -54,7 +54,9 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
         if description and description not in descriptions:
             descriptions.append(description)
     if superseded := total - len(latest):
-        notes.append(f"Left out {superseded} of {total} records: a later one of the same cell and repeat replaces them.")
+        notes.append(
+            f"Left out {superseded} of {total} records: a later one of the same cell and repeat replaces them."
+        )
     return Runs(tuple(latest.values()), tuple(descriptions), tuple(notes))
 
 
@@ -88,7 +90,7 @@ def _record(data: Any, where: str) -> RunRecord:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise HarnessError(
-            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest this program reads; update it"
+            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest known here; update the harness"
         )
     try:
         return from_json(RunRecord, data)

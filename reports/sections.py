@@ -9,7 +9,7 @@ from harness.api import RunRecord
 from reports.charts import spark
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, columns_of, name_cell, plain_table
-from reports.text import MISSING, finite, median, number, one_line, shorten
+from reports.text import GIB, MISSING, finite, median, number, one_line
 
 DEFINITIONS: tuple[tuple[str, str], ...] = (
     ("Throughput", "generated tokens / (prefill time + decode time), in real, non-pad tokens; median over repeats."),
@@ -84,7 +84,12 @@ def trials(rows: Sequence[CellSummary]) -> Table | None:
                 heading=row.name,
             )
         ] * bool(steps)
-    columns = (Column("Batch"), Column("Status", numeric=False), Column("Throughput", "tok/s"), Column("Reason", "", False))
+    columns = (
+        Column("Batch"),
+        Column("Status", numeric=False),
+        Column("Throughput", "tok/s"),
+        Column("Reason", "", False),
+    )
     return Table("Batch search: what was tried, in order", columns, tuple(bodies)) if bodies else None
 
 
@@ -103,12 +108,12 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
             shapes.add("x".join(map(str, profile.gemm_shape)))
     lines = []
     for (name, unit), probes in sorted(curves.items(), key=lambda c: _natural(c[0][0])):
-        samples = [v for probe in probes for v in probe if finite(v) is not None]
-        if not samples:
+        rates = [v for probe in probes for v in probe if finite(v) is not None]
+        if not rates:
             continue
         medians = [m for probe in probes if (m := median([finite(v) for v in probe])) is not None]
         middle = median(medians) or 0
-        low, mid, high = columns_of([min(samples), middle, max(samples)])
+        low, mid, high = columns_of([min(rates), middle, max(rates)])
         lines.append(
             (Cell(name), Cell(unit), Cell(mid), Cell(low), Cell(high), Cell(str(len(medians))), _spark_cell(medians))
         )
@@ -136,8 +141,12 @@ def provenance(records: Sequence[RunRecord]) -> Table | None:
 
 def commit(records: Sequence[RunRecord]) -> str:
     """The commit the records were made at, shortened; empty where none or several are recorded."""
-    found = {v for r in records for k, v in _flat(r.provenance).items() if k.rsplit(".", 1)[-1] == "commit" and v}
-    return shorten(found.pop()[:12], 12) if len(found) == 1 else ""
+    states = [_flat(r.provenance) for r in records]
+    found = {state.get("git.commit", "") for state in states}
+    if len(found) != 1:
+        return ""
+    changed = any(state.get("git.dirty") == "True" for state in states)
+    return found.pop()[:12] + (", with local changes" if changed else "")
 
 
 def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
@@ -173,8 +182,16 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
             out |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
         return out
     if isinstance(value, list | tuple):
-        return {prefix: ", ".join(str(v) for v in value)} if value else {}
-    return {} if value is None or value == "" else {prefix: str(value)}
+        return {prefix: ", ".join(_words(v) for v in value)} if value else {}
+    if value is None or value == "":
+        return {}
+    if prefix.endswith("_bytes") and (size := finite(value)) is not None:
+        return {prefix.removesuffix("_bytes"): f"{number(size / GIB)} GiB"}
+    return {prefix: str(value)}
+
+
+def _words(item: Any) -> str:
+    return " ".join(map(str, item.values())) if isinstance(item, Mapping) else str(item)
 
 
 def _value_cell(counts: Mapping[str, int]) -> Cell:

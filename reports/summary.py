@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
-from reports.text import finite, median, number, one_line
+from reports.text import TIMES_SIGN, finite, median, number, one_line
 
 #: The engine that is compared with the others; all other engines are baselines.
 OWN_ENGINE = "offload"
@@ -62,7 +62,7 @@ class CellSummary:
     @property
     def status(self) -> Status:
         """How the cell ended: the first repeat that is not ok decides; an interrupted one says nothing."""
-        telling = [s for s in self.statuses if s != "interrupted"] or list(self.statuses)
+        telling = tuple(s for s in self.statuses if s != "interrupted") or self.statuses
         return next((s for s in telling if s != "ok"), "ok")
 
     @property
@@ -157,7 +157,7 @@ def headline(rows: Sequence[CellSummary]) -> str:
     if rival and rival.median and best.median:
         what = "the best baseline" if best.engine == OWN_ENGINE and rival.name == best.baseline else "the next"
         overlap = " (their ranges overlap)" if (rival.maximum or 0) >= (best.minimum or 0) else ""
-        parts.append(f"{number(best.median / rival.median)}× {rival.name}, {what}{overlap}")
+        parts.append(f"{number(best.median / rival.median)}{TIMES_SIGN} {rival.name}, {what}{overlap}")
     if best.bound_fraction is not None:
         parts.append(f"at {number(best.bound_fraction * 100, 0)} % of the bound ({best.limited_by})")
     return ", ".join(parts) + "."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from reports.summary import CellSummary, measured_peak, metric
-from reports.text import GIB, MB, MISSING, decimals, number, plural
+from reports.summary import CellSummary, measured_peak, measured_sum, metric
+from reports.text import GIB, MB, MISSING, TIMES_SIGN, decimals, median, number, plural
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,41 @@ class Figure:
     numeric: bool = True
 
 
+def allowed(row: CellSummary, resource: str) -> float | None:
+    """The throughput (tokens/s) one resource of the bound allows by itself; None if it is not needed."""
+    bounds = [r.bound for r in row.ok_records if r.bound]
+    if not bounds:
+        return None
+    last = bounds[-1]
+    needed: float = getattr(last, resource)
+    return last.throughput_tok_s * max(last.compute_s, last.disk_s) / needed if needed > 0 else None
+
+
+def _agreement(row: CellSummary) -> str | None:
+    return f"{row.equal_outputs} of {row.compared_outputs}" if row.compared_outputs else None
+
+
+def _memory(row: CellSummary, name: str) -> float | None:
+    values = [getattr(r.memory, name) for r in row.records if r.memory]
+    return max((v for v in values if v is not None), default=None)
+
+
+def _load_seconds(row: CellSummary) -> float | None:
+    """Median time from an empty engine to a loaded model, seconds."""
+    return median([measured_sum(r, "wall_s", "load") for r in row.ok_records])
+
+
+def _peak(row: CellSummary, name: str) -> float | None:
+    return max((v for r in row.records if (v := measured_peak(r, name)) is not None), default=None)
+
+
+def _method(row: CellSummary) -> str | None:
+    memories = [r.memory for r in row.records if r.memory]
+    if not memories:
+        return None
+    return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"
+
+
 REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
 _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran beside this cell"
@@ -77,13 +112,13 @@ SUMMARY = (
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Lowest", "tok/s", lambda r: r.minimum, "not recorded"),
     Figure("Highest", "tok/s", lambda r: r.maximum, "not recorded"),
-    Figure("To baseline", "×", lambda r: r.ratio, "not ranked: reference, incomplete, or no baseline finished"),
+    Figure("To baseline", TIMES_SIGN, lambda r: r.ratio, "not ranked: reference, incomplete, or no baseline finished"),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Peak memory", "GiB", lambda r: r.peak_bytes, "not counted", scale=GIB),
     Figure("Limit", "GiB", lambda r: r.limit_bytes, "no limit", scale=GIB),
     Figure("Read", "MB/token", lambda r: r.read_bytes_per_token, _NO_COUNTER, scale=MB),
-    Figure("Same output", "of compared", lambda r: _agreement(r), "no reference cell of this seed finished"),
+    Figure("Same output", "of compared", _agreement, "no reference cell of this seed finished"),
     Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
 )
 SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Lowest", "Highest", "Requests", "Compute"})
@@ -98,7 +133,7 @@ TIMES = (
     Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
     Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
     Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
-    Figure("Load", "s", lambda r: metric(r.ok_records, "load_s"), "not recorded"),
+    Figure("Load", "s", _load_seconds, "not recorded"),
     Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
 )
 
@@ -109,7 +144,7 @@ MEMORY = (
     Figure("Budget", "GiB", lambda r: _memory(r, "budget_bytes"), "no limit", scale=GIB),
     Figure("Anonymous RSS", "GiB", lambda r: _peak(r, "rss_anon_bytes"), "not sampled", scale=GIB),
     Figure("File RSS", "GiB", lambda r: _peak(r, "rss_file_bytes"), "not sampled", scale=GIB),
-    Figure("Enforced by", "", lambda r: _method(r), "not recorded", numeric=False),
+    Figure("Enforced by", "", _method, "not recorded", numeric=False),
 )
 
 BOUND = (
@@ -164,16 +199,6 @@ def status_cell(row: CellSummary) -> Cell:
     return Cell(", ".join(parts) or "ok", tone="bad" if parts else "good")
 
 
-def allowed(row: CellSummary, resource: str) -> float | None:
-    """The throughput (tokens/s) one resource of the bound allows by itself; None if it is not needed."""
-    bounds = [r.bound for r in row.ok_records if r.bound]
-    if not bounds:
-        return None
-    last = bounds[-1]
-    needed: float = getattr(last, resource)
-    return last.throughput_tok_s * max(last.compute_s, last.disk_s) / needed if needed > 0 else None
-
-
 def plain_table(caption: str, columns: Iterable[Column], rows: Iterable[Sequence[Cell]]) -> Table:
     """A table of one body."""
     return Table(caption, tuple(columns), (Body(tuple(tuple(r) for r in rows)),))
@@ -191,23 +216,3 @@ def _format(rows: Sequence[CellSummary], figure: Figure) -> list[Cell]:
         else:
             cells.append(Cell(text))
     return cells
-
-
-def _agreement(row: CellSummary) -> str | None:
-    return f"{row.equal_outputs} of {row.compared_outputs}" if row.compared_outputs else None
-
-
-def _memory(row: CellSummary, name: str) -> float | None:
-    values = [getattr(r.memory, name) for r in row.records if r.memory]
-    return max((v for v in values if v is not None), default=None)
-
-
-def _peak(row: CellSummary, name: str) -> float | None:
-    return max((v for r in row.records if (v := measured_peak(r, name)) is not None), default=None)
-
-
-def _method(row: CellSummary) -> str | None:
-    memories = [r.memory for r in row.records if r.memory]
-    if not memories:
-        return None
-    return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"

@@ -7,7 +7,8 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-MISSING = "–"
+MISSING = "\u2013"
+TIMES_SIGN = "\u00d7"
 GIB = 2.0**30
 MB = 1e6
 
@@ -44,12 +45,6 @@ def csv_field(value: object) -> object:
         text = one_line(value)
         return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
     return value
-
-
-def shorten(text: str, limit: int) -> str:
-    """`text` on one line, cut to `limit` characters with an ellipsis."""
-    text = one_line(text)
-    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
 def decimals(values: Iterable[float]) -> int:

@@ -1,0 +1,46 @@
+"""One screen of text after a run: what a person wants to know first."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+import rich.box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from harness.api import RunRecord
+from reports.summary import by_workload, headline, summary_rows
+from reports.tables import SUMMARY, Cell, Table, cell_table
+from reports.text import clean
+
+_SHOWN = tuple(
+    f for f in SUMMARY if f.title in {"Batch", "Throughput", "To baseline", "Of bound", "Peak memory", "Limit"}
+)
+
+
+def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
+    """A headline and a table for each workload, plain text at most `width` columns wide, without colours."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, no_color=True, highlight=False)
+    for title, rows in by_workload(summary_rows(records)).items():
+        console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
+        console.print(_rich(cell_table("", rows, _SHOWN, status=True)))
+    return out.getvalue().rstrip()
+
+
+def _rich(table: Table) -> RichTable:
+    shown = RichTable(box=rich.box.SIMPLE_HEAD)
+    for column in table.columns:
+        heading = f"{column.title}\n{column.unit}" if column.unit else column.title
+        shown.add_column(Text(heading), justify="right" if column.numeric else "left", vertical="bottom")
+    for body in table.bodies:
+        shown.add_section()
+        for row in body.rows:
+            shown.add_row(*[_words(cell) for cell in row])
+    return shown
+
+
+def _words(cell: Cell) -> Text:
+    return Text(clean(" ".join([cell.text, *(f"({badge})" for badge in cell.badges)])))

@@ -1,0 +1,70 @@
+"""Runs the real command line on small suites of the fake engine."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.store import Store
+
+BASE = """
+name: tiny
+description: a suite for tests
+model: {id: fake}
+workload: {kind: synthetic, prompt_len: 8, gen_len: 4}
+machine_probe: false
+warmup: 0
+timeout: 20s
+"""
+
+
+@dataclasses.dataclass
+class Cli:
+    """One run directory and the command line on it."""
+
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def suite(self, matrix: str, **changes: object) -> Path:
+        lines = [line for line in BASE.strip().splitlines() if line.split(":")[0] not in changes]
+        lines += [f"{key}: {value}" for key, value in changes.items()]
+        path = self.folder / "tiny.yaml"
+        path.write_text("\n".join(lines) + f"\nmatrix:\n{matrix}\n")
+        return path
+
+    def command(self, *arguments: object) -> list[str]:
+        return [str(Path(sys.executable).with_name("harness")), *map(str, arguments)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"HARNESS_CACHE": str(self.folder / "cache"), "CI": "true"}
+
+    def __call__(self, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.environment,
+            cwd=self.folder,
+            **options,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+        return self("run", suite, "--out", self.out, *arguments, **options)
+
+    def records(self):
+        return list(Store(self.out).records())
+
+
+@pytest.fixture
+def cli(tmp_path):
+    return Cli(tmp_path)

@@ -1,0 +1,119 @@
+"""What a user can get wrong on the command line: one clear line, the documented exit code, no traceback."""
+
+import json
+import os
+
+import pytest
+
+GOOD = "  - {name: a, engine: fake}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["run", "nowhere"], 2, "no suite file or shipped suite 'nowhere'"),
+        (["validate", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["report", "nowhere"], 2, "nowhere"),
+        (["run"], 2, "Missing argument"),
+        (["rum"], 2, "rum"),
+        (["ls", "colours"], 2, "colours"),
+    ],
+)
+def test_bad_usage(cli, arguments, code, words):
+    done = cli(*arguments)
+    assert done.returncode == code
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--engine", "fakes"], "no engine 'fakes'"),
+        (["--cell", "b"], "no name 'b'"),
+        (["--shard", "0/2"], "--shard 0/2"),
+        (["--shard", "x"], "--shard x"),
+        (["--set", "polici.schedule=row"], "polici"),
+        (["--set", "repeats"], "repeats"),
+    ],
+)
+def test_bad_options_name_what_there_is(cli, option, words):
+    done = cli.run(cli.suite(GOOD), *option)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not cli.out.exists()
+
+
+def test_unknown_engine_names_file_line_and_neighbour(cli):
+    done = cli("validate", cli.suite("  - {name: a, engine: fakke}"))
+    assert done.returncode == 2
+    assert "tiny.yaml:9:" in done.stderr
+    assert "did you mean 'fake'" in done.stderr
+
+
+def test_output_that_cannot_be_written(cli):
+    (cli.folder / "file").write_text("")
+    done = cli("run", cli.suite(GOOD), "--out", cli.folder / "file" / "out")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "--out" in done.stderr
+
+
+def test_a_machine_that_is_too_small_is_told_what_it_lacks(cli):
+    suite = cli.suite(GOOD, hardware="{requires: {host_memory: 900TiB, device_memory: 10TiB}}")
+    done = cli.run(suite)
+    assert done.returncode == 3
+    assert "host memory: 921600.0 GiB required" in done.stderr
+    assert "device memory" in done.stderr
+
+
+def test_two_harnesses_on_one_directory(cli):
+    import fcntl
+
+    cli.out.mkdir()
+    with (cli.out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = cli.run(cli.suite(GOOD))
+    assert done.returncode == 2
+    assert "in use by another harness" in done.stderr
+
+
+def test_a_newer_record_is_refused_before_anything_runs(cli):
+    cli.out.mkdir()
+    (cli.out / "records.jsonl").write_text(json.dumps({"schema_version": 99}) + "\n")
+    done = cli.run(cli.suite(GOOD))
+    assert done.returncode == 2
+    assert "record schema 99" in done.stderr
+
+
+def test_a_folder_named_like_our_packages_does_not_shadow_them(cli):
+    (cli.folder / "engines").mkdir()
+    (cli.folder / "engines" / "__init__.py").write_text("raise SystemExit('shadowed')")
+    done = cli.run(cli.suite(GOOD, repeats=1))
+    assert done.returncode == 0, done.stderr
+
+
+def test_closed_stdout_is_no_error(cli):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        import subprocess
+
+        done = subprocess.run(
+            cli.command("ls", "engines"), stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_and_listings_have_json(cli):
+    for what in ("engines", "suites", "models"):
+        assert json.loads(cli("ls", what, "--json").stdout)
+    checks = {row["check"]: row["state"] for row in json.loads(cli("doctor", "--json").stdout)}
+    assert checks["engine fake"] == "ok"
+    assert "memory cap" in checks
+
+
+def test_dry_run_prints_cells_and_writes_nothing(cli):
+    done = cli.run(cli.suite(GOOD), "--dry-run", "--json")
+    assert json.loads(done.stdout)["name"] == "a"
+    assert not cli.out.exists()

@@ -1,0 +1,232 @@
+"""`harness run` from end to end: statuses from evidence, isolation, resuming, and what a crash leaves."""
+
+import dataclasses
+import json
+import random
+import signal
+import subprocess
+import time
+
+import jsonschema
+import psutil
+import pytest
+
+from harness.api import RunRecord, to_json
+from harness.launchers.memory import make_group
+from harness.schema import run_record_schema
+
+
+def counts_page_cache():
+    group = make_group(None)
+    group.close()
+    return group.counts_page_cache
+
+
+def test_every_way_to_end_is_told_apart(cli):
+    suite = cli.suite(
+        """
+  - {name: fine, engine: fake}
+  - {name: exception, engine: fake, options: {crash: exception}, expect: error}
+  - {name: killed, engine: fake, options: {crash: sigkill}, expect: error}
+  - {name: segv, engine: fake, options: {crash: segv}, expect: error}
+  - {name: exits, engine: fake, options: {crash: exit}, expect: error}
+  - {name: full, engine: fake, options: {crash: enospc}, expect: disk_full}
+  - {name: device, engine: fake, options: {crash: oom_device}, expect: oom_device}
+  - {name: refuses, engine: fake, options: {crash: unsupported}, expect: unsupported}
+  - {name: too-big, engine: fake, options: {crash: infeasible}, expect: infeasible}
+  - {name: eats, engine: fake, options: {eat_bytes: 400000000}, limits: {host_memory: 100MiB}, expect: oom_host}
+  - {name: eats-little, engine: fake, options: {eat_bytes: 30000000}, limits: {host_memory: 100MiB}}
+  - {name: hangs, engine: fake, options: {hang: true}, timeout: 2s, expect: timeout}
+  - {name: loses, engine: fake, options: {lose_request: true}, expect: error}
+  - {name: short, engine: fake, options: {wrong_count: true}, expect: error}
+  - {name: odd-option, engine: fake, options: {colour: red}, expect: error}
+""",
+        repeats=1,
+    )
+    done = cli.run(suite)
+    found = {r.spec.name: r for r in cli.records()}
+    assert {n: r.status for n, r in found.items()} == {n: r.spec.expect for n, r in found.items()}
+    assert done.returncode == 0, done.stderr
+    assert len(found) == 15
+    assert "SIGKILL" in found["killed"].reason
+    assert "SIGSEGV" in found["segv"].reason
+    assert "exited with" in found["exits"].reason
+    assert "not answered" in found["loses"].reason
+    assert "3 tokens instead of 4" in found["short"].reason
+    assert "colour" in found["odd-option"].reason
+    assert found["eats"].memory.limit_bytes == found["eats"].memory.idle_bytes + (100 << 20)
+    assert 0 < found["eats-little"].memory.peak_bytes <= found["eats-little"].memory.limit_bytes
+    for record in found.values():
+        assert str(cli.folder) not in json.dumps(to_json(record)), "records name no folder of this machine"
+        jsonschema.validate(to_json(record), run_record_schema())
+    for name in ("report.html", "report.md", "report.csv", "suite.yaml", "records.jsonl", "logs/fine.log"):
+        assert (cli.out / name).stat().st_size > 0
+    assert not (cli.out / ".work").exists()
+
+
+def test_one_failed_cell_leaves_the_rest_and_sets_the_exit_code(cli):
+    done = cli.run(cli.suite("  - {name: bad, engine: fake, options: {crash: exception}}\n  - {name: good, engine: fake}"))
+    assert done.returncode == 1
+    assert [r.status for r in cli.records() if r.spec.name == "good"] == ["ok"] * 3
+    assert "failed: bad" in done.stderr
+
+
+def test_repeats_are_interleaved_and_each_a_process_of_its_own(cli):
+    cli.run(cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, options: {rate_tok_s: 2000}}"))
+    order = [(r.spec.name, r.repeat) for r in cli.records()]
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+
+
+def test_two_runs_are_identical_but_for_times_and_what_the_system_counted(cli):
+    suite = cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, options: {crash: exception}}", repeats=2)
+    runs = []
+    for _ in range(2):
+        cli.run(suite, "--fresh")
+        runs.append([stable(r) for r in cli.records()])
+    assert runs[0] == runs[1]
+    assert runs[0][0]["requests"][0]["token_times_s"]
+
+
+def stable(record):
+    body = {k: v for k, v in to_json(record).items() if k not in RunRecord.VOLATILE}
+    for name in ("launch_s", "import_s"):
+        body["metrics"].pop(name, None)
+    return body
+
+
+def test_children_do_not_outlive_their_launch(cli):
+    cli.run(cli.suite("  - {name: parent, engine: fake, options: {spawn_child: true}}", repeats=1))
+    assert cli.records()[0].status == "ok"
+    left = [p for p in psutil.process_iter(["cmdline", "environ"]) if str(cli.folder) in str(p.info["environ"])]
+    assert not left
+
+
+def test_resume_runs_only_what_is_missing(cli):
+    suite = cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, seed: 1}", repeats=2)
+    assert cli.run(suite).returncode == 0
+    done = cli.run(suite)
+    assert "0 launches to do (4 already done)" in done.stderr
+    more = cli.run(suite, "--set", "repeats=3")
+    assert "2 launches to do (4 already done)" in more.stderr
+    assert len(cli.records()) == 6
+    cli.run(suite, "--fresh")
+    assert len(cli.records()) == 4
+
+
+def test_errors_are_tried_again_and_refusals_are_not(cli):
+    suite = cli.suite(
+        "  - {name: broken, engine: fake, options: {crash: exception}}\n"
+        "  - {name: refuses, engine: fake, options: {crash: unsupported}}"
+    )
+    cli.run(suite)
+    first = [(r.spec.name, r.repeat) for r in cli.records()]
+    assert first.count(("refuses", 0)) == 1
+    assert ("refuses", 1) not in first
+    cli.run(suite)
+    again = [(r.spec.name, r.repeat) for r in cli.records()]
+    assert again.count(("broken", 0)) == 2
+    assert again.count(("refuses", 0)) == 1
+
+
+def test_shards_are_disjoint_and_complete(cli):
+    suite = cli.suite("\n".join(f"  - {{name: c{i}, engine: fake, seed: {i}}}" for i in range(5)), repeats=1)
+    names = []
+    for i in (1, 2):
+        out = cli.folder / f"shard{i}"
+        assert cli("run", suite, "--out", out, "--shard", f"{i}/2").returncode == 0
+        names += [json.loads(line)["spec"]["name"] for line in (out / "records.jsonl").read_text().splitlines()]
+    assert sorted(names) == [f"c{i}" for i in range(5)]
+    assert cli.run(suite, "--shard", "3/2").returncode == 2
+
+
+def test_max_batch_is_found_recorded_and_remembered(cli):
+    suite = cli.suite("  - {name: a, engine: fake, policy: max_batch, options: {max_batch: 11}}", repeats=1)
+    first = cli.run(suite)
+    assert "searching the largest batch: 16" in first.stderr
+    record = cli.records()[0]
+    assert record.load.block_size == 10  # 11 survives too: the search stops within a quarter
+    assert [(t.gpu_batch_size, t.status) for t in record.tuning][-3:] == [(16, "oom_host"), (12, "oom_host"), (10, "ok")]
+    assert record.metrics["num_requests"] == 10
+    again = cli.run(suite, "--fresh")
+    assert "searching" not in again.stderr
+    assert cli.records()[0].tuning == record.tuning
+
+
+def test_no_batch_that_survives_is_a_result_not_a_crash(cli):
+    suite = cli.suite("  - {name: a, engine: fake, policy: max_batch, options: {max_batch: 0}, expect: oom_host}", repeats=1)
+    assert cli.run(suite).returncode == 0
+    assert "no batch survives" in cli.records()[0].reason
+
+
+SLOW = "\n".join(f"  - {{name: c{i}, engine: fake, options: {{sleep_s: 0.05}}, seed: {i}}}" for i in range(3))
+
+
+def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
+    suite = cli.suite("  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}", repeats=1)
+    process = subprocess.Popen(
+        cli.command("run", suite, "--out", cli.out), env=cli.environment, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (cli.out / "records.jsonl").exists())
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert "run the same command again" in process.stderr.read()
+    assert [(r.spec.name, r.status) for r in cli.records()] == [("quick", "ok"), ("hangs", "interrupted")]
+    cli.run(suite, "--set", "timeout=1s")
+    assert [(r.spec.name, r.status) for r in cli.records()][2:] == [("hangs", "timeout")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_minus_nine_at_random_loses_and_repeats_nothing(cli, seed):
+    suite = cli.suite(SLOW, repeats=3)
+    rng = random.Random(seed)
+    for _ in range(4):
+        process = subprocess.Popen(
+            cli.command("run", suite, "--out", cli.out), env=cli.environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(rng.uniform(0.2, 2.0))
+        process.kill()
+        process.wait()
+        survivors = lambda: [p for p in psutil.process_iter(["environ"]) if str(cli.folder) in str(p.info["environ"])]  # noqa: E731
+        wait_for(lambda: not survivors())
+    assert cli.run(suite).returncode == 0
+    launches = [(r.spec.name, r.repeat) for r in cli.records()]
+    assert sorted(launches) == sorted((f"c{i}", r) for i in range(3) for r in range(3))
+
+
+def test_a_full_disk_stops_with_one_line_and_resume_finishes(cli):
+    """A file-size limit of the harness's process stands in for a full disk: both make write fail."""
+    suite = cli.suite(SLOW, repeats=2)
+    assert cli.run(suite, "--shard", "1/3").returncode == 0
+    size = (cli.out / "records.jsonl").stat().st_size
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 100}, {size + 100}))\n"
+        "from harness.cli import main; main()"
+    )
+    done = subprocess.run(
+        [cli.command()[0].replace("/harness", "/python"), "-c", script, "run", str(suite), "--out", str(cli.out)],
+        env=cli.environment, capture_output=True, text=True, check=False, cwd=cli.folder,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "free space" in done.stderr
+    assert (cli.out / "records.jsonl").stat().st_size == size
+    assert cli.run(suite).returncode == 0
+    assert len(cli.records()) == 6
+
+
+def wait_for(condition, seconds=15):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_records_change_only_where_they_may(cli):
+    """A record's stable part never holds a time of this machine's clock."""
+    cli.run(cli.suite("  - {name: a, engine: fake}", repeats=1))
+    record = cli.records()[0]
+    assert dataclasses.is_dataclass(record)
+    assert record.simulated

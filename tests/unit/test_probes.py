@@ -1,0 +1,94 @@
+"""Probes and provenance see what really happened, and records name no folder of this machine."""
+
+import mmap
+import os
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import provenance
+from harness.probes import energy
+from harness.probes.disk import DiskProbe, sequential_read_rate
+from harness.probes.memory import MemoryProbe
+
+
+def test_memory_probe_sees_a_short_peak():
+    with MemoryProbe(period_s=0.01) as probe:
+        block = mmap.mmap(-1, 200 << 20)
+        for i in range(0, len(block), 4096):
+            block[i] = 1
+        block.close()
+    anonymous = probe.measurements("load")[0]
+    assert (anonymous.name, anonymous.unit, anonymous.phase) == ("rss_anon_bytes", "bytes", "load")
+    # a shared anonymous mapping counts as shared memory, reported with files
+    total = [a + f for a, f in zip(*(m.samples for m in probe.measurements("load")), strict=True)]
+    assert max(total) - total[-1] > 100 << 20
+
+
+def test_disk_probe_counts_what_reached_the_disk(tmp_path):
+    with DiskProbe() as probe:
+        with (tmp_path / "file").open("wb") as file:
+            file.write(os.urandom(8 << 20))
+            os.fsync(file.fileno())
+    written = {m.name: m.samples for m in probe.measurements("run")}["write_bytes"]
+    assert not written or written[0] >= 8 << 20  # empty where this file system or kernel does not account it
+
+
+def test_read_rate_is_none_where_there_is_nothing_to_read(tmp_path):
+    assert sequential_read_rate(tmp_path) is None
+    (tmp_path / "big").write_bytes(os.urandom(4 << 20))
+    rate = sequential_read_rate(tmp_path, seconds=0.2)
+    assert rate is None or rate > 1e6
+
+
+def test_energy_wraps_and_is_null_without_counters(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
+    with energy.EnergyProbe() as probe:
+        pass
+    assert probe.measurements("run")[0].samples == ()
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: counting it too would count twice
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("5")
+    (zone / "energy_uj").write_text("9000000")
+    (zone / "max_energy_range_uj").write_text("10000000")
+    with energy.EnergyProbe() as probe:
+        (zone / "energy_uj").write_text("1000000")
+    assert probe.measurements("run")[0].samples == (2.0,)
+
+
+@given(st.text(alphabet="ab/ .'", max_size=40))
+def test_scrub_never_leaves_a_known_folder(text):
+    scrubbed = provenance.scrub(text.replace("a", "/srv/x/cache"), {"/srv/x/cache": "$CACHE", "/srv/x": "$OUT"})
+    for token in scrubbed.replace("'", " ").split():
+        assert not token.startswith("/srv/x/cache/")
+        assert token != "/srv/x/cache"
+
+
+def test_scrub_replaces_the_longest_folder_first_and_only_whole_names():
+    places = {"/a/b": "$B", "/a": "$A"}
+    assert provenance.scrub("/a/b/c /a/d '/a/b' /ab", places) == "$B/c $A/d '$B' /ab"
+
+
+def test_git_state_tells_commit_and_changes(tmp_path):
+    if provenance.git_state(tmp_path) is not None:
+        pytest.skip("the temporary folder lies inside a repository")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@example.invalid"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "f").write_text("1")
+    subprocess.run([*git, "add", "f"], check=True)
+    subprocess.run([*git, "commit", "-qm", "m"], check=True)
+    assert provenance.git_state(tmp_path)["dirty"] is False
+    (tmp_path / "f").write_text("2")
+    state = provenance.git_state(tmp_path)
+    assert state["dirty"] is True
+    assert len(state["commit"]) == 40
+
+
+def test_machine_facts_are_there_and_stable():
+    facts = provenance.machine()
+    assert facts["cores_usable"] >= 1
+    assert facts["ram_bytes"] > 1 << 28
+    assert provenance.machine_key() == provenance.machine_key()

@@ -1,0 +1,56 @@
+"""The search for the largest batch: right for any threshold, few launches, never the same batch twice."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.api import ModelSpec, RunSpec, Trial, WorkloadSpec
+from harness.tuning import Remembered, choose, search_max_batch
+
+SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), tune="max_batch")
+
+
+@given(start=st.integers(1, 300), largest=st.integers(0, 2000))
+def test_the_search_ends_within_a_quarter_of_the_largest(start, largest):
+    tried = []
+
+    def attempt(batch):
+        tried.append(batch)
+        return Trial(batch, "ok" if batch <= largest else "oom_host", float(batch))
+
+    found = choose(search_max_batch(start, attempt))
+    assert len(tried) == len(set(tried)) <= 16
+    if largest == 0:
+        assert found is None
+    else:
+        assert found <= largest < found + max(2, found // 4 + 1)
+
+
+def test_a_failure_that_is_not_about_size_stops_the_search():
+    trials = search_max_batch(8, lambda batch: Trial(batch, "unsupported", None))
+    assert len(trials) == 1
+    assert choose(trials) is None
+
+
+def test_the_fastest_survivor_is_chosen_not_the_largest():
+    trials = [Trial(8, "ok", 2.0), Trial(16, "ok", 1.5), Trial(32, "timeout", None)]
+    assert choose(trials) == 8
+
+
+def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):
+    memory = Remembered(tmp_path / "max_batch.json", "machine-a")
+    key = memory.key(SPEC, {"torch": "2"}, "model")
+    trials = [Trial(4, "ok", 1.0), Trial(8, "oom_host", None, "killed")]
+    memory.put(key, trials)
+    assert Remembered(tmp_path / "max_batch.json", "machine-a").get(key) == trials
+    other = Remembered(tmp_path / "max_batch.json", "machine-b")
+    assert other.get(other.key(SPEC, {"torch": "2"}, "model")) is None
+    assert memory.get(memory.key(SPEC, {"torch": "3"}, "model")) is None
+
+
+def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
+    path = tmp_path / "max_batch.json"
+    path.write_text("{half")
+    memory = Remembered(path, "m")
+    assert memory.get("key") is None
+    memory.put("key", [Trial(1, "ok", 1.0)])
+    assert memory.get("key")

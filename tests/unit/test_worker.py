@@ -1,0 +1,127 @@
+"""The worker refuses answers that did not do the work, and names failures by their evidence."""
+
+import dataclasses
+import errno
+
+import pytest
+
+from harness.api import (
+    GenerationRequest,
+    GenerationResult,
+    HarnessError,
+    InfeasibleError,
+    SamplingParams,
+    UnsupportedError,
+)
+from harness.launchers.process import judge
+from harness.launchers.sandbox import Outcome
+from harness.worker import check, classify
+from suites.workloads import Synthetic
+
+REQUESTS = [GenerationRequest(f"r{i}", (7, 8, 9), SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(2)]
+RESULTS = [GenerationResult(r.id, (1, 2), 0.0, (0.5, 1.0), 3) for r in REQUESTS]
+
+
+def test_honest_answers_become_traces_in_the_order_asked():
+    traces = check(REQUESTS, RESULTS[::-1], vocab=10)
+    assert [t.id for t in traces] == ["r0", "r1"]
+    assert traces[0].digest == traces[1].digest  # same prompt, same tokens
+
+
+def test_a_digest_tells_other_tokens_apart():
+    other = dataclasses.replace(RESULTS[0], tokens=(1, 3))
+    assert check(REQUESTS, [other, RESULTS[1]], 10)[0].digest != check(REQUESTS, RESULTS, 10)[0].digest
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": (1,), "token_times_s": (0.5,)}, "1 tokens instead of 2"),
+        ({"tokens": (1, 2, 3), "token_times_s": (0.5, 1.0, 1.5)}, "3 tokens"),
+        ({"tokens": (1, 10)}, "outside the vocabulary"),
+        ({"token_times_s": (0.5,)}, "1 times for 2 tokens"),
+        ({"token_times_s": (1.0, 0.5)}, "run backwards"),
+        ({"start_s": 0.7}, "run backwards"),
+        ({"prompt_tokens": 4}, "attended to 4 prompt tokens instead of 3"),
+        ({"padding_tokens": -1}, "negative padding"),
+        ({"id": "r9"}, "never asked for"),
+        ({"id": "r1"}, "answered twice"),
+    ],
+)
+def test_dishonest_answers_are_refused(change, words):
+    with pytest.raises(HarnessError, match=words):
+        check(REQUESTS, [dataclasses.replace(RESULTS[0], **change), RESULTS[1]], vocab=10)
+
+
+def test_a_lost_request_is_named():
+    with pytest.raises(HarnessError, match="r1 was not answered"):
+        check(REQUESTS, RESULTS[:1], vocab=10)
+
+
+class OutOfMemoryError(RuntimeError):
+    """What torch raises on a device is recognised by its name, for the harness does not import torch."""
+
+
+def wrapped(inner):
+    try:
+        try:
+            raise inner
+        except Exception as exc:
+            raise RuntimeError("library error") from exc
+    except RuntimeError as exc:
+        return exc
+
+
+@pytest.mark.parametrize(
+    ("exc", "status"),
+    [
+        (InfeasibleError("x"), "infeasible"),
+        (UnsupportedError("x"), "unsupported"),
+        (HarnessError("x"), "error"),
+        (OutOfMemoryError("CUDA out of memory"), "oom_device"),
+        (MemoryError(), "oom_host"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), "oom_host"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (wrapped(OSError(errno.ENOSPC, "No space left on device")), "disk_full"),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk_full"),
+        (OSError(errno.ENOENT, "no such file"), "error"),
+        (ValueError("several\nlines"), "error"),
+    ],
+)
+def test_exceptions_have_a_status_and_one_line(exc, status):
+    found, reason = classify(exc)
+    assert found == status
+    assert "\n" not in reason
+
+
+def outcome(**changes):
+    base = Outcome({"status": "ok", "reason": ""}, 0, False, 0, 1, "cgroup-v1", True, "(none)")
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "words"),
+    [
+        (outcome(), "ok", ""),
+        (outcome(result=None, exit_code=-9, oom_kills=1), "oom_host", "memory limit of 1 MiB"),
+        (outcome(result={"status": "error", "reason": "child died"}, oom_kills=1), "oom_host", "OOM"),
+        (outcome(oom_kills=1), "ok", ""),  # a helper of the engine died and the engine coped
+        (outcome(result=None, exit_code=-9), "error", "SIGKILL"),  # exit 137 alone is no evidence of memory
+        (outcome(result=None, exit_code=-9, timed_out=True), "timeout", "after 5 s"),
+        (outcome(result=None, exit_code=3), "error", "exited with 3"),
+    ],
+)
+def test_the_launcher_judges_from_evidence(ended, status, words):
+    found, reason = judge(ended, 5.0, 1 << 20)
+    assert found == status
+    assert words in reason
+
+
+def test_synthetic_requests_do_not_depend_on_how_many_are_asked_for():
+    workload = Synthetic(prompt_len=5, gen_len=3)
+    few, many = workload.requests(100, 3, seed=1), workload.requests(100, 9, seed=1)
+    assert few == many[:3]
+    assert len({r.prompt for r in many}) == 9
+    assert all(5 <= t < 100 for r in many for t in r.prompt)
+    assert workload.requests(100, 3, seed=2) != few
+    assert {len(r.prompt) for r in many} == {5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -77,5 +78,6 @@ def _write(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8", newline="\n")
         part.replace(path)
     except OSError as exc:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another place with --out") from exc

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reports.summary import CellSummary, throughput
@@ -13,7 +13,7 @@ from reports.text import GIB, number
 
 @dataclass(frozen=True)
 class Mark:
-    """Something drawn in a row: kind is bar, dot, median, limit, compute or disk; `at` is in percent."""
+    """Something drawn in a row: kind is bar, dot, median, limit, compute, disk or beyond; `at` is in percent."""
 
     kind: str
     at: float
@@ -53,8 +53,9 @@ class Linear:
     """An axis from zero to a round number at or above `largest`."""
 
     def __init__(self, largest: float) -> None:
-        step = _nice(largest / 5 if largest > 0 else 1.0)
-        self.top = step * math.ceil(round(largest / step, 6) or 1)
+        largest = largest or 1.0
+        step = _nice(largest / 5)
+        self.top = step * math.ceil(round(largest / step, 6))
         count = round(self.top / step)
         places = max(0, -math.floor(math.log10(step)))
         self.ticks = tuple((100.0 * i / count, number(i * step, places)) for i in range(count + 1))
@@ -87,7 +88,7 @@ def throughput_chart(rows: Sequence[CellSummary]) -> Chart | None:
     drawn = [r for r in rows if r.median is not None]
     if not drawn:
         return None
-    axis = Linear(max(v for r in drawn for v in r.throughput))
+    axis = _axis([(r, v) for r in drawn for v in r.throughput])
     lines = []
     for row in rows:
         marks: list[Mark] = []
@@ -99,16 +100,14 @@ def throughput_chart(rows: Sequence[CellSummary]) -> Chart | None:
                 if (v := throughput(r)) is not None
             ]
         lines.append(_row(row, marks, number(row.median) if row.median is not None else ""))
-    legend = (("bar", "median"), ("dot", "one repeat"))
-    return Chart("Generation throughput", "tok/s", axis.ticks, legend, tuple(lines))
+    return _chart("Generation throughput", "tok/s", axis, {"bar": "median", "dot": "one repeat"}, lines)
 
 
 def memory_chart(rows: Sequence[CellSummary]) -> Chart | None:
     """Peak memory as a bar, the limit as a line; None where nothing was counted."""
-    sizes = [b / GIB for r in rows for b in (r.peak_bytes, r.limit_bytes) if b is not None]
     if not any(r.peak_bytes is not None for r in rows):
         return None
-    axis = Linear(max(sizes))
+    axis = _axis([(r, b / GIB) for r in rows for b in (r.peak_bytes, r.limit_bytes) if b is not None])
     lines = []
     for row in rows:
         marks = []
@@ -122,8 +121,7 @@ def memory_chart(rows: Sequence[CellSummary]) -> Chart | None:
             marks.append(Mark("limit", axis.at(limit), f"limit {number(limit)} GiB"))
             value += f" of {number(limit)}" if value else ""
         lines.append(_row(row, marks, value))
-    legend = (("bar", "peak"), ("limit", "limit"))
-    return Chart("Peak memory against the limit", "GiB", axis.ticks, legend, tuple(lines))
+    return _chart("Peak memory against the limit", "GiB", axis, {"bar": "peak", "limit": "limit"}, lines)
 
 
 def bound_chart(rows: Sequence[CellSummary]) -> Chart | None:
@@ -146,9 +144,9 @@ def bound_chart(rows: Sequence[CellSummary]) -> Chart | None:
     lines = []
     for row, positive in found:
         marks = [Mark(k, axis.at(v), f"{kinds[k]} {number(v)} tok/s") for k, v in positive.items()]
-        lines.append(_row(row, marks, f"{number((row.bound_fraction or 0) * 100, 0)} %"))
+        lines.append(_row(row, marks, f"{number((row.bound_fraction or 0) * 100)} %"))
     axis_title = "tok/s, logarithmic; on the right the fraction of the bound reached"
-    return Chart("What the machine allows", axis_title, axis.ticks, tuple(kinds.items()), tuple(lines))
+    return _chart("What the machine allows", axis_title, axis, kinds, lines)
 
 
 def spark(samples: Sequence[float]) -> tuple[tuple[float, float], ...]:
@@ -158,10 +156,33 @@ def spark(samples: Sequence[float]) -> tuple[tuple[float, float], ...]:
     return tuple((4 + 92 * i / width, 90 - 75 * v / top) for i, v in enumerate(samples))
 
 
+def _axis(values: Sequence[tuple[CellSummary, float]]) -> Linear:
+    """An axis for the cells that compete; a reference far above them runs off it rather than squeezing them."""
+    largest = max(v for _, v in values)
+    own = max((v for r, v in values if not r.reference), default=largest)
+    return Linear(largest if largest <= 1.5 * own else own)
+
+
+def _chart(title: str, unit: str, axis: Linear | Log, legend: Mapping[str, str], rows: Sequence[Row]) -> Chart:
+    beyond = any(m.kind == "beyond" for r in rows for m in r.marks)
+    kinds = dict(legend) | ({"beyond": "beyond the axis"} if beyond else {})
+    return Chart(title, unit, axis.ticks, tuple(kinds.items()), tuple(rows))
+
+
+def _clip(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+    """Marks on the axis as they are; those past its end become one arrow that says what they were."""
+    off = [m for m in marks if m.at > 100.01]
+    if not off:
+        return tuple(marks)
+    bar = [Mark("bar", 100.0, "")] if any(m.kind == "bar" for m in off) else []
+    arrow = Mark("beyond", 100.0, "; ".join(m.title for m in off if m.title))
+    return (*bar, *(m for m in marks if m not in off), arrow)
+
+
 def _row(row: CellSummary, marks: Sequence[Mark], value: str) -> Row:
     reason = "" if marks else f"{row.status} (expected)" if row.expected_failure else row.status
     hollow = row.simulated or row.projected
-    return Row(row.name, name_cell(row).badges, value, tuple(marks), row.reference, hollow, reason)
+    return Row(row.name, name_cell(row).badges, value, _clip(marks), row.reference, hollow, reason)
 
 
 def _median(row: CellSummary, axis: Linear) -> Mark:

@@ -90,7 +90,7 @@ def _record(data: Any, where: str) -> RunRecord:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise HarnessError(
-            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest known here; update the harness"
+            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest known here; update it"
         )
     try:
         return from_json(RunRecord, data)

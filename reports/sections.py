@@ -60,7 +60,10 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
                     Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log was kept"),
                 )
             )
-    columns = [Column(t, numeric=t == "Repeats") for t in ("Cell", "Status", "Repeats", "Reason", "Log")]
+    columns = [
+        Column(t, numeric=t == "Repeats", wide=t in {"Reason", "Log"})
+        for t in ("Cell", "Status", "Repeats", "Reason", "Log")
+    ]
     return plain_table("Cells that did not end ok", columns, lines) if lines else None
 
 
@@ -85,12 +88,12 @@ def trials(rows: Sequence[CellSummary]) -> Table | None:
             )
         ] * bool(steps)
     columns = (
-        Column("Batch"),
+        Column("Batch", numeric=False),
         Column("Status", numeric=False),
         Column("Throughput", "tok/s"),
-        Column("Reason", "", False),
+        Column("Reason", numeric=False, wide=True),
     )
-    return Table("Batch search: what was tried, in order", columns, tuple(bodies)) if bodies else None
+    return Table("What was tried, in order", columns, tuple(bodies)) if bodies else None
 
 
 def machine_rates(records: Iterable[RunRecord]) -> Table | None:
@@ -103,7 +106,9 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
             curves.setdefault(("Disk read", "GB/s"), []).append([v / 1e9 for v in profile.disk_read])
         for dtype, by_rows in profile.gemm_flops.items():
             for count, samples in by_rows.items():
-                curves.setdefault((f"GEMM {dtype}, {count} rows", "GFLOP/s"), []).append([v / 1e9 for v in samples])
+                curves.setdefault((f"GEMM {dtype}, {count} {'row' if count == '1' else 'rows'}", "GFLOP/s"), []).append(
+                    [v / 1e9 for v in samples]
+                )
         if profile.gemm_shape and profile.gemm_flops:
             shapes.add("x".join(map(str, profile.gemm_shape)))
     lines = []
@@ -120,7 +125,7 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
     if not lines:
         return None
     columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in _RATE_COLUMNS]
-    matrices = f" GEMM is x[rows, k] @ W[k, n] with k x n = {', '.join(sorted(shapes))}." if shapes else ""
+    matrices = f" GEMM is x[rows, k] times W[k, n] with k x n = {', '.join(sorted(shapes))}." if shapes else ""
     return plain_table(f"Rates measured beside the run.{matrices}", columns, lines)
 
 
@@ -135,8 +140,8 @@ def provenance(records: Sequence[RunRecord]) -> Table | None:
             counts = values.setdefault(key, {})
             counts[value] = counts.get(value, 0) + 1
     lines = [(Cell(key), _value_cell(counts)) for key, counts in values.items()]
-    columns = (Column("Item", numeric=False), Column("Value", numeric=False))
-    return plain_table("Provenance", columns, lines) if lines else None
+    columns = (Column("Item", numeric=False), Column("Value", numeric=False, wide=True))
+    return plain_table("Machine, versions and commit", columns, lines) if lines else None
 
 
 def commit(records: Sequence[RunRecord]) -> str:
@@ -157,7 +162,8 @@ def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
 def period(records: Sequence[RunRecord]) -> str:
     """When the first and the last record were started, as recorded."""
     times = sorted(r.started_at for r in records if r.started_at)
-    return "" if not times else times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+    ends = [t.replace("T", " ").replace("+00:00", " UTC") for t in (*times[:1], *times[1:][-1:])]
+    return " to ".join(ends)
 
 
 def _in_time(records: Iterable[RunRecord]) -> list[RunRecord]:

@@ -159,7 +159,7 @@ def headline(rows: Sequence[CellSummary]) -> str:
         overlap = " (their ranges overlap)" if (rival.maximum or 0) >= (best.minimum or 0) else ""
         parts.append(f"{number(best.median / rival.median)}{TIMES_SIGN} {rival.name}, {what}{overlap}")
     if best.bound_fraction is not None:
-        parts.append(f"at {number(best.bound_fraction * 100, 0)} % of the bound ({best.limited_by})")
+        parts.append(f"at {number(best.bound_fraction * 100)} % of the bound ({best.limited_by})")
     return ", ".join(parts) + "."
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reports.summary import CellSummary, measured_peak, measured_sum, metric
-from reports.text import GIB, MB, MISSING, TIMES_SIGN, decimals, median, number, plural
+from reports.text import GIB, MB, MISSING, TIMES_SIGN, decimals, finite, median, number
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading with its unit; numeric columns are set flush right."""
+    """A heading with its unit; numeric columns are set flush right, wide ones hold sentences."""
 
     title: str
     unit: str = ""
     numeric: bool = True
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Body:
-    """Rows that belong together under an optional heading."""
+    """Rows that belong together under an optional heading; `apart` ones stand back from the rest."""
 
     rows: tuple[tuple[Cell, ...], ...]
     heading: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,16 @@ class Table:
     bodies: tuple[Body, ...]
 
     @property
-    def rows(self) -> list[tuple[Cell, ...]]:
-        """All rows, whatever body they stand in."""
-        return [row for body in self.bodies for row in body.rows]
+    def in_words(self) -> Table:
+        """The table without the columns that draw samples."""
+        first = next((row for body in self.bodies for row in body.rows), ())
+        drawn = {i for i, cell in enumerate(first) if cell.spark}
+        columns = tuple(c for i, c in enumerate(self.columns) if i not in drawn)
+        bodies = tuple(
+            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i not in drawn) for row in b.rows))
+            for b in self.bodies
+        )
+        return Table(self.caption, columns, bodies)
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,19 @@ class Figure:
 
 def allowed(row: CellSummary, resource: str) -> float | None:
     """The throughput (tokens/s) one resource of the bound allows by itself; None if it is not needed."""
-    bounds = [r.bound for r in row.ok_records if r.bound]
-    if not bounds:
+    rates = []
+    for bound in (r.bound for r in row.ok_records if r.bound):
+        needed: float = getattr(bound, resource)
+        if needed > 0:
+            rates.append(finite(bound.throughput_tok_s * max(bound.compute_s, bound.disk_s) / needed))
+    return median(rates)
+
+
+def _range(row: CellSummary) -> str | None:
+    """The slowest and the fastest repeat."""
+    if row.minimum is None or row.maximum is None or len(row.throughput) < 2:
         return None
-    last = bounds[-1]
-    needed: float = getattr(last, resource)
-    return last.throughput_tok_s * max(last.compute_s, last.disk_s) / needed if needed > 0 else None
+    return " to ".join(columns_of([row.minimum, row.maximum]))
 
 
 def _agreement(row: CellSummary) -> str | None:
@@ -110,20 +126,19 @@ SUMMARY = (
     Figure("Batch", "", lambda r: r.batch, "the batch search settled on none"),
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
-    Figure("Lowest", "tok/s", lambda r: r.minimum, "not recorded"),
-    Figure("Highest", "tok/s", lambda r: r.maximum, "not recorded"),
+    Figure("Range", "tok/s", _range, "needs two repeats"),
     Figure("To baseline", TIMES_SIGN, lambda r: r.ratio, "not ranked: reference, incomplete, or no baseline finished"),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Peak memory", "GiB", lambda r: r.peak_bytes, "not counted", scale=GIB),
     Figure("Limit", "GiB", lambda r: r.limit_bytes, "no limit", scale=GIB),
     Figure("Read", "MB/token", lambda r: r.read_bytes_per_token, _NO_COUNTER, scale=MB),
-    Figure("Same output", "of compared", _agreement, "no reference cell of this seed finished"),
-    Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
+    Figure("Same output", "", _agreement, "no reference cell of this seed finished"),
 )
-SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Lowest", "Highest", "Requests", "Compute"})
+SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Range", "Compute"})
 
 TIMES = (
+    Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
     Figure("TTFT p50", "s", lambda r: r.ttft_p50_s, "not recorded"),
     Figure("TTFT p99", "s", lambda r: r.ttft_p99_s, "not recorded"),
     Figure("TPOT p50", "s", lambda r: r.tpot_p50_s, "needs two tokens a request"),
@@ -168,7 +183,7 @@ def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figu
     ]
     own = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
     references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
-    bodies = [Body(own)] * bool(own) + [Body(references, REFERENCES)] * bool(references)
+    bodies = [Body(own)] * bool(own) + [Body(references, REFERENCES, apart=True)] * bool(references)
     return Table(caption, tuple(columns), tuple(bodies))
 
 
@@ -181,9 +196,9 @@ def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
 
 def name_cell(row: CellSummary) -> Cell:
     """A cell's name with what qualifies its figures."""
-    badges = ["simulated"] * row.simulated + ["projected"] * row.projected
+    badges = ["reference"] * row.reference + ["simulated"] * row.simulated + ["projected"] * row.projected
     if row.fewer_requests:
-        badges.append(f"{plural(row.num_requests or 0, 'request')}, others up to {row.most_requests}")
+        badges.append(f"{row.num_requests} of {row.most_requests} requests")
     return Cell(row.name, why=f"engine {row.engine}, fingerprint {row.fingerprint}", badges=tuple(badges))
 
 

@@ -15,9 +15,7 @@ from reports.summary import by_workload, headline, summary_rows
 from reports.tables import SUMMARY, Cell, Table, cell_table
 from reports.text import clean
 
-_SHOWN = tuple(
-    f for f in SUMMARY if f.title in {"Batch", "Throughput", "To baseline", "Of bound", "Peak memory", "Limit"}
-)
+_SHOWN = tuple(f for f in SUMMARY if f.title in {"Batch", "Throughput", "To baseline", "Of bound", "Peak memory"})
 
 
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
@@ -27,14 +25,17 @@ def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     for title, rows in by_workload(summary_rows(records)).items():
         console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
         console.print(_rich(cell_table("", rows, _SHOWN, status=True)))
-    return out.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def _rich(table: Table) -> RichTable:
-    shown = RichTable(box=rich.box.SIMPLE_HEAD)
-    for column in table.columns:
-        heading = f"{column.title}\n{column.unit}" if column.unit else column.title
-        shown.add_column(Text(heading), justify="right" if column.numeric else "left", vertical="bottom")
+    shown = RichTable(box=rich.box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    longest = max((len(row[0].text) for body in table.bodies for row in body.rows), default=0)
+    for i, column in enumerate(table.columns):
+        heading = "\n".join([*column.title.split(), column.unit]).rstrip()
+        shown.add_column(
+            Text(heading), justify="right" if column.numeric else "left", min_width=None if i else min(longest, 26)
+        )
     for body in table.bodies:
         shown.add_section()
         for row in body.rows:

@@ -16,7 +16,7 @@ MB = 1e6
 # or cannot be written as UTF-8 at all.
 _UNSAFE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MD_SYNTAX = re.compile(r"([\\`*\[\]|~#$!])|((?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-_MD_LEADING = re.compile(r"^(?:([-+=])|(\d+)([.)]))")
+_MD_LEADING = re.compile(r"^(?:([-+=])|(\d+)([.)])(?= |$))")
 
 
 def clean(text: str) -> str:
@@ -48,11 +48,15 @@ def csv_field(value: object) -> object:
 
 
 def decimals(values: Iterable[float]) -> int:
-    """Decimal places for a column: three significant digits for its largest value, two for its smallest."""
+    """Decimal places for a column: three significant digits for its largest value, two for its smallest.
+
+    Up to the second decimal the smallest gets three as well.
+    """
     sizes = [abs(v) for v in values if v]
     if not sizes or all(v == int(v) for v in sizes):
         return 0
-    places = max(2 - math.floor(math.log10(max(sizes))), 1 - math.floor(math.log10(min(sizes))))
+    large, small = math.floor(math.log10(max(sizes))), math.floor(math.log10(min(sizes)))
+    places = max(2 - large, 1 - small, min(2 - small, 2))
     return min(max(places, 0), 4)
 
 

@@ -30,6 +30,8 @@ from harness.api import (
     UnsupportedError,
 )
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -59,7 +61,9 @@ class CausalLMEngine(ABC):
     def capabilities(self) -> Capabilities: ...
 
     @abstractmethod
-    def _place(self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> Placement:
+    def _place(
+        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path
+    ) -> Placement:
         """Loads `model` with its weights computed in `dtype`. Raises InfeasibleError when the budget is too small."""
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
@@ -178,10 +182,10 @@ class CausalLMEngine(ABC):
         return [eos] if isinstance(eos, int) else list(eos)
 
     def _decoder(self) -> Callable[[Sequence[int]], str]:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self._model.path, local_files_only=True)
-        except (OSError, ValueError) as exc:
-            raise UnsupportedError(f"stop strings need a tokenizer, and {self._model.path} holds none") from exc
+        # without these files transformers makes up an empty tokenizer for some architectures
+        if not any((Path(self._model.path) / name).is_file() for name in _TOKENIZER_FILES):
+            raise UnsupportedError(f"stop strings need a tokenizer, and {self._model.path} holds none")
+        tokenizer = AutoTokenizer.from_pretrained(self._model.path, local_files_only=True)
         return lambda tokens: str(tokenizer.decode(tokens))
 
     # ----------------------------------------------------------------------- scoring
@@ -198,7 +202,9 @@ class CausalLMEngine(ABC):
         if not continuation:
             raise HarnessError(f"pair {index}: the continuation is empty")
         if len(full) - 1 > limit:  # the last token is only predicted
-            raise HarnessError(f"pair {index}: {len(full)} tokens exceed the model's context of {limit} by more than one")
+            raise HarnessError(
+                f"pair {index}: {len(full)} tokens exceed the model's context of {limit} by more than one"
+            )
         _check_ids(f"pair {index}", full, vocab)
         return full
 

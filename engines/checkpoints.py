@@ -42,7 +42,8 @@ def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
     local = _describe(folder, None)
     if model.dtype not in ("auto", local.dtype):
         raise HarnessError(
-            f"model {model.id} stores {local.dtype}, not {model.dtype}; leave model.dtype out, or set policy.compute_dtype"
+            f"model {model.id} stores {local.dtype}, not {model.dtype}; "
+            "leave model.dtype out, or set policy.compute_dtype"
         )
     return local
 
@@ -56,6 +57,12 @@ def evict(path: str | Path) -> None:
                 dummy_weights.sync_and_drop(fd)
             finally:
                 os.close(fd)
+
+
+def largest_tensor_bytes(path: str | Path) -> int:
+    """Bytes of the largest single tensor of a model folder, in its stored dtype. Raises HarnessError as `prepare`."""
+    shards = [_read_shard(Path(path) / name) for name in _shard_names(Path(path))]
+    return max(size for shard in shards for _, size in shard.tensors.values())
 
 
 # --------------------------------------------------------------------------- what is in a folder
@@ -109,7 +116,8 @@ def _shard_names(folder: Path) -> list[str]:
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
     if pickled:
         raise HarnessError(
-            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; convert them to safetensors"
+            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; "
+            "convert them to safetensors"
         )
     raise HarnessError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 

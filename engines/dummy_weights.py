@@ -130,14 +130,14 @@ class _Noise:
 
         if len(tensor.shape) == 1:
             value = 0.0 if tensor.name.endswith("bias") else 1.0
-            yield memoryview(_encode(np.full(tensor.numel, value), self._dtype)).cast("B")
+            yield _encode(np.full(tensor.numel, value), self._dtype).data.cast("B")
             return
         block = self._residual if tensor.name.endswith(_RESIDUAL) else self._plain
         digest = hashlib.sha256(f"{self._seed}:{tensor.name}".encode()).digest()
         start, left = int.from_bytes(digest[:8], "little") % _BLOCK, tensor.numel
         while left:
             piece = block[start : start + left]
-            yield memoryview(piece).cast("B")
+            yield piece.data.cast("B")
             start, left = 0, left - len(piece)
 
 
@@ -159,15 +159,14 @@ def _integer_noise(seed: int) -> npt.NDArray[np.float32]:
 
 def _encode(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     """Values as stored: little-endian float32 or float16, or the upper half of a float32, rounded to even."""
-    import numpy as np
-
     if dtype == "float16":
         return values.astype("<f2")
     full = values.astype("<f4")
     if dtype == "float32":
         return full
     bits = full.view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded: npt.NDArray[Any] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return rounded
 
 
 def _shards(tensors: list[Tensor], limit: int) -> Iterator[tuple[Tensor, ...]]:

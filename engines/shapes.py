@@ -1,4 +1,4 @@
-"""The published sizes of the models that suites name, so that planning and dummy weights need no network and no torch."""
+"""Published sizes of the models that suites name: planning and dummy weights need no network for them."""
 
 from __future__ import annotations
 

@@ -9,34 +9,41 @@ from dataclasses import dataclass, replace
 from harness.api import HarnessError, RunSpec
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME_RULE = "letters, digits, '.', '_' or '-', the first a letter or digit"
 MAX_CELL_NAME = 128
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell before it has its name; `at` is where it was written, `entry` which matrix entry made it."""
-
-    spec: RunSpec
-    at: str
-    entry: Hashable
-
 
 _Part = Callable[[RunSpec], str]
 
 
-def _model(spec: RunSpec) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", spec.model.id.rstrip("/").rsplit("/", 1)[-1])
+@dataclass(frozen=True)
+class Cell:
+    """A cell that has at most the name given to it, and where its layers were written.
 
+    `layers` are all of them, `entry` those of the matrix.
+    """
 
-def _lengths(spec: RunSpec) -> str:
-    return f"p{spec.workload.prompt_len}g{spec.workload.gen_len}"
+    spec: RunSpec
+    layers: tuple[str, ...]
+    entry: tuple[str, ...]
+
+    @property
+    def group(self) -> Hashable:
+        """Cells among which the name has to tell differences."""
+        return (self.spec.name, self.entry) if self.spec.name else self.spec.engine
 
 
 def _batch(spec: RunSpec) -> str:
     return "max_batch" if spec.tune == "max_batch" else f"b{spec.policy.gpu_batch_size}x{spec.policy.num_gpu_batches}"
 
 
-_INPUTS: tuple[_Part, ...] = (_model, _lengths)
+def _lengths(spec: RunSpec) -> str:
+    return f"p{spec.workload.prompt_len}g{spec.workload.gen_len}"
+
+
+def _model(spec: RunSpec) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", spec.model.id.rstrip("/").rsplit("/", 1)[-1])
+
+
 _CHOICES: tuple[_Part, ...] = (
     lambda spec: spec.policy.compute_dtype,
     lambda spec: spec.policy.schedule,
@@ -44,46 +51,48 @@ _CHOICES: tuple[_Part, ...] = (
     lambda spec: f"w{spec.policy.weight_bits}kv{spec.policy.kv_bits}",
     lambda spec: f"seed{spec.seed}",
 )
+_INPUTS: tuple[_Part, ...] = (_lengths, _model)
 
 
 def name_cells(cells: Sequence[Cell]) -> list[RunSpec]:
     """The cells' specs with their final names.
 
-    A cell without a name is called after its engine, then model and lengths where the suite has several,
-    then compute dtype, schedule, batch, bits and seed where they vary among that engine's cells. A given
-    name is kept; only where one matrix entry meets several models or workloads are they added to it.
+    A cell without a name is called after its engine; then compute dtype, schedule, batch, bits and seed where
+    they vary among that engine's cells, then lengths and model where they vary in the suite. A given name is
+    kept as it is, but where one matrix entry meets several workloads or models: these are added.
     Raises HarnessError for a name that is no safe file name, and for two cells of one name.
     """
     groups: dict[Hashable, list[RunSpec]] = {}
     for cell in cells:
-        groups.setdefault(_group(cell), []).append(cell.spec)
-    everywhere = _varying(_INPUTS, [cell.spec for cell in cells])
+        groups.setdefault(cell.group, []).append(cell.spec)
+    inputs = _varying(_INPUTS, [cell.spec for cell in cells])
     parts = {
-        key: _varying(_INPUTS, specs) if specs[0].name else (*everywhere, *_varying(_CHOICES, specs))
-        for key, specs in groups.items()
+        group: _varying(_INPUTS, specs) if specs[0].name else (*_varying(_CHOICES, specs), *inputs)
+        for group, specs in groups.items()
     }
     taken: dict[str, Cell] = {}
     named = []
     for cell in cells:
         head = cell.spec.name or cell.spec.engine
-        name = "-".join([head, *(part(cell.spec) for part in parts[_group(cell)])])
+        name = "-".join([head, *(part(cell.spec) for part in parts[cell.group])])
         if not SAFE_NAME.fullmatch(name) or len(name) > MAX_CELL_NAME:
             raise HarnessError(
-                f"{cell.at}: cell name {name[: MAX_CELL_NAME + 1]!r} must be at most {MAX_CELL_NAME} letters, digits, "
-                "'.', '_' or '-', and begin with a letter or digit; give the cell another name"
+                f"{cell.layers[-1]}: cell name {name[:MAX_CELL_NAME]!r} must be at most {MAX_CELL_NAME} {NAME_RULE}; "
+                "give the cell another name"
             )
         other = taken.setdefault(name.lower(), cell)  # some file systems do not tell A from a
         if other is not cell:
-            raise HarnessError(
-                f"{cell.at}: cell name {name!r} is taken by the cell at {other.at}; give one of the two another name"
-            )
+            raise _clash(cell, other, name)
         named.append(replace(cell.spec, name=name))
     return named
 
 
-def _group(cell: Cell) -> Hashable:
-    return (cell.spec.name, cell.entry) if cell.spec.name else cell.spec.engine
-
-
 def _varying(parts: Sequence[_Part], specs: Sequence[RunSpec]) -> tuple[_Part, ...]:
     return tuple(part for part in parts if len({part(spec) for spec in specs}) > 1)
+
+
+def _clash(cell: Cell, other: Cell, name: str) -> HarnessError:
+    """Two cells share at least the suite's own layer: the first that differs shows where they come from."""
+    pairs = zip(cell.layers, other.layers, strict=True)
+    at, first = next((pair for pair in pairs if pair[0] != pair[1]), (cell.layers[-1], other.layers[-1]))
+    return HarnessError(f"{at}: cell name {name!r} is already that of the cell from {first}; give one another name")

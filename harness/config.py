@@ -9,225 +9,123 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from decimal import Decimal
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
-
-from harness import yaml_source
-from harness.api import (
-    HardwareLimits,
-    HardwareRequirements,
-    HarnessError,
-    ModelSpec,
-    OffloadPolicy,
-    RunSpec,
-    SuiteSpec,
-    WorkloadSpec,
-)
-from harness.cell_names import SAFE_NAME, Cell, name_cells
+from harness import suite_check, yaml_source
+from harness.api import HardwareLimits, HardwareRequirements, HarnessError, SuiteSpec
+from harness.cell_names import Cell, name_cells
 from harness.registry import ENGINES
-from harness.yaml_source import Node, shown
+from harness.units import parse_duration, parse_size
+from harness.yaml_node import Node, shown
+
+__all__ = ["load_suite", "parse_duration", "parse_size"]
 
 MAX_CELLS = 10_000
 MAX_LAUNCHES = 100_000
 MAX_VALUES = 2_000_000  # of all cells together
-MAX_ERRORS = 20
-MAX_SIZE = 1 << 50
-MAX_SUITE_NAME = 64
 
-_SHORTHANDS = ("schedule", "compute_dtype")  # for keys of `policy`
+_POLICY_SHORTHANDS = ("schedule", "compute_dtype")
 _DEFAULTS = (
-    *("engine", "options", "model", "workload", "policy", *_SHORTHANDS, "tune"),
+    *("engine", "options", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune"),
     *("repeats", "warmup", "seed", "timeout", "expect", "reference"),
 )
+_SIZE_KEYS = tuple(field.name for field in fields(HardwareRequirements))
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
 SUITE_KEYS = ("name", "description", "hardware", "machine_probe", "matrix", *_DEFAULTS)
-
-_SECTIONS = {
-    "model": ModelSpec,
-    "workload": WorkloadSpec,
-    "policy": OffloadPolicy,
-    "limits": HardwareLimits,
-    "requires": HardwareRequirements,
-}
-_COUNT = (1, 1 << 31)
-_RANGES = {
-    "repeats": (1, 1000),
-    "warmup": (0, 100),
-    "seed": (0, (1 << 32) - 1),
-    "timeout_s": (1e-3, 30 * 86400),
-    "workload.prompt_len": _COUNT,
-    "workload.gen_len": _COUNT,
-    "workload.num_requests": _COUNT,
-    "limits.threads": _COUNT,
-    "limits.device_memory": (1, MAX_SIZE),
-    "limits.host_memory": (1, MAX_SIZE),
-}
-_REQUIRES_RANGES = {f"requires.{f.name}": (0, MAX_SIZE) for f in fields(HardwareRequirements)}
-
-_WANTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "dataclass_type": "a mapping",
-    "dict_type": "a mapping",
-    "tuple_type": "a list of three fractions",
-}
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The keys of a suite that belong to no cell."""
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-    name: str
-    description: str = ""
-    requires: HardwareRequirements = HardwareRequirements()
-    machine_probe: bool = True
-
-
-_HEADER = TypeAdapter(_Header)
-_RUN_SPEC = TypeAdapter(RunSpec)
-
-
-# --------------------------------------------------------------------------- sizes and durations
-
-_SIZES = (
-    {"B": 1}
-    | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
-    | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-)
-_DURATIONS = {"ms": Decimal("0.001"), "s": 1, "min": 60, "h": 3600, "d": 86400}
-_QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]{1,9})", re.ASCII)
-
-
-def parse_size(text: str) -> int:
-    """Bytes in `16GiB`, `208GB`, `1.5 MiB`. Raises HarnessError for anything else or above 1 PiB."""
-    size = int(_quantity(text, _SIZES, "a size such as 16GiB, 208GB or 600MiB"))
-    if size > MAX_SIZE:
-        raise HarnessError(f"{shown(text)} is more than 1 PiB")
-    return size
-
-
-def parse_duration(text: str) -> float:
-    """Seconds in `90s`, `20min`, `1.5h`. Raises HarnessError for anything else."""
-    return float(_quantity(text, _DURATIONS, "a duration such as 90s, 20min or 1h"))
-
-
-def _quantity(text: str, units: dict[str, Any], wanted: str) -> Decimal:
-    match = _QUANTITY.fullmatch(text)
-    if not match:
-        raise HarnessError(f"expected {wanted}, got {shown(text)}")
-    number, unit = match.groups()
-    known = {name.lower(): factor for name, factor in units.items()}
-    if unit.lower() not in known:
-        raise HarnessError(f"expected {wanted}, got {shown(text)}: unknown unit {unit!r}; known: {', '.join(units)}")
-    return Decimal(number) * known[unit.lower()]
-
-
-# --------------------------------------------------------------------------- loading
 
 
 def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[str] = ENGINES) -> SuiteSpec:
     """The suite in `path`, expanded, with each `key=value` of `overrides` laid over every cell.
 
-    Cells come workload by workload, within one model by model, within one in the order of the matrix (the
-    first axis outermost), so that the engines to be compared are neighbours.
+    Cells come workload by workload, then model by model, then in the order of the matrix (its first axis
+    outermost), so that engines to be compared are neighbours.
 
-    In a cell mappings merge over the suite's, scalars replace; `limits: none` lifts all limits. `policy:
-    max_batch`, and `max_batch: true` inside a policy, mean `tune: max_batch` over the merged policy, whose
-    `gpu_batch_size` is where the search starts. As an override, `policy.x=...` merges and keeps the tuning,
-    `policy=...` (like `workload=...`, `model=...`, `options=...`, `limits=...`) replaces the whole and with
-    it the tuning, and `tune=none` fixes the batch.
+    In a cell mappings merge over the suite's and scalars replace; `limits: none` lifts the limits. `policy:
+    max_batch`, or `max_batch: true` inside a policy, is `tune: max_batch` over the merged policy, whose
+    `gpu_batch_size` is where the search starts; `tune: none` keeps that batch. As an override, `policy.x=v`
+    merges and keeps the tuning; `policy=v` replaces the whole policy with its tuning, as `workload=v`,
+    `model=v`, `options=v` and `limits=v` replace theirs.
 
-    Raises HarnessError with one line per problem: file:line:column or the --set option, what, and the
-    nearest valid key.
+    Raises HarnessError with a line for each problem: file:line:column or the --set option, what is wrong,
+    and the nearest valid key.
     """
     root = yaml_source.read(path)
     if not isinstance(root.value, dict):
         raise root.error(f"a suite is a mapping of keys, got {shown(root.value)}")
-    _refuse_unknown(root, SUITE_KEYS, "suite")
+    suite_check.refuse_unknown(root, SUITE_KEYS, "suite")
     hardware = root.entries.get("hardware", Node({}, root.at))
     if not isinstance(hardware.value, dict):
         raise hardware.error(f"hardware: expected a mapping, got {shown(hardware.value)}")
-    _refuse_unknown(hardware, ("requires", "limits"), "hardware")
+    suite_check.refuse_unknown(hardware, ("requires", "limits"), "hardware")
 
-    header = _header(root, hardware)
-    base = Node({key: root.entries[key] for key in _DEFAULTS if key in root.entries}, root.at)
-    if "limits" in hardware.entries:
-        base = base.merged(_under(hardware.entries["limits"], "limits"))
-    cells = _expand(root, base, [_override(text) for text in overrides], engines)
-    if (launches := sum(cell.spec.repeats for cell in cells)) > MAX_LAUNCHES:
-        raise root.error(
-            f"{len(cells):,} cells make {launches:,} launches with their repeats; at most {MAX_LAUNCHES:,}"
-        )
+    header = suite_check.header(_header(root, hardware))
+    base = replace(root.only(*_DEFAULTS).merged(hardware.only("limits")), at=root.at)
+    cells = _expand(base, root.only("matrix"), suite_check.each(_override, overrides), engines)
+    launches = sum(cell.spec.repeats for cell in cells)
+    if launches > MAX_LAUNCHES:
+        raise root.error(f"{len(cells):,} cells make {launches:,} launches; at most {MAX_LAUNCHES:,} are allowed")
     specs = tuple(replace(spec, suite=header.name) for spec in name_cells(cells))
     return SuiteSpec(header.name, header.description, specs, header.requires, header.machine_probe)
 
 
-def _header(root: Node, hardware: Node) -> _Header:
-    keys = {key: root.entries[key] for key in ("name", "description", "machine_probe") if key in root.entries}
+def _header(root: Node, hardware: Node) -> Node:
+    entries = root.only("name", "description", "machine_probe").entries
     if "requires" in hardware.entries:
-        keys["requires"] = _in_units(hardware.entries["requires"], parse_size)
-    node = Node(keys, root.at)
-    header = _checked(_HEADER, node, "suite")
-    _check_ranges(header, node, _REQUIRES_RANGES)
-    if not SAFE_NAME.fullmatch(header.name) or len(header.name) > MAX_SUITE_NAME:
-        raise node.find(["name"]).error(
-            f"name {shown(header.name)} must be at most {MAX_SUITE_NAME} letters, digits, '.', '_' or '-', "
-            "and begin with a letter or digit"
-        )
-    return header
+        entries["requires"] = _in_bytes(hardware.entries["requires"])
+    return Node(entries, root.at)
 
 
-def _expand(root: Node, base: Node, overrides: Sequence[_Override], engines: Collection[str]) -> list[Cell]:
+# --------------------------------------------------------------------------- from layers to cells
+
+
+def _expand(base: Node, suite: Node, overrides: Sequence[_Override], engines: Collection[str]) -> list[Cell]:
     """All cells, checked. The product is counted before any of it is made."""
     axes = [[base.without("workload", "model")]]
-    axes += [_axis(base.entries[key], key) for key in ("workload", "model") if key in base.entries]
-    given = len(axes)
-    axes += _matrix(root.entries["matrix"]) if "matrix" in root.entries else []
-    if (count := math.prod(len(axis) for axis in axes)) > MAX_CELLS:
-        raise root.find(["matrix"]).error(f"expands to {count:,} cells; at most {MAX_CELLS:,}")
+    axes += [_axis(key, base.entries[key]) for key in ("workload", "model") if key in base.entries]
+    inputs = len(axes)
+    matrix = suite.entries.get("matrix")
+    if matrix is not None:
+        axes += _matrix(matrix)
+    blame = matrix or base
+    count = math.prod(len(axis) for axis in axes)
+    if count > MAX_CELLS:
+        raise blame.error(f"expands to {count:,} cells; at most {MAX_CELLS:,} are allowed")
 
-    axes = [_each(_layer, axis) for axis in axes]
-    values = 0
-    merged = []
-    for combination in itertools.product(*(enumerate(axis) for axis in axes)):
-        node = reduce(Node.merged, (layer for _, layer in combination))
-        for override in overrides:
-            node = node.without(*override.replaced).merged(override.layer)
-        values += node.size
+    merged, values = [], 0
+    for layers in itertools.product(*suite_check.each(partial(suite_check.each, _layer), axes)):
+        cell = reduce(_apply, overrides, reduce(Node.merged, layers))
+        values += cell.size
         if values > MAX_VALUES:
-            raise root.find(["matrix"]).error(f"expands to cells of more than {MAX_VALUES:,} values together")
-        at = combination[-1][1].at
-        merged.append((node, at, tuple(index for index, _ in combination[given:])))
-    return _each(lambda cell: Cell(_run_spec(cell[0], engines), *cell[1:]), merged)
+            raise blame.error(f"expands to cells of more than {MAX_VALUES:,} values together")
+        at = layers[-1].at if matrix and matrix.items else blame.at  # where a missing key is missed
+        merged.append((replace(cell, at=at), tuple(layer.at for layer in layers)))
+
+    def checked(item: tuple[Node, tuple[str, ...]]) -> Cell:
+        cell, layers = item
+        return Cell(suite_check.run_spec(cell, engines), layers, layers[inputs:])
+
+    return suite_check.each(checked, merged)
 
 
 def _matrix(matrix: Node) -> list[list[Node]]:
-    """The axes of a matrix: one of whole entries, or one per key."""
+    """The axes of a matrix: one of whole entries, or one for each key."""
     if not matrix.children:
-        raise matrix.error(
-            "matrix: expected a list of cells, or a mapping of keys to lists of values, with something in it"
-        )
-    return [matrix.items] if matrix.items else [_axis(values, key) for key, values in matrix.entries.items()]
+        raise matrix.error(f"matrix: expected a list of cells or lists of values by key, got {shown(matrix.value)}")
+    return [matrix.items] if matrix.items else [_axis(key, values) for key, values in matrix.entries.items()]
 
 
-def _axis(values: Node, key: str) -> list[Node]:
-    """A layer for each of several values of one key, or for the one value."""
+def _axis(key: str, values: Node) -> list[Node]:
+    """A layer for each of a list of values for one key, or for the one value."""
     if values.value == []:
         raise values.error(f"{key}: the list is empty")
-    return [_under(value, key) for value in values.items or [values]]
+    return [_under(replace(value, key_at=values.key_at), key) for value in values.items or [values]]
+
+
+def _apply(cell: Node, override: _Override) -> Node:
+    return cell.without(*override.replaced).merged(override.layer)
 
 
 # --------------------------------------------------------------------------- one layer
@@ -242,8 +140,8 @@ class _Override:
 
 
 def _override(text: str) -> _Override:
+    label = f"--set {text}" if len(text) <= 100 and text.isprintable() else f"--set {shown(text)}"
     key, equals, value = text.partition("=")
-    label = f"--set {text if len(text) <= 100 and text.isprintable() else shown(text)}"
     parts = key.split(".")
     if not equals or not all(parts) or len(parts) > yaml_source.MAX_DEPTH:
         raise HarnessError(f"{label}: expected key=value, such as repeats=1 or policy.schedule=row")
@@ -254,22 +152,72 @@ def _override(text: str) -> _Override:
     return _Override(layer, ("policy", "tune") if key == "policy" else (key,))
 
 
-def _under(node: Node, key: str) -> Node:
-    """The mapping `{key: node}` with all positions kept."""
-    return Node({key: replace(node, key_at=node.key_at or node.at)}, node.at)
-
-
 def _layer(node: Node) -> Node:
     """What a mapping of cell keys sets, in the shape of a RunSpec: shorthands spelled out, units resolved."""
     if not isinstance(node.value, dict):
         raise node.error(f"expected a mapping of cell keys, got {shown(node.value)}")
-    _refuse_unknown(node, CELL_KEYS, "cell")
-    entries = dict(node.value)
-    found = [_tuning(entries.pop("policy"))] if "policy" in entries else []
-    found += [_under(_under(entries.pop(key), key), "policy") for key in _SHORTHANDS if key in entries]
-    if "timeout" in entries:
-        found.append(_under(_in_unit(entries.pop("timeout"), parse_duration), "timeout_s"))
-    if "limits" in entries:
-        limits = entries["limits"]
-        entries["limits"] = replace(limits, value={}) if limits.value in (None, "none") else limits
-    return reduce(_joined, found, Node(entries, node.at, node.key_at))
+    suite_check.refuse_unknown(node, CELL_KEYS, "cell")
+    parts = [node.without("policy", "timeout", "limits", *_POLICY_SHORTHANDS)]
+    parts += [_under(node.only(key), "policy") for key in _POLICY_SHORTHANDS if key in node.entries]
+    if "policy" in node.entries:
+        parts += _policy(node.entries["policy"])
+    if "timeout" in node.entries:
+        parts.append(_under(_in_unit(node.entries["timeout"], parse_duration), "timeout_s"))
+    if "limits" in node.entries:
+        parts.append(_under(_limits(node.entries["limits"]), "limits"))
+    return replace(reduce(_joined, parts), at=node.at)
+
+
+def _policy(policy: Node) -> list[Node]:
+    """A policy, less the ways in which it can ask for tuning, and the tuning."""
+    if policy.value == "max_batch":
+        return [_under(policy, "tune")]
+    if isinstance(policy.value, str):
+        raise policy.error(f"unknown policy {shown(policy.value)}; expected 'max_batch' or a mapping")
+    search = policy.entries.get("max_batch")
+    if search is None:
+        return [_under(policy, "policy")]
+    if not isinstance(search.value, bool):
+        raise search.error(f"policy.max_batch: expected true or false, got {shown(search.value)}")
+    tune = replace(search, value="max_batch" if search.value else "none")
+    return [_under(policy.without("max_batch"), "policy"), _under(tune, "tune")]
+
+
+def _limits(limits: Node) -> Node:
+    """Limits in bytes; `none` in place of all, or of one, lifts what an earlier layer set."""
+    if limits.value in (None, "none"):
+        return replace(limits, value={f.name: replace(limits, value=None) for f in fields(HardwareLimits)})
+    lifted = {key: replace(node, value=None) for key, node in limits.entries.items() if node.value == "none"}
+    return _in_bytes(limits.updated(lifted))
+
+
+def _in_bytes(section: Node) -> Node:
+    """A mapping with its sizes such as 16GiB turned into bytes."""
+    sizes = section.only(*_SIZE_KEYS).entries
+    return section.updated({key: _in_unit(node, parse_size) for key, node in sizes.items()})
+
+
+def _in_unit(node: Node, parse: Callable[[str], float]) -> Node:
+    """A text turned into a number; any other value is left to be judged by its type."""
+    if not isinstance(node.value, str):
+        return node
+    try:
+        return replace(node, value=parse(node.value))
+    except HarnessError as exc:
+        raise node.error(str(exc)) from None
+
+
+def _under(node: Node, key: str) -> Node:
+    """The mapping `{key: node}`, at the node's own position."""
+    return Node({key: replace(node, key_at=node.key_at or node.at)}, node.at)
+
+
+def _joined(one: Node, other: Node) -> Node:
+    """Two parts of one layer; the same key in both is refused, for neither may win in silence."""
+    for key, node in other.entries.items():
+        twin = one.entries.get(key)
+        if twin is not None and isinstance(twin.value, dict) and isinstance(node.value, dict):
+            _joined(twin, node)
+        elif twin is not None:
+            raise node.error(f"{key} is given twice in one place: here and at {twin.at}")
+    return one.merged(other)

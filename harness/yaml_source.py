@@ -7,120 +7,24 @@ composer works on the same event stream and refuses all three kinds of surprise.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from harness.api import HarnessError
+from harness.yaml_node import TEXT_UNIT, Node, shown
 
 MAX_BYTES = 1 << 20
-MAX_NODES = 100_000  # counted after expansion of aliases; a long text counts once for every TEXT_UNIT characters
+MAX_NODES = 50_000  # counted after expansion of aliases; a long text counts once for every TEXT_UNIT characters
 MAX_DEPTH = 64
 MAX_KEY = 128
-TEXT_UNIT = 64
 
 _TAG = "tag:yaml.org,2002:"
 _UNSAFE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where PyYAML was built with it
-
-
-@dataclass(slots=True)
-class Node:
-    """A value and where it was written. Shared between trees: never changed once made.
-
-    `at` and `key_at` are `file:line:column`, or the text of a --set option. `size` counts this node and all
-    below it, a shared one at each use; `height` is the levels below it.
-    """
-
-    value: str | int | float | bool | list[Node] | dict[str, Node] | None
-    at: str
-    key_at: str = ""
-    size: int = dataclasses.field(init=False)
-    height: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.value, str):
-            self.size, self.height = 1 + len(self.value) // TEXT_UNIT, 0
-        else:
-            self.size = 1 + sum(child.size for child in self.children)
-            self.height = 1 + max((child.height for child in self.children), default=-1)
-
-    @property
-    def entries(self) -> dict[str, Node]:
-        """The mapping's entries; nothing for any other value."""
-        return self.value if isinstance(self.value, dict) else {}
-
-    @property
-    def items(self) -> list[Node]:
-        """The list's items; nothing for any other value."""
-        return self.value if isinstance(self.value, list) else []
-
-    @property
-    def children(self) -> Collection[Node]:
-        return self.items or self.entries.values()
-
-    def plain(self) -> Any:
-        """The value as plain Python data."""
-        if isinstance(self.value, dict):
-            return {key: child.plain() for key, child in self.value.items()}
-        if isinstance(self.value, list):
-            return [child.plain() for child in self.value]
-        return self.value
-
-    def merged(self, over: Node) -> Node:
-        """`over` laid on top: mappings merge key by key, anything else is replaced."""
-        if not (isinstance(self.value, dict) and isinstance(over.value, dict)):
-            return over
-        entries = dict(self.value)
-        for key, child in over.value.items():
-            entries[key] = entries[key].merged(child) if key in entries else child
-        return Node(entries, over.at, over.key_at)
-
-    def find(self, path: Collection[str | int]) -> Node:
-        """The deepest node on `path` that exists."""
-        node = self
-        for part in path:
-            if isinstance(part, int) and part < len(node.items):
-                node = node.items[part]
-            elif isinstance(part, str) and part in node.entries:
-                node = node.entries[part]
-            else:
-                break
-        return node
-
-    def error(self, text: str) -> HarnessError:
-        """An error at this value."""
-        return HarnessError(f"{self.at}: {text}")
-
-
-def shown(value: object) -> str:
-    """A value in an error message: one line, of bounded length, in YAML's words."""
-    match value:
-        case dict():
-            return "a mapping"
-        case list():
-            return "a list"
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case str() if len(value) > TEXT_UNIT:
-            return f"{value[:TEXT_UNIT]!r}..."
-        case _:
-            return repr(value)
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """`did you mean 'x'?`, or the list of what is known."""
-    if close := difflib.get_close_matches(word[:TEXT_UNIT], known, n=1):
-        return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(known)}"
 
 
 def read(path: Path) -> Node:
@@ -128,6 +32,8 @@ def read(path: Path) -> Node:
     try:
         if path.is_dir():
             raise HarnessError(f"{path}: is a folder; give a suite file")
+        if path.exists() and not path.is_file():
+            raise HarnessError(f"{path}: is not a regular file")  # opening a pipe would wait for ever
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
@@ -285,7 +191,7 @@ class _Composer:
 
     def _scalar(self, event: Any) -> str | int | float | bool | None:
         kind, text = self._tag(event).removeprefix(_TAG), event.value
-        if bad := _UNSAFE.search(text):
+        if event.style == '"' and (bad := _UNSAFE.search(text)):  # escapes can bring in what the file does not hold
             raise self._error(event, f"control character {bad.group()!a} is not allowed")
         if kind == "str":
             return str(text)

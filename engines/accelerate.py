@@ -1,0 +1,156 @@
+"""Hugging Face Accelerate's offloading: what fits in RAM, the rest read from disk layer by layer.
+
+Configured as its documentation does for inference under a memory limit, in the best way found
+(transformers 5.23, accelerate 1.15, CPU):
+
+- `from_pretrained(device_map="auto", max_memory={"cpu": share}, offload_folder=scratch)`. Safetensors are not
+  saved again: modules on "disk" are read from the checkpoint's own shards at every pass, in the stored dtype,
+  and `offload_folder` stays empty. So float32 compute over 16-bit weights reads 16-bit bytes and casts one
+  module at a time; modules on "cpu" are cast once, at load, and take the compute dtype's size in RAM.
+- Without a cast, modules on "cpu" would stay mapped files, which the kernel drops under pressure and reads
+  again: they are copied to memory, so that RAM means RAM.
+- Accelerate works module by module (one linear layer or embedding at a time), so the least memory it can run
+  in is its largest tensor. `device_map="auto"` itself keeps room for the largest layer inside the share.
+- glibc keeps freed blocks below a threshold that grows to 32 MiB; with a weight cast anew in every module that
+  cost 1.1 GB on a 1.3B model at float32, 0.15 GB with the threshold fixed at 1 MiB, at the same speed. It is
+  fixed here, as MALLOC_MMAP_THRESHOLD_ would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines import checkpoints
+from engines.causal_lm import CausalLMEngine, Placement
+from harness.api import (
+    DTYPE_BYTES,
+    Capabilities,
+    Dtype,
+    HardwareLimits,
+    InfeasibleError,
+    LocalModel,
+    ModelShape,
+    OffloadPolicy,
+)
+
+#: Held beyond the arithmetic below: the pages of the file being read, allocator remains (measured up to 40 MB).
+SLACK_BYTES = 64 << 20
+
+
+class AccelerateEngine(CausalLMEngine):
+    """Honours policy.gpu_batch_size and policy.compute_dtype. Under a limit of host memory it gives Accelerate
+
+        share = budget - KV cache - activations - slack
+
+    of RAM for weights, with room for `gpu_batch_size` sequences of `sequence_tokens` (prompt and new tokens).
+    `cpu_memory` (bytes) sets the share instead; `disk_only` makes it 0. Without a limit Accelerate decides.
+    """
+
+    name = "accelerate"
+
+    def __init__(self, *, cpu_memory: int | None = None, disk_only: bool = False, sequence_tokens: int = 256) -> None:
+        if disk_only and cpu_memory is not None:
+            raise TypeError("disk_only and cpu_memory exclude each other")
+        if sequence_tokens < 1 or (cpu_memory is not None and cpu_memory < 0):
+            raise TypeError("sequence_tokens must be at least 1 and cpu_memory at least 0")
+        self._cpu_memory = 0 if disk_only else cpu_memory
+        self._sequence_tokens = sequence_tokens
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            description="Hugging Face Accelerate, weights in RAM and on disk",
+            scores=True,
+            samples=True,
+            offloads=True,
+            compute_dtypes=("float32", "bfloat16", "float16"),
+            packages=("torch", "transformers", "safetensors", "accelerate"),
+        )
+
+    def _place(
+        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path
+    ) -> Placement:
+        share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory)
+        _return_freed_memory()
+        module = AutoModelForCausalLM.from_pretrained(
+            model.path,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            device_map="auto",
+            max_memory=None if share is None else {"cpu": share},
+            offload_folder=str(scratch),
+        )
+        if dtype == model.dtype:
+            _make_resident(module)
+        tiers = weights_by_tier(module, DTYPE_BYTES[model.dtype])
+        return Placement(module, tiers, notes)
+
+    def _share(
+        self, model: LocalModel, dtype: Dtype, batch: int, budget: int | None
+    ) -> tuple[int | None, tuple[str, ...]]:
+        """The RAM for weights that Accelerate is given, and how it came about."""
+        if budget is not None:
+            largest = checkpoints.largest_tensor_bytes(model.path) * DTYPE_BYTES[dtype] // DTYPE_BYTES[model.dtype]
+            if largest > budget:
+                raise InfeasibleError(
+                    f"accelerate needs at least {largest} bytes for its largest layer or embedding in {dtype}; "
+                    f"budget is {budget} bytes"
+                )
+        if self._cpu_memory is not None:
+            return self._cpu_memory, (f"max_memory cpu = {self._cpu_memory} bytes (set by option)",)
+        if budget is None:
+            return None, ("no limit: device_map auto decides",)
+        kv, activations = working_bytes(model.shape, batch, self._sequence_tokens, DTYPE_BYTES[dtype])
+        share = max(0, budget - kv - activations - SLACK_BYTES)
+        return share, (
+            f"max_memory cpu = {share} bytes = budget {budget} - KV cache {kv} - activations {activations} "
+            f"- slack {SLACK_BYTES}, for {batch} x {self._sequence_tokens} tokens",
+        )
+
+
+def working_bytes(shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
+    """Bytes of KV cache and of activations that `batch` sequences of `tokens` tokens take at their largest.
+
+    KV: all layers, and one layer's copy while it grows. Activations: the residual stream, queries, keys, values
+    and the feed-forward's input and output of one layer in prefill, and the last position's float32 logits with
+    the copies `generate` makes.
+    """
+    kv = batch * tokens * shape.kv_bytes_per_token(dtype_bytes)
+    prefill = batch * tokens * (6 * shape.hidden + 2 * shape.ffn) * dtype_bytes
+    return kv + kv // shape.num_layers, prefill + 3 * batch * shape.vocab * 4
+
+
+def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
+    """Bytes on device, host and disk from `hf_device_map`: in the compute dtype in RAM, as stored on disk."""
+    placement = getattr(module, "hf_device_map", {"": "cpu"})  # absent when nothing had to be dispatched
+    host = disk = 0
+    for name, parameter in module.named_parameters():
+        if name in module.all_tied_weights_keys:
+            continue
+        owner = max((key for key in placement if key == "" or f"{name}.".startswith(f"{key}.")), key=len)
+        if placement[owner] == "disk":
+            disk += parameter.numel() * stored_bytes
+        else:
+            host += parameter.numel() * parameter.element_size()
+    return 0, host, disk
+
+
+def _make_resident(module: Any) -> None:
+    """Copies parameters that are still views of a mapped file into memory of their own."""
+    for parameter in module.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+
+
+def _return_freed_memory() -> None:
+    """Has glibc give blocks of 1 MiB and more back to the system when freed; other C libraries do so anyway."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        m_mmap_threshold = -3  # from malloc.h; setting it also stops it from growing
+        mallopt(m_mmap_threshold, 1 << 20)

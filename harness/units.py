@@ -1,0 +1,43 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+
+from harness.api import HarnessError
+
+MAX_SIZE = 1 << 50
+
+_SIZES = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+_DURATIONS: Mapping[str, int | Decimal] = {"ms": Decimal("0.001"), "s": 1, "min": 60, "h": 3600, "d": 86400}
+_QUANTITY = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?) ?([A-Za-z]{1,9})")
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `16GiB`, `208GB` or `1.5 MiB`. Raises HarnessError for anything else, and above 1 PiB."""
+    size = int(_quantity(text, _SIZES, "a size such as 16GiB, 208GB or 600MiB"))
+    if size > MAX_SIZE:
+        raise HarnessError(f"{text!r} is more than 1 PiB")
+    return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in `90s`, `20min` or `1.5h`. Raises HarnessError for anything else."""
+    return float(_quantity(text, _DURATIONS, "a duration such as 90s, 20min or 1h"))
+
+
+def _quantity(text: str, units: Mapping[str, int | Decimal], wanted: str) -> Decimal:
+    got = repr(text if len(text) <= 64 else f"{text[:64]}...")
+    match = _QUANTITY.fullmatch(text)
+    if not match:
+        raise HarnessError(f"expected {wanted}, got {got}")
+    factor = {name.lower(): factor for name, factor in units.items()}.get(match[2].lower())
+    if factor is None:
+        raise HarnessError(f"expected {wanted}, got {got}; the units are {', '.join(units)}")
+    return Decimal(match[1]) * factor

@@ -1,0 +1,260 @@
+"""Checkpoints: dummy weights are reproducible and crash-safe, damaged folders are named before anything loads."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from engines import checkpoints, dummy_weights, shapes
+from harness.api import HarnessError, ModelSpec, UnsupportedError
+
+TINY = "facebook/opt-125m"
+#: Of the tensors of the tiny model at bfloat16: raise dummy_weights.RECIPE whenever this has to change.
+TINY_SHA256 = "bdd446966678c79c5be952afa2a1d7b36cf5e72f480db4758ce7fa8a9d95badb"
+
+
+@pytest.fixture(autouse=True)
+def tiny_catalogue(monkeypatch):
+    """A two-layer OPT behind a catalogue id, in shards of 2 MB."""
+    entry = shapes._Opt(2, 64, 2)
+    monkeypatch.setitem(shapes._MODELS, TINY, entry)
+    monkeypatch.setitem(shapes.CATALOGUE, TINY, entry.shape())
+    monkeypatch.setattr(dummy_weights.plan, "__defaults__", (2 << 20,))
+
+
+def dummy(cache, dtype="auto", on_progress=None):
+    return checkpoints.prepare(ModelSpec(TINY, "dummy", dtype), cache, on_progress)
+
+
+def content(path) -> str:
+    """Hash of all tensors in file order."""
+    digest = hashlib.sha256()
+    for shard in sorted(Path(path).glob("*.safetensors")):
+        data = shard.read_bytes()
+        digest.update(data[8 + int.from_bytes(data[:8], "little") :])
+    return digest.hexdigest()
+
+
+def test_dummy_weights_are_the_same_everywhere(tmp_path) -> None:
+    first, second = dummy(tmp_path / "a"), dummy(tmp_path / "b")
+    assert content(first.path) == content(second.path) == TINY_SHA256
+    assert first.digest == second.digest
+    assert first.dtype == "bfloat16" and first.shape == shapes.shape(TINY)
+    assert first.weight_bytes == 2 * first.shape.params_total
+    assert first.largest_layer_bytes == 50272 * 64 * 2
+    assert len(list(Path(first.path).glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_transformers_loads_a_dummy_and_it_is_not_degenerate(tmp_path, dtype) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(dummy(tmp_path, dtype).path, dtype="auto")
+    assert str(model.dtype) == f"torch.{dtype}"
+    state = model.model.decoder.layers[0].state_dict()
+    assert state["fc1.weight"].float().std().item() == pytest.approx(0.02, rel=0.05)
+    assert state["fc2.weight"].float().std().item() == pytest.approx(0.01, rel=0.05)
+    assert state["fc1.bias"].abs().max() == 0 and (state["final_layer_norm.weight"] == 1).all()
+    embedding = model.get_input_embeddings().weight
+    assert len(torch.unique(embedding.float(), dim=0)) == len(embedding)  # equal rows would tie in greedy decoding
+
+
+def test_a_built_checkpoint_is_used_again(tmp_path) -> None:
+    built = []
+    first = dummy(tmp_path, on_progress=lambda done, total: built.append((done, total)))
+    assert built[-1] == (first.weight_bytes, first.weight_bytes)
+    built.clear()
+    assert dummy(tmp_path, on_progress=lambda *_: built.append(_)) == first
+    assert not built
+
+
+def _build_slowly(cache, started) -> None:
+    def progress(done, total):
+        started.set()
+        time.sleep(0.05)
+
+    dummy(cache, on_progress=progress)
+
+
+def test_kill_9_leaves_nothing_that_looks_complete(tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    started = context.Event()
+    builder = context.Process(target=_build_slowly, args=(tmp_path, started))
+    builder.start()
+    assert started.wait(60)
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.join()
+    left = [p.name for p in (tmp_path / "models").iterdir() if p.is_dir()]
+    assert len(left) == 1 and ".tmp-" in left[0]
+    assert content(dummy(tmp_path).path) == TINY_SHA256
+    assert not list((tmp_path / "models").glob("*.tmp-*"))
+
+
+def _build_and_count(cache, counter) -> None:
+    touched = False
+
+    def progress(done, total):
+        nonlocal touched
+        if not touched:
+            touched = True
+            with counter.get_lock():
+                counter.value += 1
+
+    dummy(cache, on_progress=progress)
+
+
+def test_concurrent_users_build_once(tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    counter = context.Value("i", 0)
+    users = [context.Process(target=_build_and_count, args=(tmp_path, counter)) for _ in range(3)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(60)
+    assert [user.exitcode for user in users] == [0, 0, 0]
+    assert counter.value == 1
+
+
+def test_disk_full_is_seen_before_and_during_writing(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+        with pytest.raises(HarnessError, match=r"need \d+ bytes, 1 are free"):
+            dummy(tmp_path)
+
+    def full(done, total):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(HarnessError, match="disk full"):
+        dummy(tmp_path, on_progress=full)
+    assert not [p for p in (tmp_path / "models").iterdir() if p.is_dir()]
+
+
+# --------------------------------------------------------------------------- existing folders
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return Path(dummy(tmp_path / "cache").path)
+
+
+def prepare(folder: Path, **fields):
+    return checkpoints.prepare(ModelSpec(str(folder), **fields), folder / "unused")
+
+
+def shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def test_a_folder_is_described_from_its_own_files(folder) -> None:
+    local = prepare(folder)
+    assert local.shape == shapes.shape(TINY)
+    assert local == dummy(folder.parent.parent)
+    assert local.path == str(folder)
+
+
+def test_a_truncated_shard_is_named_with_both_sizes(folder) -> None:
+    size = shard(folder).stat().st_size
+    os.truncate(shard(folder), size - 100)
+    with pytest.raises(HarnessError, match=rf"{shard(folder).name}.*expected {size} bytes, found {size - 100}"):
+        prepare(folder)
+
+
+@pytest.mark.parametrize("length", [0, 5, 12])
+def test_a_shard_without_a_header_is_named(folder, length) -> None:
+    os.truncate(shard(folder), length)
+    with pytest.raises(HarnessError, match=r"not a safetensors file"):
+        prepare(folder)
+
+
+def test_a_missing_shard_is_named(folder) -> None:
+    shard(folder).unlink()
+    with pytest.raises(HarnessError, match=r"model-00001-of-.*missing"):
+        prepare(folder)
+
+
+def test_an_index_must_not_leave_the_folder(folder) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../../secret.safetensors"}}))
+    with pytest.raises(HarnessError, match="outside the folder"):
+        prepare(folder)
+
+
+def test_pickled_weights_are_refused_unread(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(HarnessError, match=r"pickled.*pytorch_model\.bin"):
+        prepare(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        ("\udc80", "not valid JSON"),
+        ('{"model_type": "x"}', "no causal model"),
+    ],
+)
+def test_a_wrong_config_is_one_line(folder, text, message) -> None:
+    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(HarnessError, match=message) as caught:
+        prepare(folder)
+    assert "config.json" in str(caught.value)
+
+
+def test_quantized_and_differently_stored_weights_are_refused(folder) -> None:
+    with pytest.raises(HarnessError, match="stores bfloat16, not float32"):
+        prepare(folder, dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    with pytest.raises(UnsupportedError, match="quantized"):
+        prepare(folder)
+
+
+# --------------------------------------------------------------------------- the hub
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/nothing", "a/../b", "a/b/c", "owner/na me", "-x", "", "a;b", "~nobody/x"]
+)
+def test_odd_ids_never_reach_the_hub(tmp_path, monkeypatch, name) -> None:
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    with pytest.raises(HarnessError):
+        checkpoints.prepare(ModelSpec(name), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [("RepositoryNotFoundError", "unknown to the hub"), ("GatedRepoError", "gated"), (None, "cannot be reached")],
+)
+def test_hub_failures_say_what_to_do(tmp_path, monkeypatch, error, message) -> None:
+    import huggingface_hub
+
+    def fail(*args, **kwargs):
+        if error is None:
+            raise ConnectionError("[Errno -2] Name or service not known")
+        kind = getattr(huggingface_hub.errors, error)
+        raise kind.__new__(kind, "no")  # its constructor wants the transport's own response
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(HarnessError, match=message) as caught:
+        checkpoints.prepare(ModelSpec("owner/model"), tmp_path)
+    assert "weights: dummy" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_evict_drops_the_page_cache(folder) -> None:
+    shard(folder).read_bytes()
+    checkpoints.evict(folder)  # whether the kernel obeys is its own affair; every file must be reachable

@@ -1,0 +1,343 @@
+"""The engines on transformers models against transformers itself, on tiny random OPT and LLaMA models."""
+
+import random
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import transformers
+
+from engines import checkpoints
+from engines.accelerate import AccelerateEngine, working_bytes
+from engines.calibrate import gemm_rates
+from engines.causal_lm import next_batch
+from engines.transformers import TransformersEngine
+from harness.api import (
+    GenerationRequest,
+    HardwareLimits,
+    HarnessError,
+    InfeasibleError,
+    ModelSpec,
+    OffloadPolicy,
+    SamplingParams,
+    UnsupportedError,
+)
+
+VOCAB, CONTEXT = 64, 48
+CONFIGS = {
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "init_std": 0.3,
+    },
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.3,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request, tmp_path_factory):
+    """A tiny float32 checkpoint, described by `prepare`."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param)
+    config = transformers.AutoConfig.for_model(**CONFIGS[request.param])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+
+
+def load(engine, model, scratch, **policy):
+    limits = HardwareLimits(**policy.pop("limits", {}))
+    return engine.load(model, OffloadPolicy(**policy), limits, scratch)
+
+
+@pytest.fixture
+def engine(model, tmp_path):
+    engine = TransformersEngine()
+    load(engine, model, tmp_path, gpu_batch_size=3)
+    yield engine
+    engine.close()
+
+
+def ragged_requests(**sampling):
+    rng = random.Random(1)
+    lengths = [5, 9, 5, 7, 5, 5, 9, 1]
+    return [
+        GenerationRequest(f"r{i}", tuple(rng.randrange(4, VOCAB) for _ in range(n)), SamplingParams(**sampling))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def greedy(reference, prompt, count):
+    ids = torch.tensor([prompt])
+    output = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count
+    )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+# --------------------------------------------------------------------------- greedy generation
+
+
+def test_ragged_batches_give_transformers_own_greedy_tokens(engine, reference) -> None:
+    requests = ragged_requests(max_tokens=8, ignore_eos=True)
+    results = {r.id: r for r in engine.generate(requests)}
+    for request in requests:
+        result = results[request.id]
+        assert result.tokens == greedy(reference, request.prompt, 8)
+        assert (result.prompt_tokens, result.padding_tokens, result.finish_reason) == (len(request.prompt), 0, "length")
+        assert len(result.token_times_s) == 8
+        assert sorted(result.token_times_s) == list(result.token_times_s)
+        assert 0 <= result.start_s < result.token_times_s[0]
+    assert len({r.tokens for r in results.values()}) > 1
+    # 4 requests of 5 tokens at most 3 together, 2 of 9, 1 of 7, 1 of 1
+    assert len({r.start_s for r in results.values()}) == 5
+
+
+def test_rows_of_a_batch_end_on_their_own(engine, reference) -> None:
+    prompt = ragged_requests()[0].prompt
+    expected = greedy(reference, prompt, 6)
+    requests = [GenerationRequest(f"r{n}", prompt, SamplingParams(n, ignore_eos=True)) for n in (2, 6, 4)]
+    results = {r.id: r for r in engine.generate(requests)}
+    assert {k: (r.tokens, r.padding_tokens) for k, r in results.items()} == {
+        "r2": (expected[:2], 4),
+        "r6": (expected, 0),
+        "r4": (expected[:4], 2),
+    }
+
+
+def test_end_of_sequence_stops_a_row_unless_ignored(engine, reference, monkeypatch) -> None:
+    prompt = ragged_requests()[0].prompt
+    eos = greedy(reference, prompt, 4)[0]
+    monkeypatch.setattr(engine._module.generation_config, "eos_token_id", eos)
+    stopped, ran = engine.generate(
+        [
+            GenerationRequest("a", prompt, SamplingParams(4)),
+            GenerationRequest("b", prompt, SamplingParams(4, ignore_eos=True)),
+        ]
+    )
+    assert (stopped.tokens, stopped.finish_reason, stopped.padding_tokens) == ((eos,), "stop", 3)
+    assert len(ran.tokens) == 4 and eos not in ran.tokens
+
+
+def test_stop_strings_need_a_tokenizer_and_end_a_row(engine, model, reference, monkeypatch) -> None:
+    request = GenerationRequest("a", (5, 6, 7), SamplingParams(6, stop=("never",), ignore_eos=True))
+    with pytest.raises(UnsupportedError, match="tokenizer"):
+        engine.generate([request])
+    second = greedy(reference, request.prompt, 6)[1]
+    monkeypatch.setattr(engine, "_decoder", lambda: lambda tokens: "never" if second in tokens else "")
+    (result,) = engine.generate([request])
+    assert result.tokens[-1] == second and result.finish_reason == "stop" and len(result.tokens) <= 2
+
+
+def test_next_batch_waits_for_nobody() -> None:
+    pending = [
+        GenerationRequest(str(i), (1,) * n, arrival_s=t) for i, (n, t) in enumerate([(2, 0), (3, 0), (2, 1), (2, 0)])
+    ]
+    assert [r.id for r in next_batch(pending, 0.5, 8)] == ["0", "3"]
+    assert [r.id for r in next_batch(pending, 1.0, 2)] == ["0", "2"]
+
+
+def test_late_requests_start_when_they_arrive(engine) -> None:
+    early, late = (GenerationRequest(f"{t}", (5, 6), SamplingParams(1), arrival_s=t) for t in (0.0, 0.2))
+    results = {r.id: r for r in engine.generate([late, early])}
+    assert results["0.0"].start_s < 0.2 <= results["0.2"].start_s
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ((), {}, "prompt is empty"),
+        ((5, VOCAB), {}, f"id {VOCAB} is outside"),
+        ((-1,), {}, "id -1 is outside"),
+        ((5,) * 40, {"max_tokens": 9}, "40 prompt \\+ 9 new tokens exceed"),
+        ((5,), {"max_tokens": 0}, "max_tokens is 0"),
+        ((5,), {"temperature": -1.0}, "temperature"),
+        ((5,), {"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_bad_requests_are_named_before_any_work(engine, prompt, sampling, message) -> None:
+    good = GenerationRequest("good", (5,), SamplingParams(1))
+    with pytest.raises(HarnessError, match=f"request bad: .*{message}"):
+        engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(**sampling))])
+
+
+# --------------------------------------------------------------------------- sampling
+
+
+def test_a_seed_gives_the_same_sample_in_any_batch(engine) -> None:
+    def sample(prompts, seed):
+        sampling = SamplingParams(8, temperature=1.0, top_p=0.9, top_k=20, seed=seed, ignore_eos=True)
+        return [
+            r.tokens for r in engine.generate([GenerationRequest(str(i), p, sampling) for i, p in enumerate(prompts)])
+        ]
+
+    alone = sample([(5, 6, 7)], seed=3)[0]
+    assert sample([(5, 6, 7), (9, 9, 9)], seed=3)[0] == alone
+    assert sample([(5, 6, 7)], seed=4)[0] != alone
+
+
+def test_samples_follow_the_distribution(engine, reference) -> None:
+    prompt, count, temperature, top_k = (5, 6, 7), 600, 1.5, 4
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0, -1] / temperature
+    best = logits.topk(top_k)
+    expected = dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
+    sampling = [SamplingParams(1, temperature, top_k=top_k, seed=i, ignore_eos=False) for i in range(count)]
+    engine._block_size = count
+    drawn = [
+        r.tokens[0] for r in engine.generate([GenerationRequest(str(i), prompt, s) for i, s in enumerate(sampling)])
+    ]
+    assert set(drawn) <= set(expected)
+    for token, probability in expected.items():
+        assert drawn.count(token) / count == pytest.approx(probability, abs=0.08)  # 4 standard errors at 0.5
+
+
+# --------------------------------------------------------------------------- scoring
+
+
+def test_scores_equal_a_float64_reference(engine, reference) -> None:
+    pairs = [((5, 6, 7), (8, 9)), ((), (5, 6)), ((5,), (7,)), ((9, 8, 7, 6), (5,)), ((5, 6, 7), (9, 8))]
+    prefix = reference.config.bos_token_id
+    double = transformers.AutoModelForCausalLM.from_pretrained(reference.name_or_path, dtype=torch.float64).eval()
+    for (context, continuation), score in zip(pairs, engine.score(pairs), strict=True):
+        full = torch.tensor([(*(context or (prefix,)), *continuation)])
+        with torch.no_grad():
+            logs = double(full[:, :-1]).logits.log_softmax(-1)[0, -len(continuation) :]
+        wanted = sum(logs[i, token].item() for i, token in enumerate(continuation))
+        assert score.logprob == pytest.approx(wanted, abs=1e-4)
+        assert score.is_greedy == (logs.argmax(-1).tolist() == list(continuation))
+
+
+def test_the_engines_own_tokens_score_as_greedy(engine, reference) -> None:
+    tokens = greedy(reference, (5, 6, 7), 5)
+    assert engine.score([((5, 6, 7), tokens)])[0].is_greedy
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [(((1,), ()), "continuation is empty"), (((1,), (VOCAB,)), "outside"), (((1,) * 40, (1,) * 20), "exceed")],
+)
+def test_pairs_that_cannot_be_scored_are_named(engine, pair, message) -> None:
+    with pytest.raises(HarnessError, match=f"pair 1: .*{message}"):
+        engine.score([((1,), (2,)), pair])
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def test_load_reports_what_was_loaded(model, tmp_path) -> None:
+    report = load(TransformersEngine(), model, tmp_path, gpu_batch_size=2, compute_dtype="bfloat16")
+    assert (report.vocab, report.max_context, report.block_size) == (VOCAB, CONTEXT, 2)
+    assert report.compute_dtype == "bfloat16"
+    assert report.weights_by_tier == (0, model.shape.params_total * 2, 0)
+
+
+@pytest.mark.parametrize("engine_class", [TransformersEngine, AccelerateEngine])
+def test_policies_that_are_not_honoured_are_refused(engine_class, model, tmp_path) -> None:
+    with pytest.raises(UnsupportedError, match="num_gpu_batches"):
+        load(engine_class(), model, tmp_path, num_gpu_batches=2)
+    with pytest.raises(UnsupportedError, match="weight_bits"):
+        load(engine_class(), model, tmp_path, weight_bits=4)
+    with pytest.raises(TypeError):
+        engine_class(no_such_option=1)
+
+
+def test_a_budget_below_the_weights_is_infeasible_when_resident(model, tmp_path) -> None:
+    needed = model.shape.params_total * 4
+    with pytest.raises(InfeasibleError, match=rf"{needed} bytes.*budget is 1000 bytes"):
+        load(TransformersEngine(), model, tmp_path, limits={"host_memory": 1000}, compute_dtype="float32")
+
+
+# --------------------------------------------------------------------------- Accelerate
+
+
+@pytest.mark.parametrize("options", [{"disk_only": True}, {"cpu_memory": 60_000}, {}])
+def test_accelerate_gives_the_resident_tokens_and_scores(engine, model, tmp_path, options) -> None:
+    offloaded = AccelerateEngine(**options)
+    load(offloaded, model, tmp_path / "scratch", gpu_batch_size=3)
+    requests = ragged_requests(max_tokens=6, ignore_eos=True)
+    tokens = {r.id: r.tokens for r in engine.generate(requests)}
+    assert {r.id: r.tokens for r in offloaded.generate(requests)} == tokens
+    pairs = [((5, 6, 7), (8, 9)), ((), (5,))]
+    for ours, theirs in zip(offloaded.score(pairs), engine.score(pairs), strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+    offloaded.close()
+
+
+def test_accelerate_reports_where_the_weights_are(model, tmp_path) -> None:
+    total = model.shape.params_total * 4
+    tiers = {
+        name: load(AccelerateEngine(**options), model, tmp_path / name).weights_by_tier
+        for name, options in {"disk": {"disk_only": True}, "both": {"cpu_memory": 60_000}, "ram": {}}.items()
+    }
+    assert tiers["disk"] == (0, 0, total)
+    assert tiers["ram"] == (0, total, 0)
+    assert sum(tiers["both"]) == total and 0 < tiers["both"][1] <= 60_000
+
+
+def test_accelerate_reads_16_bit_weights_and_computes_in_float32(model, tmp_path) -> None:
+    folder = tmp_path / "half"
+    half = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.bfloat16)
+    half.save_pretrained(folder)
+    local = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    scratch = tmp_path / "scratch"
+    engine = AccelerateEngine(disk_only=True)
+    report = load(engine, local, scratch, compute_dtype="float32")
+    assert report.weights_by_tier == (0, 0, local.weight_bytes)
+    assert not scratch.exists() or not list(scratch.iterdir())  # nothing is saved again
+    request = GenerationRequest("a", (5, 6, 7), SamplingParams(5, ignore_eos=True))
+    assert next(engine.generate([request])).tokens == greedy(half.float().eval(), request.prompt, 5)
+
+
+def test_accelerate_refuses_a_budget_below_its_largest_layer(model, tmp_path) -> None:
+    largest = checkpoints.largest_tensor_bytes(model.path)
+    with pytest.raises(InfeasibleError, match=rf"at least {largest} bytes .* budget is {largest - 1} bytes"):
+        load(AccelerateEngine(), model, tmp_path, limits={"host_memory": largest - 1})
+    assert load(AccelerateEngine(), model, tmp_path, limits={"host_memory": largest}).weights_by_tier[1] == 0
+
+
+def test_accelerate_gives_weights_what_the_cache_leaves(model, tmp_path) -> None:
+    kv, activations = working_bytes(model.shape, batch=4, tokens=10, dtype_bytes=4)
+    assert kv >= 4 * 10 * model.shape.kv_bytes_per_token(4) and activations > 0
+    budget = 1 << 30
+    report = load(
+        AccelerateEngine(sequence_tokens=10), model, tmp_path, gpu_batch_size=4, limits={"host_memory": budget}
+    )
+    assert f"max_memory cpu = {budget - kv - activations - (64 << 20)} bytes" in report.notes[0]
+    with pytest.raises(TypeError):
+        AccelerateEngine(disk_only=True, cpu_memory=1)
+
+
+# --------------------------------------------------------------------------- calibration
+
+
+def test_gemm_rates_keep_every_sample_and_the_thread_count() -> None:
+    threads = torch.get_num_threads()
+    rates = gemm_rates(["float32", "bfloat16"], [1, 8], k=64, n=32, threads=1, seconds=5)
+    assert {(d, r) for d in rates for r in rates[d]} == {(d, r) for d in ("float32", "bfloat16") for r in ("1", "8")}
+    assert all(1 <= len(s) <= 5 and min(s) > 0 for curve in rates.values() for s in curve.values())
+    assert torch.get_num_threads() == threads
+    assert gemm_rates(["float32"], [1], 8, 8, seconds=0) == {"float32": {}}

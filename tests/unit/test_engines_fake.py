@@ -1,0 +1,134 @@
+"""The fake engine repeats exactly and misbehaves exactly as told."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines.fake import MODEL, SHAPE, FakeEngine
+from harness.api import (
+    GenerationRequest,
+    GenerationResult,
+    HardwareLimits,
+    InfeasibleError,
+    OffloadPolicy,
+    SamplingParams,
+    UnsupportedError,
+)
+
+
+def loaded(policy=None, **options):
+    engine = FakeEngine(**options)
+    engine.load(MODEL, policy or OffloadPolicy(), HardwareLimits(), None)
+    return engine
+
+
+def requests(count, max_tokens=4, seed=None):
+    return [GenerationRequest(f"r{i}", (i, i + 1), SamplingParams(max_tokens, seed=seed)) for i in range(count)]
+
+
+def test_results_repeat_and_depend_on_seed_and_prompt() -> None:
+    first = list(loaded().generate(requests(3)))
+    assert first == list(loaded().generate(requests(3)))
+    assert len({r.tokens for r in first}) == 3
+    assert first[0].tokens != next(loaded().generate(requests(1, seed=7))).tokens
+    assert all(0 <= t < SHAPE.vocab for r in first for t in r.tokens)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_virtual_clock_gives_the_stated_rate_at_any_batch(batch) -> None:
+    results = list(loaded(OffloadPolicy(gpu_batch_size=batch), rate_tok_s=500).generate(requests(8)))
+    end = max(r.token_times_s[-1] for r in results)
+    assert sum(len(r.tokens) for r in results) / end == pytest.approx(500)
+    assert len({r.start_s for r in results}) == 8 // batch
+
+
+def test_score_is_greedy_for_its_own_tokens_only() -> None:
+    engine = loaded()
+    result = next(engine.generate(requests(1)))
+    own, other = engine.score([((0, 1), result.tokens), ((0, 1), (1, 2, 3))])
+    assert own.is_greedy and not other.is_greedy
+    assert own.logprob < 0 and own == engine.score([((0, 1), result.tokens)])[0]
+
+
+def test_policy_it_does_not_honour_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="schedule"):
+        loaded(OffloadPolicy(schedule="zigzag"))
+
+
+def test_unknown_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError):
+        FakeEngine(speed=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("crash", "kind"), [("unsupported", UnsupportedError), ("infeasible", InfeasibleError)])
+def test_refusals_happen_in_load(crash, kind) -> None:
+    with pytest.raises(kind):
+        loaded(crash=crash)
+
+
+@pytest.mark.parametrize(("crash", "kind"), [("exception", RuntimeError), ("memory_error", MemoryError)])
+def test_crashes_happen_in_generate(crash, kind) -> None:
+    with pytest.raises(kind):
+        list(loaded(crash=crash).generate(requests(2)))
+
+
+def test_enospc_and_device_memory_look_like_the_real_ones() -> None:
+    with pytest.raises(OSError) as disk:
+        list(loaded(crash="enospc").generate(requests(1)))
+    assert disk.value.errno == errno.ENOSPC
+    with pytest.raises(RuntimeError, match="out of memory") as device:
+        list(loaded(crash="oom_device").generate(requests(1)))
+    assert type(device.value).__name__ == "OutOfMemoryError"
+
+
+@pytest.mark.parametrize(("crash", "status"), [("sigkill", -9), ("segv", -11), ("exit", 3)])
+def test_deaths_take_the_process(crash, status) -> None:
+    code = (
+        "from engines.fake import *; from harness.api import *; "
+        f"e = FakeEngine(crash={crash!r}); e.load(MODEL, OffloadPolicy(), HardwareLimits(), None); "
+        "list(e.generate([GenerationRequest('a', (1,))]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
+
+
+def test_wrong_results() -> None:
+    right = list(loaded().generate(requests(3)))
+
+    def wrong(**options) -> list[GenerationResult]:
+        return list(loaded(**options).generate(requests(3)))
+
+    assert [r.id for r in wrong(lose_request=True)] == ["r0", "r1"]
+    assert {len(r.tokens) for r in wrong(wrong_count=True)} == {3}
+    assert {r.tokens for r in wrong(nonsense="pad")} == {(1, 1, 1, 1)}
+    assert min(t for r in wrong(nonsense="vocab") for t in r.tokens) >= SHAPE.vocab
+    assert wrong(nonsense="times")[0].token_times_s == right[0].token_times_s[::-1]
+    assert [r.id for r in wrong(nonsense="duplicate")] == ["r0", "r0", "r1", "r1", "r2", "r2"]
+    assert wrong(nonsense="unknown")[0].id == "unknown-r0"
+
+
+def test_max_batch_is_the_largest_that_survives() -> None:
+    assert list(loaded(OffloadPolicy(gpu_batch_size=2), max_batch=4).generate(requests(2)))
+    with pytest.raises(MemoryError):
+        list(loaded(OffloadPolicy(gpu_batch_size=3, num_gpu_batches=2), max_batch=4).generate(requests(2)))
+
+
+def test_eaten_memory_is_touched_and_freed() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    before = resident()
+    engine = loaded(eat_bytes=64 << 20)
+    assert resident() - before > 60 << 20
+    engine.close()
+    assert resident() - before < 30 << 20
+
+
+def test_importing_fake_and_shapes_needs_no_torch() -> None:
+    code = (
+        "import sys, engines.fake, engines.shapes; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

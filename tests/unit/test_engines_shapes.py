@@ -1,0 +1,54 @@
+"""The catalogue agrees with what transformers builds from the same configuration."""
+
+import pytest
+
+from engines import shapes
+from harness.api import HarnessError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LARGE = ("175b", "66b", "30b", "65b", "70b", "70B")
+
+
+def meta_model(model_id):
+    config = transformers.AutoConfig.for_model(**shapes.config_kwargs(model_id))
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def agree(model_id) -> None:
+    model, shape = meta_model(model_id), shapes.shape(model_id)
+    assert shape.params_total == sum(p.numel() for p in model.parameters())
+    layers = model.model.decoder.layers if shape.family == "opt" else model.model.layers
+    linear = [m.weight.numel() for m in layers[0].modules() if isinstance(m, torch.nn.Linear)]
+    assert shape.params_per_layer == sum(linear)
+    assert (len(layers), model.config.vocab_size) == (shape.num_layers, shape.vocab)
+    assert model.config.max_position_embeddings == shape.max_context
+
+
+@pytest.mark.parametrize("model_id", [m for m in shapes.CATALOGUE if not m.endswith(LARGE)])
+def test_sizes_equal_transformers(model_id) -> None:
+    agree(model_id)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_id", [m for m in shapes.CATALOGUE if m.endswith(LARGE)])
+def test_large_sizes_equal_transformers(model_id) -> None:
+    agree(model_id)
+
+
+def test_published_totals() -> None:
+    assert shapes.shape("facebook/opt-175b").params_total == 174_604_468_224
+    assert shapes.shape("meta-llama/Meta-Llama-3-8B").params_total == 8_030_261_248
+    assert shapes.shape("meta-llama/Llama-3.2-1B").params_total == 1_235_814_400
+
+
+def test_long_context_models_scale_their_rotary_frequencies() -> None:
+    rope = meta_model("meta-llama/Llama-3.2-1B").config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 32.0, 8192)
+
+
+def test_unknown_id_names_the_nearest() -> None:
+    with pytest.raises(HarnessError, match=r"facebook/opt-1\.3b"):
+        shapes.shape("facebook/opt-1.3")

@@ -19,7 +19,6 @@ Configured as its documentation does for inference under a memory limit, in the 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
@@ -34,33 +33,34 @@ from harness.api import (
     Dtype,
     HardwareLimits,
     InfeasibleError,
+    Job,
     LocalModel,
     ModelShape,
     OffloadPolicy,
 )
 
-#: Held beyond the arithmetic below: the pages of the file being read, allocator remains (measured up to 40 MB).
+#: Held beyond the arithmetic below: read-ahead, allocator remains (measured up to 40 MB).
 SLACK_BYTES = 64 << 20
 
 
 class AccelerateEngine(CausalLMEngine):
     """Honours policy.gpu_batch_size and policy.compute_dtype. Under a limit of host memory it gives Accelerate
 
-        share = budget - KV cache - activations - slack
+        share = budget - KV cache - activations - passing tensor - slack
 
-    of RAM for weights, with room for `gpu_batch_size` sequences of `sequence_tokens` (prompt and new tokens).
+    of RAM for weights: the passing tensor is the largest one, both as the pages it is read from and as the copy
+    it is computed with (without that room the kernel evicts and rereads pages without end). There is room for `gpu_batch_size` sequences of the job's `max_sequence` tokens.
     `cpu_memory` (bytes) sets the share instead; `disk_only` makes it 0. Without a limit Accelerate decides.
     """
 
     name = "accelerate"
 
-    def __init__(self, *, cpu_memory: int | None = None, disk_only: bool = False, sequence_tokens: int = 256) -> None:
+    def __init__(self, *, cpu_memory: int | None = None, disk_only: bool = False) -> None:
         if disk_only and cpu_memory is not None:
             raise TypeError("disk_only and cpu_memory exclude each other")
-        if sequence_tokens < 1 or (cpu_memory is not None and cpu_memory < 0):
-            raise TypeError("sequence_tokens must be at least 1 and cpu_memory at least 0")
+        if cpu_memory is not None and cpu_memory < 0:
+            raise TypeError("cpu_memory must be at least 0")
         self._cpu_memory = 0 if disk_only else cpu_memory
-        self._sequence_tokens = sequence_tokens
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -73,9 +73,9 @@ class AccelerateEngine(CausalLMEngine):
         )
 
     def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path
+        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
-        share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory)
+        share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory, job.max_sequence)
         _return_freed_memory()
         module = AutoModelForCausalLM.from_pretrained(
             model.path,
@@ -84,7 +84,7 @@ class AccelerateEngine(CausalLMEngine):
             use_safetensors=True,
             device_map="auto",
             max_memory=None if share is None else {"cpu": share},
-            offload_folder=str(scratch),
+            offload_folder=str(job.scratch),
         )
         if dtype == model.dtype:
             _make_resident(module)
@@ -92,25 +92,25 @@ class AccelerateEngine(CausalLMEngine):
         return Placement(module, tiers, notes)
 
     def _share(
-        self, model: LocalModel, dtype: Dtype, batch: int, budget: int | None
+        self, model: LocalModel, dtype: Dtype, batch: int, budget: int | None, tokens: int
     ) -> tuple[int | None, tuple[str, ...]]:
         """The RAM for weights that Accelerate is given, and how it came about."""
-        if budget is not None:
-            largest = checkpoints.largest_tensor_bytes(model.path) * DTYPE_BYTES[dtype] // DTYPE_BYTES[model.dtype]
-            if largest > budget:
-                raise InfeasibleError(
-                    f"accelerate needs at least {largest} bytes for its largest layer or embedding in {dtype}; "
-                    f"budget is {budget} bytes"
-                )
+        stored = checkpoints.largest_tensor_bytes(model.path)
+        largest = stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[model.dtype]
+        if budget is not None and largest > budget:
+            raise InfeasibleError(
+                f"accelerate needs at least {largest / 2**20:.1f} MiB for its largest layer or embedding in "
+                f"{dtype}; the budget is {budget / 2**20:.1f} MiB"
+            )
         if self._cpu_memory is not None:
             return self._cpu_memory, (f"max_memory cpu = {self._cpu_memory} bytes (set by option)",)
         if budget is None:
             return None, ("no limit: device_map auto decides",)
-        kv, activations = working_bytes(model.shape, batch, self._sequence_tokens, DTYPE_BYTES[dtype])
-        share = max(0, budget - kv - activations - SLACK_BYTES)
+        kv, activations = working_bytes(model.shape, batch, tokens, DTYPE_BYTES[dtype])
+        share = max(0, budget - kv - activations - stored - largest - SLACK_BYTES)
         return share, (
             f"max_memory cpu = {share} bytes = budget {budget} - KV cache {kv} - activations {activations} "
-            f"- slack {SLACK_BYTES}, for {batch} x {self._sequence_tokens} tokens",
+            f"- passing tensor {stored} + {largest} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens",
         )
 
 

@@ -22,6 +22,7 @@ from harness.api import (
     GenerationResult,
     HardwareLimits,
     HarnessError,
+    Job,
     LoadReport,
     LocalModel,
     ModelShape,
@@ -62,16 +63,16 @@ class CausalLMEngine(ABC):
 
     @abstractmethod
     def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path
+        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
         """Loads `model` with its weights computed in `dtype`. Raises InfeasibleError when the budget is too small."""
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-        placed = self._place(model, dtype, policy, limits, scratch)
+        placed = self._place(model, dtype, policy, limits, job)
         self._module = placed.module.eval()
         old = self._module.generation_config
         # a checkpoint's own sampling settings or penalties must not change what a request asks for

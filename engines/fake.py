@@ -11,7 +11,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 from harness.api import (
@@ -20,6 +19,7 @@ from harness.api import (
     GenerationResult,
     HardwareLimits,
     InfeasibleError,
+    Job,
     LoadReport,
     LocalModel,
     ModelShape,
@@ -106,7 +106,7 @@ class FakeEngine:
             simulated=True,
         )
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         """Raises what `crash` names if it is a refusal, and MemoryError for a block above `max_batch`."""
         if self._crash == "unsupported":
             raise UnsupportedError("engine fake was told to refuse this model")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +12,7 @@ from harness.api import (
     Dtype,
     HardwareLimits,
     InfeasibleError,
+    Job,
     LocalModel,
     OffloadPolicy,
 )
@@ -37,14 +36,14 @@ class TransformersEngine(CausalLMEngine):
         )
 
     def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path
+        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
         weights = model.shape.params_total * DTYPE_BYTES[dtype]
         budget = limits.host_memory
         if budget is not None and weights + WORK_BYTES > budget:
             raise InfeasibleError(
-                f"transformers needs at least {weights} bytes for all weights in {dtype} and {WORK_BYTES} to work; "
-                f"budget is {budget} bytes"
+                f"transformers needs at least {(weights + WORK_BYTES) / 2**20:.1f} MiB for all weights in {dtype} and "
+                f"to work; the budget is {budget / 2**20:.1f} MiB"
             )
         module = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True

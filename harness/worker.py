@@ -27,6 +27,7 @@ from harness.api import (
     GenerationResult,
     HarnessError,
     InfeasibleError,
+    Job,
     LoadReport,
     LocalModel,
     Measurement,
@@ -178,8 +179,10 @@ class _Run:
 
     def _load(self, engine: Engine, scratch: Path) -> LoadReport:
         self._events.emit("load")
+        spec = self._spec
+        longest = spec.workload.prompt_len + spec.workload.gen_len
         with _Probed(self._measurements, "load"):
-            load = engine.load(self._model, self._spec.policy, self._spec.limits, scratch)
+            load = engine.load(self._model, spec.policy, spec.limits, Job(scratch, longest))
         self._out["load"] = to_json(load)
         return load
 

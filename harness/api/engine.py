@@ -79,6 +79,18 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class Job:
+    """What an engine may know of the work before it loads.
+
+    `scratch` is an empty folder for offloaded tensors, removed afterwards. `max_sequence` is the most tokens
+    (prompt and new ones) a sequence will have: memory for more need not be kept free.
+    """
+
+    scratch: Path
+    max_sequence: int
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """What was really loaded: `policy` as realised, weights by tier in bytes (device, host, disk)."""
 
@@ -103,8 +115,8 @@ class Engine(Protocol):
         """Cheap and callable before `load`."""
         ...
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, scratch: Path) -> LoadReport:
-        """Makes the model ready. `scratch` is an empty folder for offloaded tensors, removed afterwards."""
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+        """Makes the model ready within `limits`, or raises before it takes more."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:

@@ -14,15 +14,18 @@ from harness.api import (
     GenerationResult,
     HardwareLimits,
     InfeasibleError,
+    Job,
     OffloadPolicy,
     SamplingParams,
     UnsupportedError,
 )
 
+JOB = Job(Path("unused"), 64)
+
 
 def loaded(policy=None, **options):
     engine = FakeEngine(**options)
-    engine.load(MODEL, policy or OffloadPolicy(), HardwareLimits(), None)
+    engine.load(MODEL, policy or OffloadPolicy(), HardwareLimits(), JOB)
     return engine
 
 
@@ -89,7 +92,7 @@ def test_enospc_and_device_memory_look_like_the_real_ones() -> None:
 def test_deaths_take_the_process(crash, status) -> None:
     code = (
         "from engines.fake import *; from harness.api import *; "
-        f"e = FakeEngine(crash={crash!r}); e.load(MODEL, OffloadPolicy(), HardwareLimits(), None); "
+        f"e = FakeEngine(crash={crash!r}); e.load(MODEL, OffloadPolicy(), HardwareLimits(), Job(Path('unused'), 64)); "
         "list(e.generate([GenerationRequest('a', (1,))]))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status

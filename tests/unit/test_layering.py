@@ -15,7 +15,9 @@ def test_import_contracts_hold():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["validate", "suites/quickstart.yaml"], ["ls", "engines"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["validate", "suites/quickstart.yaml"], ["ls", "engines"]]
+)
 def test_light_commands_import_nothing_heavy(arguments):
     script = (
         "import sys; from harness.cli import cli\n"

@@ -28,10 +28,9 @@ def test_memory_probe_sees_a_short_peak():
 
 
 def test_disk_probe_counts_what_reached_the_disk(tmp_path):
-    with DiskProbe() as probe:
-        with (tmp_path / "file").open("wb") as file:
-            file.write(os.urandom(8 << 20))
-            os.fsync(file.fileno())
+    with DiskProbe() as probe, (tmp_path / "file").open("wb") as file:
+        file.write(os.urandom(8 << 20))
+        os.fsync(file.fileno())
     written = {m.name: m.samples for m in probe.measurements("run")}["write_bytes"]
     assert not written or written[0] >= 8 << 20  # empty where this file system or kernel does not account it
 

@@ -48,8 +48,9 @@ class AccelerateEngine(CausalLMEngine):
 
         share = budget - KV cache - activations - passing tensor - slack
 
-    of RAM for weights: the passing tensor is the largest one, both as the pages it is read from and as the copy
-    it is computed with (without that room the kernel evicts and rereads pages without end). There is room for `gpu_batch_size` sequences of the job's `max_sequence` tokens.
+    of RAM for weights. The passing tensor is the largest one, both as the pages it is read from and as the copy
+    it is computed with: without that room the kernel evicts and rereads pages without end. KV cache and
+    activations are for `gpu_batch_size` sequences of the job's `max_sequence` tokens.
     `cpu_memory` (bytes) sets the share instead; `disk_only` makes it 0. Without a limit Accelerate decides.
     """
 

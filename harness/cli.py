@@ -89,7 +89,8 @@ def _run(
     out = out or Path("results") / suite.name
     cache = cache or runner.default_cache()
     if lacking := runner.check_requirements(suite, cache):
-        click.echo(f"this machine does not meet {suite.name}: " + "; ".join(lacking), err=True)
+        click.echo(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
+        click.echo(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
     runner.write_suite_copy(path, out)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -224,6 +225,14 @@ def _print_cells(cells: list[RunSpec], as_json: bool) -> None:
             click.echo(
                 "  ".join([cell.fingerprint(), cell.name, cell.model.id, shape, batch, f"x{cell.repeats}", *notes])
             )
+
+
+def _runnable(cache: Path) -> list[str]:
+    """Shipped suites whose requirements this machine meets."""
+    from harness.listing import shipped_suites
+    from harness.runner import check_requirements
+
+    return [suite.name for suite in shipped_suites() if not check_requirements(suite, cache)]
 
 
 def _print_summary(records: list[Any]) -> None:

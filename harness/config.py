@@ -15,7 +15,7 @@ from functools import partial, reduce
 from pathlib import Path
 
 from harness import suite_check, yaml_source
-from harness.api import HardwareLimits, HardwareRequirements, HarnessError, SuiteSpec
+from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec
 from harness.cell_names import Cell, name_cells
 from harness.registry import ENGINES
 from harness.units import parse_duration, parse_size
@@ -68,7 +68,17 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
     if launches > MAX_LAUNCHES:
         raise root.error(f"{len(cells):,} cells make {launches:,} launches; at most {MAX_LAUNCHES:,} are allowed")
     specs = tuple(replace(spec, suite=header.name) for spec in name_cells(cells))
+    _refuse_twins(root, specs)
     return SuiteSpec(header.name, header.description, specs, header.requires, header.machine_probe)
+
+
+def _refuse_twins(root: Node, specs: Sequence[RunSpec]) -> None:
+    """Cells are told apart by what they measure: two alike would share their records."""
+    first: dict[str, str] = {}
+    for spec in specs:
+        twin = first.setdefault(spec.fingerprint(), spec.name)
+        if twin != spec.name:
+            raise root.error(f"cells {twin!r} and {spec.name!r} measure the same; leave one out or change its seed")
 
 
 def _header(root: Node, hardware: Node) -> Node:

@@ -40,6 +40,7 @@ from harness.api import (
     from_json,
     to_json,
 )
+from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rate
 from harness.probes.energy import EnergyProbe
 from harness.probes.latency import metrics
@@ -219,7 +220,7 @@ class _Probed:
     def __init__(self, sink: list[Measurement], phase: Phase) -> None:
         self._sink = sink
         self._phase = phase
-        self._probes: list[Probe] = [EnergyProbe(), DiskProbe(), MemoryProbe()]
+        self._probes: list[Probe] = [EnergyProbe(), CpuProbe(), DiskProbe(), MemoryProbe()]
 
     def __enter__(self) -> None:
         for probe in self._probes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reports import sections, tables
 from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
 from reports.records import Runs
-from reports.summary import CellSummary, by_workload, headline, summary_rows
+from reports.summary import DISTURBED, CellSummary, by_workload, headline, others_share, summary_rows
 from reports.tables import Table, cell_table
 from reports.text import number, one_line, plural
 
@@ -100,6 +100,9 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         remarks.append("Not all cells answered the same number of requests; those with fewer are marked.")
     if any(r.simulated or r.projected for r in rows):
         remarks.append("Simulated and projected cells were not measured and are never ranked above measured ones.")
+    if disturbed := [r.name for r in rows if others_share(r.ok_records) > DISTURBED]:
+        names = ", ".join(disturbed)
+        remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU while these ran: {names}.")
     if any(len(r.throughput) < 3 for r in own):
         remarks.append("Some cells have fewer than three finished repeats: too few to judge small differences.")
     return remarks

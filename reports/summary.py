@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from harness.api import RunRecord, Status
 from reports.text import TIMES_SIGN, finite, median, number, one_line
 
+#: Above this share of CPU time taken by others a figure is marked as disturbed.
+DISTURBED = 0.05
+
 #: The engine that is compared with the others; all other engines are baselines.
 OWN_ENGINE = "offload"
 
@@ -126,6 +129,16 @@ def measured_sum(record: RunRecord, name: str, phase: str) -> float | None:
     """Sum of a counter's samples in one phase, None where the counter does not exist."""
     samples = [v for m in record.measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
     return finite(sum(samples)) if samples else None
+
+
+def others_share(records: Iterable[RunRecord]) -> float:
+    """Largest share of the CPU time in use, over records, that other processes and the hypervisor took."""
+    shares = [0.0]
+    for record in records:
+        own, other, stolen = (measured_sum(record, f"cpu_{n}_s", "generate") for n in ("own", "other", "steal"))
+        if own is not None and other is not None and own + other > 0:
+            shares.append((other + (stolen or 0.0)) / (own + other + (stolen or 0.0)))
+    return max(shares)
 
 
 def measured_peak(record: RunRecord, name: str) -> float | None:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import subprocess
+import time
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness import provenance
 from harness.probes import energy
+from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rate
 from harness.probes.memory import MemoryProbe
 
@@ -91,3 +93,12 @@ def test_machine_facts_are_there_and_stable():
     assert facts["cores_usable"] >= 1
     assert facts["ram_bytes"] > 1 << 28
     assert provenance.machine_key() == provenance.machine_key()
+
+
+def test_cpu_probe_tells_own_work_from_others():
+    with CpuProbe() as probe:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+    own = {m.name: m.samples for m in probe.measurements("run")}["cpu_own_s"]
+    assert not own or own[0] >= 0.25

@@ -1,0 +1,114 @@
+"""Real engines through the real command line on a small random model: same tokens, real limits, real damage."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+
+GEN = {"workload": "{kind: synthetic, prompt_len: 12, gen_len: 5, num_requests: 4}", "timeout": "2min"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """An OPT with a 12 MiB embedding: small, but larger than the smallest budgets below."""
+    folder = tmp_path_factory.mktemp("models") / "small-opt"
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=12_288,
+        hidden_size=256,
+        word_embed_proj_dim=256,
+        ffn_dim=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        init_std=0.3,
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(folder, max_shard_size="6MB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def suite(cli, model, matrix):
+    return cli.suite(matrix, model=f"{{id: {json.dumps(str(model))}}}", repeats=1, **GEN)
+
+
+def test_resident_and_offloaded_engines_give_the_same_tokens(cli, model):
+    done = cli.run(
+        suite(
+            cli,
+            model,
+            """
+  - {name: resident, engine: transformers, policy: {gpu_batch_size: 3}, reference: true}
+  - name: disk
+    engine: accelerate
+    policy: {gpu_batch_size: 2}
+    options: {disk_only: true}
+    limits: {host_memory: 64MiB}
+  - {name: auto, engine: accelerate, policy: {gpu_batch_size: 4}, limits: {host_memory: 96MiB}}
+""",
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    found = {r.spec.name: r for r in cli.records()}
+    digests = {name: [t.digest for t in record.requests] for name, record in found.items()}
+    assert digests["disk"] == digests["auto"] == digests["resident"]
+    assert len(set(digests["resident"])) == 4, "requests differ, so equal digests mean something"
+    assert found["disk"].load.weights_by_tier[1] == 0
+    assert found["disk"].memory.peak_bytes <= found["disk"].memory.limit_bytes
+    reads = [m.samples[0] for m in found["disk"].measurements if (m.name, m.phase) == ("read_bytes", "generate")]
+    if found["disk"].memory.counts_page_cache:
+        assert reads[0] > 0
+    assert "4 of 4" in (cli.out / "report.md").read_text()
+
+
+def test_a_budget_below_one_layer_is_infeasible_with_the_numbers(cli, model):
+    cells = """
+  - {name: offload, engine: accelerate, limits: {host_memory: 10MiB}, expect: infeasible}
+  - {name: resident, engine: transformers, limits: {host_memory: 10MiB}, expect: infeasible}
+"""
+    assert cli.run(suite(cli, model, cells)).returncode == 0
+    for record in cli.records():
+        assert "MiB" in record.reason
+        assert "the budget is 10.0 MiB" in record.reason
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no config", "pickle"])
+def test_a_damaged_checkpoint_is_one_line_that_names_the_file(cli, model, damage):
+    broken = cli.folder / "broken"
+    shutil.copytree(model, broken)
+    shard = sorted(broken.glob("*.safetensors"))[1]
+    named = shard.name
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "no config":
+        (broken / "config.json").unlink()
+        named = "config.json"
+    else:
+        for file in broken.glob("*.safetensors*"):
+            file.unlink()
+        (broken / "pytorch_model.bin").write_bytes(b"x")
+        named = "pickle"
+    done = cli.run(suite(cli, broken, "  - {name: a, engine: transformers}"))
+    assert done.returncode == 1
+    record = cli.records()[0]
+    assert record.status == "error"
+    assert named in record.reason
+    assert "\n" not in record.reason
+
+
+def test_unknown_models_are_one_line(cli):
+    done = cli.run(
+        cli.suite("  - {name: a, engine: transformers}", model="{id: nobody/no-such-model, weights: dummy}", repeats=1)
+    )
+    assert done.returncode == 1
+    assert "no-such-model" in cli.records()[0].reason
+
+
+def test_a_context_beyond_the_models_is_refused(cli, model):
+    done = cli.run(suite(cli, model, "  - {name: a, engine: transformers, workload: {prompt_len: 1000}}"))
+    assert done.returncode == 1
+    assert "context of 128" in cli.records()[0].reason

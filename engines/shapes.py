@@ -162,10 +162,18 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "meta-llama/Llama-3.1-70B": _llama3(80, 8192, 28672, 64, long=8.0),
     "meta-llama/Llama-3.2-1B": _llama3(16, 2048, 8192, 32, long=32.0, tied=True),
     "meta-llama/Llama-3.2-3B": _llama3(28, 3072, 8192, 24, long=32.0, tied=True),
+    # no published models: they cost next to nothing and run the same code
+    "tiny/opt": _Opt(2, 64, 2),
+    "tiny/llama": _Llama(2, 64, 176, 2, 2),
 }
 
 #: ModelShape by hub id, in the order of families and sizes.
 CATALOGUE: Mapping[str, ModelShape] = {model_id: entry.shape() for model_id, entry in _MODELS.items()}
+
+
+def tiny(family: str) -> str:
+    """The id of the smallest model that runs a family's code; LLaMA's for a family without one of its own."""
+    return f"tiny/{family}" if f"tiny/{family}" in _MODELS else "tiny/llama"
 
 
 def shape(model_id: str) -> ModelShape:

@@ -157,7 +157,10 @@ def describe(record: RunRecord) -> str:
     head = f"{record.spec.name} repeat {record.repeat + 1}/{record.spec.repeats}"
     if record.status == "ok":
         rate = record.metrics.get("generation_throughput_tok_s")
-        return f"{head}: {rate:.3g} tok/s in {record.wall_s:.0f} s" if rate is not None else f"{head}: ok"
+        if rate is None:
+            return f"{head}: ok"
+        shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        return f"{head}: {shown} tok/s in {record.wall_s:.0f} s"
     expected = " (expected)" if record.status == record.spec.expect else ""
     return f"{head}: {record.status}{expected}: {record.reason}"
 

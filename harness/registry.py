@@ -54,6 +54,7 @@ _PREPARE = "engines.checkpoints:prepare"
 _EVICT = "engines.checkpoints:evict"
 _GEMM_RATES = "engines.calibrate:gemm_rates"
 _SHAPES = "engines.shapes:CATALOGUE"
+_TINY = "engines.shapes:tiny"
 
 
 def engine_entry(name: str) -> EngineEntry:
@@ -104,6 +105,11 @@ def evict_model(path: str) -> None:
 def gemm_rates(*args: Any, **kwargs: Any) -> Any:
     """engines.calibrate.gemm_rates: FLOP/s by dtype and rows."""
     return resolve(_GEMM_RATES)(*args, **kwargs)
+
+
+def tiny_model(family: str) -> str:
+    """engines.shapes.tiny: the id of a negligible model that runs the family's code."""
+    return cast(str, resolve(_TINY)(family))
 
 
 def shapes() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
+import gc
 import json
 import os
 import signal
@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.answers import check
 from harness.api import (
     Engine,
-    GenerationRequest,
     GenerationResult,
+    HardwareLimits,
     HarnessError,
     InfeasibleError,
     Job,
@@ -69,11 +70,11 @@ class Events:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the request in folder argv[0]; returns 0 whenever a result was written."""
-    _die_with_parent()
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
+    _die_with(request["parent"])
     if request["kind"] == "idle":
-        result = _idle(request)
+        result = _idle(folder, request)
     elif request["kind"] == "prepare":
         result = _prepare(folder, request)
     elif request["kind"] == "machine":
@@ -86,20 +87,30 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when the harness dies, even by kill -9."""
-    parent = os.getppid()
+def _die_with(parent: int) -> None:
+    """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _idle(request: dict[str, Any]) -> dict[str, Any]:
-    """The footprint of an engine's process that has imported everything and loaded nothing."""
+def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """The footprint of an engine's process that has loaded, run and closed a negligible model.
+
+    So everything that is imported or set up on first use is there, and no weight is.
+    """
     spec = from_json(RunSpec, request["spec"])
     engine = registry.make_engine(spec.engine, dict(spec.options))
-    engine.capabilities()
+    if request["model"] is not None:
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        model = from_json(LocalModel, request["model"])
+        load = engine.load(model, spec.policy, HardwareLimits(threads=spec.limits.threads), Job(scratch, 8))
+        tiny = registry.make_workload("synthetic", prompt_len=4, gen_len=4)
+        list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
+        engine.close()
+        gc.collect()
     anonymous, file = resident_bytes()
     return {"anonymous_bytes": anonymous, "file_bytes": file}
 
@@ -233,55 +244,6 @@ class _Probed:
         for probe in reversed(self._probes):
             probe.__exit__(*exc)
             self._sink.extend(probe.measurements(self._phase))
-
-
-def check(requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], vocab: int) -> list[RequestTrace]:
-    """Refuses a run that did not do the work: every engine answers every request once, with the tokens asked for.
-
-    Raises HarnessError naming the first request that was lost, repeated, cut short, ran on another prompt length,
-    computed padding without saying so, or has impossible ids or times.
-    """
-    answered = {r.id: r for r in results}
-    if len(answered) != len(results):
-        raise HarnessError("check failed: a request was answered twice")
-    if unknown := sorted(answered.keys() - {r.id for r in requests}):
-        raise HarnessError(f"check failed: {unknown[0]} was never asked for")
-    traces = []
-    for request in requests:
-        if request.id not in answered:
-            raise HarnessError(f"check failed: request {request.id} was not answered")
-        result = answered[request.id]
-        wanted = request.sampling.max_tokens
-        problems = {
-            f"{len(result.tokens)} tokens instead of {wanted}": request.sampling.ignore_eos
-            and len(result.tokens) != wanted,
-            f"{len(result.tokens)} tokens, more than {wanted}": len(result.tokens) > wanted,
-            f"attended to {result.prompt_tokens} prompt tokens instead of {len(request.prompt)}": result.prompt_tokens
-            != len(request.prompt),
-            "token ids outside the vocabulary": any(not 0 <= t < vocab for t in result.tokens),
-            f"{len(result.token_times_s)} times for {len(result.tokens)} tokens": len(result.token_times_s)
-            != len(result.tokens),
-            "times that run backwards": list(result.token_times_s) != sorted(result.token_times_s)
-            or bool(result.token_times_s and result.token_times_s[0] < result.start_s),
-            "no token": not result.tokens,
-            "negative padding": result.padding_tokens < 0,
-        }
-        for problem, found in problems.items():
-            if found:
-                raise HarnessError(f"check failed: request {request.id}: {problem}")
-        traces.append(
-            RequestTrace(
-                request.id,
-                result.prompt_tokens,
-                len(result.tokens),
-                result.padding_tokens,
-                round(result.start_s, 6),
-                tuple(round(t, 6) for t in result.token_times_s),
-                result.finish_reason,
-                hashlib.sha256(json.dumps([request.prompt, result.tokens]).encode()).hexdigest()[:12],
-            )
-        )
-    return traces
 
 
 def classify(exc: BaseException) -> tuple[Status, str]:

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness import provenance
+from harness import provenance, registry
 from harness.api import (
     EventSink,
     HardwareProfile,
     LaunchRequest,
     LocalModel,
     MemoryLimit,
+    ModelSpec,
     RunRecord,
     RunSpec,
     Status,
@@ -23,7 +24,7 @@ from harness.api import (
     to_json,
 )
 from harness.launchers.memory import sweep_stale_groups
-from harness.launchers.sandbox import Outcome, Task, run_task
+from harness.launchers.sandbox import Outcome, Task, ignore_events, run_task
 
 _HELPER_TIMEOUT_S = 600.0
 _PREPARE_TIMEOUT_S = 24 * 3600.0
@@ -89,17 +90,29 @@ class ProcessLauncher:
         return from_json(HardwareProfile, (outcome.result or {}) | {"measured_at": provenance.now()})
 
     def _idle_bytes(self, request: LaunchRequest) -> int:
-        """Anonymous memory of the engine's process with everything imported and nothing loaded, measured once.
+        """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.
 
         File-backed pages are left out: shared libraries already cached are not charged to the cell.
         """
-        key = json.dumps([request.spec.engine, to_json(request.spec.options)], sort_keys=True)
+        spec, model = request.spec, request.model
+        key = json.dumps(
+            [spec.engine, to_json(spec.options), spec.policy.compute_dtype, model.dtype, model.shape.family]
+        )
         if key not in self._idle:
-            body = {"kind": "idle", "spec": to_json(request.spec)}
-            outcome = run_task(Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S))
-            # An engine that cannot even start has no floor; its own launch says why.
-            self._idle[key] = int(outcome.result["anonymous_bytes"]) if outcome.result else 0
+            self._idle[key] = self._measure_idle(request)
         return self._idle[key]
+
+    def _measure_idle(self, request: LaunchRequest) -> int:
+        spec, model = request.spec, request.model
+        tiny: LocalModel | None = None
+        if model.path:
+            small = ModelSpec(registry.tiny_model(model.shape.family), "dummy", model.dtype)
+            made = self.prepare(replace(spec, model=small), request.workdir, request.log, ignore_events)
+            tiny = made if isinstance(made, LocalModel) else None
+        body = {"kind": "idle", "spec": to_json(spec), "model": to_json(tiny)}
+        outcome = run_task(Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S, threads=spec.limits.threads))
+        # An engine that cannot even start has no floor; its own launch says why.
+        return int(outcome.result["anonymous_bytes"]) if outcome.result else 0
 
 
 def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status, str]:

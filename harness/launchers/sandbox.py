@@ -63,7 +63,7 @@ def run_task(task: Task, on_event: EventSink = ignore_events) -> Outcome:
     group = make_group(task.limit_bytes)
     try:
         task.workdir.mkdir(parents=True)
-        (task.workdir / REQUEST).write_text(json.dumps(task.body))
+        (task.workdir / REQUEST).write_text(json.dumps(task.body | {"parent": os.getpid()}))
         with task.log.open("ab") as sink:
             sink.write(f"=== {task.body['kind']} {provenance.now()}\n".encode())
             log_start = sink.tell()

@@ -5,6 +5,7 @@ import errno
 
 import pytest
 
+from harness.answers import check
 from harness.api import (
     GenerationRequest,
     GenerationResult,
@@ -15,7 +16,7 @@ from harness.api import (
 )
 from harness.launchers.process import judge
 from harness.launchers.sandbox import Outcome
-from harness.worker import check, classify
+from harness.worker import classify
 from suites.workloads import Synthetic
 
 REQUESTS = [GenerationRequest(f"r{i}", (7, 8, 9), SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(2)]

@@ -96,3 +96,12 @@ def _clash(cell: Cell, other: Cell, name: str) -> HarnessError:
     pairs = zip(cell.layers, other.layers, strict=True)
     at, first = next((pair for pair in pairs if pair[0] != pair[1]), (cell.layers[-1], other.layers[-1]))
     return HarnessError(f"{at}: cell name {name!r} is already that of the cell from {first}; give one another name")
+
+
+def find_twins(specs: Sequence[RunSpec]) -> tuple[str, str] | None:
+    """Names of the first two cells that measure the same, so that their records could not be told apart."""
+    first: dict[str, str] = {}
+    for spec in specs:
+        if (twin := first.setdefault(spec.fingerprint(), spec.name)) != spec.name:
+            return twin, spec.name
+    return None

@@ -15,8 +15,8 @@ from functools import partial, reduce
 from pathlib import Path
 
 from harness import suite_check, yaml_source
-from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec
-from harness.cell_names import Cell, name_cells
+from harness.api import HardwareLimits, HardwareRequirements, HarnessError, SuiteSpec
+from harness.cell_names import Cell, find_twins, name_cells
 from harness.registry import ENGINES
 from harness.units import parse_duration, parse_size
 from harness.yaml_node import Node, shown
@@ -68,17 +68,10 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
     if launches > MAX_LAUNCHES:
         raise root.error(f"{len(cells):,} cells make {launches:,} launches; at most {MAX_LAUNCHES:,} are allowed")
     specs = tuple(replace(spec, suite=header.name) for spec in name_cells(cells))
-    _refuse_twins(root, specs)
+    twins = None if overrides else find_twins(specs)  # --set may make twins of cells that are not all selected
+    if twins:
+        raise root.error(f"cells {twins[0]!r} and {twins[1]!r} measure the same; leave one out or change its seed")
     return SuiteSpec(header.name, header.description, specs, header.requires, header.machine_probe)
-
-
-def _refuse_twins(root: Node, specs: Sequence[RunSpec]) -> None:
-    """Cells are told apart by what they measure: two alike would share their records."""
-    first: dict[str, str] = {}
-    for spec in specs:
-        twin = first.setdefault(spec.fingerprint(), spec.name)
-        if twin != spec.name:
-            raise root.error(f"cells {twin!r} and {spec.name!r} measure the same; leave one out or change its seed")
 
 
 def _header(root: Node, hardware: Node) -> Node:

@@ -25,6 +25,7 @@ from harness.api import (
     Trial,
 )
 from harness.bound import bound
+from harness.cell_names import find_twins
 from harness.launchers.process import ProcessLauncher
 from harness.store import Store
 from harness.tuning import Remembered, choose, search_max_batch, settled
@@ -83,6 +84,8 @@ class Runner:
 
         Raises HarnessError for what stops the whole run, KeyboardInterrupt after recording the cell in flight.
         """
+        if twins := find_twins(cells):
+            raise HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
         self._store.open(fresh)
         try:
             shutil.rmtree(self._work, ignore_errors=True)

@@ -51,6 +51,14 @@ def test_unknown_engine_names_file_line_and_neighbour(cli):
     assert "did you mean 'fake'" in done.stderr
 
 
+def test_overrides_that_make_cells_alike_are_told_how_to_choose(cli):
+    suite = cli.suite("  - {name: a, engine: fake, seed: 1}\n  - {name: b, engine: fake}", repeats=1)
+    done = cli.run(suite, "--set", "seed=7")
+    assert done.returncode == 2
+    assert "'a' and 'b' measure the same" in done.stderr
+    assert cli.run(suite, "--set", "seed=7", "--cell", "a").returncode == 0
+
+
 def test_output_that_cannot_be_written(cli):
     (cli.folder / "file").write_text("")
     done = cli("run", cli.suite(GOOD), "--out", cli.folder / "file" / "out")

@@ -432,6 +432,11 @@ class TestOverrides:
             assert (cell.options, cell.policy.compute_dtype) == ({"x": {"y": [1, "a"]}}, "float32")
             assert (cell.model.id, cell.model.weights) == ("m", "dummy")
 
+    def test_twins_are_refused_in_the_file_but_may_come_from_overrides(self, load: Load) -> None:
+        with pytest.raises(HarnessError, match="'a' and 'b' measure the same"):
+            load(CELL + "matrix: [{name: a, repeats: 5}, {name: b}]")
+        assert len(load(CELL + "matrix: [{name: a, seed: 1}, {name: b}]", "seed=2").cells) == 2
+
     @pytest.mark.parametrize(
         ("override", "tune", "policy"),
         [

@@ -91,7 +91,7 @@ def test_enospc_and_device_memory_look_like_the_real_ones() -> None:
 @pytest.mark.parametrize(("crash", "status"), [("sigkill", -9), ("segv", -11), ("exit", 3)])
 def test_deaths_take_the_process(crash, status) -> None:
     code = (
-        "from engines.fake import *; from harness.api import *; "
+        "from pathlib import Path; from engines.fake import *; from harness.api import *; "
         f"e = FakeEngine(crash={crash!r}); e.load(MODEL, OffloadPolicy(), HardwareLimits(), Job(Path('unused'), 64)); "
         "list(e.generate([GenerationRequest('a', (1,))]))"
     )

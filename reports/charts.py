@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reports.summary import CellSummary, throughput
 from reports.tables import allowed, name_cell
-from reports.text import GIB, number
+from reports.text import MIB, number
 
 
 @dataclass(frozen=True)
@@ -107,21 +107,21 @@ def memory_chart(rows: Sequence[CellSummary]) -> Chart | None:
     """Peak memory as a bar, the limit as a line; None where nothing was counted."""
     if not any(r.peak_bytes is not None for r in rows):
         return None
-    axis = _axis([(r, b / GIB) for r in rows for b in (r.peak_bytes, r.limit_bytes) if b is not None])
+    axis = _axis([(r, b / MIB) for r in rows for b in (r.peak_bytes, r.limit_bytes) if b is not None])
     lines = []
     for row in rows:
         marks = []
         value = ""
         if row.peak_bytes is not None:
-            peak = row.peak_bytes / GIB
-            marks += [Mark("bar", axis.at(peak), ""), Mark("median", axis.at(peak), f"peak {number(peak)} GiB")]
+            peak = row.peak_bytes / MIB
+            marks += [Mark("bar", axis.at(peak), ""), Mark("median", axis.at(peak), f"peak {number(peak)} MiB")]
             value = number(peak)
         if row.limit_bytes is not None:
-            limit = row.limit_bytes / GIB
-            marks.append(Mark("limit", axis.at(limit), f"limit {number(limit)} GiB"))
+            limit = row.limit_bytes / MIB
+            marks.append(Mark("limit", axis.at(limit), f"limit {number(limit)} MiB"))
             value += f" of {number(limit)}" if value else ""
         lines.append(_row(row, marks, value))
-    return _chart("Peak memory against the limit", "GiB", axis, {"bar": "peak", "limit": "limit"}, lines)
+    return _chart("Peak memory against the limit", "MiB", axis, {"bar": "peak", "limit": "limit"}, lines)
 
 
 def bound_chart(rows: Sequence[CellSummary]) -> Chart | None:

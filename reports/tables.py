@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reports.summary import CellSummary, measured_peak, measured_sum, metric
-from reports.text import GIB, MB, MISSING, TIMES_SIGN, decimals, finite, median, number
+from reports.text import MB, MIB, MISSING, TIMES_SIGN, decimals, finite, median, number
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ SUMMARY = (
     Figure("To baseline", TIMES_SIGN, lambda r: r.ratio, "not ranked: reference, incomplete, or no baseline finished"),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
-    Figure("Peak memory", "GiB", lambda r: r.peak_bytes, "not counted", scale=GIB),
-    Figure("Limit", "GiB", lambda r: r.limit_bytes, "no limit", scale=GIB),
+    Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
+    Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
     Figure("Read", "MB/token", lambda r: r.read_bytes_per_token, _NO_COUNTER, scale=MB),
     Figure("Same output", "", _agreement, "no reference cell of this seed finished"),
 )
@@ -153,12 +153,12 @@ TIMES = (
 )
 
 MEMORY = (
-    Figure("Peak", "GiB", lambda r: r.peak_bytes, "not counted", scale=GIB),
-    Figure("Limit", "GiB", lambda r: r.limit_bytes, "no limit", scale=GIB),
-    Figure("Idle", "GiB", lambda r: _memory(r, "idle_bytes"), "not recorded", scale=GIB),
-    Figure("Budget", "GiB", lambda r: _memory(r, "budget_bytes"), "no limit", scale=GIB),
-    Figure("Anonymous RSS", "GiB", lambda r: _peak(r, "rss_anon_bytes"), "not sampled", scale=GIB),
-    Figure("File RSS", "GiB", lambda r: _peak(r, "rss_file_bytes"), "not sampled", scale=GIB),
+    Figure("Peak", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
+    Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
+    Figure("Idle", "MiB", lambda r: _memory(r, "idle_bytes"), "not recorded", scale=MIB),
+    Figure("Budget", "MiB", lambda r: _memory(r, "budget_bytes"), "no limit", scale=MIB),
+    Figure("Anonymous RSS", "MiB", lambda r: _peak(r, "rss_anon_bytes"), "not sampled", scale=MIB),
+    Figure("File RSS", "MiB", lambda r: _peak(r, "rss_file_bytes"), "not sampled", scale=MIB),
     Figure("Enforced by", "", _method, "not recorded", numeric=False),
 )
 

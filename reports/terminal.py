@@ -15,7 +15,8 @@ from reports.summary import by_workload, headline, summary_rows
 from reports.tables import SUMMARY, Cell, Table, cell_table
 from reports.text import clean
 
-_SHOWN = tuple(f for f in SUMMARY if f.title in {"Batch", "Throughput", "To baseline", "Of bound", "Peak memory"})
+_TITLES = {"Batch", "Throughput", "To baseline", "Of bound", "Peak memory", "Limit"}
+_SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:

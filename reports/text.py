@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 MISSING = "\u2013"
 TIMES_SIGN = "\u00d7"
 GIB = 2.0**30
+MIB = 2.0**20
 MB = 1e6
 
 # Control characters, bidirectional overrides and lone surrogates: they hide or reorder what a reader sees,

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 
 import jsonschema
@@ -165,11 +166,15 @@ SLOW = "\n".join(f"  - {{name: c{i}, engine: fake, options: {{sleep_s: 0.05}}, s
 
 
 def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
-    suite = cli.suite(
-        "  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}", repeats=1
-    )
+    cells = "  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}"
+    suite = cli.suite(cells, repeats=1)
+    # A job that a shell script started in the background inherits an ignored SIGINT: undo that for this test.
+    undo = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
-        cli.command("run", suite, "--out", cli.out), env=cli.environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", undo, *cli.command("run", suite, "--out", cli.out)],
+        env=cli.environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     wait_for((cli.out / "records.jsonl").exists)
     time.sleep(0.5)

@@ -12,7 +12,7 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,9 @@ def evict(path: str | Path) -> None:
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
             try:
-                dummy_weights.sync_and_drop(fd)
+                with suppress(OSError):  # a read-only file system has nothing to sync
+                    os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
 

@@ -92,14 +92,13 @@ def _run(
         click.echo(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
         click.echo(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
-    runner.write_suite_copy(path, out)
     signal.signal(signal.SIGTERM, _interrupt)
     # Without the folders of this machine, so that records can be shared.
     command = shlex.join(["harness", "run", path.name if path.is_absolute() else str(path), *_as_options(overrides)])
     progress = make_progress()
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
         try:
-            records = runner.Runner(suite, out, cache, progress, command).run(cells, fresh)
+            records = runner.Runner(suite, path, out, cache, progress, command).run(cells, fresh)
             stopped = False
         except KeyboardInterrupt:
             stopped = True
@@ -107,7 +106,8 @@ def _run(
         click.echo(f"interrupted; run the same command again to go on (records: {out / 'records.jsonl'})", err=True)
         return EXIT_INTERRUPTED
     written = build([out])
-    _print_summary(records)
+    with contextlib.suppress(BrokenPipeError):  # who reads only the first lines still gets the true exit code
+        _print_summary(records)
     click.echo("report: " + ", ".join(str(p) for p in written), err=True)
     failed = runner.unexpected(records)
     for record in failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -73,8 +74,13 @@ class PlainProgress:
         self._current = None
         self.note(f"[{self._done}/{self._total}] {describe(record)}{self._eta()}")
 
+    def dropped(self, step: Step) -> None:
+        self._todo = [s for s in self._todo if s != step]
+        self._total -= 1
+
     def note(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        with contextlib.suppress(BrokenPipeError):  # a log reader that went away must not end the measurement
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     def _eta(self) -> str:
         left = self._clock.left(self._todo, 0.0)
@@ -121,6 +127,10 @@ class LiveProgress:
         self._clock.add(step.cell.name, time.monotonic() - self._step_started)
         self._step = None
         self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
+
+    def dropped(self, step: Step) -> None:
+        self._todo = [s for s in self._todo if s != step]
+        self._total -= 1
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))

@@ -26,12 +26,15 @@ from harness.api import (
 )
 from harness.bound import bound
 from harness.cell_names import find_twins
+from harness.launchers.memory import cap_method
 from harness.launchers.process import ProcessLauncher
 from harness.store import Store
-from harness.tuning import Remembered, choose, search_max_batch, settled
+from harness.tuning import SIZE_STATUSES, Remembered, choose, search_max_batch, settled
 
-#: Repeating these cannot end otherwise, so the cell's other repeats are left out.
-_NOT_REPEATED = ("infeasible", "unsupported", "timeout", "skipped")
+#: Repeating these cannot end otherwise, so the cell's other repeats are left out, now and on resume.
+_REFUSALS = ("infeasible", "unsupported", "timeout")
+#: So are those of a cell whose batch search failed, until the next run.
+_NOT_REPEATED = (*_REFUSALS, "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
 _PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
@@ -56,6 +59,8 @@ class Progress(Protocol):
 
     def finished(self, step: Step, record: RunRecord) -> None: ...
 
+    def dropped(self, step: Step) -> None: ...
+
     def note(self, text: str) -> None: ...
 
 
@@ -66,14 +71,17 @@ class Runner:
     so that a machine that drifts drifts over all cells alike.
     """
 
-    def __init__(self, suite: SuiteSpec, out: Path, cache: Path, progress: Progress, command: str) -> None:
+    def __init__(
+        self, suite: SuiteSpec, suite_file: Path, out: Path, cache: Path, progress: Progress, command: str
+    ) -> None:
         self._suite = suite
+        self._suite_file = suite_file
         self._out = out
         self._cache = cache
         self._progress = progress
         self._command = command
         self._store = Store(out)
-        self._models: dict[ModelSpec, LocalModel | tuple[Status, str]] = {}
+        self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
         self._machine: HardwareProfile | None = None
         self._machine_read_at = float("-inf")
@@ -90,7 +98,8 @@ class Runner:
         try:
             shutil.rmtree(self._work, ignore_errors=True)
             done = self._store.done()
-            self._dropped = {r.fingerprint for r in self._store.records() if r.status in _NOT_REPEATED}
+            write_suite_copy(self._suite_file, self._out)
+            self._dropped = {r.fingerprint for r in self._store.records() if r.status in _REFUSALS}
             steps = [s for s in interleave(cells) if s.cell.fingerprint() not in self._dropped]
             todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]
             self._progress.planned(todo, len(steps) - len(todo))
@@ -118,6 +127,7 @@ class Runner:
     def _step(self, step: Step) -> None:
         cell = step.cell
         if cell.fingerprint() in self._dropped:
+            self._progress.dropped(step)
             return
         try:
             record = self._measure(step)
@@ -166,18 +176,23 @@ class Runner:
 
     def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:
         if model.path:
-            registry.evict_model(model.path)
+            try:
+                registry.evict_model(model.path)
+            except OSError as exc:
+                reason = f"cannot read {exc.filename or 'the model'}: {exc.strerror}; make it readable"
+                return RunRecord(spec, "", repeat, "error", self._launcher.scrub(reason), provenance.now())
         request = LaunchRequest(spec, repeat, model, self._work / f"{spec.name}-{repeat}", self._log(spec))
         return self._launcher.launch(request, self._progress.event)
 
     def _model(self, step: Step) -> LocalModel | tuple[Status, str]:
         spec = step.cell.model
-        if spec not in self._models:
+        key = (registry.engine_entry(step.cell.engine).builtin_model, spec)
+        if key not in self._models:
             self._progress.started(step, f"preparing {spec.id}")
-            self._models[spec] = self._launcher.prepare(
+            self._models[key] = self._launcher.prepare(
                 step.cell, self._work / "prepare", self._log(step.cell), self._progress.event
             )
-        return self._models[spec]
+        return self._models[key]
 
     def _with_batch(self, step: Step, model: LocalModel) -> tuple[RunSpec | None, tuple[Trial, ...]]:
         """The cell with a settled batch and the trials that settled it; None where no batch survives."""
@@ -186,14 +201,14 @@ class Runner:
             return cell, ()
         key = cell.fingerprint()
         if key not in self._settled:
-            memory_key = self._remembered.key(cell, self._engine_versions(cell), model.digest)
+            memory_key = self._remembered.key(cell, self._engine_versions(cell), model.digest, cap_method())
             trials = self._remembered.get(memory_key)
             if trials is None:
                 trials = search_max_batch(cell.policy.gpu_batch_size, lambda batch: self._trial(step, model, batch))
-                if trials[-1].status not in ("error", "disk_full"):
+                if all(t.status in (*SIZE_STATUSES, *_REFUSALS) for t in trials):
                     self._remembered.put(memory_key, trials)
             batch = choose(trials)
-            self._settled[key] = (None if batch is None else settled(cell, batch), tuple(trials))
+            self._settled[key] = (None if batch is None else settled(cell, batch), trials)
         return self._settled[key]
 
     def _trial(self, step: Step, model: LocalModel, batch: int) -> Trial:
@@ -262,8 +277,9 @@ def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
 def write_suite_copy(source: Path, out: Path) -> None:
     """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "suite.yaml").write_bytes(source.read_bytes())
+        temporary = out / "suite.yaml.tmp"
+        temporary.write_bytes(source.read_bytes())
+        temporary.rename(out / "suite.yaml")
     except OSError as exc:
         hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
         raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc

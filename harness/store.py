@@ -56,7 +56,6 @@ class Store:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-            (self.out / ".lock").unlink(missing_ok=True)
 
     def append(self, record: RunRecord) -> None:
         """Adds one record durably. Raises HarnessError when the disk is full or not writable."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.api import RunSpec, Trial, from_json, to_json
+from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 
 _CEILING = 4096
+#: How a trial ends if only the batch's size decided.
+SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
 
-def search_max_batch(start: int, attempt: Callable[[int], Trial]) -> list[Trial]:
+def search_max_batch(start: int, attempt: Callable[[int], Trial]) -> tuple[Trial, ...]:
     """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
 
     `attempt(batch)` launches the cell with that batch. Survival is taken to be monotone. Each batch is tried once.
+    A trial that failed for another reason than size ends the search.
     """
     trials: list[Trial] = []
 
@@ -31,16 +35,18 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial]) -> list[Trial]
         if survives(batch):
             good, batch = batch, batch * 2
         else:
-            if trials[-1].status in ("unsupported", "error", "disk_full"):
-                return trials  # not a matter of size
             bad, batch = batch, batch // 2
+        if trials[-1].status not in SIZE_STATUSES:
+            return tuple(trials)
     while good and bad and bad - good > max(1, good // 4):
         middle = (good + bad) // 2
         if survives(middle):
             good = middle
         else:
             bad = middle
-    return trials
+        if trials[-1].status not in SIZE_STATUSES:
+            break
+    return tuple(trials)
 
 
 def choose(trials: Sequence[Trial]) -> int | None:
@@ -51,6 +57,13 @@ def choose(trials: Sequence[Trial]) -> int | None:
     return max(alive, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size
 
 
+@dataclass(frozen=True)
+class _Trials:
+    """The stored form of one search."""
+
+    trials: tuple[Trial, ...] | None
+
+
 class Remembered:
     """Searches that were done on this machine: one JSON file in the cache, replaced atomically."""
 
@@ -58,30 +71,34 @@ class Remembered:
         self._path = path
         self._machine_key = machine_key
 
-    def key(self, spec: RunSpec, versions: dict[str, str], memory_method: str) -> str:
-        """What a search depends on: machine, cell (less labels and repeats), package versions, kind of cap."""
-        parts = [self._machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), memory_method]
+    def key(self, spec: RunSpec, versions: dict[str, str], model_digest: str, cap: str) -> str:
+        """What a search depends on: machine, cell (less labels and repeats), packages, weights, kind of cap."""
+        parts = [self._machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), model_digest, cap]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
-    def get(self, key: str) -> list[Trial] | None:
+    def get(self, key: str) -> tuple[Trial, ...] | None:
         """The trials of an earlier search, or None."""
-        stored = self._read().get(key)
-        return None if stored is None else [from_json(Trial, t) for t in stored]
+        with contextlib.suppress(HarnessError):
+            return from_json(_Trials, {"trials": self._read().get(key)}).trials or None
+        return None
 
     def put(self, key: str, trials: Sequence[Trial]) -> None:
-        """Keeps a search's trials."""
-        content = self._read() | {key: [to_json(t) for t in trials]}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=1))
-        temporary.replace(self._path)
+        """Keeps a search's trials, if the cache can be written: forgetting costs a search, failing a run."""
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                content = self._read() | {key: [to_json(t) for t in trials]}
+                temporary = self._path.with_suffix(".tmp")
+                temporary.write_text(json.dumps(content, indent=1))
+                temporary.replace(self._path)
 
-    def _read(self) -> dict[str, list[dict[str, object]]]:
+    def _read(self) -> dict[str, object]:
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(self._path.read_text())
             if isinstance(content, dict):
                 return content
-        return {}  # lost or damaged memory costs a search, never a run
+        return {}
 
 
 def settled(spec: RunSpec, batch: int) -> RunSpec:

@@ -99,7 +99,6 @@ class CgroupV2:
 
     def __init__(self, parent: Path, limit: int | None) -> None:
         self.path = _make_group(parent)
-        self._sampled_peak = 0
         try:
             if not (self.path / "memory.max").exists():
                 raise OSError(f"the memory controller is not delegated to {parent}")
@@ -206,6 +205,13 @@ def make_group(limit: int | None) -> MemoryGroup:
     return Monitor(limit)
 
 
+def cap_method() -> str:
+    """How a launch's memory would be bounded now."""
+    group = make_group(None)
+    group.close()
+    return group.method
+
+
 def sweep_stale_groups() -> None:
     """Removes groups left by harnesses that were killed, with whatever still runs in them."""
     for _, parent in _parents():
@@ -251,7 +257,8 @@ def _kill_group(path: Path) -> None:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:
-            pids = [int(p) for p in (path / "cgroup.procs").read_text().split()]
+            # a process of another pid namespace reads as 0, which kill would take for our own group
+            pids = [int(p) for p in (path / "cgroup.procs").read_text().split() if p != "0"]
         except OSError:
             return
         if not pids:

@@ -55,7 +55,7 @@ class ProcessLauncher:
         task = Task(body, request.workdir, request.log, spec.timeout_s, limit, spec.limits.threads)
         outcome = run_task(task, on_event)
         status, reason = judge(outcome, spec.timeout_s, limit)
-        record = RunRecord(spec, "", request.repeat, status, provenance.scrub(reason, self._places), started_at)
+        record = RunRecord(spec, "", request.repeat, status, self.scrub(reason), started_at)
         result = outcome.result or {}
         measured = {k: result[k] for k in ("load", "requests", "metrics", "measurements", "simulated") if k in result}
         return replace(
@@ -65,6 +65,10 @@ class ProcessLauncher:
             provenance={"packages": result.get("packages", {})},
         )
 
+    def scrub(self, text: str) -> str:
+        """`text` without the folders of this machine."""
+        return provenance.scrub(text, self._places)
+
     def prepare(self, spec: RunSpec, workdir: Path, log: Path, on_event: EventSink) -> LocalModel | tuple[Status, str]:
         """Makes the cell's model ready in a process of its own, or says why it cannot be."""
         body = {"kind": "prepare", "spec": to_json(spec), "cache": str(self._cache)}
@@ -72,7 +76,7 @@ class ProcessLauncher:
         if outcome.result and outcome.result["status"] == "ok":
             return from_json(LocalModel, outcome.result["model"])
         status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
-        return status, provenance.scrub(reason, self._places)
+        return status, self.scrub(reason)
 
     def measure_machine(
         self, model: LocalModel, rows: Sequence[int], threads: int | None, workdir: Path, log: Path
@@ -121,7 +125,8 @@ def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status
     reason: str = "" if outcome.result is None else outcome.result["reason"]
     if outcome.oom_kills and status != "ok":
         status = "oom_host"
-        reason = f"killed at its memory limit of {(limit or 0) / 2**20:.0f} MiB ({outcome.oom_kills} OOM kills)"
+        where = "for want of memory outside the cell" if limit is None else f"at its limit of {limit / 2**20:.0f} MiB"
+        reason = f"killed {where} ({outcome.oom_kills} OOM kills)"
     elif outcome.timed_out:
         status, reason = "timeout", f"not done after {timeout_s:.0f} s"
     elif outcome.result is None:

@@ -31,6 +31,17 @@ def test_a_failure_that_is_not_about_size_stops_the_search():
     assert choose(trials) is None
 
 
+def test_a_passing_trouble_in_the_bisection_ends_it_too():
+    ends = {8: "ok", 16: "oom_host", 12: "disk_full"}
+    trials = search_max_batch(8, lambda batch: Trial(batch, ends[batch], 1.0))
+    assert [t.gpu_batch_size for t in trials] == [8, 16, 12]
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    Remembered(tmp_path / "file" / "max_batch.json", "m").put("key", [Trial(1, "ok", 1.0)])
+
+
 def test_the_fastest_survivor_is_chosen_not_the_largest():
     trials = [Trial(8, "ok", 2.0), Trial(16, "ok", 1.5), Trial(32, "timeout", None)]
     assert choose(trials) == 8
@@ -38,19 +49,21 @@ def test_the_fastest_survivor_is_chosen_not_the_largest():
 
 def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):
     memory = Remembered(tmp_path / "max_batch.json", "machine-a")
-    key = memory.key(SPEC, {"torch": "2"}, "model")
-    trials = [Trial(4, "ok", 1.0), Trial(8, "oom_host", None, "killed")]
+    key = memory.key(SPEC, {"torch": "2"}, "model", "cgroup-v1")
+    trials = (Trial(4, "ok", 1.0), Trial(8, "oom_host", None, "killed"))
     memory.put(key, trials)
     assert Remembered(tmp_path / "max_batch.json", "machine-a").get(key) == trials
     other = Remembered(tmp_path / "max_batch.json", "machine-b")
-    assert other.get(other.key(SPEC, {"torch": "2"}, "model")) is None
-    assert memory.get(memory.key(SPEC, {"torch": "3"}, "model")) is None
+    assert other.get(other.key(SPEC, {"torch": "2"}, "model", "cgroup-v1")) is None
+    assert memory.get(memory.key(SPEC, {"torch": "3"}, "model", "cgroup-v1")) is None
+    assert memory.get(memory.key(SPEC, {"torch": "2"}, "model", "monitor")) is None
 
 
 def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
     path = tmp_path / "max_batch.json"
-    path.write_text("{half")
     memory = Remembered(path, "m")
-    assert memory.get("key") is None
+    for damage in ("{half", "[]", '{"key": 3}', '{"key": [{"new": 1}]}', '{"key": [3]}'):
+        path.write_text(damage)
+        assert memory.get("key") is None
     memory.put("key", [Trial(1, "ok", 1.0)])
     assert memory.get("key")

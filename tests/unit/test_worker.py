@@ -104,7 +104,7 @@ def outcome(**changes):
     ("ended", "status", "words"),
     [
         (outcome(), "ok", ""),
-        (outcome(result=None, exit_code=-9, oom_kills=1), "oom_host", "memory limit of 1 MiB"),
+        (outcome(result=None, exit_code=-9, oom_kills=1), "oom_host", "at its limit of 1 MiB"),
         (outcome(result={"status": "error", "reason": "child died"}, oom_kills=1), "oom_host", "OOM"),
         (outcome(oom_kills=1), "ok", ""),  # a helper of the engine died and the engine coped
         (outcome(result=None, exit_code=-9), "error", "SIGKILL"),  # exit 137 alone is no evidence of memory

@@ -83,8 +83,7 @@ class Runner:
         self._store = Store(out)
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
-        self._machine: HardwareProfile | None = None
-        self._machine_read_at = float("-inf")
+        self._machine: dict[tuple[str, int | None], tuple[float, HardwareProfile | None]] = {}
         self._dropped: set[str] = set()
 
     def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
@@ -225,14 +224,18 @@ class Runner:
         """Rates measured at most a minute before the launch, so that they drift with what they bound."""
         if not self._suite.machine_probe or not model.path:
             return None
-        if time.monotonic() - self._machine_read_at > _MACHINE_PROBE_MAX_AGE_S:
+        cell = step.cell
+        key = (model.path, cell.limits.threads)
+        read_at, profile = self._machine.get(key, (float("-inf"), None))
+        if time.monotonic() - read_at > _MACHINE_PROBE_MAX_AGE_S:
             self._progress.started(step, "measuring disk and GEMM rates")
             registry.evict_model(model.path)
-            self._machine = self._launcher.measure_machine(
-                model, _PROBED_ROWS, step.cell.limits.threads, self._work / "machine", self._log(step.cell)
+            dtypes = {c.policy.compute_dtype for c in self._suite.cells}
+            profile = self._launcher.measure_machine(
+                model, _PROBED_ROWS, sorted(dtypes), cell.limits.threads, self._work / "machine", self._log(cell)
             )
-            self._machine_read_at = time.monotonic()
-        return self._machine
+            self._machine[key] = (time.monotonic(), profile)
+        return profile
 
 
 def interleave(cells: Sequence[RunSpec]) -> list[Step]:

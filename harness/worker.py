@@ -16,7 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,10 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     _die_with(request["parent"])
-    if request["kind"] == "idle":
-        result = _idle(folder, request)
-    elif request["kind"] == "prepare":
-        result = _prepare(folder, request)
-    elif request["kind"] == "machine":
-        result = _measure_machine(request)
-    else:
+    if request["kind"] == "run":
         result = _Run(folder, request).result()
+    else:
+        result = _help(_HELPERS[request["kind"]], folder, request)
     temporary = folder / (RESULT + ".tmp")
     temporary.write_text(json.dumps(result, allow_nan=False))
     temporary.rename(folder / RESULT)
@@ -106,7 +103,8 @@ def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         scratch = folder / "scratch"
         scratch.mkdir()
         model = from_json(LocalModel, request["model"])
-        load = engine.load(model, spec.policy, HardwareLimits(threads=spec.limits.threads), Job(scratch, 8))
+        policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the same floor for every batch
+        load = engine.load(model, policy, HardwareLimits(threads=spec.limits.threads), Job(scratch, 8))
         tiny = registry.make_workload("synthetic", prompt_len=4, gen_len=4)
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
@@ -118,25 +116,37 @@ def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
 def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint made ready, outside any limit and any timing."""
     events = Events(folder)
-    try:
-        spec = from_json(RunSpec, request["spec"])
-        model = registry.prepare_model(
-            spec.engine, spec.model, Path(request["cache"]), lambda done, total: events.emit("prepare", done, total)
-        )
-    except Exception as exc:
-        if not isinstance(exc, HarnessError):
-            traceback.print_exc()
-        status, reason = classify(exc)
-        return {"status": status, "reason": reason}
-    return {"status": "ok", "model": to_json(model)}
+    spec = from_json(RunSpec, request["spec"])
+    model = registry.prepare_model(
+        spec.engine, spec.model, Path(request["cache"]), lambda done, total: events.emit("prepare", done, total)
+    )
+    return {"model": to_json(model)}
 
 
-def _measure_machine(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_machine(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Disk bandwidth and GEMM rates of this moment; see HardwareProfile."""
     k, n = request["gemm_shape"]
     disk = sequential_read_rate(Path(request["folder"]))
     rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])
     return {"disk_read": [] if disk is None else [disk], "gemm_shape": [k, n], "gemm_flops": rates}
+
+
+_HELPERS: Mapping[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
+    "idle": _idle,
+    "prepare": _prepare,
+    "machine": _measure_machine,
+}
+
+
+def _help(task: Callable[[Path, dict[str, Any]], dict[str, Any]], folder: Path, request: dict[str, Any]) -> Any:
+    """A helper's findings under `found`, with status and reason as for a run."""
+    try:
+        return {"status": "ok", "reason": "", "found": task(folder, request)}
+    except Exception as exc:
+        if not isinstance(exc, HarnessError):
+            traceback.print_exc()
+        status, reason = classify(exc)
+        return {"status": status, "reason": reason}
 
 
 class _Run:

@@ -148,6 +148,7 @@ class Monitor:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._process: psutil.Process | None = None
+        self._seen: set[psutil.Process] = set()  # a child whose parent died is no longer found below it
         self._peak = 0
         self._kills = 0
         self._stop = threading.Event()
@@ -171,11 +172,10 @@ class Monitor:
             self._stop.wait(self._PERIOD_S)
 
     def _tree(self) -> list[psutil.Process]:
-        if self._process is None:
-            return []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [self._process, *self._process.children(recursive=True)]
-        return []
+        if self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen |= {self._process, *self._process.children(recursive=True)}
+        return [p for p in self._seen if p.is_running()]
 
     def oom_kills(self) -> int:
         return self._kills

@@ -45,6 +45,8 @@ class ProcessLauncher:
         started_at, start = provenance.now(), time.monotonic()
         budget = spec.limits.host_memory
         idle = self._idle_bytes(request) if budget is not None else 0
+        if not isinstance(idle, int):
+            return RunRecord(spec, "", request.repeat, idle[0], self.scrub(idle[1]), started_at)
         limit = None if budget is None else idle + budget
         body = {
             "kind": "run",
@@ -73,13 +75,19 @@ class ProcessLauncher:
         """Makes the cell's model ready in a process of its own, or says why it cannot be."""
         body = {"kind": "prepare", "spec": to_json(spec), "cache": str(self._cache)}
         outcome = run_task(Task(body, workdir, log, _PREPARE_TIMEOUT_S), on_event)
-        if outcome.result and outcome.result["status"] == "ok":
-            return from_json(LocalModel, outcome.result["model"])
         status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
+        if outcome.result and status == "ok":
+            return from_json(LocalModel, outcome.result["found"]["model"])
         return status, self.scrub(reason)
 
     def measure_machine(
-        self, model: LocalModel, rows: Sequence[int], threads: int | None, workdir: Path, log: Path
+        self,
+        model: LocalModel,
+        rows: Sequence[int],
+        dtypes: Sequence[str],
+        threads: int | None,
+        workdir: Path,
+        log: Path,
     ) -> HardwareProfile:
         """Disk bandwidth on the model's own files and GEMM rates at its shape, now; empty where not measurable."""
         body = {
@@ -87,36 +95,44 @@ class ProcessLauncher:
             "folder": model.path,
             "gemm_shape": (model.shape.hidden, model.shape.ffn),
             "rows": rows,
-            "dtypes": sorted({"float32", model.dtype}),
+            "dtypes": sorted({"float32", model.dtype, *dtypes} - {"auto"}),
             "threads": threads,
         }
         outcome = run_task(Task(body, workdir, log, _HELPER_TIMEOUT_S, threads=threads))
-        return from_json(HardwareProfile, (outcome.result or {}) | {"measured_at": provenance.now()})
+        found = (outcome.result or {}).get("found", {})
+        return from_json(HardwareProfile, found | {"measured_at": provenance.now()})
 
-    def _idle_bytes(self, request: LaunchRequest) -> int:
+    def _idle_bytes(self, request: LaunchRequest) -> int | tuple[Status, str]:
         """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.
 
-        File-backed pages are left out: shared libraries already cached are not charged to the cell.
+        File-backed pages are left out: shared libraries already cached are not charged to the cell. An engine
+        that cannot run even that has no floor: its status and reason instead.
         """
         spec, model = request.spec, request.model
-        key = json.dumps(
-            [spec.engine, to_json(spec.options), spec.policy.compute_dtype, model.dtype, model.shape.family]
-        )
+        engine = [spec.engine, to_json(spec.options), spec.policy.compute_dtype, spec.limits.threads]
+        key = json.dumps([*engine, model.dtype, model.shape.family])
         if key not in self._idle:
-            self._idle[key] = self._measure_idle(request)
+            measured = self._measure_idle(request)
+            if not isinstance(measured, int):
+                return measured
+            self._idle[key] = measured
         return self._idle[key]
 
-    def _measure_idle(self, request: LaunchRequest) -> int:
+    def _measure_idle(self, request: LaunchRequest) -> int | tuple[Status, str]:
         spec, model = request.spec, request.model
         tiny: LocalModel | None = None
         if model.path:
             small = ModelSpec(registry.tiny_model(model.shape.family), "dummy", model.dtype)
             made = self.prepare(replace(spec, model=small), request.workdir, request.log, ignore_events)
-            tiny = made if isinstance(made, LocalModel) else None
+            if not isinstance(made, LocalModel):
+                return made
+            tiny = made
         body = {"kind": "idle", "spec": to_json(spec), "model": to_json(tiny)}
         outcome = run_task(Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S, threads=spec.limits.threads))
-        # An engine that cannot even start has no floor; its own launch says why.
-        return int(outcome.result["anonymous_bytes"]) if outcome.result else 0
+        status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
+        if outcome.result and status == "ok":
+            return int(outcome.result["found"]["anonymous_bytes"])
+        return status, reason
 
 
 def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status, str]:

@@ -3,7 +3,8 @@
 A block of B sequences (prompt s, generated n) needs one prefill pass of B*s rows and n - 1 decode passes of B
 rows. Compute time of a pass is its FLOPs over the GEMM rate measured at that many rows (so small passes are
 held to what memory bandwidth allows). Disk time of a pass is the weight bytes the budget cannot hold, over the
-measured sequential read bandwidth. The bound assumes perfect overlap, and that all of the budget holds weights:
+measured sequential read bandwidth. Of a rate's samples the best counts: noise only slows, and a bound is what
+the machine can do. The bound assumes perfect overlap, and that all of the budget holds weights:
 an engine that spends it on the KV cache instead has a harder task than the bound says.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from harness.api import Bound, HardwareProfile, LocalModel, WorkloadSpec
@@ -36,14 +36,14 @@ def bound(
     context = prompt + generated / 2
     step = shape.flops(batch, context, batch) / rate_at(curve, batch)
     compute_s = prefill + (generated - 1) * step
-    disk_s = generated * on_disk / statistics.median(machine.disk_read) if on_disk else 0.0
+    disk_s = generated * on_disk / max(machine.disk_read) if on_disk else 0.0
     throughput = batch * generated / max(compute_s, disk_s)
     return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: int) -> float:
-    """FLOP/s at `rows`, log-linear between measured rows and flat beyond the ends."""
-    points = sorted((int(r), statistics.median(samples)) for r, samples in curve.items())
+    """FLOP/s at `rows` by the best sample, log-linear between measured rows and flat beyond the ends."""
+    points = sorted((int(r), max(samples)) for r, samples in curve.items())
     if rows <= points[0][0]:
         # Fewer rows than measured are bound by reading the weights: the rate falls in proportion.
         return points[0][1] * rows / points[0][0]

@@ -59,7 +59,7 @@ class HardwareProfile:
     """Capacities and measured curves of one machine.
 
     `gemm_flops[dtype][rows]` is FLOP/s of x[rows, k] @ W[k, n] at the `gemm_shape` (k, n); missing means
-    not measured. Bandwidths are bytes/s. Each curve carries every sample, the reader takes the median.
+    not measured. Bandwidths are bytes/s. Each curve carries every sample.
     """
 
     disk_read: tuple[float, ...] = ()

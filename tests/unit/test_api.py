@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from harness.api import (
     from_json,
     to_json,
 )
+from harness.schema import run_record_schema
 from harness.store import parse_record
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -149,3 +151,8 @@ def test_old_records_still_load(path):
 
 def test_there_are_old_records_to_load():
     assert list(GOLDEN.glob("record_v1*.jsonl"))
+
+
+def test_the_shipped_schema_is_the_contracts():
+    shipped = json.loads((resources.files("harness.schema") / "run_record.json").read_text())
+    assert shipped == run_record_schema(), "run `make schema`"

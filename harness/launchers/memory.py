@@ -52,11 +52,29 @@ class MemoryGroup(Protocol):
         ...
 
 
-class CgroupV1:
+class _Cgroup:
+    """What both versions share: a child group that a process enters before it becomes the command."""
+
+    counts_page_cache = True
+    path: Path
+
+    def wrap(self, command: list[str]) -> list[str]:
+        return _enter_and_exec(self.path, command)
+
+    def adopt(self, pid: int) -> None:
+        """Nothing to do: the process entered before it became the command."""
+
+    def kill(self) -> None:
+        _kill_group(self.path)
+
+    def close(self) -> None:
+        _remove_group(self.path)
+
+
+class CgroupV1(_Cgroup):
     """A child of this process's memory cgroup. The limit counts anonymous memory, page cache and shared memory."""
 
     method = "cgroup-v1"
-    counts_page_cache = True
 
     def __init__(self, parent: Path, limit: int | None) -> None:
         self.path = _make_group(parent)
@@ -69,12 +87,6 @@ class CgroupV1:
             self.close()
             raise
 
-    def wrap(self, command: list[str]) -> list[str]:
-        return _enter_and_exec(self.path, command)
-
-    def adopt(self, pid: int) -> None:
-        """Nothing to do: the process entered before it became the command."""
-
     def oom_kills(self) -> int:
         return _keyed(self.path / "memory.oom_control").get("oom_kill", 0)
 
@@ -84,18 +96,11 @@ class CgroupV1:
     def peak_bytes(self) -> int | None:
         return _number(self.path / "memory.max_usage_in_bytes")
 
-    def kill(self) -> None:
-        _kill_group(self.path)
 
-    def close(self) -> None:
-        _remove_group(self.path)
-
-
-class CgroupV2:
+class CgroupV2(_Cgroup):
     """A cgroup v2 group with `memory.max`, no swap, and out-of-memory ending the whole group."""
 
     method = "cgroup-v2"
-    counts_page_cache = True
 
     def __init__(self, parent: Path, limit: int | None) -> None:
         self.path = _make_group(parent)
@@ -111,12 +116,6 @@ class CgroupV2:
             self.close()
             raise
 
-    def wrap(self, command: list[str]) -> list[str]:
-        return _enter_and_exec(self.path, command)
-
-    def adopt(self, pid: int) -> None:
-        """Nothing to do: the process entered before it became the command."""
-
     def oom_kills(self) -> int:
         return _keyed(self.path / "memory.events").get("oom_kill", 0)
 
@@ -129,10 +128,7 @@ class CgroupV2:
     def kill(self) -> None:
         with contextlib.suppress(OSError):
             (self.path / "cgroup.kill").write_text("1")
-        _kill_group(self.path)
-
-    def close(self) -> None:
-        _remove_group(self.path)
+        super().kill()
 
 
 class Monitor:

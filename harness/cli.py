@@ -65,6 +65,8 @@ def run(
       harness run suites/cpu_offload.yaml --engine accelerate --set repeats=1 --out /tmp/try
       harness run suites/cpu_offload.yaml --shard 1/2
     """
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run; a run's data are in its records.jsonl")
     with _one_line_errors():
         from harness.config import load_suite
         from harness.registry import ENGINES

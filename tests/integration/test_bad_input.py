@@ -35,6 +35,7 @@ def test_bad_usage(cli, arguments, code, words):
         (["--shard", "x"], "--shard x"),
         (["--set", "polici.schedule=row"], "polici"),
         (["--set", "repeats"], "repeats"),
+        (["--json"], "--json goes with --dry-run"),
     ],
 )
 def test_bad_options_name_what_there_is(cli, option, words):

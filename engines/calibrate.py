@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 
@@ -9,6 +11,8 @@ import torch
 
 _REPETITIONS = 5
 _POINT_S = 0.3
+#: An engine finds no weight in the CPU's cache, having read all the others since: more than any cache holds.
+_ROTATED_BYTES = 256 << 20
 
 
 def gemm_rates(
@@ -17,8 +21,9 @@ def gemm_rates(
     """FLOP/s of `torch.nn.functional.linear` on x[rows, k] and a weight [n, k]: `rates[dtype][str(rows)]`.
 
     Each point has one warm-up and at most five repetitions or 0.3 s, every sample kept; the reader takes the
-    best or the median. Points left when `seconds` are over are left out. Holds one weight and one input at a
-    time. A multiply-add counts as two operations.
+    best or the median. Points left when `seconds` are over are left out. Multiplications take turns over
+    copies of the weight of 256 MiB together, as none comes from the cache when a model runs. A multiply-add
+    counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()
@@ -27,24 +32,28 @@ def gemm_rates(
     try:
         rates: dict[str, dict[str, list[float]]] = {}
         for dtype in dtypes:
-            weight = torch.full((n, k), 0.01, dtype=getattr(torch, dtype))
+            copies = math.ceil(_ROTATED_BYTES / (n * k * getattr(torch, dtype).itemsize))
+            weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype))
             rates[dtype] = {
-                str(count): _samples(weight, count) for count in rows if time.perf_counter() - began < seconds
+                str(count): _samples(weights, count) for count in rows if time.perf_counter() - began < seconds
             }
+            del weights  # before those of the next dtype are made
         return rates
     finally:
         torch.set_num_threads(before)
 
 
 @torch.inference_mode()
-def _samples(weight: torch.Tensor, rows: int) -> list[float]:
-    """FLOP/s of each repetition after a warm-up, at least one."""
-    n, k = weight.shape
-    x = torch.full((rows, k), 0.01, dtype=weight.dtype)
-    torch.nn.functional.linear(x, weight)
+def _samples(weights: torch.Tensor, rows: int) -> list[float]:
+    """FLOP/s of each repetition after a warm-up, at least one; weights[copies, n, k] take turns."""
+    _, n, k = weights.shape
+    x = torch.full((rows, k), 0.01, dtype=weights.dtype)
+    turns = itertools.cycle(weights)
+    torch.nn.functional.linear(x, next(turns))
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or (len(samples) < _REPETITIONS and time.perf_counter() - began < _POINT_S):
+        weight = next(turns)
         start = time.perf_counter()
         torch.nn.functional.linear(x, weight)
         samples.append(2 * rows * k * n / (time.perf_counter() - start))

@@ -25,7 +25,12 @@ def bound(
     budget_bytes: int | None,
     machine: HardwareProfile,
 ) -> Bound | None:
-    """Best generated tokens/s for whole blocks of `batch`, or None where a needed rate was not measured."""
+    """Best generated tokens/s for whole blocks of `batch` (or of all requests, where they are fewer).
+
+    None where a needed rate was not measured.
+    """
+    if workload.num_requests != "auto":
+        batch = min(batch, workload.num_requests)
     curve = machine.gemm_flops.get(compute_dtype)
     on_disk = 0 if budget_bytes is None else max(0, model.weight_bytes - budget_bytes)
     if not curve or (on_disk and not machine.disk_read):

@@ -29,7 +29,7 @@ from harness.cell_names import find_twins
 from harness.launchers.memory import cap_method
 from harness.launchers.process import ProcessLauncher
 from harness.store import Store
-from harness.tuning import SIZE_STATUSES, Remembered, choose, search_max_batch, settled
+from harness.tuning import CEILING, SIZE_STATUSES, Remembered, choose, search_max_batch, settled
 
 #: Repeating these cannot end otherwise, so the cell's other repeats are left out, now and on resume.
 _REFUSALS = ("infeasible", "unsupported", "timeout")
@@ -203,7 +203,10 @@ class Runner:
             memory_key = self._remembered.key(cell, self._engine_versions(cell), model.digest, cap_method())
             trials = self._remembered.get(memory_key)
             if trials is None:
-                trials = search_max_batch(cell.policy.gpu_batch_size, lambda batch: self._trial(step, model, batch))
+                requests = cell.workload.num_requests
+                ceiling = CEILING if requests == "auto" else min(CEILING, requests)
+                start = cell.policy.gpu_batch_size
+                trials = search_max_batch(start, lambda batch: self._trial(step, model, batch), ceiling)
                 if all(t.status in (*SIZE_STATUSES, *_REFUSALS) for t in trials):
                     self._remembered.put(memory_key, trials)
             batch = choose(trials)

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 
-_CEILING = 4096
+CEILING = 4096
 #: How a trial ends if only the batch's size decided.
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
 
-def search_max_batch(start: int, attempt: Callable[[int], Trial]) -> tuple[Trial, ...]:
+def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING) -> tuple[Trial, ...]:
     """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
+
+    No batch above `ceiling`, such as the number of requests there are, is tried.
 
     `attempt(batch)` launches the cell with that batch. Survival is taken to be monotone. Each batch is tried once.
     A trial that failed for another reason than size ends the search.
@@ -30,10 +32,10 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial]) -> tuple[Trial
         return trials[-1].status == "ok"
 
     good, bad = 0, 0
-    batch = start
-    while not (good and bad) and 1 <= batch <= _CEILING:
+    batch = min(start, ceiling)
+    while not (good and bad) and batch >= 1 and good < ceiling:
         if survives(batch):
-            good, batch = batch, batch * 2
+            good, batch = batch, min(batch * 2, ceiling)
         else:
             bad, batch = batch, batch // 2
         if trials[-1].status not in SIZE_STATUSES:

@@ -84,6 +84,11 @@ def test_a_fast_disk_bounds_by_arithmetic():
     assert found.compute_s == pytest.approx(by_hand)
 
 
+def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
+    few = WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
+    assert bound(MODEL, few, 64, "float32", None, profile()) == bound(MODEL, few, 3, "float32", None, profile())
+
+
 def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
     workload = WorkloadSpec(prompt_len=8, gen_len=2)
     assert bound(MODEL, workload, 1, "float32", None, profile()).disk_s == 0

@@ -9,15 +9,17 @@ from harness.tuning import Remembered, choose, search_max_batch
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), tune="max_batch")
 
 
-@given(start=st.integers(1, 300), largest=st.integers(0, 2000))
-def test_the_search_ends_within_a_quarter_of_the_largest(start, largest):
+@given(start=st.integers(1, 300), largest=st.integers(0, 2000), ceiling=st.integers(1, 3000))
+def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling):
     tried = []
 
     def attempt(batch):
         tried.append(batch)
         return Trial(batch, "ok" if batch <= largest else "oom_host", float(batch))
 
-    found = choose(search_max_batch(start, attempt))
+    found = choose(search_max_batch(start, attempt, ceiling))
+    largest = min(largest, ceiling)
+    assert max(tried) <= ceiling
     assert len(tried) == len(set(tried)) <= 16
     if largest == 0:
         assert found is None

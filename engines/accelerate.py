@@ -64,14 +64,7 @@ class AccelerateEngine(CausalLMEngine):
         self._cpu_memory = 0 if disk_only else cpu_memory
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            description="Hugging Face Accelerate, weights in RAM and on disk",
-            scores=True,
-            samples=True,
-            offloads=True,
-            compute_dtypes=("float32", "bfloat16", "float16"),
-            packages=("torch", "transformers", "safetensors", "accelerate"),
-        )
+        return Capabilities(packages=("torch", "transformers", "safetensors", "accelerate"))
 
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job

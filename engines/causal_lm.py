@@ -8,12 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from engines import requests as checks
 from engines import sampling
 from harness.api import (
     Capabilities,
@@ -21,17 +21,12 @@ from harness.api import (
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
-    HarnessError,
     Job,
     LoadReport,
     LocalModel,
-    ModelShape,
     OffloadPolicy,
     Score,
-    UnsupportedError,
 )
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -101,10 +96,9 @@ class CausalLMEngine(ABC):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
-        shape = self._model.shape
         for request in requests:
-            _validate(request, shape)
-        decode = self._decoder() if any(r.sampling.stop for r in requests) else None
+            checks.validate(request, self._model.shape)
+        decode = checks.decoder(self._model.path) if any(r.sampling.stop for r in requests) else None
         return self._batches(list(requests), decode, time.perf_counter())
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
@@ -113,7 +107,10 @@ class CausalLMEngine(ABC):
         An empty context becomes the beginning-of-sequence token, or else the end-of-sequence token (as lm-eval
         does). Sequences of equal length share a batch. Raises HarnessError for a pair that cannot be scored.
         """
-        sequences = [self._full_sequence(i, context, continuation) for i, (context, continuation) in enumerate(pairs)]
+        shape, begin = self._model.shape, self._begin()
+        sequences = [
+            checks.full_sequence(i, c, continuation, shape, begin) for i, (c, continuation) in enumerate(pairs)
+        ]
         scores: dict[int, Score] = {}
         by_length: dict[int, list[int]] = {}
         for i, sequence in enumerate(sequences):
@@ -182,32 +179,12 @@ class CausalLMEngine(ABC):
             return []
         return [eos] if isinstance(eos, int) else list(eos)
 
-    def _decoder(self) -> Callable[[Sequence[int]], str]:
-        # without these files transformers makes up an empty tokenizer for some architectures
-        if not any((Path(self._model.path) / name).is_file() for name in _TOKENIZER_FILES):
-            raise UnsupportedError(f"stop strings need a tokenizer, and {self._model.path} holds none")
-        tokenizer = AutoTokenizer.from_pretrained(self._model.path, local_files_only=True)
-        return lambda tokens: str(tokenizer.decode(tokens))
+    def _begin(self) -> int | None:
+        """The token that an empty context becomes."""
+        bos = self._module.generation_config.bos_token_id
+        return bos if bos is not None else next(iter(self._eos()), None)
 
     # ----------------------------------------------------------------------- scoring
-
-    def _full_sequence(self, index: int, context: Sequence[int], continuation: Sequence[int]) -> list[int]:
-        if not context:
-            prefix = self._module.generation_config.bos_token_id
-            prefix = self._eos()[:1] if prefix is None else [prefix]
-            if not prefix:
-                raise HarnessError(f"pair {index}: empty context, and the model has no token that begins a sequence")
-            context = prefix
-        full = [*context, *continuation]
-        limit, vocab = self._model.shape.max_context, self._model.shape.vocab
-        if not continuation:
-            raise HarnessError(f"pair {index}: the continuation is empty")
-        if len(full) - 1 > limit:  # the last token is only predicted
-            raise HarnessError(
-                f"pair {index}: {len(full)} tokens exceed the model's context of {limit} by more than one"
-            )
-        _check_ids(f"pair {index}", full, vocab)
-        return full
 
     @torch.inference_mode()
     def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[Score]:
@@ -230,23 +207,3 @@ def next_batch(pending: Sequence[GenerationRequest], now_s: float, size: int) ->
     """The next requests to run together: those that have arrived and are as long as the first one, at most `size`."""
     length = len(pending[0].prompt)
     return [r for r in pending if r.arrival_s <= now_s and len(r.prompt) == length][:size]
-
-
-def _validate(request: GenerationRequest, shape: ModelShape) -> None:
-    where = f"request {request.id}"
-    if not request.prompt:
-        raise HarnessError(f"{where}: the prompt is empty")
-    _check_ids(where, request.prompt, shape.vocab)
-    sampling.validate(request.sampling, request.id)
-    total = len(request.prompt) + request.sampling.max_tokens
-    if total > shape.max_context:
-        raise HarnessError(
-            f"{where}: {len(request.prompt)} prompt + {request.sampling.max_tokens} new tokens exceed "
-            f"the model's context of {shape.max_context}"
-        )
-
-
-def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise HarnessError(f"{where}: token id {token} is outside the vocabulary of {vocab}")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engines import dummy_weights, shapes
-from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+from engines.folders import build_once
+from harness.api import DiskFullError, Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -33,6 +32,8 @@ def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
     `on_progress` gets bytes written and bytes in all while dummy weights are built. Raises HarnessError for an
     unknown id, a damaged or pickled checkpoint, no network or a full disk; UnsupportedError for quantized weights.
     """
+    if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().is_dir()):
+        raise HarnessError(f"model {model.id} has no revisions: only a hub id has; leave model.revision out")
     if model.weights == "dummy":
         folder = _dummy(model, cache, on_progress or (lambda done, total: None))
         return _describe(folder, shapes.shape(model.id))
@@ -219,7 +220,7 @@ def _download(model: ModelSpec, cache: Path) -> Path:
         raise HarnessError(f"model {model.id} is unknown to the hub (or private); {instead}") from None
     except Exception as exc:  # the hub client lets its transport's own errors through: name them, never a traceback
         if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-            raise HarnessError(f"disk full while downloading {model.id} to {cache}") from exc
+            raise DiskFullError(f"disk full while downloading {model.id} to {cache}") from exc
         line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise HarnessError(f"model {model.id}: the hub cannot be reached ({line}); {instead}") from exc
 
@@ -233,35 +234,9 @@ def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None
     folder = cache / "models" / f"{model.id.replace('/', '--')}-{dtype}-{digest}"
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(folder.name + ".lock")):
-        for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # whoever holds the lock is the only builder
-            shutil.rmtree(stale)
-        if not folder.is_dir():
-            _build(dummy_weights.plan(config, dtype), folder, on_progress)
-    return folder
+    plan = dummy_weights.plan(config, dtype)
 
-
-def _build(plan: dummy_weights.Plan, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-    """Writes next to `folder` and renames when complete: what has the name is whole, even after kill -9."""
-    needed, free = plan.total_bytes, shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise HarnessError(f"{folder.parent}: dummy weights need {needed} bytes, {free} are free")
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir()
+    def write(temporary: Path) -> None:
         dummy_weights.write(plan, temporary, dummy_weights.SEED, on_progress)
-        temporary.rename(folder)
-    except BaseException as exc:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise HarnessError(f"{folder.parent}: disk full while writing {needed} bytes of dummy weights") from exc
-        raise
 
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """An exclusive lock between processes; the kernel releases it when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return build_once(folder, "dummy weights", plan.total_bytes, write)

@@ -97,14 +97,7 @@ class FakeEngine:
         self._block_size = 1
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            description="deterministic tokens on a virtual clock, for tests",
-            scores=True,
-            samples=True,
-            offloads=True,
-            compute_dtypes=("float32",),
-            simulated=True,
-        )
+        return Capabilities(simulated=True)
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         """Raises what `crash` names if it is a refusal, and MemoryError for a block above `max_batch`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -77,17 +77,27 @@ class RowClock(StoppingCriteria):  # type: ignore[misc]
         for row, tokens in enumerate(input_ids[:, self._prompt_len :].tolist()):
             if self.reasons[row] is None:
                 self.lengths[row] = len(tokens)
-                self.reasons[row] = self._reason(self._rows[row], tokens)
+                self.reasons[row] = finish_reason(self._rows[row], tokens, self._eos, self._decode)
         return torch.tensor([reason is not None for reason in self.reasons], device=input_ids.device)
 
-    def _reason(self, sampling: SamplingParams, tokens: list[int]) -> Literal["length", "stop"] | None:
-        if tokens[-1] in self._eos and not sampling.ignore_eos:
+
+def finish_reason(
+    sampling: SamplingParams,
+    generated: Sequence[int],
+    eos: Collection[int],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> Literal["length", "stop"] | None:
+    """Why generation ends with the last of the `generated` tokens, or None where it goes on.
+
+    `decode` is needed for stop strings only.
+    """
+    if generated[-1] in eos and not sampling.ignore_eos:
+        return "stop"
+    if sampling.stop and decode is not None:
+        text = decode(generated)
+        if any(stop in text for stop in sampling.stop):
             return "stop"
-        if sampling.stop and self._decode is not None:
-            text = self._decode(tokens)
-            if any(stop in text for stop in sampling.stop):
-                return "stop"
-        return "length" if len(tokens) >= sampling.max_tokens else None
+    return "length" if len(generated) >= sampling.max_tokens else None
 
 
 def _warpers(sampling: SamplingParams) -> Any:

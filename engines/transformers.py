@@ -27,13 +27,7 @@ class TransformersEngine(CausalLMEngine):
     name = "transformers"
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            description="transformers, every weight resident in host memory",
-            scores=True,
-            samples=True,
-            compute_dtypes=("float32", "bfloat16", "float16"),
-            packages=("torch", "transformers", "safetensors"),
-        )
+        return Capabilities(packages=("torch", "transformers", "safetensors"))
 
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job

@@ -9,17 +9,26 @@ from collections.abc import Sequence
 from harness.api import GenerationRequest, GenerationResult, HarnessError, RequestTrace
 
 
-def check(requests: Sequence[GenerationRequest], results: Sequence[GenerationResult], vocab: int) -> list[RequestTrace]:
+def check(
+    requests: Sequence[GenerationRequest],
+    results: Sequence[GenerationResult],
+    vocab: int,
+    elapsed_s: float | None = None,
+) -> list[RequestTrace]:
     """Refuses a run that did not do the work: every engine answers every request once, with the tokens asked for.
 
-    Raises HarnessError naming the first request that was lost, repeated, cut short, ran on another prompt length,
-    computed padding without saying so, or has impossible ids or times.
+    `elapsed_s` is how long it took by the worker's own clock, None for an engine of virtual time: figures come
+    from the engine's times, and these must tell the same story. Raises HarnessError naming the first request
+    that was lost, repeated, cut short, ran on another prompt length, or has impossible ids or times.
     """
     answered = {r.id: r for r in results}
     if len(answered) != len(results):
         raise HarnessError("check failed: a request was answered twice")
     if unknown := sorted(answered.keys() - {r.id for r in requests}):
         raise HarnessError(f"check failed: {unknown[0]} was never asked for")
+    end = max((t for r in results for t in r.token_times_s), default=0.0)
+    if elapsed_s is not None and not 0.9 * elapsed_s - 1.0 <= end <= elapsed_s + 0.01:
+        raise HarnessError(f"check failed: the times given end at {end:.2f} s, but the work took {elapsed_s:.2f} s")
     traces = []
     for request in requests:
         if request.id not in answered:

@@ -86,11 +86,14 @@ def _run(
 ) -> int:  # fmt: skip
     from harness import runner
     from harness.progress import make_progress
+    from harness.requirements import check_requirements
+    from harness.store import RECORDS
     from reports.build import build
 
     out = out or Path("results") / suite.name
     cache = cache or runner.default_cache()
-    if lacking := runner.check_requirements(suite, cache):
+    resuming = (out / RECORDS).exists()
+    if lacking := check_requirements(suite, cache, resuming):
         click.echo(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
         click.echo(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
@@ -105,7 +108,8 @@ def _run(
         except KeyboardInterrupt:
             stopped = True
     if stopped:
-        click.echo(f"interrupted; run the same command again to go on (records: {out / 'records.jsonl'})", err=True)
+        again = "run the same command again without --fresh" if fresh else "run the same command again"
+        click.echo(f"interrupted; {again} to go on (records: {out / RECORDS})", err=True)
         return EXIT_INTERRUPTED
     written = build([out])
     with contextlib.suppress(BrokenPipeError):  # who reads only the first lines still gets the true exit code
@@ -232,7 +236,7 @@ def _print_cells(cells: list[RunSpec], as_json: bool) -> None:
 def _runnable(cache: Path) -> list[str]:
     """Shipped suites whose requirements this machine meets."""
     from harness.listing import shipped_suites
-    from harness.runner import check_requirements
+    from harness.requirements import check_requirements
 
     return [suite.name for suite in shipped_suites() if not check_requirements(suite, cache)]
 

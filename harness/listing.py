@@ -14,7 +14,7 @@ import click
 
 from harness import provenance, registry
 from harness.api import SuiteSpec
-from harness.launchers.memory import make_group
+from harness.launchers.memory import make_group, own_limit
 
 Row = dict[str, Any]
 
@@ -90,6 +90,8 @@ def diagnose(cache: Path) -> list[Row]:
     machine = provenance.machine()
     add("cpu", "ok", f"{machine['cpu']}, {machine['cores_usable']} usable cores, {' '.join(machine['cpu_flags'])}")
     add("memory", "ok", f"{machine['ram_bytes'] / 2**30:.1f} GiB, swap {machine['swap_bytes'] / 2**30:.1f} GiB")
+    if limit := own_limit():
+        add("memory limit", "limited", f"{limit / 2**30:.1f} GiB for the cgroup this runs in")
     gpus = machine["gpus"]
     add("gpu", "ok" if gpus else "limited", ", ".join(g["name"] for g in gpus) or "none: engines run on the CPU")
     group = make_group(None)

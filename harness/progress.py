@@ -29,7 +29,7 @@ class Clock:
         self._walls: dict[str, list[float]] = defaultdict(list)
 
     def add(self, cell: str, seconds: float) -> None:
-        """Notes how long one launch took, preparation included."""
+        """Notes how long one launch took."""
         self._walls[cell].append(seconds)
 
     def left(self, todo: Sequence[Step], spent: float) -> tuple[float, bool] | None:
@@ -49,8 +49,7 @@ class PlainProgress:
         self._clock = Clock()
         self._todo: list[Step] = []
         self._done = self._total = 0
-        self._step_started = 0.0
-        self._current: Step | None = None
+        self._started = 0.0
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None:
         self._todo = list(steps)
@@ -60,8 +59,7 @@ class PlainProgress:
         self.note(f"{len(steps)} launches to do{resumed}")
 
     def started(self, step: Step, activity: str) -> None:
-        if step != self._current:
-            self._current, self._step_started = step, time.monotonic()
+        self._started = time.monotonic()  # of the launch in the end: searches and probes do not recur
         self.note(f"[{self._done + 1}/{self._total}] {step.cell.name}: {activity}")
 
     def event(self, phase: str, done: int, total: int) -> None:
@@ -70,8 +68,7 @@ class PlainProgress:
     def finished(self, step: Step, record: RunRecord) -> None:
         self._done += 1
         self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, time.monotonic() - self._step_started)
-        self._current = None
+        self._clock.add(step.cell.name, time.monotonic() - self._started)
         self.note(f"[{self._done}/{self._total}] {describe(record)}{self._eta()}")
 
     def dropped(self, step: Step) -> None:
@@ -98,7 +95,7 @@ class LiveProgress:
         self._activity = self._phase = ""
         self._tokens = (0, 0)
         self._step: Step | None = None
-        self._step_started = self._phase_started = time.monotonic()
+        self._started = self._phase_started = time.monotonic()
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> LiveProgress:
@@ -112,9 +109,8 @@ class LiveProgress:
         self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
 
     def started(self, step: Step, activity: str) -> None:
-        if step != self._step:
-            self._step, self._step_started = step, time.monotonic()
-        self._activity, self._phase, self._tokens = activity, "", (0, 0)
+        self._step, self._activity, self._phase, self._tokens = step, activity, "", (0, 0)
+        self._started = time.monotonic()  # of the launch in the end: searches and probes do not recur
 
     def event(self, phase: str, done: int, total: int) -> None:
         if phase != self._phase:
@@ -124,7 +120,7 @@ class LiveProgress:
     def finished(self, step: Step, record: RunRecord) -> None:
         self._done += 1
         self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, time.monotonic() - self._step_started)
+        self._clock.add(step.cell.name, time.monotonic() - self._started)
         self._step = None
         self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
 
@@ -139,7 +135,7 @@ class LiveProgress:
         done, total = self._tokens
         elapsed = time.monotonic() - self._phase_started
         rate = f"{done / elapsed:.2f} tok/s" if self._phase == "generate" and done and elapsed > 0 else ""
-        left = self._clock.left(self._todo, time.monotonic() - self._step_started)
+        left = self._clock.left(self._todo, time.monotonic() - self._started)
         table = Table(box=None, pad_edge=False)
         for column in ("launch", "cell", "doing", "phase", "progress", "rate", "time left"):
             table.add_column(column, style="bold" if column == "cell" else "")

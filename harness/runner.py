@@ -15,6 +15,7 @@ from harness import provenance, registry
 from harness.api import (
     HardwareProfile,
     HarnessError,
+    Launcher,
     LaunchRequest,
     LocalModel,
     ModelSpec,
@@ -28,7 +29,7 @@ from harness.bound import bound
 from harness.cell_names import find_twins
 from harness.launchers.memory import cap_method
 from harness.launchers.process import ProcessLauncher
-from harness.store import Store
+from harness.store import Store, is_done
 from harness.tuning import CEILING, SIZE_STATUSES, Remembered, choose, search_max_batch, settled
 
 #: Repeating these cannot end otherwise, so the cell's other repeats are left out, now and on resume.
@@ -96,25 +97,30 @@ class Runner:
         self._store.open(fresh)
         try:
             shutil.rmtree(self._work, ignore_errors=True)
-            done = self._store.done()
             write_suite_copy(self._suite_file, self._out)
-            self._dropped = {r.fingerprint for r in self._store.records() if r.status in _REFUSALS}
+            done = self._carry_over(cells)
+            self._dropped = {r.fingerprint for r in done.values() if r.status in _REFUSALS}
             steps = [s for s in interleave(cells) if s.cell.fingerprint() not in self._dropped]
             todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]
             self._progress.planned(todo, len(steps) - len(todo))
             if todo:
-                places = {str(self._cache.resolve()): "$CACHE", str(self._out.resolve()): "$OUT"}
-                self._launcher = ProcessLauncher(self._cache, places)
+                self._launcher: Launcher = ProcessLauncher(self._cache, self._places)
                 self._provenance = provenance.collect()
                 self._remembered = Remembered(self._cache / "max_batch.json", provenance.machine_key())
-                for step in todo:
-                    self._step(step)
+                for i, step in enumerate(todo):
+                    if step.cell.fingerprint() not in self._dropped:
+                        self._step(step)
+                        self._drop_repeats(step.cell, todo[i + 1 :])
             wanted = {c.fingerprint() for c in cells}
-            last = {(r.fingerprint, r.repeat): r for r in self._store.records() if r.fingerprint in wanted}
-            return list(last.values())
+            return [r for r in self._store.latest().values() if r.fingerprint in wanted]
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
             self._store.close()
+
+    @property
+    def _places(self) -> dict[str, str]:
+        """Folders of this machine, and what stands for them in records."""
+        return {str(self._cache.resolve()): "$CACHE", str(self._out.resolve()): "$OUT"}
 
     @property
     def _work(self) -> Path:
@@ -123,26 +129,47 @@ class Runner:
     def _log(self, cell: RunSpec) -> Path:
         return self._out.resolve() / "logs" / f"{cell.name}.log"
 
+    def _carry_over(self, cells: Sequence[RunSpec]) -> dict[tuple[str, int], RunRecord]:
+        """Records that settle launches of `cells`. Reports read records: one whose labels changed is written anew."""
+        current = {c.fingerprint(): c for c in cells}
+        done = {}
+        for key, record in self._store.latest().items():
+            cell = current.get(record.fingerprint)
+            if cell is None or not is_done(record, cell):
+                continue
+            labels = {name: getattr(cell, name) for name in ("suite", "name", "expect", "reference")}
+            labelled = replace(record.spec, **labels)
+            if labelled != record.spec:
+                self._store.append(replace(record, spec=labelled, command=self._command_of(cell)))
+            done[key] = record
+        return done
+
+    def _command_of(self, cell: RunSpec) -> str:
+        return provenance.scrub(f"{self._command} --cell {cell.name}", self._places)
+
     def _step(self, step: Step) -> None:
-        cell = step.cell
-        if cell.fingerprint() in self._dropped:
-            self._progress.dropped(step)
-            return
         try:
             record = self._measure(step)
         except KeyboardInterrupt:
-            self._append(step, RunRecord(cell, "", step.repeat, "interrupted", "interrupted by the user"))
+            self._append(step, RunRecord(step.cell, "", step.repeat, "interrupted", "interrupted by the user"))
             raise
         self._append(step, record)
+
+    def _drop_repeats(self, cell: RunSpec, later: Sequence[Step]) -> None:
+        """Tells how much shorter the run became, if `cell` will not be repeated."""
+        if cell.fingerprint() in self._dropped:
+            for step in later:
+                if step.cell == cell:
+                    self._progress.dropped(step)
 
     def _append(self, step: Step, record: RunRecord) -> None:
         cell = step.cell
         record = replace(
             record,
-            spec=cell,
+            spec=replace(cell, model=replace(cell.model, id=provenance.scrub(cell.model.id, self._places))),
             fingerprint=cell.fingerprint(),
             provenance=self._provenance | dict(record.provenance),
-            command=f"{self._command} --cell {cell.name}",
+            command=self._command_of(cell),
             log=f"logs/{cell.name}.log",
         )
         self._store.append(record)
@@ -256,25 +283,6 @@ def shard(cells: Sequence[RunSpec], index: int, count: int) -> list[RunSpec]:
     return list(cells[index::count])
 
 
-def check_requirements(suite: SuiteSpec, cache: Path) -> list[str]:
-    """What this machine lacks for the suite, one line each; empty if nothing."""
-    need, lacking = suite.requires, []
-    have_memory = provenance.machine()["ram_bytes"]
-    if have_memory < need.host_memory:
-        lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(have_memory)} present")
-    if need.device_memory:
-        devices = [float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()]
-        if max(devices, default=0.0) < need.device_memory:
-            lacking.append(
-                f"device memory: {_gib(need.device_memory)} required, {_gib(max(devices, default=0.0))} present"
-            )
-    existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < need.disk_free:
-        lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
-    return lacking
-
-
 def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
     """Records that did not end as their cell expected."""
     return [r for r in records if r.status != r.spec.expect]
@@ -304,7 +312,3 @@ def _refused(step: Step, status: Status, reason: str) -> RunRecord:
 def _shareable(model: LocalModel) -> LocalModel:
     """Without the folder of this machine."""
     return replace(model, path=Path(model.path).name)
-
-
-def _gib(value: float) -> str:
-    return f"{value / 2**30:.1f} GiB"

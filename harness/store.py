@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from harness.api import FINAL_STATUSES, SCHEMA_VERSION, HarnessError, RunRecord, from_json, to_json
+from harness.api import FINAL_STATUSES, SCHEMA_VERSION, HarnessError, RunRecord, RunSpec, from_json, to_json
 
 RECORDS = "records.jsonl"
 
@@ -88,17 +88,9 @@ class Store:
                     return
                 yield parse_record(line, f"{self.path}:{number}")
 
-    def done(self) -> set[tuple[str, int]]:
-        """(fingerprint, repeat) of every launch that need not be run again.
-
-        Launches that were interrupted or failed for want of disk or by an unclassified error are tried
-        again, unless the cell expected just that.
-        """
-        return {
-            (r.fingerprint, r.repeat)
-            for r in self.records()
-            if r.status in FINAL_STATUSES or (r.status == r.spec.expect and r.status != "interrupted")
-        }
+    def latest(self) -> dict[tuple[str, int], RunRecord]:
+        """The last record of every launch, by fingerprint and repeat."""
+        return {(r.fingerprint, r.repeat): r for r in self.records()}
 
     def _backup(self) -> Path:
         number = 1
@@ -114,6 +106,17 @@ class Store:
             end = data.rfind(b"\n") + 1
             if end != len(data):
                 file.truncate(end)
+
+
+def is_done(record: RunRecord, cell: RunSpec) -> bool:
+    """Whether `record` settles its launch of `cell`, which may have been relabelled or given more time since.
+
+    Launches that were interrupted or failed for want of disk or by an unclassified error are tried again,
+    unless the cell expects just that; so are those that ran out of less time than there is now.
+    """
+    if record.status == "timeout" and record.spec.timeout_s < cell.timeout_s:
+        return False
+    return record.status in FINAL_STATUSES or (record.status == cell.expect and record.status != "interrupted")
 
 
 def parse_record(line: bytes, where: str) -> RunRecord:

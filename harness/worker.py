@@ -24,6 +24,8 @@ from typing import Any
 from harness import registry
 from harness.answers import check
 from harness.api import (
+    Capabilities,
+    DiskFullError,
     Engine,
     GenerationResult,
     HardwareLimits,
@@ -50,6 +52,9 @@ from harness.probes.memory import MemoryProbe, resident_bytes
 from harness.provenance import package_versions
 
 REQUEST, EVENTS, RESULT = "request.json", "events.jsonl", "result.json"
+#: Exit code of a worker that found no room on the disk for its result.
+EXIT_DISK_FULL = 73  # EX_CANTCREAT of sysexits.h
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _EVENT_PERIOD_S = 0.2
 
 
@@ -70,7 +75,7 @@ class Events:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the request in folder argv[0]; returns 0 whenever a result was written."""
+    """Runs the request in folder argv[0]; returns 0 if a result was written, else EXIT_DISK_FULL."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     _die_with(request["parent"])
@@ -79,8 +84,13 @@ def main(argv: Sequence[str]) -> int:
     else:
         result = _help(_HELPERS[request["kind"]], folder, request)
     temporary = folder / (RESULT + ".tmp")
-    temporary.write_text(json.dumps(result, allow_nan=False))
-    temporary.rename(folder / RESULT)
+    try:
+        temporary.write_text(json.dumps(result, allow_nan=False))
+        temporary.rename(folder / RESULT)
+    except OSError as exc:
+        if exc.errno not in DISK_FULL:
+            raise
+        return EXIT_DISK_FULL
     return 0
 
 
@@ -104,7 +114,8 @@ def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         scratch.mkdir()
         model = from_json(LocalModel, request["model"])
         policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the same floor for every batch
-        load = engine.load(model, policy, HardwareLimits(threads=spec.limits.threads), Job(scratch, 8))
+        job = Job(scratch, Path(request["cache"]), max_sequence=8, mean_sequence=6)
+        load = engine.load(model, policy, HardwareLimits(threads=spec.limits.threads), job)
         tiny = registry.make_workload("synthetic", prompt_len=4, gen_len=4)
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
@@ -157,6 +168,7 @@ class _Run:
         self._spec = from_json(RunSpec, request["spec"])
         self._model = from_json(LocalModel, request["model"])
         self._launched = float(request["launched"])
+        self._cache = Path(request["cache"])
         self._events = Events(folder)
         self._measurements: list[Measurement] = []
         self._out: dict[str, Any] = {"status": "error", "reason": "", "metrics": {}, "requests": [], "load": None}
@@ -190,7 +202,7 @@ class _Run:
         scratch.mkdir()
         try:
             load = self._load(engine, scratch)
-            traces = self._generate(engine, load, capabilities.steady_blocks)
+            traces = self._generate(engine, load, capabilities)
         finally:
             engine.close()
         self._out["requests"] = to_json(traces)
@@ -202,16 +214,23 @@ class _Run:
     def _load(self, engine: Engine, scratch: Path) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
-        longest = spec.workload.prompt_len + spec.workload.gen_len
+        prompt, generated = spec.workload.prompt_len, spec.workload.gen_len
+        job = Job(
+            scratch,
+            self._cache,
+            max_sequence=prompt + generated,
+            mean_sequence=prompt + generated // 2,
+            on_progress=lambda done, total: self._events.emit("load", done, total),
+        )
         with _Probed(self._measurements, "load"):
-            load = engine.load(self._model, spec.policy, spec.limits, Job(scratch, longest))
+            load = engine.load(self._model, spec.policy, spec.limits, job)
         self._out["load"] = to_json(load)
         return load
 
-    def _generate(self, engine: Engine, load: LoadReport, steady_blocks: int) -> list[RequestTrace]:
+    def _generate(self, engine: Engine, load: LoadReport, capabilities: Capabilities) -> list[RequestTrace]:
         spec = self._spec.workload
         wanted = spec.num_requests
-        count = load.block_size * steady_blocks if wanted == "auto" else wanted
+        count = load.block_size * capabilities.steady_blocks if wanted == "auto" else wanted
         workload = registry.make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len)
         if spec.prompt_len + spec.gen_len > load.max_context:
             raise HarnessError(
@@ -226,13 +245,14 @@ class _Run:
         total = count * spec.gen_len
         self._events.emit("generate", 0, total)
         results: list[GenerationResult] = []
-        done = 0
+        done, began = 0, time.perf_counter()
         with _Probed(self._measurements, "generate"):
             for result in engine.generate(requests):
                 results.append(result)
                 done += len(result.tokens)
                 self._events.emit("generate", done, total)
-        return check(requests, results, load.vocab)
+        elapsed = time.perf_counter() - began
+        return check(requests, results, load.vocab, None if capabilities.simulated else elapsed)
 
 
 class _Probed:
@@ -263,6 +283,8 @@ def classify(exc: BaseException) -> tuple[Status, str]:
         return "infeasible", str(exc)
     if isinstance(exc, UnsupportedError):
         return "unsupported", str(exc)
+    if isinstance(exc, DiskFullError):
+        return "disk_full", str(exc)
     if isinstance(exc, HarnessError):
         return "error", str(exc)
     if type(exc).__name__ == "OutOfMemoryError":  # torch's, without importing torch
@@ -271,7 +293,7 @@ def classify(exc: BaseException) -> tuple[Status, str]:
         return "oom_host", reason
     cause: BaseException | None = exc
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             return "disk_full", reason
         cause = cause.__cause__ or cause.__context__
     if "No space left on device" in str(exc):  # libraries that turn errno into text

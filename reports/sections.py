@@ -15,9 +15,10 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     ("Throughput", "generated tokens / (prefill time + decode time), in real, non-pad tokens; median over repeats."),
     ("Repeat", "one launch of the engine in a fresh process or container; every repeat is kept and shown."),
     (
-        "To baseline",
-        "median throughput over that of the fastest ranked cell of the same model and workload whose engine is not "
-        "ours (`offload`). A cell is ranked if all its repeats are ok and it is no reference.",
+        "To best rival",
+        "median throughput over that of the fastest ranked cell of another engine with the same model and workload; "
+        "where only one engine is ranked, of its fastest other cell. A cell is ranked if all its repeats are ok and "
+        "it is no reference.",
     ),
     (
         "Of bound",

@@ -1,4 +1,4 @@
-"""From records to one judged row a cell: medians over repeats, ratio to the baseline, fraction of the bound."""
+"""From records to one judged row a cell: medians over repeats, ratio to the best rival, fraction of the bound."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from reports.text import TIMES_SIGN, finite, median, number, one_line
 #: Above this share of CPU time taken by others a figure is marked as disturbed.
 DISTURBED = 0.05
 
-#: The engine that is compared with the others; all other engines are baselines.
-OWN_ENGINE = "offload"
-
 
 @dataclass(frozen=True)
 class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None is not measured.
 
     Every figure is over the repeats that ended ok: the median, except `minimum`, `maximum` and the memory
-    figures, which are the largest seen. `ratio` is the cell's median over that of `baseline`, the fastest
-    ranked cell of another engine than ours in the same workload.
+    figures, which are the largest seen. `ratio` is the cell's median over that of `rival`, the fastest ranked
+    cell of another engine in the same workload; where one engine alone is ranked, of its other cells.
     """
 
     fingerprint: str
@@ -47,7 +44,7 @@ class CellSummary:
     tpot_p50_s: float | None = None
     tpot_p99_s: float | None = None
     ratio: float | None = None
-    baseline: str | None = None
+    rival: str | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
     limited_by: str | None = None
@@ -165,10 +162,9 @@ def headline(rows: Sequence[CellSummary]) -> str:
     kind = " (simulated)" if best.simulated else " (projected)" if best.projected else ""
     within = " within the limit" if best.limit_bytes else ""
     parts = [f"Fastest{within}{kind}: {best.name}, {number(best.median or 0)} tok/s"]
-    rival = next((r for r in order if r.name == best.baseline), None) if best.engine == OWN_ENGINE else None
-    rival = rival or (order[1] if len(order) > 1 else None)
+    rival = _rival(best, order)
     if rival and rival.median and best.median:
-        what = "the best baseline" if best.engine == OWN_ENGINE and rival.name == best.baseline else "the next"
+        what = "the next" if rival.engine == best.engine else "the best of another engine"
         overlap = " (their ranges overlap)" if (rival.maximum or 0) >= (best.minimum or 0) else ""
         parts.append(f"{number(best.median / rival.median)}{TIMES_SIGN} {rival.name}, {what}{overlap}")
     if best.bound_fraction is not None:
@@ -251,15 +247,21 @@ def _per_token(records: Sequence[RunRecord], counter: str) -> float | None:
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     """Fills in what compares a cell with the others of its workload, and sorts them."""
     order = ranked(group)
-    baseline = next((r for r in order if r.engine != OWN_ENGINE), None)
     most = max((r.num_requests or 0 for r in group), default=0)
     rows = []
     for row in group:
-        if baseline and baseline.median and row.ok and not row.reference and row.median is not None:
-            row = replace(row, ratio=row.median / baseline.median, baseline=baseline.name)  # noqa: PLW2901
+        rival = _rival(row, order) if row in order else None
+        if rival and rival.median and row.median is not None:
+            row = replace(row, ratio=row.median / rival.median, rival=rival.name)  # noqa: PLW2901
         rows.append(_compare_outputs(replace(row, most_requests=most or None), group))
     place = {r.fingerprint: i for i, r in enumerate(order)}
     return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))
+
+
+def _rival(row: CellSummary, order: Sequence[CellSummary]) -> CellSummary | None:
+    """The cell that `row` is compared with: the fastest of other engines, or else the fastest of its own others."""
+    others = [r for r in order if r.engine != row.engine] or [r for r in order if r.fingerprint != row.fingerprint]
+    return others[0] if others else None
 
 
 def _compare_outputs(row: CellSummary, group: Sequence[CellSummary]) -> CellSummary:

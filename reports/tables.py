@@ -127,7 +127,7 @@ SUMMARY = (
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Range", "tok/s", _range, "needs two repeats"),
-    Figure("To baseline", TIMES_SIGN, lambda r: r.ratio, "not ranked: reference, incomplete, or no baseline finished"),
+    Figure("To best rival", TIMES_SIGN, lambda r: r.ratio, "not ranked: reference, incomplete, or nothing to compare"),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),

@@ -15,7 +15,7 @@ from reports.summary import by_workload, headline, summary_rows
 from reports.tables import SUMMARY, Cell, Table, cell_table
 from reports.text import clean
 
-_TITLES = {"Batch", "Throughput", "To baseline", "Of bound", "Peak memory", "Limit"}
+_TITLES = {"Batch", "Throughput", "To best rival", "Of bound", "Peak memory", "Limit"}
 _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 

@@ -38,5 +38,9 @@ class InfeasibleError(HarnessError):
     """The budget cannot hold what the engine needs; the text carries the numbers."""
 
 
+class DiskFullError(HarnessError):
+    """The disk cannot hold what has to be written; the text says where and how much."""
+
+
 class UnsupportedError(HarnessError):
     """The engine cannot run this model, policy or host; the text says why."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from harness.api.common import Dtype
 from harness.api.machine import LocalModel
 from harness.api.spec import HardwareLimits, OffloadPolicy
 
@@ -62,19 +61,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do: nobody branches on an engine's name."""
+    """In what an engine differs from others: nobody branches on an engine's name."""
 
-    description: str
-    devices: tuple[str, ...] = ("cpu",)
-    generates: bool = True
-    scores: bool = False
-    samples: bool = False
-    offloads: bool = False
-    compute_dtypes: tuple[Dtype, ...] = ()
     phased: bool = True  # a block's prefill and decode do not overlap
     steady_blocks: int = 1  # blocks of requests until throughput no longer changes
     simulated: bool = False  # times come from a model of time, not from a clock
-    batched: bool = True  # honours gpu_batch_size, so a largest batch can be searched for
     packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
 
 
@@ -82,12 +73,17 @@ class Capabilities:
 class Job:
     """What an engine may know of the work before it loads.
 
-    `scratch` is an empty folder for offloaded tensors, removed afterwards. `max_sequence` is the most tokens
-    (prompt and new ones) a sequence will have: memory for more need not be kept free.
+    `scratch` is an empty folder for offloaded tensors, removed afterwards; `cache` a folder that stays, for what
+    is worth keeping until the next run. `max_sequence` is the most tokens (prompt and new ones) a sequence will
+    have: memory for more need not be kept free. `mean_sequence` is how many it has on average over its life.
+    `on_progress` may be told of work done and in all while a load takes long.
     """
 
     scratch: Path
+    cache: Path
     max_sequence: int
+    mean_sequence: int
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
 
 @dataclass(frozen=True)

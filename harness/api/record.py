@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -133,9 +133,31 @@ class LaunchRequest:
 
 
 class Launcher(Protocol):
-    """Runs one cell in isolation. Never raises for what the workload did: that is the record's status."""
+    """Runs work in isolation. Never raises for what the work did: that is a status and its reason."""
 
-    def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord: ...
+    def prepare(self, spec: RunSpec, workdir: Path, log: Path, on_event: EventSink) -> LocalModel | tuple[Status, str]:
+        """Makes a cell's model ready, outside any limit and any timing."""
+        ...
+
+    def measure_machine(
+        self,
+        model: LocalModel,
+        rows: Sequence[int],
+        dtypes: Sequence[str],
+        threads: int | None,
+        workdir: Path,
+        log: Path,
+    ) -> HardwareProfile:
+        """Disk bandwidth on the model's files and GEMM rates at its shape, of this moment."""
+        ...
+
+    def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord:
+        """One launch of one cell."""
+        ...
+
+    def scrub(self, text: str) -> str:
+        """`text` without the folders of this machine."""
+        ...
 
 
 class EventSink(Protocol):

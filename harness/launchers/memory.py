@@ -208,6 +208,16 @@ def cap_method() -> str:
     return group.method
 
 
+def own_limit() -> int | None:
+    """Bytes of the tightest memory limit on this process's own cgroup and those above it; None for no limit."""
+    limits = []
+    for kind, parent in _parents():
+        name = "memory.limit_in_bytes" if kind is CgroupV1 else "memory.max"
+        limits += [_number(group / name) for group in (parent, *parent.parents) if group.is_relative_to(CGROUP_ROOT)]
+    # cgroup v1 says "no limit" by a number near 2^63, v2 by the word max
+    return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
+
+
 def sweep_stale_groups() -> None:
     """Removes groups left by harnesses that were killed, with whatever still runs in them."""
     for _, parent in _parents():

@@ -25,6 +25,7 @@ from harness.api import (
 )
 from harness.launchers.memory import sweep_stale_groups
 from harness.launchers.sandbox import Outcome, Task, ignore_events, run_task
+from harness.worker import EXIT_DISK_FULL
 
 _HELPER_TIMEOUT_S = 600.0
 _PREPARE_TIMEOUT_S = 24 * 3600.0
@@ -53,6 +54,7 @@ class ProcessLauncher:
             "spec": to_json(spec),
             "model": to_json(request.model),
             "launched": time.time(),
+            "cache": str(self._cache),
         }
         task = Task(body, request.workdir, request.log, spec.timeout_s, limit, spec.limits.threads)
         outcome = run_task(task, on_event)
@@ -127,7 +129,7 @@ class ProcessLauncher:
             if not isinstance(made, LocalModel):
                 return made
             tiny = made
-        body = {"kind": "idle", "spec": to_json(spec), "model": to_json(tiny)}
+        body = {"kind": "idle", "spec": to_json(spec), "model": to_json(tiny), "cache": str(self._cache)}
         outcome = run_task(Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S, threads=spec.limits.threads))
         status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
         if outcome.result and status == "ok":
@@ -145,6 +147,8 @@ def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status
         reason = f"killed {where} ({outcome.oom_kills} OOM kills)"
     elif outcome.timed_out:
         status, reason = "timeout", f"not done after {timeout_s:.0f} s"
+    elif outcome.result is None and outcome.exit_code == EXIT_DISK_FULL:
+        status, reason = "disk_full", "no space left for the worker's result; free space where --out is"
     elif outcome.result is None:
         code = outcome.exit_code
         end = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

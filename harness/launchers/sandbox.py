@@ -69,7 +69,12 @@ def run_task(task: Task, on_event: EventSink = ignore_events) -> Outcome:
             log_start = sink.tell()
             # -P: a folder named like one of our packages in the user's directory must not shadow it
             command = group.wrap([sys.executable, "-P", "-m", "harness.worker", str(task.workdir)])
-            process = _start(command, sink, task.threads)
+            try:
+                process = _start(command, sink, task.threads)
+            except OSError as exc:
+                raise HarnessError(
+                    f"cannot start a worker process: {exc.strerror}; is a limit on them reached?"
+                ) from exc
         try:
             group.adopt(process.pid)
             timed_out = _watch(process, task, on_event)

@@ -126,6 +126,34 @@ def test_errors_are_tried_again_and_refusals_are_not(cli):
     assert again.count(("refuses", 0)) == 1
 
 
+def test_new_labels_reach_old_records_and_nothing_is_run_again(cli):
+    cell = "  - {{name: {}, engine: fake, options: {{crash: exception}}, expect: {}}}"
+    assert cli.run(cli.suite(cell.format("before", "error"), repeats=2)).returncode == 0
+    done = cli.run(cli.suite(cell.format("after", "error"), repeats=2))
+    assert done.returncode == 0
+    assert "0 launches to do (2 already done)" in done.stderr
+    assert "after" in (cli.out / "report.md").read_text()
+    assert [r.spec.name for r in cli.records()] == ["before", "before", "after", "after"]
+    assert cli.records()[-1].command.endswith("--cell after")
+
+
+def test_more_time_gives_what_ran_out_of_it_another_try(cli):
+    suite = cli.suite("  - {name: slow, engine: fake, options: {sleep_s: 0.3}}", repeats=1)
+    assert cli.run(suite, "--set", "timeout=0.5s").returncode == 1
+    assert cli.run(suite, "--set", "timeout=0.4s").returncode == 1
+    assert cli.run(suite, "--set", "timeout=20s").returncode == 0
+    assert [r.status for r in cli.records()] == ["timeout", "ok"]
+
+
+def test_a_run_that_goes_on_needs_not_the_disk_it_has_taken(cli):
+    suite = cli.suite("  - {name: a, engine: fake}", repeats=1)
+    hungry = suite.read_text() + "hardware: {requires: {disk_free: 1000TiB}}\n"
+    assert cli.run(suite).returncode == 0
+    suite.write_text(hungry)
+    assert cli.run(suite).returncode == 0
+    assert cli("run", suite, "--out", cli.folder / "other").returncode == 3
+
+
 def test_shards_are_disjoint_and_complete(cli):
     suite = cli.suite("\n".join(f"  - {{name: c{i}, engine: fake, seed: {i}}}" for i in range(5)), repeats=1)
     names = []
@@ -168,14 +196,7 @@ SLOW = "\n".join(f"  - {{name: c{i}, engine: fake, options: {{sleep_s: 0.05}}, s
 def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
     cells = "  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}"
     suite = cli.suite(cells, repeats=1)
-    # A job that a shell script started in the background inherits an ignored SIGINT: undo that for this test.
-    undo = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", undo, *cli.command("run", suite, "--out", cli.out)],
-        env=cli.environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(cli, suite)
     wait_for((cli.out / "records.jsonl").exists)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -186,10 +207,39 @@ def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
     assert [(r.spec.name, r.status) for r in cli.records()][2:] == [("hangs", "timeout")]
 
 
+def start(cli, suite):
+    """`harness run` in the background, which Ctrl-C reaches.
+
+    A job that a shell script started in the background inherits an ignored SIGINT: that is undone here.
+    """
+    undo = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", undo, *cli.command("run", suite, "--out", cli.out)]
+    return subprocess.Popen(command, env=cli.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
+    suite = cli.suite(SLOW, repeats=3)
+    rng = random.Random(seed)
+    for _ in range(4):
+        process = start(cli, suite)
+        wait_for((cli.out / ".lock").exists)
+        time.sleep(rng.uniform(0.2, 2.0))
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=20)[1]
+        assert process.returncode in (0, 130)
+        assert "Traceback" not in told
+        assert not left_behind(cli)
+    assert cli.run(suite).returncode == 0
+    launches = [(r.spec.name, r.repeat) for r in cli.records() if r.status != "interrupted"]
+    assert sorted(launches) == sorted((f"c{i}", r) for i in range(3) for r in range(3))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_minus_nine_at_random_loses_and_repeats_nothing(cli, seed):
     suite = cli.suite(SLOW, repeats=3)
     rng = random.Random(seed)
+    kept: list[str] = []
     for _ in range(4):
         process = subprocess.Popen(
             cli.command("run", suite, "--out", cli.out), env=cli.environment,
@@ -199,7 +249,12 @@ def test_kill_minus_nine_at_random_loses_and_repeats_nothing(cli, seed):
         process.kill()
         process.wait()
         wait_for(lambda: not left_behind(cli))
+        path = cli.out / "records.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        assert lines[: len(kept)] == kept, "a record that was written stays"
+        kept = lines
     assert cli.run(suite).returncode == 0
+    assert path.read_text().split("\n")[: len(kept)] == kept
     launches = [(r.spec.name, r.repeat) for r in cli.records()]
     assert sorted(launches) == sorted((f"c{i}", r) for i in range(3) for r in range(3))
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from engines import checkpoints, dummy_weights, shapes
-from harness.api import HarnessError, ModelSpec, UnsupportedError
+from harness.api import DiskFullError, HarnessError, ModelSpec, UnsupportedError
 
 TINY = "facebook/opt-125m"
 #: Of the tensors of the tiny model at bfloat16: raise dummy_weights.RECIPE whenever this has to change.
@@ -129,13 +129,13 @@ def test_concurrent_users_build_once(tmp_path) -> None:
 def test_disk_full_is_seen_before_and_during_writing(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-        with pytest.raises(HarnessError, match=r"need \d+ bytes, 1 are free"):
+        with pytest.raises(DiskFullError, match=r"need \d+ bytes, 1 are free"):
             dummy(tmp_path)
 
     def full(done, total):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(HarnessError, match="disk full"):
+    with pytest.raises(DiskFullError, match="disk full"):
         dummy(tmp_path, on_progress=full)
     assert not [p for p in (tmp_path / "models").iterdir() if p.is_dir()]
 

@@ -71,7 +71,9 @@ def reference(model):
 
 def load(engine, model, scratch, max_sequence=CONTEXT, **policy):
     limits = HardwareLimits(**policy.pop("limits", {}))
-    return engine.load(model, OffloadPolicy(**policy), limits, Job(scratch, max_sequence))
+    return engine.load(
+        model, OffloadPolicy(**policy), limits, Job(scratch, scratch / "cache", max_sequence, max_sequence)
+    )
 
 
 @pytest.fixture
@@ -148,7 +150,7 @@ def test_stop_strings_need_a_tokenizer_and_end_a_row(engine, model, reference, m
     with pytest.raises(UnsupportedError, match="tokenizer"):
         engine.generate([request])
     second = greedy(reference, request.prompt, 6)[1]
-    monkeypatch.setattr(engine, "_decoder", lambda: lambda tokens: "never" if second in tokens else "")
+    monkeypatch.setattr("engines.requests.decoder", lambda _: lambda tokens: "never" if second in tokens else "")
     (result,) = engine.generate([request])
     assert result.tokens[-1] == second and result.finish_reason == "stop" and len(result.tokens) <= 2
 

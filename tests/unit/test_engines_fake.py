@@ -20,7 +20,7 @@ from harness.api import (
     UnsupportedError,
 )
 
-JOB = Job(Path("unused"), 64)
+JOB = Job(Path("unused"), Path("unused"), 64, 32)
 
 
 def loaded(policy=None, **options):
@@ -92,7 +92,8 @@ def test_enospc_and_device_memory_look_like_the_real_ones() -> None:
 def test_deaths_take_the_process(crash, status) -> None:
     code = (
         "from pathlib import Path; from engines.fake import *; from harness.api import *; "
-        f"e = FakeEngine(crash={crash!r}); e.load(MODEL, OffloadPolicy(), HardwareLimits(), Job(Path('unused'), 64)); "
+        f"e = FakeEngine(crash={crash!r}); job = Job(Path('unused'), Path('unused'), 64, 32); "
+        "e.load(MODEL, OffloadPolicy(), HardwareLimits(), job); "
         "list(e.generate([GenerationRequest('a', (1,))]))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status

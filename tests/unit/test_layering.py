@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,18 @@ def test_import_contracts_hold():
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_contracts_name_every_module_of_the_harness():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    below = [c for c in contracts if "harness.runner" in c.get("forbidden_modules", ())]
+    modules = {
+        f"harness.{p.stem}" for p in (ROOT / "harness").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert len(below) == 2
+    for contract in below:
+        missing = modules - {"harness.__init__", "harness.api"} - set(contract["forbidden_modules"])
+        assert not missing, contract["name"]
 
 
 @pytest.mark.parametrize(

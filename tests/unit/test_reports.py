@@ -187,14 +187,23 @@ def test_figures_of_a_cell() -> None:
     assert row.energy_j_per_token is None
 
 
-def test_ratio_is_to_the_best_ranked_baseline() -> None:
+def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
     rows = by_name(demo())
-    assert {r.baseline for r in rows.values() if r.ratio} == {"accelerate-float32"}
-    assert rows["accelerate-float32"].ratio == pytest.approx(1)
-    assert rows["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 2)
+    assert {r.engine: r.rival for r in rows.values() if r.ratio} == {
+        "accelerate": "offload-zigzag",
+        "offload": "accelerate-float32",
+    }
+    assert rows["accelerate-float32"].ratio == pytest.approx(2 / 3.1)
+    assert rows["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 3.1)
     assert rows["offload-zigzag"].ratio == pytest.approx(3.1 / 2)
     assert rows["resident-float32"].ratio is None
     assert rows["transformers-within-limit"].ratio is None
+
+
+def test_an_engine_alone_is_compared_with_itself() -> None:
+    rows = by_name([r for r in demo() if r.spec.engine == "accelerate"])
+    assert rows["accelerate-float32"].ratio == pytest.approx(2 / 1.05)
+    assert rows["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 2)
 
 
 def test_order_ranked_then_failed_then_references() -> None:
@@ -222,7 +231,7 @@ def test_agreement_needs_the_same_seed() -> None:
 def test_cells_of_other_models_and_workloads_are_not_compared() -> None:
     other = cell("accelerate-long", workload=WorkloadSpec(prompt_len=512))
     rows = by_name([record(cell(), speed=1), record(other, speed=2)])
-    assert {r.ratio for r in rows.values()} == {1.0}
+    assert {r.ratio for r in rows.values()} == {None}
     assert len({r.workload for r in rows.values()}) == 2
 
 
@@ -273,8 +282,8 @@ def test_what_each_resource_allows_is_the_median_over_repeats() -> None:
 
 def test_headline() -> None:
     assert headline(summary_rows(demo())) == (
-        "Fastest within the limit: offload-zigzag, 3.10 tok/s, 1.55\u00d7 accelerate-float32, the best baseline, "
-        "at 77.5 % of the bound (disk)."
+        "Fastest within the limit: offload-zigzag, 3.10 tok/s, 1.55\u00d7 accelerate-float32, the best of another "
+        "engine, at 77.5 % of the bound (disk)."
     )
     close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
     assert "b, the next (their ranges overlap)" in headline(summary_rows(close))

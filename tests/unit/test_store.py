@@ -8,7 +8,7 @@ import os
 import pytest
 
 from harness.api import SCHEMA_VERSION, HarnessError, ModelSpec, RunRecord, RunSpec, WorkloadSpec, to_json
-from harness.store import Store, parse_record
+from harness.store import Store, is_done, parse_record
 
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), name="cell")
 
@@ -29,7 +29,7 @@ def test_records_come_back_in_order(store):
     for i in range(3):
         store.append(record(i))
     assert [r.repeat for r in store.records()] == [0, 1, 2]
-    assert store.done() == {(SPEC.fingerprint(), i) for i in range(3)}
+    assert store.latest().keys() == {(SPEC.fingerprint(), i) for i in range(3)}
 
 
 @pytest.mark.parametrize("cut", [1, 10, 100])
@@ -61,9 +61,14 @@ def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(tmp_path, cut):
         ("error", "error", True),
     ],
 )
-def test_what_counts_as_done(store, status, expect, done):
-    store.append(record(0, status, dataclasses.replace(SPEC, expect=expect)))
-    assert bool(store.done()) is done
+def test_what_counts_as_done(status, expect, done):
+    assert is_done(record(0, status), dataclasses.replace(SPEC, expect=expect)) is done
+
+
+def test_a_launch_that_ran_out_of_time_is_done_until_there_is_more():
+    late = record(0, "timeout")
+    assert is_done(late, SPEC)
+    assert not is_done(late, dataclasses.replace(SPEC, timeout_s=SPEC.timeout_s + 1))
 
 
 def test_a_full_disk_leaves_no_half_record(store, monkeypatch):

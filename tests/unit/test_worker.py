@@ -2,11 +2,15 @@
 
 import dataclasses
 import errno
+import json
+import os
 
 import pytest
 
+from harness import worker
 from harness.answers import check
 from harness.api import (
+    DiskFullError,
     GenerationRequest,
     GenerationResult,
     HarnessError,
@@ -16,7 +20,6 @@ from harness.api import (
 )
 from harness.launchers.process import judge
 from harness.launchers.sandbox import Outcome
-from harness.worker import classify
 from suites.workloads import Synthetic
 
 REQUESTS = [GenerationRequest(f"r{i}", (7, 8, 9), SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(2)]
@@ -54,6 +57,26 @@ def test_dishonest_answers_are_refused(change, words):
         check(REQUESTS, [dataclasses.replace(RESULTS[0], **change), RESULTS[1]], vocab=10)
 
 
+def test_times_that_the_clock_does_not_bear_out_are_refused():
+    assert check(REQUESTS, RESULTS, 10, elapsed_s=1.2)
+    for elapsed in (0.5, 60.0):
+        with pytest.raises(HarnessError, match=r"end at 1.00 s, but the work took"):
+            check(REQUESTS, RESULTS, 10, elapsed_s=elapsed)
+
+
+def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
+    (tmp_path / worker.REQUEST).write_text(json.dumps({"kind": "prepare", "parent": os.getppid()}))
+    monkeypatch.setattr(worker, "_die_with", lambda parent: None)
+    monkeypatch.setattr(worker, "_help", lambda *_: {"status": "ok"})
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert worker.main([str(tmp_path)]) == worker.EXIT_DISK_FULL
+    assert not (tmp_path / worker.RESULT).exists()
+
+
 def test_a_lost_request_is_named():
     with pytest.raises(HarnessError, match="r1 was not answered"):
         check(REQUESTS, RESULTS[:1], vocab=10)
@@ -78,6 +101,7 @@ def wrapped(inner):
     [
         (InfeasibleError("x"), "infeasible"),
         (UnsupportedError("x"), "unsupported"),
+        (DiskFullError("x"), "disk_full"),
         (HarnessError("x"), "error"),
         (OutOfMemoryError("CUDA out of memory"), "oom_device"),
         (MemoryError(), "oom_host"),
@@ -90,7 +114,7 @@ def wrapped(inner):
     ],
 )
 def test_exceptions_have_a_status_and_one_line(exc, status):
-    found, reason = classify(exc)
+    found, reason = worker.classify(exc)
     assert found == status
     assert "\n" not in reason
 
@@ -110,6 +134,7 @@ def outcome(**changes):
         (outcome(result=None, exit_code=-9), "error", "SIGKILL"),  # exit 137 alone is no evidence of memory
         (outcome(result=None, exit_code=-9, timed_out=True), "timeout", "after 5 s"),
         (outcome(result=None, exit_code=3), "error", "exited with 3"),
+        (outcome(result=None, exit_code=worker.EXIT_DISK_FULL), "disk_full", "no space left"),
     ],
 )
 def test_the_launcher_judges_from_evidence(ended, status, words):

@@ -1,0 +1,62 @@
+"""What every engine checks before it works: requests and pairs that can be run on this model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engines import sampling
+from harness.api import GenerationRequest, HarnessError, ModelShape, UnsupportedError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def validate(request: GenerationRequest, shape: ModelShape) -> None:
+    """Raises HarnessError naming the request and what about it cannot be run on a model of this shape."""
+    where = f"request {request.id}"
+    if not request.prompt:
+        raise HarnessError(f"{where}: the prompt is empty")
+    _check_ids(where, request.prompt, shape.vocab)
+    sampling.validate(request.sampling, request.id)
+    total = len(request.prompt) + request.sampling.max_tokens
+    if total > shape.max_context:
+        raise HarnessError(
+            f"{where}: {len(request.prompt)} prompt + {request.sampling.max_tokens} new tokens exceed "
+            f"the model's context of {shape.max_context}"
+        )
+
+
+def full_sequence(
+    index: int, context: Sequence[int], continuation: Sequence[int], shape: ModelShape, begin: int | None
+) -> list[int]:
+    """Context and continuation of a pair to score; an empty context becomes `begin`. Raises HarnessError."""
+    if not context:
+        if begin is None:
+            raise HarnessError(f"pair {index}: empty context, and the model has no token that begins a sequence")
+        context = [begin]
+    full = [*context, *continuation]
+    if not continuation:
+        raise HarnessError(f"pair {index}: the continuation is empty")
+    if len(full) - 1 > shape.max_context:  # the last token is only predicted
+        raise HarnessError(
+            f"pair {index}: {len(full)} tokens exceed the model's context of {shape.max_context} by more than one"
+        )
+    _check_ids(f"pair {index}", full, shape.vocab)
+    return full
+
+
+def decoder(folder: str) -> Callable[[Sequence[int]], str]:
+    """Token ids to text by the tokenizer in a model folder. Raises UnsupportedError where there is none."""
+    from transformers import AutoTokenizer
+
+    # without these files transformers makes up an empty tokenizer for some architectures
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+        raise UnsupportedError(f"stop strings need a tokenizer, and {folder} holds none")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return lambda tokens: str(tokenizer.decode(tokens))
+
+
+def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise HarnessError(f"{where}: token id {token} is outside the vocabulary of {vocab}")

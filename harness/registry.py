@@ -46,6 +46,12 @@ ENGINES: dict[str, EngineEntry] = {
         "accelerate",
         "Hugging Face Accelerate: weights in RAM and on disk",
     ),
+    "offload": EngineEntry(
+        "engines.offload.engine:OffloadEngine",
+        ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
+        "offload",
+        "our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
+    ),
 }
 
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic"}

@@ -1,0 +1,103 @@
+"""Runs the operations of a pass for real: batches as greenlets that stop wherever they need a weight block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from engines.offload.layout import Block
+from engines.offload.model import PackedBatch, SeamedModel
+from engines.offload.schedule import pass_ops
+from engines.offload.timeline import Timeline
+from engines.offload.transfer import BlockStream
+from harness.api import HarnessError
+
+
+class Executor:
+    """Runs passes of a model whose weight blocks are `resident` (stored bytes by index) or come from `stream`.
+
+    Every batch is a greenlet in `model(batch)`. It stops in `product`, asks for a block and is resumed with it
+    when the schedule says so; a block is cast to the compute dtype once for all batches. Its slot is free again
+    right after the cast, or after the last batch where no cast is needed.
+    """
+
+    def __init__(
+        self,
+        model: SeamedModel,
+        blocks: Sequence[Block],
+        stored: torch.dtype,
+        resident: dict[int, torch.Tensor],
+        stream: BlockStream,
+        slots: int,
+        timeline: Timeline,
+    ) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._stored = stored
+        self._resident = resident
+        self._stream = stream
+        self._slots = slots
+        self._timeline = timeline
+        self._streamed = [i not in resident for i in range(len(blocks))]
+        self._of: dict[str, list[int]] = {}
+        for i, block in enumerate(blocks):
+            self._of.setdefault(block.matrix, []).append(i)
+        largest = max(b.shape[0] * b.shape[1] for b in blocks)
+        self._cast = None if stored == model.dtype else torch.empty(largest, dtype=model.dtype)
+        model.weights = self
+
+    def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Logits of each batch. Inference mode is the caller's to enter: inside greenlets it would leak."""
+        running = [greenlet(self._model) for _ in batches]
+        wanted: list[object] = [None] * len(batches)
+        raw = weight = torch.empty(0)
+        for op in pass_ops(self._streamed, len(batches), self._slots):
+            if op.kind == "load":
+                raw = self._stream.next(self._blocks[op.block])
+                continue
+            began = time.perf_counter()
+            if op.kind == "start":
+                wanted[op.batch] = running[op.batch].switch(batches[op.batch])
+                self._timeline.add("compute", "embedding", began, time.perf_counter())
+                continue
+            if op.batch == 0:
+                weight = self._weight(op.block, raw)
+            if wanted[op.batch] != op.block:
+                raise HarnessError(f"the model asks for block {wanted[op.batch]}, its dry pass had {op.block} here")
+            wanted[op.batch] = running[op.batch].switch(weight)
+            self._timeline.add("compute", self._blocks[op.block].matrix, began, time.perf_counter())
+            if self._cast is None and self._streamed[op.block] and op.batch == len(batches) - 1:
+                self._stream.release()
+        return [torch.as_tensor(logits) for logits in wanted]
+
+    def product(self, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        """x times the transpose of a matrix, block by block; called inside a batch's greenlet."""
+        blocks = self._of[matrix]
+        rows = sum(self._blocks[i].shape[0] for i in blocks) if self._blocks[blocks[0]].axis == 0 else None
+        out = x.new_empty(x.shape[0], rows or self._blocks[blocks[0]].shape[0])
+        for i in blocks:
+            weight = getcurrent().parent.switch(i)
+            block = self._blocks[i]
+            if block.axis == 0:
+                torch.mm(x, weight.t(), out=out[:, block.start : block.stop])
+            elif block.start == 0:
+                torch.mm(x[:, : block.stop], weight.t(), out=out)
+            else:
+                out.addmm_(x[:, block.start : block.stop], weight.t())
+        return out
+
+    def _weight(self, index: int, raw: torch.Tensor) -> torch.Tensor:
+        """A block in the compute dtype."""
+        block = self._blocks[index]
+        stored = self._resident.get(index, raw)
+        weight = stored.view(self._stored).view(block.shape)
+        if self._cast is None:
+            return weight
+        cast = self._cast[: weight.numel()].view(block.shape)
+        cast.copy_(weight)
+        if self._streamed[index]:
+            self._stream.release()
+        return cast

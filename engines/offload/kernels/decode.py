@@ -1,0 +1,79 @@
+"""Attention of single queries over the paged cache: the compiled kernel and the reference it is tested against."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from engines.offload.kernels.build import load
+
+#: (query [n, heads, dim], keys, values [pages, kv_heads, page, dim], table [n, max_pages] int32,
+#: lengths [n] int32, scale) -> [n, heads, dim]
+DecodeKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor
+]  # fmt: skip
+
+
+def reference_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The definition, in torch, one sequence at a time, in float32."""
+    out = torch.empty_like(query)
+    kv_heads, dim = keys.shape[1], keys.shape[3]
+    for i, length in enumerate(lengths.tolist()):
+        pages = table[i].long()
+        k, v = (c[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
+        q = query[i].float().view(kv_heads, -1, dim)
+        out[i] = ((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).view(-1, dim)
+    return out
+
+
+def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
+    """The C++ kernel on `threads` threads, for float32 queries over a float32 or bfloat16 cache.
+
+    Other dtypes go to the reference. Raises NoCompilerError where it cannot be built.
+    """
+    library = load(Path(__file__).with_name("decode.cpp"), cache)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    functions = {torch.float32: library.decode_float32, torch.bfloat16: library.decode_bfloat16}
+    for function in functions.values():
+        function.argtypes = [pointer] * 6 + [number] * 7 + [ctypes.c_float]
+        function.restype = None
+    pool = ThreadPoolExecutor(threads, "decode")
+
+    def decode(
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        if query.dtype != torch.float32 or keys.dtype not in functions:
+            return reference_decode(query, keys, values, table, lengths, scale)
+        assert query.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
+        out = torch.empty_like(query)
+        count, heads, dim = query.shape
+        _, kv_heads, page, _ = keys.shape
+        tensors = [t.data_ptr() for t in (query, keys, values, table, lengths, out)]
+        items = count * kv_heads
+        cuts = [items * i // threads for i in range(threads + 1)]
+
+        def part(i: int) -> None:  # ctypes lets go of the interpreter lock
+            functions[keys.dtype](
+                *tensors, cuts[i], cuts[i + 1], heads, kv_heads, dim, page, table.shape[1], float(scale)
+            )
+
+        list(pool.map(part, range(threads)))
+        return out
+
+    return decode

@@ -22,6 +22,7 @@ from harness.api import DiskFullError, Dtype, HarnessError, LocalModel, ModelSha
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_NO_LIMIT = 1 << 20  # positions of a model that needs none, such as one with ALiBi
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DOWNLOAD = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
 
@@ -191,7 +192,7 @@ def _shape(folder: Path) -> ModelShape:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab=text.vocab_size,
-        max_context=text.max_position_embeddings,
+        max_context=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
         params_per_layer=matrices // layers,
         params_total=sum(p.numel() for p in model.parameters()),
     )

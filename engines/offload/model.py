@@ -68,10 +68,10 @@ class SeamedModel:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _refuse_batch_dependent(config)
+        if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
+            raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
         with init_empty_weights():
             self._module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_SEAM).eval()
-        if not self._module._supports_attention_backend:
-            raise UnsupportedError(f"{config.model_type}: its attention cannot be replaced in transformers")
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
         self.aliases: Mapping[str, str] = self._module.all_tied_weights_keys

@@ -149,7 +149,7 @@ class _Writer:
             view = self._source.slice(name, shape)
             step = max(1, (4 << 20) // (shape[1] * self._dtype.itemsize))
             for row in range(0, shape[0], step):
-                self._append(f"{name}.table", view[row : row + step].to(self._dtype))
+                self._append(f"{name}.table", _finite(name, view[row : row + step]).to(self._dtype))
         self._write_small(small)
         manifest = {"layout": LAYOUT, "sha256": {name: h.hexdigest() for name, h in self._hashes.items()}}
         (self._folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -164,10 +164,10 @@ class _Writer:
         view = self._source.slice(matrix.name, shape)
         first = (block.axis == 0) != matrix.transposed
         part = view[block.start : block.stop] if first else view[:, block.start : block.stop]
-        return torch.as_tensor(part.T if matrix.transposed else part).to(self._dtype)
+        return _finite(matrix.name, part.T if matrix.transposed else part).to(self._dtype)
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
-        data = _finite(name, tensor).contiguous().view(torch.uint8).numpy().tobytes()
+        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
         data += bytes((span or len(data)) - len(data))
         with (self._folder / name).open("ab") as file:
             file.write(data)

@@ -1,0 +1,461 @@
+"""The offload engine says what transformers says, whatever the schedule, the batch, the placement and the cuts."""
+
+import dataclasses
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from engines import checkpoints  # noqa: E402
+from engines.offload.engine import OffloadEngine  # noqa: E402
+from engines.offload.model import SeamedModel  # noqa: E402
+from engines.offload.weights import Source, convert  # noqa: E402
+from harness.api import (  # noqa: E402
+    DiskFullError,
+    GenerationRequest,
+    HardwareLimits,
+    HarnessError,
+    InfeasibleError,
+    Job,
+    ModelSpec,
+    OffloadPolicy,
+    SamplingParams,
+    UnsupportedError,
+)
+
+CONTEXT = 128
+VOCAB = 512
+#: Where greedy paths part, the reference's two best logits must be closer than this: float32 sums in another order.
+NEAR_TIE = 1e-3
+COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+CONFIGS = {
+    "opt": COMMON | {"ffn_dim": 160, "word_embed_proj_dim": 64, "max_position_embeddings": CONTEXT},
+    "llama": COMMON | {"intermediate_size": 160, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT},
+}
+TINY = {
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "falcon": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def save(folder, kind, dtype=torch.float32, **changes):
+    """A random model whose logits differ enough to tell right from wrong."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(CONFIGS | TINY)[kind] | changes)
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
+    module.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request, tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp(request.param), request.param)
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def load(model, cache, budget=None, max_sequence=64, engine=None, **policy):
+    engine = engine or OffloadEngine()
+    job = Job(cache, cache, max_sequence, max_sequence)
+    report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)
+    return engine, report
+
+
+def same_by_the_near_tie_rule(reference, request, tokens):
+    """Greedy by the reference's own logits, token by token, but for choices between near-equals."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*request.prompt, *tokens[:-1]]])).logits[0, len(request.prompt) - 1 :]
+    eos = reference.generation_config.eos_token_id
+    if request.sampling.ignore_eos and eos is not None:
+        logits[:, eos] = -torch.inf
+    best = logits.max(dim=-1).values
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((best - chosen < NEAR_TIE).all())
+
+
+def requests_of(seed, count, eos=True):
+    rng = random.Random(seed)
+    return [
+        GenerationRequest(
+            f"r{i}",
+            tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 40))),
+            SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=eos and rng.random() < 0.7),
+        )
+        for i in range(count)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ right answers
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 12),
+    schedule=st.sampled_from(["row", "zigzag", "sweep"]),
+    size=st.integers(1, 6),
+    batches=st.integers(1, 3),
+    chunk=st.sampled_from([None, 1, 5, 64]),
+    resident=st.sampled_from([None, 0.0, 0.4, 1.0]),
+)
+def test_greedy_output_is_transformers_own(
+    model, reference, cache, seed, count, schedule, size, batches, chunk, resident
+):
+    engine, _ = load(
+        model, cache, schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, prefill_chunk=chunk,
+        weights=None if resident is None else (0.0, resident, 1.0 - resident),
+    )  # fmt: skip
+    requests = requests_of(seed, count)
+    results = {r.id: r for r in engine.generate(requests)}
+    engine.close()
+    assert results.keys() == {r.id for r in requests}
+    for request in requests:
+        result = results[request.id]
+        eos = reference.generation_config.eos_token_id
+        assert same_by_the_near_tie_rule(reference, request, result.tokens)
+        if result.finish_reason == "length":
+            assert len(result.tokens) == request.sampling.max_tokens
+        else:
+            assert result.tokens[-1] == eos and not request.sampling.ignore_eos
+        assert list(result.token_times_s) == sorted(result.token_times_s)
+        assert 0 <= result.start_s <= result.token_times_s[0]
+        assert len(result.token_times_s) == len(result.tokens)
+
+
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
+def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
+    """The reference's own third token is made the end of sequence."""
+    prompt = (7, 8, 9, 10)
+    with torch.no_grad():
+        out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=5, min_new_tokens=5)
+    third = out[0, len(prompt) + 2].item()
+    engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
+    engine._seamed.eos = (third,)
+    [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
+    engine.close()
+    assert result.finish_reason == "stop"
+    assert result.tokens[-1] == third
+    assert len(result.tokens) <= 3
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_sixteen_bit_weights_give_the_same_on_every_schedule(kind, tmp_path, cache):
+    folder = save(tmp_path / kind, kind, torch.bfloat16)
+    model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+    requests = requests_of(3, 8, eos=False)
+    answers = []
+    for schedule, chunk in (("row", None), ("zigzag", 7), ("sweep", 5), ("sweep", None)):
+        engine, report = load(
+            model, cache, schedule=schedule, gpu_batch_size=3, num_gpu_batches=2, prefill_chunk=chunk,
+            compute_dtype="float32",
+        )  # fmt: skip
+        answers.append({r.id: r.tokens for r in engine.generate(requests)})
+        engine.close()
+        assert report.compute_dtype == "float32"
+    assert all(a == answers[0] for a in answers)
+
+
+def test_sampling_does_not_depend_on_who_shares_the_pass(model, cache):
+    requests = [
+        GenerationRequest(f"s{i}", (9, 10 + i, 11), SamplingParams(8, temperature=0.8, top_k=40, seed=i))
+        for i in range(6)
+    ]
+    found = []
+    for schedule, size in (("sweep", 6), ("row", 1), ("zigzag", 2)):
+        engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=size, num_gpu_batches=2)
+        found.append({r.id: r.tokens for r in engine.generate(requests)})
+        engine.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_logits_are_within_one_in_ten_thousand(model, reference, cache):
+    """One packed pass over ragged prompts against one plain pass for each."""
+    rng = random.Random(5)
+    pairs = [
+        (tuple(rng.randrange(5, VOCAB) for _ in range(n)), tuple(rng.randrange(5, VOCAB) for _ in range(4)))
+        for n in (0, 1, 9, 30)
+    ]
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4)
+    seen = []
+    run = engine._executor.run
+    engine._executor.run = lambda batches: seen.extend(run(batches)) or seen[-len(batches) :]
+    scores = engine.score(pairs)
+    engine.close()
+    begin = reference.generation_config.bos_token_id
+    rows = []
+    for (context, continuation), score in zip(pairs, scores, strict=True):
+        full = [*(context or (begin,)), *continuation]
+        with torch.no_grad():
+            logits = reference(torch.tensor([full[:-1]])).logits[0, -len(continuation) :]
+        rows.append(logits)
+        log_probs = logits.log_softmax(-1)
+        expected = log_probs.gather(1, torch.tensor(continuation)[:, None]).sum().item()
+        assert score.logprob == pytest.approx(expected, rel=1e-4)
+        assert score.is_greedy == bool((log_probs.argmax(-1) == torch.tensor(continuation)).all())
+    found, exact = torch.cat(seen), torch.cat(rows)
+    order = [torch.cdist(row[None], found).argmin().item() for row in exact]
+    assert sorted(order) == list(range(len(exact)))
+    error = (found[order] - exact).abs().max() / exact.abs().max()
+    assert error < 1e-4
+
+
+def test_a_packed_pass_computes_no_padding(model, cache):
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=8)
+    rows = []
+    run = engine._executor.run
+    engine._executor.run = lambda batches: rows.extend(len(b.ids) for b in batches) or run(batches)
+    requests = requests_of(1, 6, eos=True)
+    requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, ignore_eos=True)) for r in requests]
+    list(engine.generate(requests))
+    engine.close()
+    assert sum(rows) == sum(len(r.prompt) + r.sampling.max_tokens - 1 for r in requests)
+
+
+# ------------------------------------------------------------------------------------------------ bytes and memory
+
+
+def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache):
+    requests = [GenerationRequest(f"r{i}", (5, 6, 7), SamplingParams(6, ignore_eos=True)) for i in range(8)]
+    read = {}
+    for schedule, batches in (("row", 1), ("zigzag", 4)):
+        engine, report = load(
+            model, cache, schedule=schedule, gpu_batch_size=2, num_gpu_batches=batches, weights=(0.0, 0.0, 1.0)
+        )
+        list(engine.generate(requests))
+        ahead = engine._stream.nbytes
+        engine.close()
+        read[schedule] = engine._timeline.passes * report.weights_by_tier[2]
+        assert report.weights_by_tier[1] == 0
+        assert ahead > 0
+    assert read["zigzag"] * 4 == read["row"]
+
+
+def test_the_report_says_what_was_really_placed(model, cache):
+    engine, report = load(model, cache, weights=(0.0, 0.5, 0.5), gpu_batch_size=2, num_gpu_batches=3, schedule="zigzag")
+    engine.close()
+    device, host, disk = report.weights_by_tier
+    assert device == 0
+    assert report.policy.weights == pytest.approx((0, host / (host + disk), disk / (host + disk)))
+    assert report.block_size == 6
+    assert report.compute_dtype == "float32"
+
+
+def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, cache):
+    for schedule in ("row", "zigzag", "sweep"):
+        with pytest.raises(InfeasibleError, match=r"offload needs \d+ MiB .*the budget is 1 MiB"):
+            load(model, cache, budget=1 << 20, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"weight_bits": 4}, {"kv_bits": 8}, {"cpu_attention": True}, {"value_sparsity": 0.5}],
+)
+def test_policies_it_cannot_honour_are_refused(model, cache, policy):
+    with pytest.raises(UnsupportedError):
+        load(model, cache, **policy)
+
+
+# ------------------------------------------------------------------------------------------------ conversion
+
+
+def seamed(model):
+    return SeamedModel(Path(model.path), torch.float32)
+
+
+def convert_into(model, cache, on_progress=lambda done, total: None):
+    found = seamed(model)
+    source = Source(model, found.prefix, found.aliases)
+    return convert(model, source, found.matrices, found.tables, found.small, cache, on_progress)
+
+
+def test_conversion_keeps_every_weight(model, reference, tmp_path):
+    converted = convert_into(model, tmp_path)
+    state = reference.state_dict()
+    for block in converted.blocks:
+        data = (converted.folder / block.file).read_bytes()[block.offset : block.offset + block.nbytes]
+        stored = torch.frombuffer(bytearray(data), dtype=torch.float32).view(block.shape)
+        whole = state[block.matrix]
+        part = whole[block.start : block.stop] if block.axis == 0 else whole[:, block.start : block.stop]
+        assert torch.equal(stored, part)
+    for name in converted.tables:
+        assert torch.equal(converted.table(name), state[name])
+    small = converted.small()
+    assert all(torch.equal(small[name], state[name]) for name in small)
+    assert {b.matrix for b in converted.blocks} | set(converted.tables) | set(small) == set(state)
+
+
+def test_another_training_step_is_another_conversion(tmp_path, cache):
+    folder = save(tmp_path / "m", "opt")
+    first = convert_into(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path)
+    again = convert_into(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path)
+    assert again.folder == first.folder
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1  # the last value of the last tensor
+    path.write_bytes(data)
+    other = convert_into(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path)
+    assert other.folder != first.folder
+
+
+def _convert_slowly(path, cache, started):
+    def tell(done, total):
+        started.set()
+        time.sleep(0.02)
+
+    convert_into(checkpoints.prepare(ModelSpec(path), cache), cache, tell)
+
+
+def test_kill_minus_nine_during_conversion_leaves_nothing_half_done(model, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    process = context.Process(target=_convert_slowly, args=(model.path, tmp_path, started))
+    process.start()
+    assert started.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    folder = tmp_path / "offload"
+    assert [p for p in folder.iterdir() if ".tmp-" in p.name], "it was in the middle"
+    assert not [p for p in folder.iterdir() if p.is_dir() and ".tmp-" not in p.name]
+    converted = convert_into(model, tmp_path)
+    assert [p for p in folder.iterdir() if p.is_dir()] == [converted.folder]
+
+
+def test_a_full_disk_during_conversion_is_told_and_leaves_nothing(model, tmp_path):
+    def full(done, total):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DiskFullError, match=r"disk full while writing \d+ bytes of converted weights"):
+        convert_into(model, tmp_path, full)
+    assert not [p for p in (tmp_path / "offload").iterdir() if p.is_dir()]
+
+
+def test_nan_weights_are_refused_by_name(tmp_path, cache):
+    folder = save(tmp_path / "m", "opt")
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        module.model.decoder.layers[1].fc1.weight[3, 3] = torch.nan
+    module.save_pretrained(folder)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    with pytest.raises(HarnessError, match=r"NaN or infinity in model.decoder.layers.1.fc1.weight"):
+        load(model, tmp_path / "cache")
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = save(tmp_path / "m", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(HarnessError, match=r"no tensor for model.layers.2.mlp.up_proj.weight"):
+        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
+
+
+def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_path):
+    engine, _ = load(model, tmp_path, weights=(0.0, 0.0, 1.0), schedule="sweep")
+    requests = [GenerationRequest("a", (5, 6), SamplingParams(50, ignore_eos=True))]
+    for path in (tmp_path / "offload").glob("*/layer-00001.bin"):
+        with path.open("r+b") as file:
+            file.truncate(4096)
+    with pytest.raises(HarnessError, match=r"layer-00001.bin ends at byte 4096"):
+        list(engine.generate(requests))
+    engine.close()
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_models_that_the_seams_do_not_carry_are_refused_before_loading(kind, tmp_path):
+    folder = save(tmp_path / kind, kind)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    with pytest.raises(UnsupportedError, match=kind):
+        load(model, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    folder = save(tmp_path / "m", "llama", rope_parameters=scaling)
+    with pytest.raises(UnsupportedError, match=r"'dynamic' rotary scaling"):
+        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
+
+
+def test_attention_that_the_engine_has_not_is_refused(tmp_path):
+    changes = CONFIGS["llama"] | {"sliding_window": 8}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("mistral", **changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    with pytest.raises(UnsupportedError, match="sliding_window"):
+        load(checkpoints.prepare(ModelSpec(str(tmp_path / "m")), tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "words"),
+    [
+        ((), 4, "the prompt is empty"),
+        ((VOCAB,), 4, "outside the vocabulary"),
+        ((-1,), 4, "outside the vocabulary"),
+        ((5,) * (CONTEXT - 3), 4, "exceed the model's context"),
+        ((5,) * 60, 60, "can never fit a cache"),
+        ((5,), 0, "max_tokens"),
+    ],
+)
+def test_requests_that_cannot_be_run_are_named_before_any_work(model, cache, prompt, new, words):
+    engine, _ = load(model, cache, schedule="sweep", max_sequence=32)
+    good = GenerationRequest("good", (5, 6), SamplingParams(2))
+    with pytest.raises(HarnessError, match=rf"request bad: .*{words}"):
+        engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(new))])
+    assert engine._timeline.passes == 0
+    engine.close()
+
+
+def test_close_twice_and_before_load():
+    OffloadEngine().close()
+
+
+# ------------------------------------------------------------------------------------------------ real models
+
+
+DATA = Path(__file__).parent.parent.parent.parent / "shared" / "data"
+
+
+def test_stories260k_tells_the_story_that_transformers_tells(cache):
+    folder = DATA / "model_stories260k"
+    if not (folder / "config.json").exists():
+        pytest.skip("the stories260K model is not here")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = ["Once upon a time", "Lily and Tom", "The dog"]
+    requests = [GenerationRequest(p, tuple(tokenizer(p).input_ids), SamplingParams(max_tokens=60)) for p in prompts]
+    model = checkpoints.prepare(ModelSpec(str(folder)), cache)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, max_sequence=100)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    engine.close()
+    for request in requests:
+        with torch.no_grad():
+            out = reference.generate(torch.tensor([request.prompt]), do_sample=False, max_new_tokens=60)
+        assert tokenizer.decode(results[request.id]) == tokenizer.decode(out[0, len(request.prompt) :])

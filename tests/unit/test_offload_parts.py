@@ -1,0 +1,408 @@
+"""The parts of the offload engine, each against what it must keep: layout, stream, schedule, admission, kernel."""
+
+import dataclasses
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages
+from engines.offload.kernels import compiled_decode, reference_decode
+from engines.offload.kernels.build import NoCompilerError, load
+from engines.offload.kv_cache import PAGE_TOKENS, PagedCache, pages_for
+from engines.offload.layout import ALIGN, Matrix, blocks_of
+from engines.offload.schedule import pass_ops
+from engines.offload.sequences import Generation
+from engines.offload.tiers import Demand, place
+from engines.offload.timeline import Span, Timeline, union_s
+from engines.offload.transfer import BlockStream
+from harness.api import (
+    GenerationRequest,
+    HarnessError,
+    InfeasibleError,
+    ModelShape,
+    OffloadPolicy,
+    SamplingParams,
+    UnsupportedError,
+)
+
+SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
+
+
+# ------------------------------------------------------------------------------------------------ layout
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["a", "b"])), min_size=1, max_size=5),
+    st.integers(1, 40_000),
+)
+def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, block_bytes):
+    matrices = [Matrix(f"m{i}", rows, columns, group) for i, (rows, columns, group) in enumerate(sizes)]
+    blocks = blocks_of(matrices, 2, block_bytes)
+    for matrix in matrices:
+        covered = torch.zeros(matrix.rows, matrix.columns, dtype=torch.int)
+        for block in (b for b in blocks if b.matrix == matrix.name):
+            part = covered[block.start : block.stop] if block.axis == 0 else covered[:, block.start : block.stop]
+            assert tuple(part.shape) == block.shape
+            assert block.nbytes == 2 * part.numel() > 0
+            part += 1
+        assert (covered == 1).all()
+    ends: dict[str, int] = {}
+    for block in blocks:
+        assert block.offset % ALIGN == 0
+        assert block.offset >= ends.get(block.file, 0)
+        ends[block.file] = block.offset + block.nbytes
+
+
+# ------------------------------------------------------------------------------------------------ stream
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Ten blocks with known bytes in two files."""
+    matrices = [Matrix(f"m{i}", 50, 30 + i, f"group{i % 2}") for i in range(10)]
+    blocks = blocks_of(matrices, 4)
+    for i, block in enumerate(blocks):
+        with (tmp_path / block.file).open("r+b" if (tmp_path / block.file).exists() else "wb") as file:
+            file.seek(block.offset)
+            file.write(bytes([i + 1]) * block.span)
+    return tmp_path, blocks
+
+
+def stream_of(files, slots=3):
+    return BlockStream(files[0], files[1], slots, Timeline())
+
+
+def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
+    stream = stream_of(files)
+    for _ in range(5):
+        for i, block in enumerate(files[1]):
+            data = stream.next(block)
+            assert data.shape == (block.nbytes,)
+            assert (data == i + 1).all()
+            stream.release()
+    stream.close()
+    stream.close()
+
+
+def test_a_stream_reads_no_further_than_its_slots(files):
+    stream = stream_of(files, slots=4)
+    stream.measure()
+    assert stream.bytes_read == sum(b.span for b in files[1][:4])
+    first = stream.next(files[1][0])
+    stream.next(files[1][1])
+    assert (first == 1).all(), "a block stays until it is released"
+    stream.close()
+
+
+def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
+    folder, blocks = files
+    last = max((b for b in blocks if b.file == "group0.bin"), key=lambda b: b.offset)
+    with (folder / last.file).open("r+b") as file:
+        file.truncate(last.offset + 100)
+    stream = stream_of(files)
+    with pytest.raises(HarnessError, match=rf"group0.bin ends at byte \d+, inside {last.matrix}"):
+        for block in blocks:
+            stream.next(block)
+            stream.release()
+    stream.close()
+
+
+def test_a_missing_file_is_named(files):
+    (files[0] / "group1.bin").unlink()
+    with pytest.raises(HarnessError, match=r"group1.bin is missing"):
+        stream_of(files)
+
+
+def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("engines.offload.transfer.os.preadv", broken)
+    stream = stream_of(files)
+    with pytest.raises(HarnessError, match=r"reading group0.bin at byte 0 \(m0\): Input/output error"):
+        stream.next(files[1][0])
+    stream.close()
+
+
+def test_closing_wakes_whoever_waits(files, monkeypatch):
+    gate = threading.Event()
+    real = BlockStream._fetch
+    monkeypatch.setattr(BlockStream, "_fetch", lambda self, *a: (gate.wait(5), real(self, *a)))
+    stream = stream_of(files)
+    threading.Timer(0.1, lambda: (gate.set(), stream.close())).start()
+    with pytest.raises(HarnessError, match="closed"):
+        for block in files[1] * 100:
+            stream.next(block)
+            stream.release()
+
+
+# ------------------------------------------------------------------------------------------------ schedule
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6))
+def test_a_pass_loads_each_block_once_and_uses_it_in_every_batch(streamed, batches, slots):
+    ops = pass_ops(streamed, batches, slots)
+    loads = [op.block for op in ops if op.kind == "load"]
+    assert loads == [i for i, on_disk in enumerate(streamed) if on_disk]
+    for k in range(batches):
+        assert [op.block for op in ops if op.kind == "compute" and op.batch == k] == list(range(len(streamed)))
+    loaded_at = {}
+    for i, op in enumerate(ops):
+        assert all(0 <= j < i for j in op.after), "what must be done before stands before"
+        if op.kind == "load":
+            loaded_at[op.block] = i
+        if op.kind == "compute" and streamed[op.block]:
+            assert loaded_at[op.block] in op.after
+    held, most = set(), 0
+    uses = dict.fromkeys(loads, batches)
+    for op in ops:  # run in order, a slot is taken by a load and freed by the last use
+        if op.kind == "load":
+            held.add(op.block)
+            most = max(most, len(held))
+        elif op.block in held:
+            uses[op.block] -= 1
+            if not uses[op.block]:
+                held.remove(op.block)
+    assert most <= slots
+
+
+def test_a_load_waits_for_the_last_use_of_its_slot():
+    ops = pass_ops([True] * 4, batches=2, slots=2)
+    loads = [op for op in ops if op.kind == "load"]
+    assert [op.after for op in loads[:2]] == [(), ()]
+    assert all(ops[op.after[0]].block == op.block - 2 and ops[op.after[0]].batch == 1 for op in loads[2:])
+
+
+# ------------------------------------------------------------------------------------------------ admission
+
+
+def generation(prompt, new, arrival=0.0):
+    request = GenerationRequest("x", (7,) * prompt, SamplingParams(max_tokens=new, ignore_eos=True), arrival)
+    return Generation(request, (), None)
+
+
+LOGITS = torch.zeros(1, 8)
+
+
+def drive(batcher, sequences, limit=10_000):
+    """Runs passes without a model; returns pages held and tokens computed by pass."""
+    held, rows = [], []
+    done = 0
+    while batcher.next_arrival_s is not None:
+        batches = batcher.next_pass(1e9)
+        assert batches, "something runs as long as something is left"
+        held.append(batcher._cache.pages - batcher._cache.free_pages)
+        rows.append(sum(p.count for b in batches for p in b))
+        for batch in batches:
+            counts = [p.count for p in batch]
+            assert counts == sorted(counts, key=lambda c: c > 1), "single rows come first"
+            for part in batch:
+                assert len(part.sequence.pages) >= pages_for(part.sequence.cached + part.count)
+                wanted = len(part.sequence.wanted(part.count))
+                part.sequence.cached += part.count
+                if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
+                    batcher.finish(part.sequence)
+                    done += 1
+        limit -= 1
+        assert limit
+    assert done == len(sequences)
+    assert batcher._cache.free_pages == batcher._cache.pages
+    return held, rows
+
+
+lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=25)
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 64))
+def test_a_sweep_serves_everyone_within_the_cache(pairs, pages, size, chunk):
+    sequences = [generation(p, n) for p, n in pairs]
+    cache = PagedCache(SHAPE, pages, torch.float32)
+    held, rows = drive(SweepBatcher(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences)
+    assert max(held) <= pages
+    assert max(rows) <= size + chunk
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 80), st.integers(1, 8), st.integers(1, 4), st.integers(1, 64))
+def test_blocks_serve_everyone_within_the_cache(pairs, pages, size, batches, chunk):
+    sequences = [generation(p, n) for p, n in pairs]
+    cache = PagedCache(SHAPE, pages, torch.float32)
+    held, _ = drive(BlockBatcher(sequences, cache, size, batches, chunk), sequences)
+    assert max(held) <= pages
+
+
+@given(lengths)
+def test_the_predicted_peak_is_the_peak(pairs):
+    sequences = [generation(p, n) for p, n in pairs]
+    steps = max(n for _, n in pairs)
+    by_hand = max(sum(pages_for(p + t) for p, n in pairs if t < n) for t in range(steps))
+    assert peak_pages(sequences) == by_hand
+
+
+def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
+    """Memory follows the average context, not the longest."""
+    prompt, new, count = 32, 64, 60
+    cache = PagedCache(SHAPE, 10 * pages_for(prompt + new), torch.float32)
+    sequences = [generation(prompt, new) for _ in range(count)]
+    batcher = SweepBatcher(sequences, cache, 100, ChunkRule(8, 1, 64))
+    running = []
+    while batcher.next_arrival_s is not None:
+        for part in batcher.next_pass(0.0)[0]:
+            wanted = len(part.sequence.wanted(part.count))
+            part.sequence.cached += part.count
+            if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
+                batcher.finish(part.sequence)
+        running.append(len(batcher._running))
+    assert max(running) >= 13
+
+
+def test_nobody_is_served_before_he_arrives():
+    early, late = generation(4, 3), generation(4, 3, arrival=5.0)
+    batcher = SweepBatcher([late, early], PagedCache(SHAPE, 20, torch.float32), 8, ChunkRule(64, 1, 64))
+    assert [p.sequence for p in batcher.next_pass(0.0)[0]] == [early]
+    batcher.finish(early)
+    assert batcher.next_pass(0.0) == []
+    assert batcher.next_arrival_s == 5.0
+    assert [p.sequence for p in batcher.next_pass(5.0)[0]] == [late]
+
+
+def test_who_is_put_back_keeps_what_it_said():
+    """Two prompts computed over several passes outgrow what was predicted: the youngest is recomputed."""
+    first, second = generation(8, 30), generation(8, 30)
+    cache = PagedCache(SHAPE, pages_for(40) + pages_for(20), torch.float32)
+    batcher = SweepBatcher([first, second], cache, 2, ChunkRule(64, 1, 64))
+    batcher._running = [first, second]
+    batcher._waiting.clear()
+    held, _ = drive(batcher, [first, second])
+    assert max(held) <= cache.pages
+    assert [len(s.result().tokens) for s in (first, second)] == [30, 30]
+
+
+# ------------------------------------------------------------------------------------------------ kernel
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compiled_decode(tmp_path_factory.mktemp("kernels"), threads=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7)])
+def test_decode_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim):
+    torch.manual_seed(0)
+    lengths = torch.tensor([1, 3, 8, 9, 40], dtype=torch.int32)
+    pages = 30
+    keys, values = (torch.randn(pages, kv_heads, PAGE_TOKENS, dim).to(dtype) for _ in range(2))
+    table = torch.randperm(pages)[:25].view(5, 5).int()
+    query = torch.randn(5, heads, dim)
+    exact = torch.empty(5, heads, dim, dtype=torch.float64)
+    for i, n in enumerate(lengths.tolist()):
+        k, v = (
+            torch.stack([c[table[i, t // PAGE_TOKENS], :, t % PAGE_TOKENS] for t in range(n)], 1).double()
+            for c in (keys, values)
+        )
+        q = query[i].double().view(kv_heads, -1, dim)
+        exact[i] = ((q @ k.mT * 0.3).softmax(-1) @ v).reshape(heads, dim)
+    for kernel in (compiled, reference_decode):
+        torch.testing.assert_close(
+            kernel(query, keys, values, table, lengths, 0.3).double(), exact, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_nan_in_the_cache_is_not_hidden(compiled):
+    keys = torch.full((1, 1, PAGE_TOKENS, 8), torch.nan)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    found = compiled(torch.ones(1, 1, 8), keys, keys, one * 0, one[0], 1.0)
+    assert found.isnan().all()
+
+
+def test_no_compiler_is_said_and_survived(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NoCompilerError, match="no-such-compiler"):
+        compiled_decode(tmp_path, 1)
+
+
+def test_a_source_that_does_not_compile_leaves_nothing(tmp_path):
+    source = tmp_path / "broken.cpp"
+    source.write_text("this is not C++")
+    with pytest.raises(NoCompilerError, match=r"broken.cpp"):
+        load(source, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "kernels").glob("broken-*/"))
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def demand(**changes):
+    blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], 4)
+    return dataclasses.replace(Demand(SHAPE, blocks, 4, 4, small=1000, cast=0, max_sequence=48), **changes)
+
+
+MIB = 1 << 20
+
+
+@given(
+    st.integers(64, 400),
+    st.sampled_from(["row", "zigzag", "sweep"]),
+    st.integers(1, 64),
+    st.integers(1, 4),
+    st.sampled_from([None, 0.0, 0.25, 1.0]),
+)
+def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
+    weights = None if share is None else (0.0, share, 1.0 - share)
+    policy = OffloadPolicy(schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, weights=weights)
+    wanted = demand()
+    try:
+        plan = place(wanted, policy, mib * MIB)
+    except InfeasibleError as exc:
+        assert "the budget is" in str(exc)
+        return
+    held = sum(wanted.blocks[i].nbytes for i in plan.resident)
+    assert plan.pages * PAGE_TOKENS * SHAPE.kv_bytes_per_token(4) + held < mib * MIB
+    if share is not None:
+        total = sum(b.nbytes for b in wanted.blocks)
+        assert abs(held / total - share) <= 1 / len(wanted.blocks)
+
+
+def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_policy():
+    policy = OffloadPolicy(schedule="zigzag", gpu_batch_size=900, num_gpu_batches=2)
+    with pytest.raises(
+        InfeasibleError, match=r"needs \d+ MiB for 1800 sequences of 48 tokens .* gpu_batch_size \d+ would fit"
+    ):
+        place(demand(), policy, 120 * MIB)
+    with pytest.raises(InfeasibleError, match="use a larger budget"):
+        place(demand(), policy, 10 * MIB)
+
+
+@pytest.mark.parametrize("field", ["weights", "cache", "activations"])
+def test_a_device_tier_is_refused_on_a_host_without_one(field):
+    with pytest.raises(UnsupportedError, match=field):
+        place(demand(), OffloadPolicy(**{field: (0.5, 0.5, 0.0)}), None)
+
+
+def test_resident_blocks_are_spread_over_the_pass():
+    plan = place(demand(), OffloadPolicy(weights=(0, 0.5, 0.5)), None)
+    assert sorted(plan.resident) == list(range(0, 20, 2))
+
+
+# ------------------------------------------------------------------------------------------------ timeline
+
+
+def test_the_time_of_overlapping_loads_counts_once():
+    spans = [Span("load", "a", 0.0, 2.0), Span("load", "b", 1.0, 3.0), Span("load", "c", 5.0, 6.0)]
+    random.shuffle(spans)
+    assert union_s(spans) == 4.0
+
+
+def test_the_fullest_pass_is_kept():
+    timeline = Timeline()
+    for rows in (3, 9, 2):
+        timeline.add("compute", f"{rows} rows", 0.0, 1.0)
+        timeline.end_pass(rows)
+    assert [s.name for s in timeline.kept] == ["9 rows"]
+    assert timeline.passes == 3

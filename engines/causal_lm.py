@@ -18,6 +18,7 @@ from engines import sampling
 from harness.api import (
     Capabilities,
     Dtype,
+    EngineTrace,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -121,6 +122,9 @@ class CausalLMEngine(ABC):
                 lengths = [len(pairs[i][1]) for i in batch]
                 scores |= zip(batch, self._score_batch([sequences[i] for i in batch], lengths), strict=True)
         return [scores[i] for i in range(len(pairs))]
+
+    def trace(self) -> EngineTrace:
+        return EngineTrace()
 
     def close(self) -> None:
         self._module = None

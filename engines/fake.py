@@ -15,6 +15,7 @@ from typing import Literal
 
 from harness.api import (
     Capabilities,
+    EngineTrace,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -144,6 +145,9 @@ class FakeEngine:
             greedy = all(token == _token(0, context, i) for i, token in enumerate(continuation))
             scores.append(Score(logprob, greedy))
         return scores
+
+    def trace(self) -> EngineTrace:
+        return EngineTrace()
 
     def close(self) -> None:
         self._eaten = b""

@@ -1,11 +1,12 @@
 """The roofline of one cell: the least time compute and disk could take for its batch on this machine.
 
-A block of B sequences (prompt s, generated n) needs one prefill pass of B*s rows and n - 1 decode passes of B
-rows. Compute time of a pass is its FLOPs over the GEMM rate measured at that many rows (so small passes are
-held to what memory bandwidth allows). Disk time of a pass is the weight bytes the budget cannot hold, over the
-measured sequential read bandwidth. Of a rate's samples the best counts: noise only slows, and a bound is what
-the machine can do. The bound assumes perfect overlap, and that all of the budget holds weights:
-an engine that spends it on the KV cache instead has a harder task than the bound says.
+A block of B sequences (prompt s, generated n) needs B*(s + n - 1) rows. In step they are one prefill pass of B*s
+rows and n - 1 decode passes of B; mixed, with a sequence entering whenever one ends, n passes of B*(s + n - 1)/n.
+Compute time of a pass is its FLOPs over the GEMM rate measured at that many rows (so small passes are held to
+what memory bandwidth allows), and the better of the two ways counts, for every engine alike. Disk time of a pass
+is the weight bytes the budget cannot hold, over the measured sequential read bandwidth. Of a rate's samples the
+best counts: noise only slows, and a bound is what the machine can do. The bound assumes perfect overlap, and that
+all of the budget holds weights: an engine that spends it on the KV cache instead has a harder task than it says.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ def bound(
         return None
     prompt, generated = workload.prompt_len, workload.gen_len
     shape = model.shape
-    prefill = shape.flops(batch * prompt, prompt / 2, batch) / rate_at(curve, batch * prompt)
-    context = prompt + generated / 2
-    step = shape.flops(batch, context, batch) / rate_at(curve, batch)
-    compute_s = prefill + (generated - 1) * step
+    prefill = shape.flops(batch * prompt, prompt / 2, batch)
+    decode = (generated - 1) * shape.flops(batch, prompt + generated / 2, batch)
+    in_step = prefill / rate_at(curve, batch * prompt) + decode / rate_at(curve, batch)
+    mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated)
+    compute_s = min(in_step, mixed)
     disk_s = generated * on_disk / max(machine.disk_read) if on_disk else 0.0
     throughput = batch * generated / max(compute_s, disk_s)
     return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
 
 
-def rate_at(curve: Mapping[str, Sequence[float]], rows: int) -> float:
+def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:
     """FLOP/s at `rows` by the best sample, log-linear between measured rows and flat beyond the ends."""
     points = sorted((int(r), max(samples)) for r, samples in curve.items())
     if rows <= points[0][0]:

@@ -203,10 +203,13 @@ class _Run:
         try:
             load = self._load(engine, scratch)
             traces = self._generate(engine, load, capabilities)
+            own = engine.trace()
         finally:
             engine.close()
         self._out["requests"] = to_json(traces)
+        self._out["trace"] = to_json(own.events)
         self._out["metrics"] = metrics(traces, capabilities.phased) | {
+            **own.metrics,
             "launch_s": started - self._launched,
             "import_s": imported - started,
         }

@@ -14,6 +14,7 @@ from reports.page import page
 from reports.records import Runs, load_records, read_runs
 from reports.summary import CellSummary, headline, summary_rows
 from reports.text import clean, markdown
+from reports.timeline import chrome_trace
 
 __all__ = ["CellSummary", "build", "headline", "load_records", "summary_rows"]
 
@@ -23,9 +24,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 def build(dirs: Sequence[Path], out: Path | None = None) -> list[Path]:
     """Writes the report on run directories `dirs` and returns the files written.
 
-    `out` is a folder for all three formats (made if missing; by default the first run directory) or one file
-    whose suffix (.html, .md, .csv) picks the format. Raises HarnessError for unreadable records and for a
-    target that cannot be written; an earlier report is replaced only by a complete new one.
+    `out` is a folder for all three formats (made if missing; by default the first run directory) and, below
+    `traces`, for the Chrome trace of each cell that has one; or one file whose suffix (.html, .md, .csv) picks
+    the format. Raises HarnessError for unreadable records and for a target that cannot be written; an earlier
+    report is replaced only by a complete new one.
     """
     runs = read_runs(dirs)
     target = out or dirs[0]
@@ -35,6 +37,9 @@ def build(dirs: Sequence[Path], out: Path | None = None) -> list[Path]:
         files = {target / f"report{suffix}": render for suffix, render in _FORMATS.items()}
     for path, render in files.items():
         _write(path, render(runs))
+    if target not in files:
+        for name, text in chrome_trace(runs.records).items():
+            _write(target / "traces" / f"{name}.json", text)
     return list(files)
 
 

@@ -11,6 +11,7 @@ from reports.records import Runs
 from reports.summary import DISTURBED, CellSummary, by_workload, headline, others_share, summary_rows
 from reports.tables import Table, cell_table
 from reports.text import number, one_line, plural
+from reports.timeline import Timeline, timelines
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class WorkloadPart:
     summary: Table
     summary_short: Table
     charts: tuple[Chart, ...]
+    timelines: tuple[Timeline, ...]
     details: tuple[Table, ...]
 
 
@@ -82,6 +84,7 @@ def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
         summary=cell_table("Summary, fastest first", rows, tables.SUMMARY, status=True),
         summary_short=cell_table("Summary, fastest first", rows, tables.SUMMARY_SHORT, status=True),
         charts=tuple(c for c in charts if c),
+        timelines=timelines(rows),
         details=tuple(cell_table(caption, some, figures) for caption, some, figures in details if some),
     )
 

@@ -25,6 +25,11 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
         "throughput over the most this machine allowed for the cell's batch and dtype: the slower of compute and "
         "disk at rates measured beside the run, perfectly overlapped, with all of the budget holding weights.",
     ),
+    (
+        "Disk hidden",
+        "share of the time in which the disk was read that the arithmetic did not stand still for; from the engine's "
+        "timeline, of which one full pass is drawn and kept as a Chrome trace.",
+    ),
     ("Peak memory, limit", "highest memory of the engine's process tree, and where it was capped: idle + budget."),
     ("Read", "bytes read from storage while generating, over generated tokens (1 MB = 10^6 bytes)."),
     (

@@ -120,6 +120,7 @@ def _method(row: CellSummary) -> str | None:
 REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
 _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran beside this cell"
+_NO_TIMELINE = "the engine keeps no timeline"
 _NO_COUNTER = "this machine has no counter for it"
 
 SUMMARY = (
@@ -169,6 +170,8 @@ BOUND = (
     Figure("Bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+    Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
+    Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
 )
 
 

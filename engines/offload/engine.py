@@ -28,6 +28,7 @@ from harness.api import (
     DTYPE_BYTES,
     Capabilities,
     Dtype,
+    EngineTrace,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -53,7 +54,9 @@ class OffloadEngine:
         self._stream: BlockStream | None = None
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(packages=("torch", "transformers", "safetensors", "accelerate", "greenlet", "numpy"))
+        return Capabilities(
+            phased=False, packages=("torch", "transformers", "safetensors", "accelerate", "greenlet", "numpy")
+        )
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         """Converts the checkpoint on first use, plans the memory, starts the stream.
@@ -140,6 +143,9 @@ class OffloadEngine:
         done = {sequence.index: sequence.result() for sequence in self._run(active)}
         return [done[i] for i in range(len(pairs))]
 
+    def trace(self) -> EngineTrace:
+        return self._timeline.trace()
+
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
@@ -150,6 +156,7 @@ class OffloadEngine:
     def _run(self, sequences: Sequence[S]) -> Iterator[S]:
         """Runs passes until all are done; yields each as it is."""
         batcher = self._batcher(sequences)
+        self._timeline.clear()
         began = time.perf_counter()
         while (arrival := batcher.next_arrival_s) is not None:
             now = time.perf_counter() - began

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from harness.api import EngineTrace, TraceEvent
+
+#: Lanes from top to bottom. Attention runs inside compute; a wait is compute standing still for a load.
+LANES = ("load", "wait", "compute", "attention")
+_SHORTEST_S = 1e-4
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran: `lane` is compute, attention, load, cast or wait; times by `time.perf_counter`."""
+    """Something that ran in a lane; times by `time.perf_counter`."""
 
     lane: str
     name: str
@@ -16,38 +25,82 @@ class Span:
 
 
 class Timeline:
-    """Spans of the pass in hand, sums by lane over all passes, and the spans of the busiest pass.
+    """Spans of the pass in hand, sums by lane over all passes, and the spans of the fullest pass.
 
-    `add` may be called from any thread: appending to a list is atomic.
+    Spans may be added from any thread: appending to a list is atomic.
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all passes."""
         self._spans: list[Span] = []
         self._most_rows = -1
         self.kept: tuple[Span, ...] = ()
-        self.passes = 0
-        self.wait_s = 0.0
-        self.load_s = 0.0
+        self.passes = self.rows = 0
+        self.wait_s = self.load_s = 0.0
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Notes one span."""
         self._spans.append(Span(lane, name, start_s, end_s))
 
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """Notes how long its body takes."""
+        began = time.perf_counter()
+        yield
+        self.add(lane, name, began, time.perf_counter())
+
     def end_pass(self, rows: int) -> None:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
         spans, self._spans = self._spans, []
         self.passes += 1
+        self.rows += rows
         self.wait_s += sum(s.end_s - s.start_s for s in spans if s.lane == "wait")
-        self.load_s += union_s([s for s in spans if s.lane == "load"])
+        self.load_s += union_s(s for s in spans if s.lane == "load")
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
 
+    def trace(self) -> EngineTrace:
+        """Sums over all passes, and the kept pass with neighbouring spans of one name made one."""
+        metrics = {
+            "passes": float(self.passes),
+            "rows_per_pass": self.rows / self.passes if self.passes else 0.0,
+            "disk_busy_s": self.load_s,
+            "disk_wait_s": self.wait_s,
+        }
+        if self.load_s:
+            metrics["disk_hidden"] = max(0.0, 1.0 - self.wait_s / self.load_s)
+        merged = [s for lane in LANES for s in _merged(s for s in self.kept if s.lane == lane)]
+        origin = min((s.start_s for s in merged), default=0.0)
+        return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))
 
-def union_s(spans: list[Span]) -> float:
+
+def union_s(spans: Iterable[Span]) -> float:
     """Seconds during which at least one of the spans ran."""
     length, reach = 0.0, float("-inf")
     for span in sorted(spans, key=lambda s: s.start_s):
         length += max(0.0, span.end_s - max(span.start_s, reach))
         reach = max(reach, span.end_s)
     return length
+
+
+def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+    """Spans of one lane in order, those of the same name that follow each other as one."""
+    held: Span | None = None
+    for span in sorted(spans, key=lambda s: s.start_s):
+        if held is not None and held.name == span.name:
+            held = replace(held, end_s=max(held.end_s, span.end_s))
+            continue
+        if held is not None:
+            yield held
+        held = span
+    if held is not None:
+        yield held
+
+
+def _event(span: Span, origin: float) -> TraceEvent:
+    start, length = (span.start_s - origin) * 1e6, (span.end_s - span.start_s) * 1e6
+    return TraceEvent(span.name, span.lane, round(start, 1), round(length, 1), LANES.index(span.lane))

@@ -20,12 +20,14 @@ from harness.api.common import (
 from harness.api.engine import (
     Capabilities,
     Engine,
+    EngineTrace,
     GenerationRequest,
     GenerationResult,
     Job,
     LoadReport,
     SamplingParams,
     Score,
+    TraceEvent,
     Workload,
 )
 from harness.api.machine import (
@@ -69,6 +71,7 @@ __all__ = [
     "DiskFullError",
     "Dtype",
     "Engine",
+    "EngineTrace",
     "EventSink",
     "GenerationRequest",
     "GenerationResult",
@@ -97,6 +100,7 @@ __all__ = [
     "Score",
     "Status",
     "SuiteSpec",
+    "TraceEvent",
     "Trial",
     "Tune",
     "UnsupportedError",

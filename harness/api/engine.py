@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -99,6 +99,30 @@ class LoadReport:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class TraceEvent:
+    """Something that ran, as a complete event of the Chrome trace format: `ts` and `dur` in microseconds.
+
+    `cat` is the lane it is shown in and `tid` the lane's number.
+    """
+
+    name: str
+    cat: str
+    ts: float
+    dur: float
+    tid: int = 0
+    pid: int = 0
+    ph: Literal["X"] = "X"
+
+
+@dataclass(frozen=True)
+class EngineTrace:
+    """What an engine saw of its own work: sums over all passes, and one pass in steady state in detail."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[TraceEvent, ...] = ()
+
+
 @runtime_checkable
 class Engine(Protocol):
     """One way to run a model. Built with its options as keywords; an unknown option raises TypeError.
@@ -121,6 +145,10 @@ class Engine(Protocol):
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores continuations given contexts, both as token ids; a context may be empty."""
+        ...
+
+    def trace(self) -> EngineTrace:
+        """What there is to say of the last `generate`; empty for an engine that keeps nothing."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from harness.api.common import SCHEMA_VERSION, Status
-from harness.api.engine import LoadReport
+from harness.api.engine import LoadReport, TraceEvent
 from harness.api.machine import HardwareProfile, LocalModel
 from harness.api.spec import RunSpec
 
@@ -110,6 +110,7 @@ class RunRecord:
     machine: HardwareProfile | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
+    trace: tuple[TraceEvent, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
     log: str = ""
@@ -118,7 +119,7 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
 
     #: Fields that hold times or what the operating system counted; all others repeat exactly for one seed.
-    VOLATILE = ("started_at", "wall_s", "measurements", "memory", "machine", "bound", "provenance", "tuning")
+    VOLATILE = ("started_at", "wall_s", "measurements", "memory", "machine", "bound", "provenance", "tuning", "trace")
 
 
 @dataclass(frozen=True)

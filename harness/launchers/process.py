@@ -61,7 +61,8 @@ class ProcessLauncher:
         status, reason = judge(outcome, spec.timeout_s, limit)
         record = RunRecord(spec, "", request.repeat, status, self.scrub(reason), started_at)
         result = outcome.result or {}
-        measured = {k: result[k] for k in ("load", "requests", "metrics", "measurements", "simulated") if k in result}
+        kept = ("load", "requests", "metrics", "measurements", "trace", "simulated")
+        measured = {k: result[k] for k in kept if k in result}
         return replace(
             from_json(RunRecord, to_json(record) | measured),
             wall_s=round(time.monotonic() - start, 3),

@@ -33,6 +33,7 @@ from harness.api import (  # noqa: E402
     SamplingParams,
     UnsupportedError,
 )
+from tests.stories import stories260k, vocabulary  # noqa: E402
 
 CONTEXT = 128
 VOCAB = 512
@@ -440,22 +441,21 @@ def test_close_twice_and_before_load():
 # ------------------------------------------------------------------------------------------------ real models
 
 
-DATA = Path(__file__).parent.parent.parent.parent / "shared" / "data"
-
-
-def test_stories260k_tells_the_story_that_transformers_tells(cache):
-    folder = DATA / "model_stories260k"
-    if not (folder / "config.json").exists():
-        pytest.skip("the stories260K model is not here")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompts = ["Once upon a time", "Lily and Tom", "The dog"]
-    requests = [GenerationRequest(p, tuple(tokenizer(p).input_ids), SamplingParams(max_tokens=60)) for p in prompts]
+def test_stories260k_tells_the_story_that_transformers_tells(tmp_path, cache):
+    folder = stories260k(tmp_path / "stories")
     model = checkpoints.prepare(ModelSpec(str(folder)), cache)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, max_sequence=100)
+    pieces = vocabulary()
+    requests = [
+        GenerationRequest(f"p{i}", p, SamplingParams(max_tokens=120)) for i, p in enumerate([(1,), (1, 403), (1, 410)])
+    ]
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, max_sequence=128)
     results = {r.id: r.tokens for r in engine.generate(requests)}
     engine.close()
+    texts = []
     for request in requests:
         with torch.no_grad():
-            out = reference.generate(torch.tensor([request.prompt]), do_sample=False, max_new_tokens=60)
-        assert tokenizer.decode(results[request.id]) == tokenizer.decode(out[0, len(request.prompt) :])
+            out = reference.generate(torch.tensor([request.prompt]), do_sample=False, max_new_tokens=120)
+        texts.append("".join(pieces[t] for t in results[request.id]))
+        assert results[request.id] == tuple(out[0, len(request.prompt) :].tolist())
+    assert "Once upon a time, there was a little girl named" in texts[0]

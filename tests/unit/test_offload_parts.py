@@ -406,3 +406,24 @@ def test_the_fullest_pass_is_kept():
         timeline.end_pass(rows)
     assert [s.name for s in timeline.kept] == ["9 rows"]
     assert timeline.passes == 3
+
+
+def test_the_kept_pass_becomes_chrome_trace_events():
+    timeline = Timeline()
+    for i in range(4):
+        timeline.add("load", "w0" if i < 3 else "w1", 10.0 + i, 11.0 + i)
+    timeline.add("wait", "w1", 13.0, 13.5)
+    timeline.add("compute", "w0", 12.0, 13.0)
+    timeline.end_pass(5)
+    trace = timeline.trace()
+    found = [(e.cat, e.name, e.ts, e.dur) for e in trace.events]
+    assert found == [
+        ("load", "w0", 0, 3e6),
+        ("load", "w1", 3e6, 1e6),
+        ("wait", "w1", 3e6, 5e5),
+        ("compute", "w0", 2e6, 1e6),
+    ]
+    assert {e.ph for e in trace.events} == {"X"}
+    assert trace.metrics == {
+        "passes": 1, "rows_per_pass": 5, "disk_busy_s": 4, "disk_wait_s": 0.5, "disk_hidden": pytest.approx(0.875)
+    }  # fmt: skip

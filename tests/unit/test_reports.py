@@ -28,6 +28,7 @@ from harness.api import (
     RunRecord,
     RunSpec,
     Status,
+    TraceEvent,
     Trial,
     WorkloadSpec,
     to_json,
@@ -39,6 +40,7 @@ from reports.records import read_runs
 from reports.summary import CellSummary, headline, ranked
 from reports.tables import allowed
 from reports.terminal import summary_text
+from reports.timeline import timelines
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "report.csv"
 GIB = 2**30
@@ -288,6 +290,23 @@ def test_headline() -> None:
     close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
     assert "b, the next (their ranges overlap)" in headline(summary_rows(close))
     assert headline(summary_rows([failed(cell(), "error", "x")])) == "The cell gave no result."
+
+
+def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
+    events = (
+        TraceEvent("w0", "load", 0.0, 4e5),
+        TraceEvent("w1", "load", 2e5, 4e5),
+        TraceEvent("w0", "compute", 5e5, 5e5, tid=2),
+    )
+    path = write(tmp_path, [record(cell("../traced"), trace=events), record(cell("plain", seed=1))])
+    build([path])
+    kept = json.loads((tmp_path / "traces" / "..-traced.json").read_text())
+    assert kept["traceEvents"][1] == {"name": "w1", "cat": "load", "ts": 2e5, "dur": 4e5, "tid": 0, "pid": 0, "ph": "X"}
+    assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
+    (drawn,) = timelines(summary_rows(load_records([tmp_path])))
+    assert [(lane.name, lane.value) for lane in drawn.lanes] == [("load", "60 %"), ("compute", "50 %")]
+    assert drawn.lanes[0].spans[1][:2] == (20.0, 40.0)
+    assert "One pass of" in (tmp_path / "report.html").read_text()
 
 
 # ------------------------------------------------------------------------------------------------ reading

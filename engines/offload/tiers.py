@@ -11,10 +11,13 @@ from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedE
 
 #: Buffers of the matrix library, allocator remains, thread stacks: measured up to 40 MB.
 SLACK_BYTES = 64 << 20
-#: Slots of the ring through which weights stream: enough to keep the disk busy while a pass ends.
-SLOTS = 16
-#: Prompt tokens of a batch and pass where the policy does not say.
-PREFILL_CHUNK = 512
+#: Slots of the ring through which weights stream: enough to keep the disk busy while a pass ends, and the share
+#: of a budget that may go to them.
+_SLOTS = (4, 16)
+_RING_SHARE = 1 / 16
+#: Prompt tokens of a batch and pass where the policy does not say, and the share of a budget for their activations.
+_CHUNK = (32, 512)
+_WORK_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Placemen
         asked = getattr(policy, name)
         if asked is not None and (asked[0] or (name != "weights" and asked != (0.0, 1.0, 0.0))):
             raise UnsupportedError(f"policy.{name} is {list(asked)}; on this host only the host tier holds {name}")
-    chunk = policy.prefill_chunk or PREFILL_CHUNK
+    largest = max(b.span for b in demand.blocks)
+    slots = _within(_SLOTS, None if budget is None else budget * _RING_SHARE / largest)
     sweep = policy.schedule == "sweep"
     batches = policy.num_gpu_batches if policy.schedule == "zigzag" else 1
+    rows = None if budget is None else budget * _WORK_SHARE / batches / _row_bytes(demand)
+    chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), policy.gpu_batch_size * demand.max_sequence)
     wanted = policy.gpu_batch_size * batches
     per_sequence = pages_for(demand.max_sequence)
     page = page_bytes(demand.shape, demand.cache_bytes)
@@ -63,11 +69,11 @@ def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Placemen
     if budget is None:
         count = len(demand.blocks) if policy.weights is None else round(policy.weights[1] * len(demand.blocks))
         resident = _spread(demand.blocks, count)
-        return Placement(wanted * per_sequence, wanted, resident, SLOTS, chunk, ("no limit",))
+        return Placement(wanted * per_sequence, wanted, resident, slots, chunk, ("no limit",))
 
     asked_resident = None if policy.weights is None else int(policy.weights[1] * total)
     work = _work_bytes(demand, policy.gpu_batch_size, chunk, batches)
-    ring = SLOTS * max(b.span for b in demand.blocks)
+    ring = slots * largest
     fixed = work + ring + demand.small + demand.cast + SLACK_BYTES + (asked_resident or 0)
     fit = max(0, budget - fixed) // (page * per_sequence)
     if fit < (1 if sweep else wanted):
@@ -88,19 +94,24 @@ def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Placemen
         f" + work {_mib(work)} + small {_mib(demand.small + demand.cast)} + slack {_mib(SLACK_BYTES)}"
         f" + unused {_mib(budget - fixed + (asked_resident or 0) - pages * page - held)}",
     )
-    return Placement(pages, wanted, resident, SLOTS, chunk, notes)
+    return Placement(pages, wanted, resident, slots, chunk, notes)
 
 
 def _work_bytes(demand: Demand, size: int, chunk: int, batches: int) -> int:
-    """Activations of `batches` passes in flight at their widest, and the logits with a copy.
+    """Activations of `batches` passes in flight at their widest, and the logits with a copy."""
+    return batches * ((size + chunk) * _row_bytes(demand) + 2 * size * demand.shape.vocab * 4)
 
-    Per row: the residual stream, its norm, queries, keys, values and attention's output, and the feed-forward's
-    input, activation and (gated) product.
-    """
-    rows = size + chunk
-    shape = demand.shape
-    per_row = (8 * shape.hidden + 3 * shape.ffn) * demand.compute_bytes
-    return batches * (rows * per_row + 2 * size * shape.vocab * 4)
+
+def _row_bytes(demand: Demand) -> int:
+    """Activations of one token: the residual stream, its norm, queries, keys, values and attention's output, and the
+    feed-forward's input, activation and (gated) product."""
+    return (8 * demand.shape.hidden + 3 * demand.shape.ffn) * demand.compute_bytes
+
+
+def _within(limits: tuple[int, int], wanted: float | None) -> int:
+    """`wanted` between two limits; the upper one where anything goes."""
+    low, high = limits
+    return high if wanted is None else max(low, min(high, int(wanted)))
 
 
 def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:

@@ -63,6 +63,40 @@ def test_resident_and_offloaded_engines_give_the_same_tokens(cli, model):
     assert "4 of 4" in (cli.out / "report.md").read_text()
 
 
+def test_the_offload_engine_gives_the_same_tokens_on_every_schedule_within_its_limit(cli, model):
+    done = cli.run(
+        suite(
+            cli,
+            model,
+            """
+  - {name: resident, engine: transformers, policy: {gpu_batch_size: 4}, reference: true}
+  - {name: row, engine: offload, schedule: row, policy: {gpu_batch_size: 2}, limits: {host_memory: 104MiB}}
+  - name: zigzag
+    engine: offload
+    schedule: zigzag
+    policy: {gpu_batch_size: 1, num_gpu_batches: 4}
+    limits: {host_memory: 104MiB}
+  - {name: sweep, engine: offload, schedule: sweep, policy: {gpu_batch_size: 3}, limits: {host_memory: 104MiB}}
+  - {name: no-limit, engine: offload, schedule: sweep, policy: {gpu_batch_size: 4}}
+  - {name: too-small, engine: offload, schedule: sweep, limits: {host_memory: 60MiB}, expect: infeasible}
+""",
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    found = {r.spec.name: r for r in cli.records()}
+    digests = {name: [t.digest for t in record.requests] for name, record in found.items() if record.status == "ok"}
+    assert len(digests) == 5
+    assert all(d == digests["resident"] for d in digests.values())
+    for name in ("row", "zigzag", "sweep"):
+        record = found[name]
+        assert record.memory.peak_bytes <= record.memory.limit_bytes
+        assert record.load.policy.schedule == name
+        assert record.metrics["passes"] > 0
+        assert {e.cat for e in record.trace} >= {"compute"}
+    assert "the budget is 60 MiB" in found["too-small"].reason
+    assert "One pass of sweep" in (cli.out / "report.html").read_text()
+
+
 def test_a_budget_below_one_layer_is_infeasible_with_the_numbers(cli, model):
     cells = """
   - {name: offload, engine: accelerate, limits: {host_memory: 10MiB}, expect: infeasible}

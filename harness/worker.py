@@ -233,7 +233,7 @@ class _Run:
     def _generate(self, engine: Engine, load: LoadReport, capabilities: Capabilities) -> list[RequestTrace]:
         spec = self._spec.workload
         wanted = spec.num_requests
-        count = load.block_size * capabilities.steady_blocks if wanted == "auto" else wanted
+        count = load.block_size * load.steady_blocks if wanted == "auto" else wanted
         workload = registry.make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len)
         if spec.prompt_len + spec.gen_len > load.max_context:
             raise HarnessError(

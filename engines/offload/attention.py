@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.offload.kernels import DecodeKernel
-from engines.offload.kv_cache import PAGE_TOKENS, PagedCache
+from engines.offload.kv_cache import PagedCache
+from engines.offload.pages import PAGE_TOKENS
 from engines.offload.timeline import Timeline
 
 

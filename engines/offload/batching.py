@@ -6,28 +6,58 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from engines.offload.kv_cache import PAGE_TOKENS, PagedCache, pages_for
-from engines.offload.sequences import ActiveSequence
+from engines.offload.pages import PAGE_TOKENS, pages_for
+
+
+class Waiting(Protocol):
+    """What batching needs to know of a sequence; see sequences.py."""
+
+    tokens: list[int]
+    cached: int
+    pages: list[int]
+    arrival_s: float
+
+    @property
+    def steps_left(self) -> int: ...
+
+    def restart(self) -> None: ...
+
+
+S = TypeVar("S", bound=Waiting)
+
+
+class PagePool(Protocol):
+    """Where pages come from; see kv_cache.py."""
+
+    pages: int
+
+    @property
+    def free_pages(self) -> int: ...
+
+    def take(self, count: int) -> list[int]: ...
+
+    def give_back(self, pages: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Generic[S]):
     """What a pass does of one sequence: its next `count` tokens that are not cached."""
 
-    sequence: ActiveSequence
+    sequence: S
     count: int
 
 
-class Batcher(ABC):
+class Batcher(ABC, Generic[S]):
     """Forms passes. `next_pass` hands out parts whose pages are taken; `finish` frees what a sequence held."""
 
-    def __init__(self, waiting: Iterable[ActiveSequence], cache: PagedCache) -> None:
+    def __init__(self, waiting: Iterable[S], cache: PagePool) -> None:
         # stable: of those that arrive together the first asked for is the first served
         self._waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
-        self._running: list[ActiveSequence] = []
+        self._running: list[S] = []  # in the order of their admission
         self._cache = cache
 
     @property
@@ -38,16 +68,21 @@ class Batcher(ABC):
         return self._waiting[0].arrival_s if self._waiting else None
 
     @abstractmethod
-    def next_pass(self, now_s: float) -> list[list[Part]]:
-        """The batches of the next pass; empty where nothing has arrived."""
+    def next_pass(self, now_s: float) -> list[list[Part[S]]]:
+        """The batches of the next pass, single rows first in each; empty only where nothing has arrived."""
 
-    def finish(self, sequence: ActiveSequence) -> None:
+    def finish(self, sequence: S) -> None:
         """Takes out a sequence that is done."""
         self._running.remove(sequence)
         self._cache.give_back(sequence.pages)
         sequence.pages = []
 
-    def _admit(self, now_s: float) -> ActiveSequence | None:
+    def close(self) -> None:
+        """Frees what is held by sequences that will not be finished."""
+        for sequence in list(self._running):
+            self.finish(sequence)
+
+    def _admit(self, now_s: float) -> S | None:
         """The next sequence that has arrived, if the cache will hold it to its end beside those that run."""
         if not self._waiting or self._waiting[0].arrival_s > now_s:
             return None
@@ -56,75 +91,86 @@ class Batcher(ABC):
         self._running.append(sequence := self._waiting.popleft())
         return sequence
 
-    def _give_pages(self, parts: list[Part]) -> list[Part]:
-        """Takes pages for what the parts add. Where they run out the youngest sequences wait, to be recomputed."""
-        given: list[Part] = []
-        for part in parts:
+    def _give_pages(self, batches: Sequence[Sequence[Part[S]]]) -> list[list[Part[S]]]:
+        """The parts that can be computed, with pages for what they add.
+
+        The predicted peak can be missed where a prompt takes more passes than one: then the youngest sequences
+        give up their pages and wait, to be recomputed; the oldest always goes on.
+        """
+        for part in (p for batch in batches for p in batch):
+            if part.sequence not in self._running:  # it has made room for an older one
+                continue
             missing = pages_for(part.sequence.cached + part.count) - len(part.sequence.pages)
             while missing > self._cache.free_pages and self._running[-1] is not part.sequence:
                 self._put_back(self._running[-1])
-                given = [p for p in given if p.sequence in self._running]
-            if part.sequence in self._running and missing <= self._cache.free_pages:
+            if missing <= self._cache.free_pages:
                 part.sequence.pages += self._cache.take(missing)
-                given.append(part)
-        return given
+        ready = [[p for p in batch if p.sequence in self._running and _has_pages(p)] for batch in batches]
+        return [sorted(batch, key=lambda p: p.count > 1) for batch in ready if batch]
 
-    def _put_back(self, sequence: ActiveSequence) -> None:
+    def _put_back(self, sequence: S) -> None:
         self.finish(sequence)
-        sequence.cached = 0
+        sequence.restart()
         self._waiting.appendleft(sequence)
 
 
-class BlockBatcher(Batcher):
+class BlockBatcher(Batcher[S]):
     """Blocks of `batches` x `size` sequences that start together; the next block starts when all have ended.
 
     A prompt is computed in chunks of at most `chunk` rows a batch and pass.
     """
 
-    def __init__(
-        self, waiting: Iterable[ActiveSequence], cache: PagedCache, size: int, batches: int, chunk: int
-    ) -> None:
+    def __init__(self, waiting: Iterable[S], cache: PagePool, size: int, batches: int, chunk: int) -> None:
         super().__init__(waiting, cache)
         self._size = size
         self._batches = batches
         self._chunk = chunk
-        self._block: list[list[ActiveSequence]] = []
+        self._block: list[list[S]] = []
 
-    def next_pass(self, now_s: float) -> list[list[Part]]:
+    def next_pass(self, now_s: float) -> list[list[Part[S]]]:
         if not self._running:
             while len(self._running) < self._size * self._batches and self._admit(now_s):
                 pass
             self._block = [self._running[i : i + self._size] for i in range(0, len(self._running), self._size)]
         alive = [[s for s in batch if s in self._running] for batch in self._block]
-        parts = [self._give_pages(_chunked(batch, self._chunk)) for batch in alive if batch]
-        return [batch for batch in parts if batch]
+        return self._give_pages([self._parts(batch) for batch in alive])
+
+    def _parts(self, batch: Sequence[S]) -> list[Part[S]]:
+        """A token of each sequence that decodes and up to `chunk` prompt tokens of the others."""
+        parts = []
+        left = self._chunk
+        for sequence in batch:
+            missing = len(sequence.tokens) - sequence.cached
+            count = 1 if missing == 1 else min(left, missing)
+            left -= count if missing > 1 else 0
+            if count:
+                parts.append(Part(sequence, count))
+        return parts
 
 
-class SweepBatcher(Batcher):
+class SweepBatcher(Batcher[S]):
     """One batch: a token of every running sequence, and a chunk of the prompts of those that come next.
 
-    At most `size` sequences run. `chunk(decoding)` is how many prompt tokens go with so many decoding rows.
+    At most `size` sequences run. `rule(decoding)` is how many prompt tokens go with so many decoding rows.
     """
 
-    def __init__(self, waiting: Iterable[ActiveSequence], cache: PagedCache, size: int, chunk: ChunkRule) -> None:
+    def __init__(self, waiting: Iterable[S], cache: PagePool, size: int, rule: ChunkRule) -> None:
         super().__init__(waiting, cache)
         self._size = size
-        self._rule = chunk
+        self._rule = rule
 
-    def next_pass(self, now_s: float) -> list[list[Part]]:
-        decoding = [Part(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
-        left = self._rule(len(decoding))
-        prompts: list[Part] = []
+    def next_pass(self, now_s: float) -> list[list[Part[S]]]:
+        parts = [Part(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
+        left = self._rule(len(parts))
         for sequence in self._prompts(now_s):
             count = min(left, len(sequence.tokens) - sequence.cached)
-            prompts.append(Part(sequence, count))
+            parts.append(Part(sequence, count))
             left -= count
             if not left:
                 break
-        batch = self._give_pages(_singles_first([*decoding, *prompts]))
-        return [batch] if batch else []
+        return self._give_pages([parts])
 
-    def _prompts(self, now_s: float) -> Iterable[ActiveSequence]:
+    def _prompts(self, now_s: float) -> Iterable[S]:
         """Sequences whose prompts are not cached: those begun, then new ones as long as they fit."""
         yield from [s for s in self._running if len(s.tokens) - s.cached > 1]
         while len(self._running) < self._size and (sequence := self._admit(now_s)):
@@ -147,7 +193,7 @@ class ChunkRule:
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
-def peak_pages(sequences: Sequence[ActiveSequence]) -> int:
+def peak_pages(sequences: Sequence[Waiting]) -> int:
     """The most pages that `sequences` will hold at once, if none ends early and each goes on one token a pass.
 
     The sum only falls where one ends, so its maximum is just before. Source: NanoFlow (Zhu et al. 2025),
@@ -161,19 +207,5 @@ def peak_pages(sequences: Sequence[ActiveSequence]) -> int:
     return int(pages.sum(axis=1).max())
 
 
-def _chunked(batch: Sequence[ActiveSequence], chunk: int) -> list[Part]:
-    """A token of each sequence that decodes and up to `chunk` prompt tokens of the others."""
-    parts: list[Part] = []
-    left = chunk
-    for sequence in batch:
-        missing = len(sequence.tokens) - sequence.cached
-        count = 1 if missing == 1 else min(left, missing)
-        left -= count if missing > 1 else 0
-        if count:
-            parts.append(Part(sequence, count))
-    return _singles_first(parts)
-
-
-def _singles_first(parts: list[Part]) -> list[Part]:
-    """As attention wants them."""
-    return sorted(parts, key=lambda p: p.count > 1)
+def _has_pages(part: Part[S]) -> bool:
+    return pages_for(part.sequence.cached + part.count) <= len(part.sequence.pages)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from greenlet import getcurrent, greenlet
 
+from engines.offload.gemm import Product
 from engines.offload.layout import Block
 from engines.offload.model import PackedBatch, SeamedModel
 from engines.offload.schedule import pass_ops
@@ -31,7 +32,7 @@ class Executor:
         stored: torch.dtype,
         resident: dict[int, torch.Tensor],
         stream: BlockStream,
-        slots: int,
+        product: Product,
         timeline: Timeline,
     ) -> None:
         self._model = model
@@ -39,22 +40,25 @@ class Executor:
         self._stored = stored
         self._resident = resident
         self._stream = stream
-        self._slots = slots
+        self._product = product
         self._timeline = timeline
         self._streamed = [i not in resident for i in range(len(blocks))]
         self._of: dict[str, list[int]] = {}
         for i, block in enumerate(blocks):
             self._of.setdefault(block.matrix, []).append(i)
+        self._outputs = {matrix.name: matrix.rows for matrix in model.matrices}
         largest = max(b.shape[0] * b.shape[1] for b in blocks)
         self._cast = None if stored == model.dtype else torch.empty(largest, dtype=model.dtype)
         model.weights = self
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Logits of each batch. Inference mode is the caller's to enter: inside greenlets it would leak."""
+        self._stream.align()
+        last = len(batches) - 1
         running = [greenlet(self._model) for _ in batches]
         wanted: list[object] = [None] * len(batches)
         raw = weight = torch.empty(0)
-        for op in pass_ops(self._streamed, len(batches), self._slots):
+        for op in pass_ops(self._streamed, len(batches), self._stream.slots, self._cast is not None):
             if op.kind == "load":
                 raw = self._stream.next(self._blocks[op.block])
                 continue
@@ -69,31 +73,28 @@ class Executor:
                 raise HarnessError(f"the model asks for block {wanted[op.batch]}, its dry pass had {op.block} here")
             wanted[op.batch] = running[op.batch].switch(weight)
             self._timeline.add("compute", self._blocks[op.block].matrix, began, time.perf_counter())
-            if self._cast is None and self._streamed[op.block] and op.batch == len(batches) - 1:
+            if self._cast is None and self._streamed[op.block] and op.batch == last:
                 self._stream.release()
         return [torch.as_tensor(logits) for logits in wanted]
 
     def product(self, matrix: str, x: torch.Tensor) -> torch.Tensor:
         """x times the transpose of a matrix, block by block; called inside a batch's greenlet."""
-        blocks = self._of[matrix]
-        rows = sum(self._blocks[i].shape[0] for i in blocks) if self._blocks[blocks[0]].axis == 0 else None
-        out = x.new_empty(x.shape[0], rows or self._blocks[blocks[0]].shape[0])
-        for i in blocks:
+        out = x.new_empty(x.shape[0], self._outputs[matrix])
+        for i in self._of[matrix]:
             weight = getcurrent().parent.switch(i)
             block = self._blocks[i]
+            if not len(x):  # nobody's logits are wanted; the block must pass by all the same
+                continue
             if block.axis == 0:
-                torch.mm(x, weight.t(), out=out[:, block.start : block.stop])
-            elif block.start == 0:
-                torch.mm(x[:, : block.stop], weight.t(), out=out)
+                self._product(x, weight, out[:, block.start : block.stop], False)
             else:
-                out.addmm_(x[:, block.start : block.stop], weight.t())
+                self._product(x[:, block.start : block.stop], weight, out, block.start > 0)
         return out
 
     def _weight(self, index: int, raw: torch.Tensor) -> torch.Tensor:
         """A block in the compute dtype."""
         block = self._blocks[index]
-        stored = self._resident.get(index, raw)
-        weight = stored.view(self._stored).view(block.shape)
+        weight = self._resident.get(index, raw).view(self._stored).view(block.shape)
         if self._cast is None:
             return weight
         cast = self._cast[: weight.numel()].view(block.shape)

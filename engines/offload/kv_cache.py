@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from engines.offload.pages import PAGE_TOKENS
 from harness.api import ModelShape
-
-#: Tokens a page holds: half a page is lost per sequence, and a table entry is kept for each.
-PAGE_TOKENS = 8
 
 
 class PagedCache:
@@ -29,20 +27,11 @@ class PagedCache:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages; admission sees to it that there are."""
-        assert count <= len(self._free), "admission let in more than the cache holds"
+        """`count` free pages. Raises ValueError where there are fewer: the caller makes room first."""
+        if count > len(self._free):
+            raise ValueError(f"{count} pages wanted, {len(self._free)} are free")
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: list[int]) -> None:
         """Frees pages."""
         self._free.extend(pages)
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that hold `tokens` tokens."""
-    return -(-tokens // PAGE_TOKENS)
-
-
-def page_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Bytes of one page over all layers, keys and values."""
-    return PAGE_TOKENS * shape.kv_bytes_per_token(itemsize)

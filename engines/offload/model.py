@@ -8,7 +8,7 @@ one after the other in one row, without padding, and who owns which is the atten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,15 +17,15 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.pytorch_utils import Conv1D
 
 from engines.offload.layout import Matrix
-from harness.api import HarnessError, UnsupportedError
+from harness.api import HarnessError, ModelShape, UnsupportedError
 
-_SEAM = "offload"
+_SEAM, _DRY_SEAM = "offload", "offload-dry"
 #: Keywords that attention layers pass on and that change nothing in a packed batch.
-_HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "dropout"})
+_HARMLESS = frozenset({"position_ids", "cache_position", "dropout"})
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -62,22 +62,22 @@ class SeamedModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
     `matrices` are in the order of use; `tables` are embeddings [entries, width]; `small` is all the rest.
-    Raises UnsupportedError, with the reason, for a model that the seams do not carry.
+    Raises UnsupportedError, with the reason, for a model that the seams do not carry or that is not of `shape`.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _refuse_batch_dependent(config)
         if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
             raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
         with init_empty_weights():
-            self._module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_SEAM).eval()
+            self._module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_DRY_SEAM).eval()
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
         self.aliases: Mapping[str, str] = self._module.all_tied_weights_keys
-        self.eos, self.begin = _special_tokens(path, config)
+        self.eos, self.begin = _special_tokens(path, config, shape.vocab)
         self.weights: Weights | None = None
-        self._layers = int(config.get_text_config().num_hidden_layers)
+        self._shape = shape
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         found: dict[str, Matrix] = {}
         self.tables: dict[str, tuple[int, int]] = {}
@@ -86,19 +86,20 @@ class SeamedModel:
             for leaf, parameter in module.named_parameters(recurse=False):
                 name = f"{path_}.{leaf}" if path_ else leaf
                 self._owners[name] = (module, leaf)
-                if isinstance(module, nn.Linear | Conv1D) and leaf == "weight":
+                if leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
                     found[name] = self._take_over(module, name, tuple(parameter.shape))
                 elif isinstance(module, nn.Embedding):
                     self.tables[name] = (parameter.shape[0], parameter.shape[1])
                 else:
                     self.small[name] = tuple(parameter.shape)
         self.matrices = [found[name] for name in self._dry_pass(found)]
-        self._refuse_large(found)
+        self._refuse_what_is_not_streamed()
+        self._module.set_attn_implementation(_SEAM)
 
     def bind(self, tables: Mapping[str, torch.Tensor], small: Mapping[str, torch.Tensor]) -> None:
-        """Puts real tensors behind embeddings and small parameters. Lookups are cast to the compute dtype."""
+        """Puts real tensors behind embeddings and small parameters."""
         for name, tensor in tables.items():
-            self._put(name, tensor)
+            self._put(name, _Table.of(tensor, self.dtype))
         for name, tensor in small.items():
             self._put(name, tensor.to(self.dtype))
 
@@ -131,9 +132,9 @@ class SeamedModel:
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
-        if isinstance(module, nn.Embedding) and tensor.dtype != self.dtype:
-            module.register_forward_hook(lambda _module, _args, rows: rows.to(self.dtype))
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)  # `.data =` refuses on meta
+        # `.data =` refuses on meta; a Parameter would lose what makes a table one
+        bound: Any = tensor if isinstance(tensor, _Table) else nn.Parameter(tensor, requires_grad=False)
+        module._parameters[leaf] = bound
 
     # ------------------------------------------------------------------- the dry pass
 
@@ -148,27 +149,51 @@ class SeamedModel:
         self.weights = dry
         two = torch.arange(2)
         try:
-            self(PackedBatch(two, two, two[1:], dry))
-        except UnsupportedError:
-            raise
+            logits = self(PackedBatch(two, two, two[1:], dry))
+        except UnsupportedError as exc:
+            raise UnsupportedError(f"{self._module.config.model_type}: {exc}") from exc
         except Exception as exc:  # whatever a model does that the seams do not know
             raise UnsupportedError(f"{self._module.config.model_type}: a packed pass fails ({exc})") from exc
-        if sorted(dry.layers) != list(range(self._layers)):
-            raise UnsupportedError(
-                f"{self._module.config.model_type}: {len(dry.layers)} attention calls reached the seam, "
-                f"{self._layers} layers should have made one each"
-            )
+        if problem := dry.problem(self._shape) or _logits_problem(logits, self._shape):
+            raise UnsupportedError(f"{self._module.config.model_type}: {problem}")
         return dry.order
 
-    def _refuse_large(self, found: Iterable[str]) -> None:
-        """Only what belongs to linear layers and embeddings is streamed, so the rest must be small."""
-        if unused := set(found) - {m.name for m in self.matrices}:
-            raise UnsupportedError(f"{self._module.config.model_type}: {min(unused)} is not used in every pass")
+    def _refuse_what_is_not_streamed(self) -> None:
+        """Only what belongs to linear layers and embeddings is streamed, so the rest must be small parameters."""
+        kind = self._module.config.model_type
         for name, shape in self.small.items():
             if len(shape) > 1 and torch.Size(shape).numel() > 1 << 20:
-                raise UnsupportedError(
-                    f"{self._module.config.model_type}: {name} {list(shape)} belongs to no linear layer or embedding"
-                )
+                raise UnsupportedError(f"{kind}: {name} {list(shape)} belongs to no plain linear layer or embedding")
+        if others := set(self._module.state_dict()) - set(self._owners):
+            raise UnsupportedError(f"{kind}: its checkpoint holds {min(others)}, which is no parameter")
+
+
+class _Table(torch.Tensor):
+    """An embedding in its stored dtype that gives its rows, and itself out, as of the compute dtype.
+
+    So whatever a model does with what it looked up, such as scaling it, is done in the compute dtype.
+    """
+
+    _as: torch.dtype
+
+    @staticmethod
+    def of(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`stored` itself where it has that dtype."""
+        if stored.dtype == dtype:
+            return stored
+        table = stored.as_subclass(_Table)
+        table._as = dtype
+        return table
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding:
+            table = args[1]
+            rows = nn.functional.embedding(args[0], table.as_subclass(torch.Tensor), *args[2:], **(kwargs or {}))
+            return rows.to(table._as)
+        if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return args[0]._as
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 class _Dry:
@@ -177,7 +202,30 @@ class _Dry:
     def __init__(self, outputs: Mapping[str, int]) -> None:
         self._outputs = outputs
         self.order: list[str] = []
-        self.layers: list[int] = []
+        self._layers: list[int] = []
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def problem(self, shape: ModelShape) -> str:
+        """What the pass did that the engine does not expect; empty if nothing."""
+        if unused := set(self._outputs) - set(self.order):
+            return f"{min(unused)} is not used in every pass"
+        if len(self.order) != len(self._outputs):
+            return "a matrix is used twice in a pass"
+        if sorted(self._layers) != list(range(shape.num_layers)):
+            return (
+                f"{len(self._layers)} attention calls reached the seam, {shape.num_layers} layers should make one each"
+            )
+        expected = (
+            shape.num_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+        if self._shapes != {expected}:
+            return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
+        return ""
 
     def product(self, matrix: str, x: torch.Tensor) -> torch.Tensor:
         self.order.append(matrix)
@@ -186,7 +234,8 @@ class _Dry:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        self.layers.append(layer)
+        self._layers.append(layer)
+        self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 
 
@@ -201,7 +250,9 @@ def _attention_seam(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every attention layer: query [1, heads, tokens, dim], key and value alike."""
-    unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and v is not False)
+    unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and not isinstance(v, bool))
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise UnsupportedError(f"{type(module).__name__} looks ahead; engine offload attends causally")
     if unknown or attention_mask is not None or offload_attention is None:
         what = ", ".join(unknown) or "an attention mask"
         raise UnsupportedError(f"{type(module).__name__} asks attention for {what}, which engine offload has not")
@@ -209,8 +260,25 @@ def _attention_seam(
     return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], scale)[None], None
 
 
-AttentionInterface.register(_SEAM, _attention_seam)
-AttentionMaskInterface.register(_SEAM, lambda *args, **kwargs: None)
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Attention knows by itself who sees whom."""
+
+
+def _no_mask_but_causal(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
+    """For the dry pass, in which a plain model asks for the plain causal mask."""
+    if mask_function is not causal_mask_function:
+        raise UnsupportedError(f"it asks for an attention mask that is not causal ({mask_function.__qualname__})")
+
+
+for _name, _mask in ((_SEAM, _no_mask), (_DRY_SEAM, _no_mask_but_causal)):
+    AttentionInterface.register(_name, _attention_seam)
+    AttentionMaskInterface.register(_name, _mask)
+
+
+def _logits_problem(logits: torch.Tensor, shape: ModelShape) -> str:
+    if tuple(logits.shape) != (1, shape.vocab):
+        return f"one wanted row gave logits {list(logits.shape)} instead of {[1, shape.vocab]}"
+    return ""
 
 
 def _refuse_batch_dependent(config: Any) -> None:
@@ -223,8 +291,11 @@ def _refuse_batch_dependent(config: Any) -> None:
             )
 
 
-def _special_tokens(path: Path, config: Any) -> tuple[tuple[int, ...], int | None]:
-    """Ids that end a sequence, and the one that begins an empty one, as `generate` and lm-eval find them."""
+def _special_tokens(path: Path, config: Any, vocab: int) -> tuple[tuple[int, ...], int | None]:
+    """Ids that end a sequence, and the one that begins an empty one, as `generate` and lm-eval find them.
+
+    Those outside the vocabulary, which some configurations inherit, can never be generated and are left out.
+    """
     try:
         found = GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:  # it has none: the model's configuration says
@@ -232,8 +303,9 @@ def _special_tokens(path: Path, config: Any) -> tuple[tuple[int, ...], int | Non
     except ValueError as exc:
         raise HarnessError(f"{path / 'generation_config.json'} cannot be read: {exc}") from exc
     eos = () if found.eos_token_id is None else found.eos_token_id
-    ends = (eos,) if isinstance(eos, int) else tuple(eos)
-    return ends, found.bos_token_id if found.bos_token_id is not None else next(iter(ends), None)
+    ends = tuple(e for e in ((eos,) if isinstance(eos, int) else eos) if e < vocab)
+    begin = found.bos_token_id
+    return ends, begin if begin is not None and begin < vocab else next(iter(ends), None)
 
 
 def _group(name: str) -> str:

@@ -31,14 +31,15 @@ class Op:
     after: tuple[int, ...]
 
 
-def pass_ops(streamed: Sequence[bool], batches: int, slots: int) -> list[Op]:
+def pass_ops(streamed: Sequence[bool], batches: int, slots: int, cast: bool) -> list[Op]:
     """The operations of one pass of `batches` batches over weight blocks, of which those `streamed` are on disk.
 
-    A load waits until the block that had its slot, `slots` streamed blocks before, has been used by all batches.
+    A load waits until the slot of the block `slots` streamed blocks before is free: after the last batch's use of
+    it or, where blocks are `cast` to another dtype, after the first, which begins with the cast.
     """
     ops: list[Op] = [Op("start", "compute", -1, k, ()) for k in range(batches)]
     latest = list(range(batches))  # by batch, its last operation
-    last_uses: list[int] = []  # by streamed block, its last use
+    last_uses: list[int] = []  # by streamed block, the operation that frees its slot
     for block, on_disk in enumerate(streamed):
         needed: tuple[int, ...] = ()
         if on_disk:
@@ -49,5 +50,5 @@ def pass_ops(streamed: Sequence[bool], batches: int, slots: int) -> list[Op]:
             ops.append(Op("compute", "compute", block, k, (*needed, latest[k])))
             latest[k] = len(ops) - 1
         if on_disk:
-            last_uses.append(len(ops) - 1)
+            last_uses.append(len(ops) - (batches if cast else 1))
     return ops

@@ -25,6 +25,10 @@ class ActiveSequence(Protocol):
         """Passes that it will need at most, this one included, once its known tokens are cached but for the last."""
         ...
 
+    def restart(self) -> None:
+        """Forgets what was computed but not what was generated: all known tokens will be computed again."""
+        ...
+
     def wanted(self, count: int) -> range:
         """Which of the next `count` tokens' positions must meet the head."""
         ...
@@ -32,6 +36,9 @@ class ActiveSequence(Protocol):
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
         """Takes the logits [wanted rows, vocab] of a pass that ended at `now_s`; returns whether it is done."""
         ...
+
+
+_NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 
 
 class Generation:
@@ -56,6 +63,9 @@ class Generation:
     def steps_left(self) -> int:
         return self.request.sampling.max_tokens - len(self._times)
 
+    def restart(self) -> None:
+        self.cached = 0
+
     def wanted(self, count: int) -> range:
         """The last known token's position, if the pass gets there: it gives the next token."""
         end = self.cached + count
@@ -64,7 +74,8 @@ class Generation:
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
         if not len(logits):
             return False
-        ids = torch.tensor([self.tokens])
+        # greedy choice looks at no earlier token
+        ids = torch.tensor([self.tokens]) if self.request.sampling.temperature > 0 else _NO_IDS
         scores = self._sampler(ids, logits.float())
         self.tokens.append(int(scores[0].argmax()))
         self._times.append(now_s)
@@ -104,6 +115,11 @@ class Scoring:
     @property
     def steps_left(self) -> int:
         return 1
+
+    def restart(self) -> None:
+        self.cached = 0
+        self._position = self._first
+        self._logprob, self._greedy = 0.0, True
 
     def wanted(self, count: int) -> range:
         return range(max(self._first, self.cached), max(self._first, self.cached + count))

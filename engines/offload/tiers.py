@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engines.offload.kv_cache import page_bytes, pages_for
 from engines.offload.layout import Block
+from engines.offload.pages import page_bytes, pages_for
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
 
 #: Buffers of the matrix library, allocator remains, thread stacks: measured up to 40 MB.
@@ -22,110 +22,166 @@ _WORK_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be placed. `small` and `cast` are bytes; `max_sequence` tokens of the longest sequence."""
+    """What is to be placed: weight blocks, bytes of `small` tensors, item sizes, and the lengths of sequences.
+
+    A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
+    """
 
     shape: ModelShape
     blocks: Sequence[Block]
+    stored_bytes: int
     compute_bytes: int
-    cache_bytes: int
     small: int
-    cast: int
     max_sequence: int
+    mean_sequence: int
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The plan: cache pages, resident weight blocks, ring slots, and bytes by purpose for the record."""
+class Plan:
+    """Cache pages, sequences that run together, resident weight blocks, ring slots, prompt tokens a pass.
+
+    `scored_rows` is how many rows may meet the head at once where whole continuations are scored.
+    """
 
     pages: int
     sequences: int
     resident: frozenset[int]
     slots: int
     chunk: int
-    notes: tuple[str, ...]
+    scored_rows: int
+    note: str
 
 
-def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Placement:
+def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
     """The plan for `policy` within `budget` bytes of host memory (None: no limit).
 
-    Blocks of a block schedule must fit whole; a sweep runs as many sequences as fit, up to its batch size. What
-    is left over keeps weights resident, unless the policy says how many. Raises InfeasibleError with the numbers
-    and the nearest policy that would fit; UnsupportedError for a device tier, of which this host has none.
+    Blocks of sequences must fit whole; a sweep runs as many sequences as fit, up to its batch size. What is left
+    over keeps weights resident, unless the policy says how many. Raises InfeasibleError with the numbers and the
+    nearest batch that would fit; UnsupportedError for a tier that this host has not.
     """
+    _refuse_other_tiers(policy)
+    return _Planner(demand, policy, budget).plan()
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(self, demand: Demand, policy: OffloadPolicy, budget: int | None) -> None:
+        self._demand = demand
+        self._policy = policy
+        self._budget = budget
+        self._sweep = policy.schedule == "sweep"
+        shape = demand.shape
+        # of one token: the residual stream, its norm, queries, keys, values and attention's output, and the
+        # feed-forward's input, activation and (gated) product
+        self._row = (8 * shape.hidden + 3 * shape.ffn) * demand.compute_bytes
+        # of one row that meets the head: its logits and a copy
+        self._logits = 2 * shape.vocab * 4
+        self._page = page_bytes(shape, demand.stored_bytes)
+        largest = max(b.span for b in demand.blocks)
+        rows = None if budget is None else budget * _WORK_SHARE / policy.num_gpu_batches / self._row
+        self.slots = _within(_SLOTS, None if budget is None else budget * _RING_SHARE / largest)
+        most = policy.gpu_batch_size * demand.max_sequence
+        self.chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), most)
+        self.ring = self.slots * largest
+        cast = 0 if demand.compute_bytes == demand.stored_bytes else max(b.nbytes for b in demand.blocks)
+        self._other = demand.small + cast * demand.compute_bytes // demand.stored_bytes + SLACK_BYTES
+        self._weights = sum(b.nbytes for b in demand.blocks)
+        self._asked = None if policy.weights is None else int(policy.weights[1] * self._weights)
+
+    def plan(self) -> Plan:
+        wanted = self._policy.block_size
+        if self._budget is None:
+            pages = wanted * pages_for(self._demand.max_sequence)
+            held = self._weights if self._asked is None else self._asked
+            return self._finished(pages, wanted, held, "no limit")
+        sequences = _largest(wanted, self._sweep_fits if self._sweep else self._block_fits)
+        if sequences < (1 if self._sweep else wanted):
+            raise InfeasibleError(self._words(wanted))
+        room = (self._budget - self._fixed(sequences)) // self._page
+        pages = min(sequences * pages_for(self._demand.max_sequence), room)
+        left = self._budget - self._fixed(sequences) - pages * self._page
+        return self._finished(pages, sequences, left if self._asked is None else self._asked, f"{_mib(left)} left")
+
+    def _fixed(self, sequences: int) -> int:
+        """Everything but the cache and what is left for weights."""
+        return self._work(sequences) + self.ring + self._other + (self._asked or 0)
+
+    def _work(self, sequences: int) -> int:
+        """Activations and logits of the batches in flight, and one prompt's earlier keys and values as attended to."""
+        batches = self._policy.num_gpu_batches
+        shape, longest = self._demand.shape, self._demand.max_sequence
+        width = 2 * shape.num_kv_heads * shape.head_dim
+        earlier = longest * width * (self._demand.stored_bytes + self._demand.compute_bytes) + self.chunk * longest
+        size = -(-sequences // batches)
+        return batches * ((size + self.chunk) * self._row + size * self._logits) + earlier
+
+    def _block_fits(self, sequences: int) -> bool:
+        """Whether a block can be cached to its end."""
+        assert self._budget is not None
+        pages = sequences * pages_for(self._demand.max_sequence)
+        return self._fixed(sequences) + pages * self._page <= self._budget
+
+    def _sweep_fits(self, sequences: int) -> bool:
+        """Whether so many sequences of different ages can be cached, and one to its end."""
+        assert self._budget is not None
+        pages = max(pages_for(self._demand.max_sequence), sequences * pages_for(self._demand.mean_sequence))
+        return self._fixed(sequences) + pages * self._page <= self._budget
+
+    def _finished(self, pages: int, sequences: int, held: int, note: str) -> Plan:
+        resident = _resident(self._demand.blocks, held)
+        work = self._work(sequences)
+        kept = sum(self._demand.blocks[i].nbytes for i in resident)
+        parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": self._other}
+        words = " + ".join(f"{name} {_mib(nbytes)}" for name, nbytes in parts.items())
+        scored = max(1, work // (self._row + self._logits))
+        return Plan(pages, sequences, resident, self.slots, self.chunk, scored, f"host memory: {words}; {note}")
+
+    def _words(self, wanted: int) -> str:
+        """Why `wanted` sequences do not fit, and what would."""
+        assert self._budget is not None
+        least = 1 if self._sweep else wanted
+        cache = least * pages_for(self._demand.max_sequence) * self._page
+        batches = self._policy.num_gpu_batches
+        size = 0 if self._sweep else _largest(wanted // batches, lambda n: self._block_fits(n * batches))
+        hint = f"gpu_batch_size {size} would fit" if size else "use a larger budget"
+        return (
+            f"offload needs {_mib(self._fixed(least) + cache)} for {least} sequences of {self._demand.max_sequence} "
+            f"tokens (cache {_mib(cache)}, work {_mib(self._work(least))}, ring {_mib(self.ring)}, other "
+            f"{_mib(self._other + (self._asked or 0))}); the budget is {_mib(self._budget)}; {hint}"
+        )
+
+
+def _refuse_other_tiers(policy: OffloadPolicy) -> None:
     for name in ("weights", "cache", "activations"):
         asked = getattr(policy, name)
-        if asked is not None and (asked[0] or (name != "weights" and asked != (0.0, 1.0, 0.0))):
+        if asked is not None and (asked[0] or (name != "weights" and asked[2])):
             raise UnsupportedError(f"policy.{name} is {list(asked)}; on this host only the host tier holds {name}")
-    largest = max(b.span for b in demand.blocks)
-    slots = _within(_SLOTS, None if budget is None else budget * _RING_SHARE / largest)
-    sweep = policy.schedule == "sweep"
-    batches = policy.num_gpu_batches if policy.schedule == "zigzag" else 1
-    rows = None if budget is None else budget * _WORK_SHARE / batches / _row_bytes(demand)
-    chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), policy.gpu_batch_size * demand.max_sequence)
-    wanted = policy.gpu_batch_size * batches
-    per_sequence = pages_for(demand.max_sequence)
-    page = page_bytes(demand.shape, demand.cache_bytes)
-    total = sum(b.nbytes for b in demand.blocks)
-    if budget is None:
-        count = len(demand.blocks) if policy.weights is None else round(policy.weights[1] * len(demand.blocks))
-        resident = _spread(demand.blocks, count)
-        return Placement(wanted * per_sequence, wanted, resident, slots, chunk, ("no limit",))
-
-    asked_resident = None if policy.weights is None else int(policy.weights[1] * total)
-    work = _work_bytes(demand, policy.gpu_batch_size, chunk, batches)
-    ring = slots * largest
-    fixed = work + ring + demand.small + demand.cast + SLACK_BYTES + (asked_resident or 0)
-    fit = max(0, budget - fixed) // (page * per_sequence)
-    if fit < (1 if sweep else wanted):
-        least = fixed + (1 if sweep else wanted) * page * per_sequence
-        hint = f"gpu_batch_size {fit // batches} would fit" if fit >= batches else "use a larger budget"
-        raise InfeasibleError(
-            f"offload needs {_mib(least)} for {1 if sweep else wanted} sequences of {demand.max_sequence} tokens "
-            f"(cache {_mib(least - fixed)}, work {_mib(work)}, ring {_mib(ring)}, "
-            f"other {_mib(fixed - work - ring)}); the budget is {_mib(budget)}; {hint}"
-        )
-    # a sweep's sequences are at different ages: with pages for `fit` at their longest, more of them run
-    pages = min(wanted * per_sequence, (budget - fixed) // page) if sweep else wanted * per_sequence
-    left = budget - fixed - pages * page + (asked_resident or 0)
-    resident = _resident(demand.blocks, left if asked_resident is None else asked_resident)
-    held = sum(demand.blocks[i].nbytes for i in resident)
-    notes = (
-        f"budget {_mib(budget)} = cache {_mib(pages * page)} ({pages} pages) + weights {_mib(held)} + ring {_mib(ring)}"
-        f" + work {_mib(work)} + small {_mib(demand.small + demand.cast)} + slack {_mib(SLACK_BYTES)}"
-        f" + unused {_mib(budget - fixed + (asked_resident or 0) - pages * page - held)}",
-    )
-    return Placement(pages, wanted, resident, slots, chunk, notes)
 
 
-def _work_bytes(demand: Demand, size: int, chunk: int, batches: int) -> int:
-    """Activations of `batches` passes in flight at their widest, and the logits with a copy."""
-    return batches * ((size + chunk) * _row_bytes(demand) + 2 * size * demand.shape.vocab * 4)
+def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:
+    """As many blocks as `nbytes` hold, evenly over the pass, so that the disk is asked for the rest at an even pace."""
+
+    def spread(count: int) -> frozenset[int]:
+        return frozenset(len(blocks) * i // count for i in range(count))
+
+    count = _largest(len(blocks), lambda n: sum(blocks[i].nbytes for i in spread(n)) <= nbytes)
+    return spread(count) if count else frozenset()
 
 
-def _row_bytes(demand: Demand) -> int:
-    """Activations of one token: the residual stream, its norm, queries, keys, values and attention's output, and the
-    feed-forward's input, activation and (gated) product."""
-    return (8 * demand.shape.hidden + 3 * demand.shape.ffn) * demand.compute_bytes
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that `fits`, which is taken to be monotone; 0 if 1 does not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _within(limits: tuple[int, int], wanted: float | None) -> int:
     """`wanted` between two limits; the upper one where anything goes."""
     low, high = limits
     return high if wanted is None else max(low, min(high, int(wanted)))
-
-
-def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:
-    """As many blocks as `nbytes` hold."""
-    average = sum(b.nbytes for b in blocks) / len(blocks)
-    count = min(len(blocks), int(nbytes / average))
-    while count and sum(blocks[i].nbytes for i in _spread(blocks, count)) > nbytes:
-        count -= 1
-    return _spread(blocks, count)
-
-
-def _spread(blocks: Sequence[Block], count: int) -> frozenset[int]:
-    """`count` blocks evenly over the pass, so that the disk is asked for the rest at an even pace."""
-    return frozenset(len(blocks) * i // count for i in range(count)) if count else frozenset()
 
 
 def _mib(nbytes: float) -> str:

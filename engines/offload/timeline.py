@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from harness.api import EngineTrace, TraceEvent
@@ -44,13 +42,6 @@ class Timeline:
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Notes one span."""
         self._spans.append(Span(lane, name, start_s, end_s))
-
-    @contextmanager
-    def span(self, lane: str, name: str) -> Iterator[None]:
-        """Notes how long its body takes."""
-        began = time.perf_counter()
-        yield
-        self.add(lane, name, began, time.perf_counter())
 
     def end_pass(self, rows: int) -> None:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""

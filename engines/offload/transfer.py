@@ -31,8 +31,8 @@ class BlockStream:
         self._timeline = timeline
         self._files, self.direct = _open_all(folder, sorted({b.file for b in order}))
         self._slot_bytes = max((b.span for b in order), default=0)
-        self._slots = min(slots, len(order))
-        self._ring = mmap.mmap(-1, max(1, self._slot_bytes * self._slots))  # page-aligned, as direct I/O needs
+        self.slots = min(slots, len(order))
+        self._ring = mmap.mmap(-1, max(1, self._slot_bytes * self.slots))  # page-aligned, as direct I/O needs
         self._memory = memoryview(self._ring)
         self._tensor = torch.frombuffer(self._ring, dtype=torch.uint8)
         self._changed = threading.Condition()
@@ -52,12 +52,12 @@ class BlockStream:
     @property
     def nbytes(self) -> int:
         """Memory of the ring."""
-        return self._slot_bytes * self._slots
+        return self._slot_bytes * self.slots
 
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
         with self._changed:
-            while len(self._ready) < self._slots:
+            while len(self._ready) < self.slots:
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait(1.0)
@@ -69,7 +69,8 @@ class BlockStream:
         Raises HarnessError with file and offset for what a reader met.
         """
         due = self._order[self._taken % len(self._order)]
-        assert due == block, f"the schedule asks for {block}, the stream has {due}"
+        if due != block:
+            raise HarnessError(f"the schedule asks for {block}, the stream has {due}")
         began = time.perf_counter()
         with self._changed:
             while self._taken not in self._ready:
@@ -80,9 +81,16 @@ class BlockStream:
                 self._changed.wait(1.0)
             self._ready.discard(self._taken)
         self._timeline.add("wait", "stall", began, time.perf_counter())
-        start = self._taken % self._slots * self._slot_bytes
+        start = self._taken % self.slots * self._slot_bytes
         self._taken += 1
         return self._tensor[start : start + block.nbytes]
+
+    def align(self) -> None:
+        """Goes on to the start of the order, where a pass that was broken off has left it elsewhere."""
+        self.release()
+        while self._order and self._taken % len(self._order):
+            self.next(self._order[self._taken % len(self._order)])
+            self.release()
 
     def release(self) -> None:
         """The block handed out last is no longer needed."""
@@ -107,7 +115,7 @@ class BlockStream:
             block = self._order[index % len(self._order)]
             began = time.perf_counter()
             try:
-                self._fetch(block, index % self._slots * self._slot_bytes)
+                self._fetch(block, index % self.slots * self._slot_bytes)
             except Exception as exc:  # must reach whoever waits, whatever it is
                 with self._changed:
                     self._failure = exc if isinstance(exc, HarnessError) else HarnessError(_words(block, exc))
@@ -116,7 +124,7 @@ class BlockStream:
             with self._changed:
                 self._ready.add(index)
                 self.bytes_read += block.span
-                if index < self._slots:
+                if index < self.slots:
                     self._filled = time.perf_counter()
                 self._changed.notify_all()
             self._timeline.add("load", block.matrix, began, time.perf_counter())
@@ -125,7 +133,7 @@ class BlockStream:
         """The next block to read, once a slot is free for it; None when the stream is over."""
         with self._changed:
             while not self._closed and self._failure is None:
-                if self._claimed - self._released < self._slots:
+                if self._claimed - self._released < self.slots:
                     self._claimed += 1
                     return self._claimed - 1
                 self._changed.wait()
@@ -151,10 +159,6 @@ def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]
     for name in names:
         try:
             files[name] = os.open(folder / name, os.O_RDONLY | direct)
-        except FileNotFoundError as exc:
-            raise HarnessError(
-                f"{folder / name} is missing; remove the folder, and it will be converted again"
-            ) from exc
         except OSError:
             direct = 0
             files[name] = os.open(folder / name, os.O_RDONLY)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engines.folders import build_once
-from engines.offload.layout import Block, Matrix, blocks_of
-from harness.api import DTYPE_BYTES, HarnessError, LocalModel
+from engines.offload.layout import Block, Matrix
+from harness.api import HarnessError, LocalModel
 
 #: Part of a folder's name: raise it when the files of the same checkpoint are laid out differently.
-LAYOUT = 1
-_MANIFEST = "manifest.json"
-_SAMPLE_BYTES = 4096
+_LAYOUT = 1
+_SMALL = "small.safetensors"
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -34,69 +35,85 @@ class Converted:
     blocks: tuple[Block, ...]
     tables: Mapping[str, tuple[int, int]]
 
+    def check(self) -> None:
+        """Raises HarnessError for a file that is missing or was cut since it was written."""
+        sizes = {b.file: 0 for b in self.blocks} | {_SMALL: 1}
+        for block in self.blocks:
+            sizes[block.file] = max(sizes[block.file], block.offset + block.span)
+        sizes |= {_table_file(name): a * b * self.dtype.itemsize for name, (a, b) in self.tables.items()}
+        for name, size in sizes.items():
+            path = self.folder / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise HarnessError(f"{path} has {found} of {size} bytes; remove its folder: it is converted again")
+
     def table(self, name: str) -> torch.Tensor:
         """An embedding [entries, width] mapped from its file without read-ahead: a lookup reads the rows it needs."""
         shape = self.tables[name]
-        with (self.folder / f"{name}.table").open("rb") as file:
+        with (self.folder / _table_file(name)).open("rb") as file:
             # a private mapping, because torch wants to be able to write; nobody does
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_RANDOM)
         return torch.frombuffer(mapped, dtype=self.dtype, count=shape[0] * shape[1]).view(shape)
 
     def small(self) -> dict[str, torch.Tensor]:
-        """Everything that is neither matrix nor table: norms and biases, in the stored dtype."""
-        with safe_open(self.folder / "small.safetensors", framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        """Everything that is neither matrix nor table: norms and biases, in the dtypes they came in."""
+        with safe_open(self.folder / _SMALL, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    def read(self, chosen: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Stored bytes of the blocks that are to stay in memory, without leaving them in the page cache as well."""
+        found = {}
+        for i in sorted(chosen):
+            block = self.blocks[i]
+            with (self.folder / block.file).open("rb", buffering=0) as file:
+                data = bytearray(block.nbytes)
+                if os.preadv(file.fileno(), [data], block.offset) != block.nbytes:
+                    raise HarnessError(f"{self.folder / block.file} ends inside {block.matrix}; remove its folder")
+                os.posix_fadvise(file.fileno(), block.offset, block.span, os.POSIX_FADV_DONTNEED)
+            found[i] = torch.frombuffer(data, dtype=torch.uint8)
+        return found
 
 
 class Source:
     """The tensors of a folder of safetensors under the names that the model's parameters have.
 
-    `aliases` gives the name of the checkpoint's tensor for a tied parameter; `prefix` is the base model's, which
-    checkpoints of the bare model lack. Raises HarnessError for a tensor that is not there or has another shape.
+    `aliases` are pairs of tied parameters, of which a checkpoint may hold either; `prefix` is the base model's,
+    which checkpoints of the bare model lack.
     """
 
     def __init__(self, model: LocalModel, prefix: str, aliases: Mapping[str, str]) -> None:
         self._folder = Path(model.path)
         self._prefix = f"{prefix}."
-        self._aliases = aliases
-        self._files: dict[str, Any] = {}
+        self._aliases = dict(aliases) | {there: here for here, there in aliases.items()}
         index = self._folder / "model.safetensors.index.json"
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
-        for name in names or ["model.safetensors"]:
-            file = safe_open(self._folder / name, framework="pt")
+        self.shards = [self._folder / name for name in names or ["model.safetensors"]]
+        self._files: dict[str, Any] = {}
+        for shard in self.shards:
+            file = safe_open(shard, framework="pt")
             self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
     def slice(self, parameter: str, shape: tuple[int, ...]) -> Any:
-        """A lazy view of a tensor: indexing reads that part only."""
-        found = self._files.get(key := self._key(parameter))
-        if found is None:
+        """A lazy view of a tensor: indexing reads that part only. Raises HarnessError where it does not fit."""
+        key = next((k for k in self._candidates(parameter) if k in self._files), None)
+        if key is None:
             raise HarnessError(f"{self._folder} holds no tensor for {parameter}; is it a checkpoint of this model?")
-        view = found.get_slice(key)
-        if tuple(view.get_shape()) != shape:
-            got = list(view.get_shape())
-            raise HarnessError(f"{self._folder}: tensor {key} has shape {got}, the model needs {list(shape)}")
+        view = self._files[key].get_slice(key)
+        if (got := tuple(view.get_shape())) != shape:
+            raise HarnessError(f"{self._folder}: tensor {key} has shape {list(got)}, the model needs {list(shape)}")
         return view
 
-    def samples(self) -> Iterator[bytes]:
-        """The first, middle and last bytes of every tensor: another training step changes them."""
-        for name in sorted(self._files):
-            view = self._files[name].get_slice(name)
-            rows = view.get_shape()[0] if view.get_shape() else 0
-            for row in sorted({0, rows // 2, max(0, rows - 1)}) if rows else ():
-                part = view[row : row + 1].reshape(-1)[:_SAMPLE_BYTES].contiguous()
-                yield name.encode() + part.view(torch.uint8).numpy().tobytes()
-
-    def _key(self, parameter: str) -> str:
-        name = self._aliases.get(parameter, parameter)
-        candidates = (parameter, name, name.removeprefix(self._prefix), self._prefix + name)
-        return next((c for c in candidates if c in self._files), parameter)
+    def _candidates(self, parameter: str) -> list[str]:
+        names = [parameter, *([self._aliases[parameter]] if parameter in self._aliases else [])]
+        return [n for name in names for n in (name, name.removeprefix(self._prefix), self._prefix + name)]
 
 
 def convert(
     model: LocalModel,
     source: Source,
     matrices: Sequence[Matrix],
+    blocks: Sequence[Block],
     tables: Mapping[str, tuple[int, int]],
     small: Mapping[str, tuple[int, ...]],
     cache: Path,
@@ -104,21 +121,23 @@ def convert(
 ) -> Converted:
     """The converted form of `model`, written under `cache` on first use, a block at a time, then reused by content.
 
-    `matrices` are in order of use. Raises HarnessError for a checkpoint that does not fit the model, DiskFullError
-    where it cannot be written.
+    `blocks` are those of `matrices`, in order of use. Raises HarnessError for a checkpoint that does not fit the
+    model or holds NaN, DiskFullError where it cannot be written.
     """
     dtype = getattr(torch, model.dtype)
-    blocks = blocks_of(matrices, DTYPE_BYTES[model.dtype])
-    digest = hashlib.sha256(json.dumps([LAYOUT, model.digest, model.dtype, [asdict(m) for m in matrices]]).encode())
-    for sample in source.samples():
-        digest.update(sample)
-    folder = cache / "offload" / f"{Path(model.path).name}-{digest.hexdigest()[:16]}"
+    offload = cache / "offload"
+    offload.mkdir(parents=True, exist_ok=True)
+    contents = [_content(shard, offload / "contents.json") for shard in source.shards]
+    recipe = json.dumps([_LAYOUT, contents, model.dtype, [asdict(b) for b in blocks], list(tables), list(small)])
+    folder = offload / f"{Path(model.path).name}-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     needed = sum(b.span for b in blocks) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
     def write(temporary: Path) -> None:
         _Writer(temporary, source, dtype, needed, on_progress).write(matrices, blocks, tables, small)
 
-    return Converted(build_once(folder, "converted weights", needed, write), dtype, tuple(blocks), dict(tables))
+    converted = Converted(build_once(folder, "converted weights", needed, write), dtype, tuple(blocks), dict(tables))
+    converted.check()
+    return converted
 
 
 class _Writer:
@@ -133,7 +152,6 @@ class _Writer:
         self._total = total
         self._on_progress = on_progress
         self._done = 0
-        self._hashes: dict[str, Any] = {}
 
     def write(
         self,
@@ -147,12 +165,12 @@ class _Writer:
             self._append(block.file, self._read(by_name[block.matrix], block), block.span)
         for name, shape in tables.items():
             view = self._source.slice(name, shape)
-            step = max(1, (4 << 20) // (shape[1] * self._dtype.itemsize))
+            step = max(1, _PIECE // (shape[1] * self._dtype.itemsize))
             for row in range(0, shape[0], step):
-                self._append(f"{name}.table", _finite(name, view[row : row + step]).to(self._dtype))
-        self._write_small(small)
-        manifest = {"layout": LAYOUT, "sha256": {name: h.hexdigest() for name, h in self._hashes.items()}}
-        (self._folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+                self._append(_table_file(name), _finite(name, view[row : row + step].to(self._dtype)))
+        # in their own dtype: norms are often kept in more bits than matrices
+        tensors = {name: _finite(name, self._source.slice(name, shape)[:].clone()) for name, shape in small.items()}
+        save_file(tensors, self._folder / _SMALL)
         for path in [*self._folder.iterdir(), self._folder]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -164,21 +182,39 @@ class _Writer:
         view = self._source.slice(matrix.name, shape)
         first = (block.axis == 0) != matrix.transposed
         part = view[block.start : block.stop] if first else view[:, block.start : block.stop]
-        return _finite(matrix.name, part.T if matrix.transposed else part).to(self._dtype)
+        return _finite(matrix.name, (part.T if matrix.transposed else part).to(self._dtype))
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
         data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
         data += bytes((span or len(data)) - len(data))
         with (self._folder / name).open("ab") as file:
             file.write(data)
-        self._hashes.setdefault(name, hashlib.sha256()).update(data)
         self._done += len(data)
         self._on_progress(self._done, self._total)
 
-    def _write_small(self, small: Mapping[str, tuple[int, ...]]) -> None:
-        # in their own dtype: norms are often kept in more bits than matrices
-        tensors = {name: _finite(name, self._source.slice(name, shape)[:].clone()) for name, shape in small.items()}
-        save_file(tensors, self._folder / "small.safetensors")
+
+def _content(shard: Path, memo: Path) -> str:
+    """SHA-256 of a file, remembered in `memo` for as long as its inode, size and time of change stay."""
+    status = shard.stat()
+    key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(memo.read_text())
+    if key not in known:
+        digest = hashlib.sha256()
+        with shard.open("rb", buffering=0) as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+                os.posix_fadvise(file.fileno(), 0, file.tell(), os.POSIX_FADV_DONTNEED)
+        known[key] = digest.hexdigest()
+        temporary = memo.with_suffix(f".tmp-{os.getpid()}")
+        temporary.write_text(json.dumps(known))
+        temporary.replace(memo)
+    return known[key]
+
+
+def _table_file(name: str) -> str:
+    return f"{name}.table"
 
 
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,6 @@ class Capabilities:
     """In what an engine differs from others: nobody branches on an engine's name."""
 
     phased: bool = True  # a block's prefill and decode do not overlap
-    steady_blocks: int = 1  # blocks of requests until throughput no longer changes
     simulated: bool = False  # times come from a model of time, not from a clock
     packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
 
@@ -88,7 +87,10 @@ class Job:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was really loaded: `policy` as realised, weights by tier in bytes (device, host, disk)."""
+    """What was really loaded: `policy` as realised, weights by tier in bytes (device, host, disk).
+
+    `steady_blocks` is how many blocks of requests it takes until throughput no longer changes.
+    """
 
     vocab: int
     max_context: int
@@ -97,6 +99,7 @@ class LoadReport:
     compute_dtype: str
     weights_by_tier: tuple[int, int, int]
     notes: tuple[str, ...] = ()
+    steady_blocks: int = 1
 
 
 @dataclass(frozen=True)

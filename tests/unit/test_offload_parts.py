@@ -2,7 +2,9 @@
 
 import dataclasses
 import random
+import re
 import threading
+import time
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages
+from engines.offload.gemm import ByNumpy, by_torch
 from engines.offload.kernels import compiled_decode, reference_decode
 from engines.offload.kernels.build import NoCompilerError, load
-from engines.offload.kv_cache import PAGE_TOKENS, PagedCache, pages_for
+from engines.offload.kv_cache import PagedCache
 from engines.offload.layout import ALIGN, Matrix, blocks_of
+from engines.offload.pages import PAGE_TOKENS, page_bytes, pages_for
 from engines.offload.schedule import pass_ops
 from engines.offload.sequences import Generation
-from engines.offload.tiers import Demand, place
+from engines.offload.tiers import SLACK_BYTES, Demand, place
 from engines.offload.timeline import Span, Timeline, union_s
 from engines.offload.transfer import BlockStream
 from harness.api import (
@@ -94,7 +98,11 @@ def test_a_stream_reads_no_further_than_its_slots(files):
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     first = stream.next(files[1][0])
     stream.next(files[1][1])
+    time.sleep(0.1)
     assert (first == 1).all(), "a block stays until it is released"
+    assert stream.bytes_read == sum(b.span for b in files[1][:4])
+    stream.release()
+    stream.next(files[1][2])
     stream.close()
 
 
@@ -111,10 +119,17 @@ def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
     stream.close()
 
 
-def test_a_missing_file_is_named(files):
-    (files[0] / "group1.bin").unlink()
-    with pytest.raises(HarnessError, match=r"group1.bin is missing"):
-        stream_of(files)
+def test_a_pass_that_was_broken_off_does_not_shift_the_next(files):
+    stream = stream_of(files)
+    for block in files[1][:7]:
+        stream.next(block)
+        stream.release()
+    stream.next(files[1][7])
+    with pytest.raises(HarnessError, match="the stream has"):
+        stream.next(files[1][0])
+    stream.align()
+    assert (stream.next(files[1][0]) == 1).all()
+    stream.close()
 
 
 def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
@@ -143,9 +158,9 @@ def test_closing_wakes_whoever_waits(files, monkeypatch):
 # ------------------------------------------------------------------------------------------------ schedule
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6))
-def test_a_pass_loads_each_block_once_and_uses_it_in_every_batch(streamed, batches, slots):
-    ops = pass_ops(streamed, batches, slots)
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_a_pass_loads_each_block_once_and_uses_it_in_every_batch(streamed, batches, slots, cast):
+    ops = pass_ops(streamed, batches, slots, cast)
     loads = [op.block for op in ops if op.kind == "load"]
     assert loads == [i for i, on_disk in enumerate(streamed) if on_disk]
     for k in range(batches):
@@ -170,11 +185,13 @@ def test_a_pass_loads_each_block_once_and_uses_it_in_every_batch(streamed, batch
     assert most <= slots
 
 
-def test_a_load_waits_for_the_last_use_of_its_slot():
-    ops = pass_ops([True] * 4, batches=2, slots=2)
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_load_waits_for_the_use_that_frees_its_slot(cast):
+    ops = pass_ops([True] * 4, batches=3, slots=2, cast=cast)
     loads = [op for op in ops if op.kind == "load"]
     assert [op.after for op in loads[:2]] == [(), ()]
-    assert all(ops[op.after[0]].block == op.block - 2 and ops[op.after[0]].batch == 1 for op in loads[2:])
+    freeing = [ops[op.after[0]] for op in loads[2:]]
+    assert [(op.block, op.batch) for op in freeing] == [(0, 0 if cast else 2), (1, 0 if cast else 2)]
 
 
 # ------------------------------------------------------------------------------------------------ admission
@@ -271,16 +288,53 @@ def test_nobody_is_served_before_he_arrives():
     assert [p.sequence for p in batcher.next_pass(5.0)[0]] == [late]
 
 
-def test_who_is_put_back_keeps_what_it_said():
-    """Two prompts computed over several passes outgrow what was predicted: the youngest is recomputed."""
-    first, second = generation(8, 30), generation(8, 30)
-    cache = PagedCache(SHAPE, pages_for(40) + pages_for(20), torch.float32)
-    batcher = SweepBatcher([first, second], cache, 2, ChunkRule(64, 1, 64))
-    batcher._running = [first, second]
-    batcher._waiting.clear()
-    held, _ = drive(batcher, [first, second])
-    assert max(held) <= cache.pages
-    assert [len(s.result().tokens) for s in (first, second)] == [30, 30]
+class Rash(SweepBatcher):
+    """Lets everyone in at once, so that the cache is too small and someone must be put back."""
+
+    def _admit(self, now_s):
+        if not self._waiting:
+            return None
+        self._running.append(sequence := self._waiting.popleft())
+        return sequence
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
+def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, pages, size, chunk):
+    sequences = [generation(p, n) for p, n in pairs]
+    cache = PagedCache(SHAPE, pages, torch.float32)
+    held, _ = drive(Rash(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences, limit=200_000)
+    assert max(held) <= pages
+    assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
+
+
+def test_closing_gives_back_every_page():
+    sequences = [generation(20, 5) for _ in range(4)]
+    cache = PagedCache(SHAPE, 40, torch.float32)
+    batcher = SweepBatcher(sequences, cache, 4, ChunkRule(64, 1, 64))
+    batcher.next_pass(0.0)
+    assert cache.free_pages < 40
+    batcher.close()
+    assert cache.free_pages == 40
+
+
+# ------------------------------------------------------------------------------------------------ products
+
+
+@pytest.mark.parametrize("product", [by_torch, ByNumpy()], ids=["torch", "numpy"])
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 50), st.booleans(), st.integers(0, 7))
+def test_products_write_into_parts_of_larger_tensors(product, rows, columns, outputs, accumulate, margin):
+    torch.manual_seed(rows)
+    wide = torch.randn(rows, columns + 2 * margin)
+    x, weight = wide[:, margin : margin + columns], torch.randn(outputs, columns)
+    whole = torch.randn(rows, outputs + 2 * margin)
+    out, before = whole[:, margin : margin + outputs], whole.clone()
+    product(x, weight, out, accumulate)
+    exact = x.double() @ weight.double().T + (before[:, margin : margin + outputs] if accumulate else 0)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+    outside = torch.ones_like(whole, dtype=torch.bool)
+    outside[:, margin : margin + outputs] = False
+    assert torch.equal(whole[outside], before[outside])
 
 
 # ------------------------------------------------------------------------------------------------ kernel
@@ -291,7 +345,7 @@ def compiled(tmp_path_factory):
     return compiled_decode(tmp_path_factory.mktemp("kernels"), threads=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7)])
 def test_decode_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim):
     torch.manual_seed(0)
@@ -312,6 +366,17 @@ def test_decode_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim
         torch.testing.assert_close(
             kernel(query, keys, values, table, lengths, 0.3).double(), exact, rtol=1e-5, atol=1e-6
         )
+
+
+def test_half_precision_is_widened_exactly(compiled):
+    """Every finite float16 as a value with weight one: subnormal numbers and both zeros included."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = bits[bits.isfinite()].view(-1, 1, 1, 1).expand(-1, 1, PAGE_TOKENS, 1).contiguous()
+    count = len(finite)
+    table = torch.arange(count, dtype=torch.int32).view(-1, 1)
+    ones = torch.ones(count, dtype=torch.int32)
+    found = compiled(torch.zeros(count, 1, 1), torch.zeros_like(finite), finite, table, ones, 1.0)
+    assert torch.equal(found.view(-1), finite[:, 0, 0, 0].float())
 
 
 def test_nan_in_the_cache_is_not_hidden(compiled):
@@ -340,7 +405,7 @@ def test_a_source_that_does_not_compile_leaves_nothing(tmp_path):
 
 def demand(**changes):
     blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], 4)
-    return dataclasses.replace(Demand(SHAPE, blocks, 4, 4, small=1000, cast=0, max_sequence=48), **changes)
+    return dataclasses.replace(Demand(SHAPE, blocks, 4, 4, small=1000, max_sequence=48, mean_sequence=40), **changes)
 
 
 MIB = 1 << 20
@@ -349,32 +414,48 @@ MIB = 1 << 20
 @given(
     st.integers(64, 400),
     st.sampled_from(["row", "zigzag", "sweep"]),
-    st.integers(1, 64),
+    st.integers(1, 5000),
     st.integers(1, 4),
     st.sampled_from([None, 0.0, 0.25, 1.0]),
 )
 def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
     weights = None if share is None else (0.0, share, 1.0 - share)
+    batches = batches if schedule == "zigzag" else 1
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, weights=weights)
     wanted = demand()
     try:
         plan = place(wanted, policy, mib * MIB)
     except InfeasibleError as exc:
         assert "the budget is" in str(exc)
+        if schedule == "sweep":
+            assert mib < 80, "one sequence fits in little"
         return
     held = sum(wanted.blocks[i].nbytes for i in plan.resident)
-    assert plan.pages * PAGE_TOKENS * SHAPE.kv_bytes_per_token(4) + held < mib * MIB
+    rows = plan.sequences + batches * plan.chunk
+    activations = rows * (SHAPE.hidden + SHAPE.ffn) * 4 + plan.sequences * SHAPE.vocab * 4
+    ring = plan.slots * max(b.span for b in wanted.blocks)
+    cache = plan.pages * page_bytes(SHAPE, 4)
+    assert cache + held + ring + activations + SLACK_BYTES <= mib * MIB
+    assert plan.pages >= pages_for(48)
+    if schedule == "sweep":
+        assert 1 <= plan.sequences <= size
+        assert plan.pages >= plan.sequences * pages_for(40)
+    else:
+        assert plan.sequences == size * batches
+        assert plan.pages >= plan.sequences * pages_for(48)
     if share is not None:
         total = sum(b.nbytes for b in wanted.blocks)
         assert abs(held / total - share) <= 1 / len(wanted.blocks)
 
 
 def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_policy():
-    policy = OffloadPolicy(schedule="zigzag", gpu_batch_size=900, num_gpu_batches=2)
-    with pytest.raises(
-        InfeasibleError, match=r"needs \d+ MiB for 1800 sequences of 48 tokens .* gpu_batch_size \d+ would fit"
-    ):
+    policy = OffloadPolicy(schedule="zigzag", gpu_batch_size=2000, num_gpu_batches=2)
+    with pytest.raises(InfeasibleError, match=r"needs \d+ MiB for 4000 sequences of 48 tokens") as caught:
         place(demand(), policy, 120 * MIB)
+    size = int(re.search(r"gpu_batch_size (\d+) would fit", str(caught.value))[1])
+    place(demand(), dataclasses.replace(policy, gpu_batch_size=size), 120 * MIB)
+    with pytest.raises(InfeasibleError):
+        place(demand(), dataclasses.replace(policy, gpu_batch_size=size + 1), 120 * MIB)
     with pytest.raises(InfeasibleError, match="use a larger budget"):
         place(demand(), policy, 10 * MIB)
 

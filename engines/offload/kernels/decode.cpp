@@ -14,11 +14,25 @@ namespace {
 
 inline float widen(float x) { return x; }
 
-inline float widen(uint16_t bits) {  // bfloat16 is the upper half of a float32
-  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline float from_bits(uint32_t bits) {
   float x;
-  std::memcpy(&x, &wide, sizeof x);
+  std::memcpy(&x, &bits, sizeof x);
   return x;
+}
+
+inline float widen(BFloat16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }  // the upper half
+
+inline float widen(Float16 x) {  // the exponent is moved by a product, which makes subnormal numbers right as well
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+  const uint32_t special = (x.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // infinity and NaN
+  const float scaled = from_bits(magnitude) * 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &scaled, sizeof bits);
+  return from_bits(bits | special | sign);
 }
 
 template <typename T>
@@ -72,9 +86,15 @@ void decode_float32(const float* q, const float* keys, const float* values, cons
   decode(q, keys, values, table, lengths, out, first, last, heads, kv_heads, dim, page, max_pages, scale);
 }
 
-void decode_bfloat16(const float* q, const uint16_t* keys, const uint16_t* values, const int32_t* table,
+void decode_bfloat16(const float* q, const BFloat16* keys, const BFloat16* values, const int32_t* table,
                      const int32_t* lengths, float* out, int64_t first, int64_t last, int64_t heads, int64_t kv_heads,
                      int64_t dim, int64_t page, int64_t max_pages, float scale) {
+  decode(q, keys, values, table, lengths, out, first, last, heads, kv_heads, dim, page, max_pages, scale);
+}
+
+void decode_float16(const float* q, const Float16* keys, const Float16* values, const int32_t* table,
+                    const int32_t* lengths, float* out, int64_t first, int64_t last, int64_t heads, int64_t kv_heads,
+                    int64_t dim, int64_t page, int64_t max_pages, float scale) {
   decode(q, keys, values, table, lengths, out, first, last, heads, kv_heads, dim, page, max_pages, scale);
 }
 

@@ -38,13 +38,17 @@ def reference_decode(
 
 
 def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
-    """The C++ kernel on `threads` threads, for float32 queries over a float32 or bfloat16 cache.
+    """The C++ kernel on `threads` threads, in float32 arithmetic whatever the cache and the queries are in.
 
-    Other dtypes go to the reference. Raises NoCompilerError where it cannot be built.
+    Raises NoCompilerError where it cannot be built.
     """
     library = load(Path(__file__).with_name("decode.cpp"), cache)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    functions = {torch.float32: library.decode_float32, torch.bfloat16: library.decode_bfloat16}
+    functions = {
+        torch.float32: library.decode_float32,
+        torch.bfloat16: library.decode_bfloat16,
+        torch.float16: library.decode_float16,
+    }
     for function in functions.values():
         function.argtypes = [pointer] * 6 + [number] * 7 + [ctypes.c_float]
         function.restype = None
@@ -58,15 +62,13 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
         lengths: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        if query.dtype != torch.float32 or keys.dtype not in functions:
-            return reference_decode(query, keys, values, table, lengths, scale)
-        assert query.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
-        out = torch.empty_like(query)
-        count, heads, dim = query.shape
+        wide = query.float().contiguous()
+        assert keys.is_contiguous() and values.is_contiguous() and table.is_contiguous()
+        out = torch.empty_like(wide)
+        _, heads, dim = query.shape
         _, kv_heads, page, _ = keys.shape
-        tensors = [t.data_ptr() for t in (query, keys, values, table, lengths, out)]
-        items = count * kv_heads
-        cuts = [items * i // threads for i in range(threads + 1)]
+        tensors = [t.data_ptr() for t in (wide, keys, values, table, lengths, out)]
+        cuts = [kv_heads * i for i in _even_cuts(lengths, threads)]
 
         def part(i: int) -> None:  # ctypes lets go of the interpreter lock
             functions[keys.dtype](
@@ -74,6 +76,13 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
             )
 
         list(pool.map(part, range(threads)))
-        return out
+        return out.to(query.dtype)
 
     return decode
+
+
+def _even_cuts(lengths: torch.Tensor, parts: int) -> list[int]:
+    """Where to cut the sequences so that each part has about the same number of tokens: `parts` + 1 indices."""
+    ends = lengths.cumsum(0)
+    goals = ends[-1] * torch.arange(1, parts) // parts
+    return [0, *torch.searchsorted(ends, goals, right=True).tolist(), len(lengths)]

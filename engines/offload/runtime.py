@@ -1,0 +1,132 @@
+"""Runs sequences through passes of a loaded model until they are done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from engines.offload.attention import PackedAttention, Segment
+from engines.offload.batching import Batcher, BlockBatcher, ChunkRule, Part, SweepBatcher
+from engines.offload.executor import Executor
+from engines.offload.kernels import DecodeKernel
+from engines.offload.kv_cache import PagedCache
+from engines.offload.model import PackedBatch
+from engines.offload.pages import pages_for
+from engines.offload.sequences import ActiveSequence
+from engines.offload.tiers import Plan
+from engines.offload.timeline import Timeline
+from engines.offload.transfer import BlockStream
+from harness.api import HarnessError, OffloadPolicy
+
+S = TypeVar("S", bound=ActiveSequence)
+
+
+class Runtime:
+    """A loaded model at work. `balance`: rows at which a pass computes as long as its weights take to load."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        stream: BlockStream,
+        cache: PagedCache,
+        kernel: DecodeKernel,
+        policy: OffloadPolicy,
+        plan: Plan,
+        balance: int,
+        timeline: Timeline,
+    ) -> None:
+        self._executor = executor
+        self._stream = stream
+        self._cache = cache
+        self._kernel = kernel
+        self._policy = policy
+        self._plan = plan
+        self._balance = balance
+        self.timeline = timeline
+        self._busy = False
+
+    def run(self, sequences: Sequence[S], chunk: int | None = None) -> Iterator[S]:
+        """Yields each sequence as it is done; at most `chunk` prompt tokens a batch and pass.
+
+        One run at a time: raises HarnessError for a second. A run that is given up frees what it held.
+        """
+        if self._busy:
+            raise HarnessError("engine offload does one thing at a time: finish or close the generation in hand")
+        if not sequences:
+            return
+        self._busy = True
+        batcher = self._batcher(sequences, min(chunk or self._plan.chunk, self._plan.chunk))
+        self.timeline.clear()
+        began = time.perf_counter()
+        try:
+            while (arrival := batcher.next_arrival_s) is not None:
+                now = time.perf_counter() - began
+                if arrival > now:
+                    time.sleep(arrival - now)
+                    continue
+                batches = batcher.next_pass(now)
+                if not batches:
+                    raise HarnessError("no sequence can go on: the cache is too small for what was let in")
+                yield from self._pass(batcher, batches, began)
+        finally:
+            batcher.close()
+            self._busy = False
+
+    def require_pages(self, what: str, tokens: int) -> None:
+        """Raises HarnessError naming `what` if its `tokens` can never be cached."""
+        if pages_for(tokens) > self._cache.pages:
+            raise HarnessError(
+                f"{what}: its {tokens} tokens can never fit a cache of {self._cache.pages} pages; "
+                "give the engine more memory or shorten it"
+            )
+
+    def close(self) -> None:
+        """Ends the readers."""
+        self._stream.close()
+
+    def _pass(self, batcher: Batcher[S], batches: list[list[Part[S]]], began: float) -> list[S]:
+        """One pass over the layers; the sequences that it ended."""
+        for sequence in (p.sequence for batch in batches for p in batch):
+            if sequence.start_s < 0:
+                sequence.start_s = time.perf_counter() - began
+        wanted = [[len(p.sequence.wanted(p.count)) for p in batch] for batch in batches]
+        done = []
+        with torch.inference_mode():
+            logits = self._executor.run([self._pack(batch) for batch in batches])
+            self.timeline.end_pass(sum(p.count for batch in batches for p in batch))
+            now = time.perf_counter() - began
+            for batch, counts, rows in zip(batches, wanted, logits, strict=True):
+                for part, own in zip(batch, torch.split(rows, counts), strict=True):
+                    part.sequence.cached += part.count
+                    if part.sequence.consume(own, now):
+                        batcher.finish(part.sequence)
+                        done.append(part.sequence)
+        return done
+
+    def _pack(self, batch: Sequence[Part[S]]) -> PackedBatch:
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        segments = []
+        for part in batch:
+            sequence, start = part.sequence, part.sequence.cached
+            rows += [len(ids) + position - start for position in sequence.wanted(part.count)]
+            ids += sequence.tokens[start : start + part.count]
+            positions += range(start, start + part.count)
+            segments.append(Segment(part.count, start, tuple(sequence.pages)))
+        attention = PackedAttention(self._cache, segments, self._kernel, self.timeline)
+        return PackedBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows, dtype=torch.long), attention)
+
+    def _batcher(self, sequences: Sequence[S], chunk: int) -> Batcher[S]:
+        policy, plan = self._policy, self._plan
+        if policy.schedule != "sweep":
+            return BlockBatcher(sequences, self._cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk)
+        prompts = sum(len(s.tokens) for s in sequences)
+        steps = sum(s.steps_left for s in sequences)
+        mean = pages_for((prompts + steps // 2) // len(sequences) + 1)
+        together = min(plan.sequences, self._cache.pages // mean)
+        rule = ChunkRule(-(-together * prompts // steps), self._balance, chunk)
+        return SweepBatcher(sequences, self._cache, plan.sequences, rule)

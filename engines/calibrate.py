@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+
+_Product = Callable[[torch.Tensor, torch.Tensor], object]
 
 _REPETITIONS = 5
 _POINT_S = 0.3
@@ -22,12 +25,12 @@ def gemm_rates(
     threads: int | None = None,
     seconds: float = 30.0,
 ) -> dict[str, dict[str, list[float]]]:
-    """FLOP/s of `torch.nn.functional.linear` on x[rows, k] and a weight [n, k]: `rates[dtype][str(rows)]`.
+    """FLOP/s of x[rows, k] times the transpose of a weight [n, k]: `rates[dtype][str(rows)]`.
 
-    Each point has one warm-up and at most five repetitions or 0.3 s, every sample kept; the reader takes the
-    best or the median. Points left when `seconds` are over are left out. Multiplications take turns over
-    copies of the weight of 256 MiB together, as none comes from the cache when a model runs. A
-    multiply-add counts as two operations.
+    By torch and, in float32, by numpy as well, which carries another BLAS: either may be what the machine can do.
+    Each has one warm-up and at most five repetitions or 0.3 s a point, every sample kept; the reader takes the
+    best. Points left when `seconds` are over are left out. Multiplications take turns over copies of the weight
+    of 256 MiB together, as none comes from the cache when a model runs. A multiply-add counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()
@@ -39,7 +42,9 @@ def gemm_rates(
             copies = max(1, _ROTATED_BYTES // (n * k * getattr(torch, dtype).itemsize))
             weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype))
             rates[dtype] = {
-                str(count): _samples(weights, count) for count in rows if time.perf_counter() - began < seconds
+                str(count): [s for product in _products(dtype) for s in _samples(product, weights, count)]
+                for count in rows
+                if time.perf_counter() - began < seconds
             }
             del weights  # before those of the next dtype are made
         return rates
@@ -47,18 +52,26 @@ def gemm_rates(
         torch.set_num_threads(before)
 
 
+def _products(dtype: str) -> list[_Product]:
+    return [torch.nn.functional.linear, _by_numpy] if dtype == "float32" else [torch.nn.functional.linear]
+
+
+def _by_numpy(x: torch.Tensor, weight: torch.Tensor) -> object:
+    return np.matmul(x.numpy(), weight.numpy().T)
+
+
 @torch.inference_mode()
-def _samples(weights: torch.Tensor, rows: int) -> list[float]:
+def _samples(product: _Product, weights: torch.Tensor, rows: int) -> list[float]:
     """FLOP/s of each repetition after a warm-up, at least one; weights[copies, n, k] take turns."""
     _, n, k = weights.shape
     x = torch.full((rows, k), 0.01, dtype=weights.dtype)
     turns = itertools.cycle(weights)
-    torch.nn.functional.linear(x, next(turns))
+    product(x, next(turns))
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or (len(samples) < _REPETITIONS and time.perf_counter() - began < _POINT_S):
         weight = next(turns)
         start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
+        product(x, weight)
         samples.append(2 * rows * k * n / (time.perf_counter() - start))
     return samples

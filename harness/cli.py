@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shlex
@@ -77,6 +78,9 @@ def run(
         if dry_run:
             _print_cells(cells, as_json)
             return
+        if not cells:
+            click.echo(f"shard {shard} holds no cells of {loaded.name}: nothing to do", err=True)
+            return
         sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh))
 
 
@@ -98,6 +102,8 @@ def _run(
         click.echo(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to go on
+        signal.signal(signal.SIGHUP, _interrupt)
     # Without the folders of this machine, so that records can be shared.
     command = shlex.join(["harness", "run", path.name if path.is_absolute() else str(path), *_as_options(overrides)])
     progress = make_progress()
@@ -130,19 +136,20 @@ def validate(suites: tuple[str, ...], as_json: bool) -> None:
     from harness.config import load_suite
     from harness.registry import ENGINES
 
-    failed = False
-    for name in suites:
+    def check(name: str) -> bool:
         try:
-            path = _find_suite(name)
-            suite = load_suite(path, (), ENGINES)
+            suite = load_suite(_find_suite(name), (), ENGINES)
             launches = sum(c.repeats for c in suite.cells)
             result: dict[str, Any] = {"file": name, "ok": True, "cells": len(suite.cells), "launches": launches}
             text = f"{name}: ok, {len(suite.cells)} cells, {launches} launches"
         except HarnessError as exc:
-            failed = True
             result, text = {"file": name, "ok": False, "errors": str(exc).splitlines()}, str(exc)
         click.echo(json.dumps(result) if as_json else text, err=not as_json and not result["ok"])
-    sys.exit(EXIT_USAGE if failed else 0)
+        return bool(result["ok"])
+
+    with _one_line_errors():
+        right = [check(name) for name in suites]  # all of them, not only up to the first mistake
+        sys.exit(0 if all(right) else EXIT_USAGE)
 
 
 @cli.command("ls")
@@ -206,7 +213,8 @@ def _select(suite: SuiteSpec, engines: tuple[str, ...], names: tuple[str, ...], 
         present = {getattr(c, key) for c in suite.cells}
         if unknown := [c for c in chosen if c not in present]:
             known = ", ".join(sorted(present))
-            raise HarnessError(f"suite {suite.name} has no {key} {unknown[0]!r} (it has {known})")
+            what = {"engine": "engine", "name": "cell"}[key]
+            raise HarnessError(f"suite {suite.name} has no {what} {unknown[0]!r} (it has {known})")
         cells = [c for c in cells if not chosen or getattr(c, key) in chosen]
     if shard is None:
         return cells
@@ -265,8 +273,19 @@ def _one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         sys.exit(0)
+    except OSError as exc:
+        if exc.filename is not None or exc.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):  # not our stdout
+            raise
+        _drop_stdout()
+        click.echo(f"harness: cannot print: {exc.strerror or exc}", err=True)
+        sys.exit(EXIT_USAGE)
+
+
+def _drop_stdout() -> None:
+    """Nobody reads it any more, or nobody can: what is left in it must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:

@@ -99,6 +99,10 @@ class Runner:
             shutil.rmtree(self._work, ignore_errors=True)
             write_suite_copy(self._suite_file, self._out)
             done = self._carry_over(cells)
+            if strangers := {r.fingerprint for r in self._store.latest().values()} - {c.fingerprint() for c in cells}:
+                self._progress.note(
+                    f"{self._out} also holds records of {len(strangers)} other cells; reports show both"
+                )
             self._dropped = {r.fingerprint for r in done.values() if r.status in _REFUSALS}
             steps = [s for s in interleave(cells) if s.cell.fingerprint() not in self._dropped]
             todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]

@@ -47,9 +47,14 @@ class Store:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
             raise HarnessError(f"{self.out} is in use by another harness; wait for it or choose another --out") from exc
-        if fresh and self.path.exists():
-            self.path.rename(self._backup())
-        self._cut_truncated_line()
+        try:
+            if self.path.exists() and not self.path.is_file():
+                raise HarnessError(f"{self.path} is not a regular file; move it away or choose another --out")
+            if fresh and self.path.exists():
+                self.path.rename(self._backup())
+            self._cut_truncated_line()
+        except OSError as exc:
+            raise HarnessError(f"cannot open {self.path}: {exc.strerror or exc}; choose another --out") from exc
 
     def close(self) -> None:
         """Releases the directory."""
@@ -102,9 +107,11 @@ class Store:
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
-            data = file.read()
-            end = data.rfind(b"\n") + 1
-            if end != len(data):
+            end = position = 0
+            for line in file:
+                position += len(line)
+                end = position if line.endswith(b"\n") else end
+            if end != position:
                 file.truncate(end)
 
 

@@ -62,6 +62,8 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
 
 def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
     path = folder / RECORDS
+    if path.exists() and not path.is_file():
+        raise HarnessError(f"{path} is not a regular file; name a directory that `harness run` wrote")
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as exc:

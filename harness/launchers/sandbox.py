@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -96,7 +97,8 @@ def run_task(task: Task, on_event: EventSink = ignore_events) -> Outcome:
         )
     except OSError as exc:
         where = exc.filename or task.workdir
-        raise HarnessError(f"cannot write to {where}: {exc.strerror}; free space or choose another --out") from exc
+        hint = "free space" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another --out"
+        raise HarnessError(f"cannot write to {where}: {exc.strerror}; {hint}") from exc
     finally:
         group.close()
         shutil.rmtree(task.workdir, ignore_errors=True)

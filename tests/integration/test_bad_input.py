@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_bad_usage(cli, arguments, code, words):
     ("option", "words"),
     [
         (["--engine", "fakes"], "no engine 'fakes'"),
-        (["--cell", "b"], "no name 'b'"),
+        (["--cell", "b"], "no cell 'b'"),
         (["--shard", "0/2"], "--shard 0/2"),
         (["--shard", "x"], "--shard x"),
         (["--set", "polici.schedule=row"], "polici"),
@@ -126,3 +127,38 @@ def test_dry_run_prints_cells_and_writes_nothing(cli):
     done = cli.run(cli.suite(GOOD), "--dry-run", "--json")
     assert json.loads(done.stdout)["name"] == "a"
     assert not cli.out.exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "device"])
+def test_records_that_are_no_file_are_one_line(cli, kind):
+    path = cli.out / "records.jsonl"
+    cli.out.mkdir()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/full")
+    suite = cli.suite("  - {name: a, engine: fake}")
+    for done in (cli.run(suite, timeout=20), cli("report", cli.out, timeout=20)):
+        assert done.returncode == 2
+        assert "is not a regular file" in done.stderr
+
+
+def test_an_empty_shard_is_no_failure(cli):
+    done = cli.run(cli.suite("  - {name: a, engine: fake}"), "--shard", "2/2")
+    assert done.returncode == 0
+    assert "shard 2/2 holds no cells" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
+@pytest.mark.parametrize("arguments", [("ls", "models"), ("validate", "tiny.yaml"), ("run", "tiny.yaml", "--dry-run")])
+def test_an_output_that_cannot_be_written_is_one_line(cli, arguments):
+    cli.suite("  - {name: a, engine: fake}")
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            cli.command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=cli.folder,
+            env=cli.environment,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.strip() == "harness: cannot print: No space left on device"

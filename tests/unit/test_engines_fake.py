@@ -1,7 +1,6 @@
 """The fake engine repeats exactly and misbehaves exactly as told."""
 
 import errno
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,14 +120,24 @@ def test_max_batch_is_the_largest_that_survives() -> None:
 
 
 def test_eaten_memory_is_touched_and_freed() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    """In a process of its own: one that has freed much before would fill the hole and not grow."""
+    code = """
+import os
+from pathlib import Path
+from engines.fake import *
+from harness.api import *
 
-    before = resident()
-    engine = loaded(eat_bytes=64 << 20)
-    assert resident() - before > 60 << 20
-    engine.close()
-    assert resident() - before < 30 << 20
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+engine = FakeEngine(eat_bytes=64 << 20)
+before = resident()
+engine.load(MODEL, OffloadPolicy(), HardwareLimits(), Job(Path("unused"), Path("unused"), 64, 32))
+assert resident() - before > 60 << 20
+engine.close()
+assert resident() - before < 30 << 20
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_fake_and_shapes_needs_no_torch() -> None:

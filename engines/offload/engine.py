@@ -11,8 +11,7 @@ import torch
 from engines import requests as checks
 from engines.offload import gemm, tiers
 from engines.offload.executor import Executor
-from engines.offload.kernels import DecodeKernel, compiled_decode, reference_decode
-from engines.offload.kernels.build import NoCompilerError
+from engines.offload.kernels import DecodeKernel, NoCompilerError, compiled_decode, reference_decode
 from engines.offload.kv_cache import PagedCache
 from engines.offload.layout import Block, blocks_of
 from engines.offload.model import SeamedModel
@@ -68,7 +67,7 @@ class OffloadEngine:
             raise UnsupportedError(f"policy.num_gpu_batches is for zigzag; a {policy.schedule} pass has one batch")
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
-        arithmetic = gemm.choose(model, policy)
+        arithmetic = gemm.choose(model, policy, job.cache)
         seamed = SeamedModel(Path(model.path), model.shape, getattr(torch, arithmetic.dtype))
         blocks = blocks_of(seamed.matrices, DTYPE_BYTES[model.dtype])
         demand = tiers.Demand(
@@ -76,6 +75,7 @@ class OffloadEngine:
             blocks=blocks,
             stored_bytes=DTYPE_BYTES[model.dtype],
             compute_bytes=DTYPE_BYTES[arithmetic.dtype],
+            cast_bytes=0 if arithmetic.weights == model.dtype else DTYPE_BYTES[arithmetic.weights],
             small=sum(torch.Size(s).numel() for s in seamed.small.values()) * DTYPE_BYTES[arithmetic.dtype],
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
@@ -91,13 +91,13 @@ class OffloadEngine:
         streamed = [b for i, b in enumerate(blocks) if i not in resident]
         timeline = Timeline()
         stream = BlockStream(converted.folder, streamed, plan.slots, timeline)
-        executor = Executor(seamed, blocks, converted.dtype, resident, stream, arithmetic.product, timeline)
+        executor = Executor(seamed, blocks, converted.dtype, resident, stream, arithmetic, timeline)
         cache = PagedCache(model.shape, plan.pages, converted.dtype)
         on_disk = sum(b.nbytes for b in streamed)
         balance = int(on_disk / stream.measure() * arithmetic.flops / model.shape.flops(1, 0, 0)) if streamed else 1
         self._runtime = Runtime(executor, stream, cache, kernel, policy, plan, balance, timeline)
         self._seamed, self._model, self._plan = seamed, model, plan
-        notes = [plan.note, f"products by {arithmetic.library}, {arithmetic.flops / 1e9:.0f} GFLOP/s", kernel_note]
+        notes = [plan.note, f"products by {arithmetic.name}, {arithmetic.flops / 1e9:.0f} GFLOP/s", kernel_note]
         notes += ["" if stream.direct else "the file system refuses direct I/O: weights pass through the page cache"]
         return _report(model, policy, plan, blocks, on_disk, arithmetic.dtype, tuple(filter(None, notes)))
 
@@ -168,4 +168,4 @@ def _kernel(cache: Path) -> tuple[DecodeKernel, str]:
     try:
         return compiled_decode(cache, torch.get_num_threads()), ""
     except NoCompilerError as exc:
-        return reference_decode, f"decode attention in torch, which is slower: {exc}"
+        return reference_decode, f"no kernels of our own, which are faster: {exc}"

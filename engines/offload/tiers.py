@@ -24,6 +24,8 @@ _WORK_SHARE = 1 / 8
 class Demand:
     """What is to be placed: weight blocks, bytes of `small` tensors, item sizes, and the lengths of sequences.
 
+    `cast_bytes`: item size of the copy that a block is cast to before its product, 0 where there is none.
+
     A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
     """
 
@@ -31,6 +33,7 @@ class Demand:
     blocks: Sequence[Block]
     stored_bytes: int
     compute_bytes: int
+    cast_bytes: int
     small: int
     max_sequence: int
     mean_sequence: int
@@ -84,8 +87,8 @@ class _Planner:
         most = policy.gpu_batch_size * demand.max_sequence
         self.chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), most)
         self.ring = self.slots * largest
-        cast = 0 if demand.compute_bytes == demand.stored_bytes else max(b.nbytes for b in demand.blocks)
-        self._other = demand.small + cast * demand.compute_bytes // demand.stored_bytes + SLACK_BYTES
+        cast = max(b.shape[0] * b.shape[1] for b in demand.blocks) * demand.cast_bytes
+        self._other = demand.small + cast + SLACK_BYTES
         self._weights = sum(b.nbytes for b in demand.blocks)
         self._asked = None if policy.weights is None else int(policy.weights[1] * self._weights)
 

@@ -15,15 +15,18 @@ from engines.offload.layout import Block
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError
 
-_READERS = 3
+_READERS = 2
+#: Share of the ring that one read may fill: few large reads wake fewer threads and keep a disk's queue as full.
+_READ_SHARE = 4
 
 
 class BlockStream:
     """The blocks of `order`, again and again, each read by direct I/O before it is asked for.
 
     `next` hands out the block that is due, and `release` gives its slot back to the readers: they run ahead by as
-    many blocks as there are slots, across the end of a pass too. The page cache is bypassed, where the file
-    system allows it, so that it neither flatters nor takes memory. A reader's error is raised by `next`.
+    many blocks as there are slots, across the end of a pass too, and read neighbours at once. The page cache is
+    bypassed, where the file system allows it, so that it neither flatters nor takes memory. A reader's error is
+    raised by `next`.
     """
 
     def __init__(self, folder: Path, order: Sequence[Block], slots: int, timeline: Timeline) -> None:
@@ -35,7 +38,9 @@ class BlockStream:
         self._ring = mmap.mmap(-1, max(1, self._slot_bytes * self.slots))  # page-aligned, as direct I/O needs
         self._memory = memoryview(self._ring)
         self._tensor = torch.frombuffer(self._ring, dtype=torch.uint8)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)  # for readers: slots are free, or the stream is over
+        self._arrived = threading.Condition(self._lock)  # for the caller: blocks are there, or a reader has failed
         self._claimed = 0  # blocks that a reader has begun
         self._ready: set[int] = set()
         self._taken = 0  # blocks handed out
@@ -56,11 +61,8 @@ class BlockStream:
 
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
-        with self._changed:
-            while len(self._ready) < self.slots:
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.wait(1.0)
+        with self._lock:
+            self._wait_for(self.slots - 1)
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
     def next(self, block: Block) -> torch.Tensor:
@@ -72,13 +74,8 @@ class BlockStream:
         if due != block:
             raise HarnessError(f"the schedule asks for {block}, the stream has {due}")
         began = time.perf_counter()
-        with self._changed:
-            while self._taken not in self._ready:
-                if self._failure is not None:
-                    raise self._failure
-                if self._closed:
-                    raise HarnessError("the weight stream was closed under its reader")
-                self._changed.wait(1.0)
+        with self._lock:
+            self._wait_for(self._taken)
             self._ready.discard(self._taken)
         self._timeline.add("wait", "stall", began, time.perf_counter())
         start = self._taken % self.slots * self._slot_bytes
@@ -94,15 +91,16 @@ class BlockStream:
 
     def release(self) -> None:
         """The block handed out last is no longer needed."""
-        with self._changed:
+        with self._lock:
             self._released = self._taken
-            self._changed.notify_all()
+            if self._claimable():
+                self._freed.notify()
 
     def close(self) -> None:
         """Ends the readers. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._freed.notify_all()
         for reader in self._readers:
             if reader.is_alive():
                 reader.join()
@@ -110,46 +108,75 @@ class BlockStream:
             os.close(descriptor)
         self._files = {}
 
+    def _wait_for(self, index: int) -> None:
+        """Returns with block `index`, and all before it, in the ring; the lock is held."""
+        while not self._ready.issuperset(range(self._taken, index + 1)):
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise HarnessError("the weight stream was closed under its reader")
+            self._arrived.wait(1.0)
+
     def _read(self) -> None:
-        while (index := self._claim()) is not None:
-            block = self._order[index % len(self._order)]
+        while run := self._claim():
+            blocks = [self._order[i % len(self._order)] for i in run]
             began = time.perf_counter()
             try:
-                self._fetch(block, index % self.slots * self._slot_bytes)
+                self._fetch(blocks, run.start % self.slots)
             except Exception as exc:  # must reach whoever waits, whatever it is
-                with self._changed:
-                    self._failure = exc if isinstance(exc, HarnessError) else HarnessError(_words(block, exc))
-                    self._changed.notify_all()
+                with self._lock:
+                    self._failure = exc if isinstance(exc, HarnessError) else HarnessError(_words(blocks[0], exc))
+                    self._arrived.notify()
+                    self._freed.notify_all()
                 return
-            with self._changed:
-                self._ready.add(index)
-                self.bytes_read += block.span
-                if index < self.slots:
+            with self._lock:
+                self._ready.update(run)
+                self.bytes_read += sum(b.span for b in blocks)
+                if run.start < self.slots:
                     self._filled = time.perf_counter()
-                self._changed.notify_all()
-            self._timeline.add("load", block.matrix, began, time.perf_counter())
+                self._arrived.notify()
+            self._timeline.add("load", blocks[0].matrix, began, time.perf_counter())
 
-    def _claim(self) -> int | None:
-        """The next block to read, once a slot is free for it; None when the stream is over."""
-        with self._changed:
+    def _claim(self) -> range:
+        """The next blocks to read, once their slots are free; none when the stream is over."""
+        with self._lock:
             while not self._closed and self._failure is None:
-                if self._claimed - self._released < self.slots:
-                    self._claimed += 1
-                    return self._claimed - 1
-                self._changed.wait()
-        return None
+                if run := self._claimable():
+                    self._claimed = run.stop
+                    return run
+                self._freed.wait()
+        return range(0)
 
-    def _fetch(self, block: Block, start: int) -> None:
-        done = 0
-        while done < block.span:
-            view = self._memory[start + done : start + block.span]
-            count = os.preadv(self._files[block.file], [view], block.offset + done)
+    def _claimable(self) -> range:
+        """Blocks that lie one after the other in their file, and in the ring, if all their slots are free."""
+        if not self._order:
+            return range(0)
+        first = self._claimed
+        most = min(max(1, self.slots // _READ_SHARE), self.slots - first % self.slots)
+        stop = first + 1
+        while stop < first + most and self._follows(stop):
+            stop += 1
+        return range(first, stop) if stop - self._released <= self.slots else range(0)
+
+    def _follows(self, index: int) -> bool:
+        """Whether block `index` lies right after the one before it."""
+        before, block = (self._order[i % len(self._order)] for i in (index - 1, index))
+        return before.file == block.file and before.offset + before.span == block.offset
+
+    def _fetch(self, blocks: Sequence[Block], slot: int) -> None:
+        """Reads neighbouring blocks into the slots from `slot` on."""
+        starts = [i * self._slot_bytes for i in range(slot, slot + len(blocks))]
+        views = [self._memory[start : start + b.span] for start, b in zip(starts, blocks, strict=True)]
+        descriptor, offset = self._files[blocks[0].file], blocks[0].offset
+        while views:
+            count = os.preadv(descriptor, views, offset)
             if count <= 0:
-                raise HarnessError(
-                    f"{block.file} ends at byte {block.offset + done}, inside {block.matrix}: it was cut; "
-                    "remove its folder, and it will be converted again"
-                )
-            done += count
+                raise HarnessError(_cut_words(blocks, os.fstat(descriptor).st_size))
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
 
 
 def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]:
@@ -168,3 +195,12 @@ def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]
 def _words(block: Block, exc: Exception) -> str:
     reason = exc.strerror if isinstance(exc, OSError) else exc
     return f"reading {block.file} at byte {block.offset} ({block.matrix}): {reason}"
+
+
+def _cut_words(blocks: Sequence[Block], end: int) -> str:
+    """For a file that ends before these blocks do."""
+    block = next(b for b in blocks if b.offset + b.span > end)
+    return (
+        f"{block.file} ends at byte {end}, {block.matrix} reaches to {block.offset + block.span}: it was cut; "
+        "remove its folder, and it will be converted again"
+    )

@@ -277,7 +277,7 @@ def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, c
     for schedule in ("row", "zigzag", "sweep"):
         with pytest.raises(InfeasibleError, match=r"offload needs \d+ MiB .*the budget is 1 MiB"):
             load(model, cache / "never", budget=1 << 20, schedule=schedule)
-    assert not (cache / "never").exists()
+    assert not (cache / "never" / "offload").exists()
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_models_that_the_seams_do_not_carry_are_refused_before_loading(kind, tmp
     model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
     with pytest.raises(UnsupportedError, match=kind):
         load(model, tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "offload").exists()
 
 
 def test_rope_that_depends_on_the_batch_is_refused(tmp_path):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from engines.folders import build_once
 
-#: Sums may be reordered, which is what makes loops over a row vector code; NaN and infinity keep their meaning.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fassociative-math",
-          "-fno-signed-zeros", "-fno-trapping-math")  # fmt: skip
+#: Sums keep their order, so that a result depends on its own operands and on nothing that shares the call.
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BYTES = 1 << 20
+_OPENMP = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*")
 
 
 class NoCompilerError(Exception):
@@ -26,18 +27,31 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise NoCompilerError("no C++ compiler found")
+    link = _openmp()
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-        key = hashlib.sha256(b"\n".join([source.read_bytes(), version, _cpu(), " ".join(_FLAGS).encode()]))
+        texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+        key = hashlib.sha256(b"\n".join([*texts, version, _cpu(), " ".join((*_FLAGS, link)).encode()]))
         folder = cache / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}"
 
         def build(temporary: Path) -> None:
-            command = [compiler, *_FLAGS, str(source), "-o", str(temporary / "kernel.so")]
-            subprocess.run(command, capture_output=True, check=True, timeout=600)
+            part, whole = str(temporary / "kernel.o"), str(temporary / "kernel.so")
+            for command in (["-c", *_FLAGS, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
+                subprocess.run([compiler, *command], capture_output=True, check=True, timeout=600)
 
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
     except (OSError, subprocess.SubprocessError) as exc:
         raise NoCompilerError(f"{compiler} cannot build {source.name}: {exc}") from exc
+
+
+def _openmp() -> str:
+    """What to link with: the OpenMP library that torch has loaded, else the compiler's own.
+
+    With two of them each one's threads would spin on the CPUs while the other's have work: products between
+    torch's operations then took twice as long.
+    """
+    found = _OPENMP.search(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
+    return found[0] if found else "-fopenmp"
 
 
 def _cpu() -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -50,9 +49,8 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
         torch.float16: library.decode_float16,
     }
     for function in functions.values():
-        function.argtypes = [pointer] * 6 + [number] * 7 + [ctypes.c_float]
+        function.argtypes = [pointer] * 6 + [number] * 6 + [ctypes.c_float, ctypes.c_int]
         function.restype = None
-    pool = ThreadPoolExecutor(threads, "decode")
 
     def decode(
         query: torch.Tensor,
@@ -65,24 +63,12 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
         wide = query.float().contiguous()
         assert keys.is_contiguous() and values.is_contiguous() and table.is_contiguous()
         out = torch.empty_like(wide)
-        _, heads, dim = query.shape
+        sequences, heads, dim = query.shape
         _, kv_heads, page, _ = keys.shape
-        tensors = [t.data_ptr() for t in (wide, keys, values, table, lengths, out)]
-        cuts = [kv_heads * i for i in _even_cuts(lengths, threads)]
-
-        def part(i: int) -> None:  # ctypes lets go of the interpreter lock
-            functions[keys.dtype](
-                *tensors, cuts[i], cuts[i + 1], heads, kv_heads, dim, page, table.shape[1], float(scale)
-            )
-
-        list(pool.map(part, range(threads)))
+        functions[keys.dtype](
+            *(t.data_ptr() for t in (wide, keys, values, table, lengths, out)),
+            sequences, heads, kv_heads, dim, page, table.shape[1], scale, threads,
+        )  # fmt: skip
         return out.to(query.dtype)
 
     return decode
-
-
-def _even_cuts(lengths: torch.Tensor, parts: int) -> list[int]:
-    """Where to cut the sequences so that each part has about the same number of tokens: `parts` + 1 indices."""
-    ends = lengths.cumsum(0)
-    goals = ends[-1] * torch.arange(1, parts) // parts
-    return [0, *torch.searchsorted(ends, goals, right=True).tolist(), len(lengths)]

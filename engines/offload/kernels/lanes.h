@@ -1,0 +1,54 @@
+// Eight float32 lanes, and how each stored type is widened into them; GCC's vector extension, on any CPU.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+constexpr int64_t kLanes = 8;
+
+typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Bits){__VA_ARGS__})
+#endif
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline Lanes load(const float* x) {
+  Lanes lanes;
+  std::memcpy(&lanes, x, sizeof lanes);
+  return lanes;
+}
+
+inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
+
+inline Bits load_bits(const void* x) {
+  HalfBits half;
+  std::memcpy(&half, x, sizeof half);
+  return __builtin_convertvector(half, Bits);
+}
+
+inline Lanes widen(const float* x) { return load(x); }
+
+inline Lanes widen(const BFloat16* x) { return (Lanes)(load_bits(x) << 16); }  // the upper half of a float32
+
+inline Lanes widen(const Float16* x) {  // the exponent is moved by a product, which makes subnormal numbers right too
+  const Bits bits = load_bits(x);
+  const Bits special = (Bits)((bits & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity and NaN
+  const Lanes moved = (Lanes)((bits & 0x7fff) << 13) * 0x1p112f;
+  return (Lanes)((Bits)moved | special | (bits & 0x8000) << 16);
+}
+
+// The first `count` < kLanes values, and zeros.
+template <typename T>
+inline Lanes widen(const T* x, int64_t count) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, x, count * sizeof(T));
+  return widen(padded);
+}

@@ -1,0 +1,115 @@
+// out = x W^T (or +=) in float32, with W as it is stored: no copy of W in float32 is ever written to memory.
+//
+// x is [m, k] and out [m, n], rows `ldx` and `ldo` apart; w is [n, k], row-major. A panel of W, kWidth rows by kDepth
+// columns, is widened and transposed into the first-level cache and meets all rows of x, kRows at a time, in
+// registers (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", with the roles of the
+// operands exchanged: the rows of x are many and already float32). Each value of `out` is summed in an order that
+// depends on k alone, so it does not change with the rows that share the product.
+
+#include <algorithm>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int64_t kRows = 6;             // by two vectors: twelve sums, which with two weights and an x fill AVX2
+constexpr int64_t kWidth = 2 * kLanes;   // rows of W in a panel
+constexpr int64_t kDepth = 512;          // columns of W in a panel: 32 KiB
+constexpr int64_t kPanels = 4;           // that one thread does while kTall x kDepth of x stay in its second-level cache
+constexpr int64_t kTall = 384;
+
+void transpose(Lanes* r) {
+  Lanes s[8], t[8];
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    s[i + 1] = SHUFFLE(r[i], r[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i : {0, 1, 4, 5}) {
+    t[i] = SHUFFLE(s[i], s[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+    t[i + 2] = SHUFFLE(s[i], s[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = SHUFFLE(t[i], t[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    r[i + 4] = SHUFFLE(t[i], t[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
+// panel[depth][kWidth] from `rows` <= kWidth rows of W; rows that are not there are zeros.
+template <typename T>
+void unpack(const T* w, int64_t stride, int64_t rows, int64_t depth, float* panel) {
+  for (int64_t j = 0; j < kWidth; j += kLanes)
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      const int64_t count = std::min(kLanes, depth - k);
+      Lanes r[kLanes] = {};
+      for (int64_t i = 0; i < std::min(kLanes, rows - j); ++i) {
+        const T* from = w + (j + i) * stride + k;
+        r[i] = count == kLanes ? widen(from) : widen(from, count);
+      }
+      transpose(r);
+      for (int64_t i = 0; i < count; ++i) store(panel + (k + i) * kWidth + j, r[i]);
+    }
+}
+
+// R rows of x times a panel, into R x `width` of out.
+template <int64_t R>
+void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, float* out, int64_t ldo, int64_t width,
+          bool add) {
+  Lanes sum[R][2] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Lanes low = load(panel + k * kWidth), high = load(panel + k * kWidth + kLanes);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < R; ++i) {
+      sum[i][0] += x[i * ldx + k] * low;
+      sum[i][1] += x[i * ldx + k] * high;
+    }
+  }
+  for (int64_t i = 0; i < R; ++i, out += ldo) {
+    if (width == kWidth) {
+      store(out, add ? load(out) + sum[i][0] : sum[i][0]);
+      store(out + kLanes, add ? load(out + kLanes) + sum[i][1] : sum[i][1]);
+      continue;
+    }
+    for (int64_t j = 0; j < width; ++j) out[j] = (add ? out[j] : 0.0f) + sum[i][j / kLanes][j % kLanes];
+  }
+}
+
+// `tile` for the `rows` <= R that are left at the end of x.
+template <int64_t R>
+void last_tile(int64_t rows, const float* x, int64_t ldx, const float* panel, int64_t depth, float* out, int64_t ldo,
+               int64_t width, bool add) {
+  if (rows == R) tile<R>(x, ldx, panel, depth, out, ldo, width, add);
+  else if constexpr (R > 1) last_tile<R - 1>(rows, x, ldx, panel, depth, out, ldo, width, add);
+}
+
+template <typename T>
+void product(const float* x, int64_t ldx, const T* w, float* out, int64_t ldo, int64_t m, int64_t n, int64_t k,
+             bool accumulate, int threads) {
+  constexpr int64_t span = kPanels * kWidth;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t first = 0; first < n; first += span) {
+    alignas(64) float panel[kDepth * kWidth];
+    for (int64_t top = 0; top < m; top += kTall)
+      for (int64_t at = 0; at < k; at += kDepth)
+        for (int64_t j = first; j < std::min(n, first + span); j += kWidth) {
+          const int64_t depth = std::min(kDepth, k - at), width = std::min(kWidth, n - j);
+          const bool add = accumulate || at > 0;
+          unpack(w + j * k + at, k, width, depth, panel);
+          const int64_t bottom = std::min(m, top + kTall);
+          for (int64_t i = top; i < bottom; i += kRows)
+            last_tile<kRows>(std::min(kRows, bottom - i), x + i * ldx + at, ldx, panel, depth, out + i * ldo + j, ldo,
+                             width, add);
+        }
+  }
+}
+
+}  // namespace
+
+#define PRODUCT(name, type)                                                                                        \
+  extern "C" void product_##name(const float* x, int64_t ldx, const type* w, float* out, int64_t ldo, int64_t m,  \
+                                 int64_t n, int64_t k, bool accumulate, int threads) {                             \
+    product(x, ldx, w, out, ldo, m, n, k, accumulate, threads);                                                    \
+  }
+
+PRODUCT(float32, float)
+PRODUCT(bfloat16, BFloat16)
+PRODUCT(float16, Float16)

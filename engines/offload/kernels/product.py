@@ -1,0 +1,45 @@
+"""Products with weights as they are stored: the compiled kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engines.offload.kernels.build import load
+
+#: (x [rows, k], weight [n, k], out [rows, n], accumulate): out = x W^T, or += where `accumulate`.
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+
+
+def compiled_product(cache: Path, threads: int) -> Product:
+    """The C++ kernel on `threads` threads: x and out float32, the weight float32, bfloat16 or float16.
+
+    The rows of out may be any distance apart; the weight is contiguous. Raises NoCompilerError where it cannot be
+    built.
+    """
+    library = load(Path(__file__).with_name("product.cpp"), cache)
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    functions = {
+        torch.float32: library.product_float32,
+        torch.bfloat16: library.product_bfloat16,
+        torch.float16: library.product_float16,
+    }
+    for function in functions.values():
+        function.argtypes = [pointer, number, pointer, pointer, number, number, number, number, ctypes.c_bool,
+                             ctypes.c_int]  # fmt: skip
+        function.restype = None
+
+    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+        assert x.dtype == out.dtype == torch.float32
+        x = x if x.stride(1) == 1 else x.contiguous()
+        assert out.stride(1) == 1
+        assert weight.is_contiguous()
+        functions[weight.dtype](
+            x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0), len(x), *weight.shape,
+            accumulate, threads,
+        )  # fmt: skip
+
+    return product

@@ -1,0 +1,134 @@
+"""Who shares a pass: admission within the cache's pages, order, and what is put back."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages
+from engines.offload.kv_cache import PagedCache
+from engines.offload.pages import pages_for
+from engines.offload.sequences import Generation
+from harness.api import GenerationRequest, ModelShape, SamplingParams
+
+SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
+
+
+def generation(prompt, new, arrival=0.0):
+    request = GenerationRequest("x", (7,) * prompt, SamplingParams(max_tokens=new, ignore_eos=True), arrival)
+    return Generation(request, (), None)
+
+
+LOGITS = torch.zeros(1, 8)
+
+
+def drive(batcher, sequences, limit=10_000):
+    """Runs passes without a model; returns pages held and tokens computed by pass."""
+    held, rows = [], []
+    done = 0
+    while batcher.next_arrival_s is not None:
+        batches = batcher.next_pass(1e9)
+        assert batches, "something runs as long as something is left"
+        held.append(batcher._cache.pages - batcher._cache.free_pages)
+        rows.append(sum(p.count for b in batches for p in b))
+        for batch in batches:
+            counts = [p.count for p in batch]
+            assert counts == sorted(counts, key=lambda c: c > 1), "single rows come first"
+            for part in batch:
+                assert len(part.sequence.pages) >= pages_for(part.sequence.cached + part.count)
+                wanted = len(part.sequence.wanted(part.count))
+                part.sequence.cached += part.count
+                if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
+                    batcher.finish(part.sequence)
+                    done += 1
+        limit -= 1
+        assert limit
+    assert done == len(sequences)
+    assert batcher._cache.free_pages == batcher._cache.pages
+    return held, rows
+
+
+lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=25)
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 64))
+def test_a_sweep_serves_everyone_within_the_cache(pairs, pages, size, chunk):
+    sequences = [generation(p, n) for p, n in pairs]
+    cache = PagedCache(SHAPE, pages, torch.float32)
+    held, rows = drive(SweepBatcher(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences)
+    assert max(held) <= pages
+    assert max(rows) <= size + chunk
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 80), st.integers(1, 8), st.integers(1, 4), st.integers(1, 64))
+def test_blocks_serve_everyone_within_the_cache(pairs, pages, size, batches, chunk):
+    sequences = [generation(p, n) for p, n in pairs]
+    cache = PagedCache(SHAPE, pages, torch.float32)
+    held, _ = drive(BlockBatcher(sequences, cache, size, batches, chunk), sequences)
+    assert max(held) <= pages
+
+
+@given(lengths)
+def test_the_predicted_peak_is_the_peak(pairs):
+    sequences = [generation(p, n) for p, n in pairs]
+    steps = max(n for _, n in pairs)
+    by_hand = max(sum(pages_for(p + t) for p, n in pairs if t < n) for t in range(steps))
+    assert peak_pages(sequences) == by_hand
+
+
+def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
+    """Memory follows the average context, not the longest."""
+    prompt, new, count = 32, 64, 60
+    cache = PagedCache(SHAPE, 10 * pages_for(prompt + new), torch.float32)
+    sequences = [generation(prompt, new) for _ in range(count)]
+    batcher = SweepBatcher(sequences, cache, 100, ChunkRule(8, 1, 64))
+    running = []
+    while batcher.next_arrival_s is not None:
+        for part in batcher.next_pass(0.0)[0]:
+            wanted = len(part.sequence.wanted(part.count))
+            part.sequence.cached += part.count
+            if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
+                batcher.finish(part.sequence)
+        running.append(len(batcher._running))
+    assert max(running) >= 13
+
+
+def test_nobody_is_served_before_he_arrives():
+    early, late = generation(4, 3), generation(4, 3, arrival=5.0)
+    batcher = SweepBatcher([late, early], PagedCache(SHAPE, 20, torch.float32), 8, ChunkRule(64, 1, 64))
+    assert [p.sequence for p in batcher.next_pass(0.0)[0]] == [early]
+    batcher.finish(early)
+    assert batcher.next_pass(0.0) == []
+    assert batcher.next_arrival_s == 5.0
+    assert [p.sequence for p in batcher.next_pass(5.0)[0]] == [late]
+
+
+class Rash(SweepBatcher):
+    """Lets everyone in at once, so that the cache is too small and someone must be put back."""
+
+    def _admit(self, now_s):
+        if not self._waiting:
+            return None
+        self._running.append(sequence := self._waiting.popleft())
+        return sequence
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
+def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, pages, size, chunk):
+    sequences = [generation(p, n) for p, n in pairs]
+    cache = PagedCache(SHAPE, pages, torch.float32)
+    held, _ = drive(Rash(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences, limit=200_000)
+    assert max(held) <= pages
+    assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
+
+
+def test_closing_gives_back_every_page():
+    sequences = [generation(20, 5) for _ in range(4)]
+    cache = PagedCache(SHAPE, 40, torch.float32)
+    batcher = SweepBatcher(sequences, cache, 4, ChunkRule(64, 1, 64))
+    batcher.next_pass(0.0)
+    assert cache.free_pages < 40
+    batcher.close()
+    assert cache.free_pages == 40

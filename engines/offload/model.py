@@ -9,6 +9,7 @@ one after the other in one row, without padding, and who owns which is the atten
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,6 +59,10 @@ class PackedBatch:
     attention: Attention
 
 
+#: The batch in hand; each batch runs in a greenlet, and so in a context, of its own.
+_batch: ContextVar[PackedBatch] = ContextVar("batch")
+
+
 class SeamedModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
@@ -75,6 +80,7 @@ class SeamedModel:
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
         self.aliases: Mapping[str, str] = self._module.all_tied_weights_keys
+        self._after_attention: frozenset[str] = frozenset()
         self.eos, self.begin = _special_tokens(path, config, shape.vocab)
         self.weights: Weights | None = None
         self._shape = shape
@@ -92,7 +98,9 @@ class SeamedModel:
                     self.tables[name] = (parameter.shape[0], parameter.shape[1])
                 else:
                     self.small[name] = tuple(parameter.shape)
-        self.matrices = [found[name] for name in self._dry_pass(found)]
+        dry = self._dry_pass(found)
+        self.matrices = [found[name] for name in dry.order]
+        self._after_attention = frozenset(dry.order[dry.attended :])
         self._refuse_what_is_not_streamed()
         self._module.set_attn_implementation(_SEAM)
 
@@ -105,6 +113,7 @@ class SeamedModel:
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [wanted rows, vocabulary] of one pass, in the compute dtype."""
+        _batch.set(batch)
         output = self._module(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],
@@ -121,14 +130,23 @@ class SeamedModel:
         rows, columns = shape[::-1] if transposed else shape
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            assert self.weights is not None
-            out = self.weights.product(name, x.reshape(-1, columns))
+            out = self._product(name, x.reshape(-1, columns))
             if module.bias is not None:
                 out += module.bias
             return out.view(*x.shape[:-1], rows)
 
         module.forward = forward
         return Matrix(name, rows, columns, _group(name), transposed)
+
+    def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """x times the transpose of a matrix. After the last attention a row serves its own logits only, so those
+        that nobody wants are not computed: of a prompt all but the last."""
+        assert self.weights is not None
+        wanted, tokens = _batch.get().wanted, len(_batch.get().ids)
+        if name not in self._after_attention or len(wanted) == tokens or len(x) != tokens:
+            return self.weights.product(name, x)
+        rows = self.weights.product(name, x[wanted])
+        return rows.new_zeros(tokens, rows.shape[1]).index_copy_(0, wanted, rows)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
@@ -139,7 +157,7 @@ class SeamedModel:
     # ------------------------------------------------------------------- the dry pass
 
     @torch.inference_mode()
-    def _dry_pass(self, found: Mapping[str, Matrix]) -> list[str]:
+    def _dry_pass(self, found: Mapping[str, Matrix]) -> _Dry:
         """Runs two tokens through zeros: which matrices are used in which order, and that every layer attends once."""
         dry = _Dry({matrix.name: matrix.rows for matrix in found.values()})
         for name, shape in self.tables.items():
@@ -156,7 +174,7 @@ class SeamedModel:
             raise UnsupportedError(f"{self._module.config.model_type}: a packed pass fails ({exc})") from exc
         if problem := dry.problem(self._shape) or _logits_problem(logits, self._shape):
             raise UnsupportedError(f"{self._module.config.model_type}: {problem}")
-        return dry.order
+        return dry
 
     def _refuse_what_is_not_streamed(self) -> None:
         """Only what belongs to linear layers and embeddings is streamed, so the rest must be small parameters."""
@@ -202,6 +220,7 @@ class _Dry:
     def __init__(self, outputs: Mapping[str, int]) -> None:
         self._outputs = outputs
         self.order: list[str] = []
+        self.attended = 0  # matrices used before the last attention
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
@@ -235,6 +254,7 @@ class _Dry:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         self._layers.append(layer)
+        self.attended = len(self.order)
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
 

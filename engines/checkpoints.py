@@ -86,12 +86,9 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     """Checks that a checkpoint is whole and describes it; reads the headers only. `shape` None: from its config."""
     config = _json_object(folder / "config.json")
     shards = [_read_shard(folder / name) for name in _shard_names(folder)]
-    layers: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     for shard in shards:
-        for name, (dtype, size) in shard.tensors.items():
-            layer = _LAYER.match(name)
-            layers[layer.group(1) if layer else name] += size
+        for dtype, size in shard.tensors.values():
             dtypes[dtype] += size
     stored = max(dtypes, key=lambda d: dtypes[d])
     if stored not in _DTYPES or "quantization_config" in config:
@@ -100,7 +97,6 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
         path=str(folder.resolve()),
         shape=shape or _shape(folder),
         weight_bytes=dtypes.total(),
-        largest_layer_bytes=max(layers.values()),
         dtype=_DTYPES[stored],
         digest=_digest(config, shards),
     )

@@ -47,9 +47,7 @@ SHAPE = ModelShape(
     params_total=2 * (4 * 8 * 8 + 2 * 8 * 32) + 1000 * 8,
 )
 #: What the model id `fake` stands for: no files.
-MODEL = LocalModel(
-    path="", shape=SHAPE, weight_bytes=0, largest_layer_bytes=0, dtype="float32", digest="fake-0000000000000000"
-)
+MODEL = LocalModel(path="", shape=SHAPE, weight_bytes=0, dtype="float32", digest="fake-0000000000000000")
 
 
 class OutOfMemoryError(RuntimeError):

@@ -77,7 +77,8 @@ class PlainProgress:
 
     def note(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # a log reader that went away must not end the measurement
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     def _eta(self) -> str:
         left = self._clock.left(self._todo, 0.0)

@@ -250,10 +250,11 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     most = max((r.num_requests or 0 for r in group), default=0)
     rows = []
     for row in group:
+        related = replace(row, most_requests=most or None)
         rival = _rival(row, order) if row in order else None
         if rival and rival.median and row.median is not None:
-            row = replace(row, ratio=row.median / rival.median, rival=rival.name)  # noqa: PLW2901
-        rows.append(_compare_outputs(replace(row, most_requests=most or None), group))
+            related = replace(related, ratio=row.median / rival.median, rival=rival.name)
+        rows.append(_compare_outputs(related, group))
     place = {r.fingerprint: i for i, r in enumerate(order)}
     return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))
 

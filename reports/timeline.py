@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.api import RunRecord, TraceEvent, to_json
+from harness.api import RunRecord, TraceEvent, to_json, union_length
 from reports.charts import Linear
 from reports.summary import CellSummary
 from reports.text import number, one_line
@@ -66,19 +66,10 @@ def _timeline(name: str, events: Sequence[TraceEvent], axis: Linear) -> Timeline
         spans = tuple(
             (axis.at(e.ts / 1e6), axis.at(e.dur / 1e6), one_line(f"{e.name}: {number(e.dur / 1e3)} ms")) for e in own
         )
-        busy = _union(own) / length if length else 0.0
+        busy = union_length((e.ts, e.ts + e.dur) for e in own) / length if length else 0.0
         lanes.append(Lane(one_line(lane), spans, f"{number(100 * busy)} %"))
     return Timeline(name, "s; on the right the share of the pass", axis.ticks, tuple(lanes))
 
 
 def _end(events: Sequence[TraceEvent]) -> float:
     return max(e.ts + e.dur for e in events)
-
-
-def _union(events: Sequence[TraceEvent]) -> float:
-    """Microseconds during which at least one of the events ran."""
-    length, reach = 0.0, 0.0
-    for event in sorted(events, key=lambda e: e.ts):
-        length += max(0.0, event.ts + event.dur - max(event.ts, reach))
-        reach = max(reach, event.ts + event.dur)
-    return length

@@ -82,8 +82,8 @@ class Executor:
                 self._stream.release()
         return [torch.as_tensor(logits) for logits in wanted]
 
-    def product(self, matrix: str, x: torch.Tensor) -> torch.Tensor:
-        """x times the transpose of a matrix, block by block; called inside a batch's greenlet."""
+    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x times the transpose of a matrix, plus `bias`, block by block; called inside a batch's greenlet."""
         outputs = self._outputs[matrix]
         out = x.new_empty(x.shape[0], outputs + _ROW_PAD)[:, :outputs]
         for i in self._of[matrix]:
@@ -91,10 +91,11 @@ class Executor:
             block = self._blocks[i]
             if not len(x):  # nobody's logits are wanted; the block must pass by all the same
                 continue
+            part = slice(block.start, block.stop)
             if block.axis == 0:
-                self._product(x, weight, out[:, block.start : block.stop], False)
+                self._product(x, weight, None if bias is None else bias[part], out[:, part])
             else:
-                self._product(x[:, block.start : block.stop], weight, out, block.start > 0)
+                self._product(x[:, part], weight, out if block.start else bias, out)
         return out
 
     def _weight(self, index: int, raw: torch.Tensor) -> torch.Tensor:

@@ -48,17 +48,17 @@ def choose(model: LocalModel, policy: OffloadPolicy, cache: Path) -> Arithmetic:
     return max((_measured(way, model.dtype, width) for way in ways), key=lambda way: way.flops)
 
 
-def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+def by_torch(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
     """With the library that torch carries."""
-    if accumulate:
-        out.addmm_(x, weight.t())
-    else:
+    if start is None:
         torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(start, x, weight.t(), out=out)
 
 
 @torch.inference_mode()
 def _measured(way: Arithmetic, stored: Dtype, width: int) -> Arithmetic:
-    """FLOP/s over blocks that are multiplied, and a bias added, in turn, as in a pass; the best of some rounds."""
+    """FLOP/s over blocks that are multiplied in turn, with other work between them; the best of some rounds."""
     height = BLOCK_BYTES // DTYPE_BYTES[stored] // width
     blocks = torch.full((4, height, width), 0.01, dtype=getattr(torch, stored))
     cast = torch.empty(height, width, dtype=getattr(torch, way.weights))
@@ -68,7 +68,7 @@ def _measured(way: Arithmetic, stored: Dtype, width: int) -> Arithmetic:
     for i in range(_ROUNDS):
         began = time.perf_counter()
         weight = blocks[i % 4]
-        way.product(x, weight if way.weights == stored else cast.copy_(weight), out, False)
-        out += 1
+        way.product(x, weight if way.weights == stored else cast.copy_(weight), None, out)
+        out += 1  # with torch's threads, which must not be in the way
         best = min(best, time.perf_counter() - began)
     return replace(way, flops=2 * _ROWS * width * height / best)

@@ -34,8 +34,8 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 class Weights(Protocol):
     """Where linear layers get their products from."""
 
-    def product(self, matrix: str, x: torch.Tensor) -> torch.Tensor:
-        """x[rows, columns] times the transpose of the named matrix: a new tensor [rows, outputs]."""
+    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x[rows, columns] times the transpose of the named matrix, plus bias[outputs]: a new [rows, outputs]."""
         ...
 
 
@@ -130,22 +130,19 @@ class SeamedModel:
         rows, columns = shape[::-1] if transposed else shape
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            out = self._product(name, x.reshape(-1, columns))
-            if module.bias is not None:
-                out += module.bias
-            return out.view(*x.shape[:-1], rows)
+            return self._product(name, x.reshape(-1, columns), module.bias).view(*x.shape[:-1], rows)
 
         module.forward = forward
         return Matrix(name, rows, columns, _group(name), transposed)
 
-    def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix. After the last attention a row serves its own logits only, so those
         that nobody wants are not computed: of a prompt all but the last."""
         assert self.weights is not None
         wanted, tokens = _batch.get().wanted, len(_batch.get().ids)
         if name not in self._after_attention or len(wanted) == tokens or len(x) != tokens:
-            return self.weights.product(name, x)
-        rows = self.weights.product(name, x[wanted])
+            return self.weights.product(name, x, bias)
+        rows = self.weights.product(name, x[wanted], bias)
         return rows.new_zeros(tokens, rows.shape[1]).index_copy_(0, wanted, rows)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
@@ -246,7 +243,7 @@ class _Dry:
             return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
         return ""
 
-    def product(self, matrix: str, x: torch.Tensor) -> torch.Tensor:
+    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.order.append(matrix)
         return x.new_zeros(x.shape[0], self._outputs[matrix])
 

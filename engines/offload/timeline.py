@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from harness.api import EngineTrace, TraceEvent
+from harness.api import EngineTrace, TraceEvent, union_length
 
 #: Lanes from top to bottom. Attention runs inside compute; a wait is compute standing still for a load.
 LANES = ("load", "wait", "compute", "attention")
@@ -49,7 +49,7 @@ class Timeline:
         self.passes += 1
         self.rows += rows
         self.wait_s += sum(s.end_s - s.start_s for s in spans if s.lane == "wait")
-        self.load_s += union_s(s for s in spans if s.lane == "load")
+        self.load_s += union_length((s.start_s, s.end_s) for s in spans if s.lane == "load")
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
@@ -67,15 +67,6 @@ class Timeline:
         merged = [s for lane in LANES for s in _merged(s for s in self.kept if s.lane == lane)]
         origin = min((s.start_s for s in merged), default=0.0)
         return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))
-
-
-def union_s(spans: Iterable[Span]) -> float:
-    """Seconds during which at least one of the spans ran."""
-    length, reach = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda s: s.start_s):
-        length += max(0.0, span.end_s - max(span.start_s, reach))
-        reach = max(reach, span.end_s)
-    return length
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:

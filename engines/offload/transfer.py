@@ -16,8 +16,8 @@ from engines.offload.timeline import Timeline
 from harness.api import HarnessError
 
 _READERS = 2
-#: Share of the ring that one read may fill: few large reads wake fewer threads and keep a disk's queue as full.
-_READ_SHARE = 4
+#: How many reads fill the ring: large ones wake few threads and keep a disk's queue as full as many small ones.
+_READS = 4
 
 
 class BlockStream:
@@ -101,6 +101,7 @@ class BlockStream:
         with self._lock:
             self._closed = True
             self._freed.notify_all()
+            self._arrived.notify_all()
         for reader in self._readers:
             if reader.is_alive():
                 reader.join()
@@ -152,7 +153,7 @@ class BlockStream:
         if not self._order:
             return range(0)
         first = self._claimed
-        most = min(max(1, self.slots // _READ_SHARE), self.slots - first % self.slots)
+        most = min(max(1, self.slots // _READS), self.slots - first % self.slots)
         stop = first + 1
         while stop < first + most and self._follows(stop):
             stop += 1

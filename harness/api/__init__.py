@@ -30,6 +30,7 @@ from harness.api.engine import (
     TraceEvent,
     Workload,
 )
+from harness.api.intervals import union_length
 from harness.api.machine import (
     HardwareProfile,
     LocalModel,
@@ -108,4 +109,5 @@ __all__ = [
     "WorkloadSpec",
     "from_json",
     "to_json",
+    "union_length",
 ]

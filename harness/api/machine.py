@@ -49,7 +49,6 @@ class LocalModel:
     path: str
     shape: ModelShape
     weight_bytes: int
-    largest_layer_bytes: int
     dtype: Dtype
     digest: str
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.api import RequestTrace
+from harness.api import RequestTrace, union_length
 
 
 def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | None]:
@@ -44,15 +44,6 @@ def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | N
         "tpot_p50_s": percentile(tpot, 50),
         "tpot_p99_s": percentile(tpot, 99),
     }
-
-
-def union_length(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    length, reach = 0.0, -math.inf
-    for low, high in sorted(intervals):
-        length += max(0.0, high - max(low, reach))
-        reach = max(reach, high)
-    return length
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:

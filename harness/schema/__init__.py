@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 
@@ -22,4 +23,4 @@ def run_record_schema() -> dict[str, Any]:
 
 def main() -> None:
     """Prints the schema."""
-    print(json.dumps(run_record_schema(), indent=1))  # noqa: T201
+    sys.stdout.write(json.dumps(run_record_schema(), indent=1) + "\n")

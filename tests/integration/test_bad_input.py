@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -151,11 +152,11 @@ def test_an_empty_shard_is_no_failure(cli):
     assert "shard 2/2 holds no cells" in done.stderr
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("arguments", [("ls", "models"), ("validate", "tiny.yaml"), ("run", "tiny.yaml", "--dry-run")])
 def test_an_output_that_cannot_be_written_is_one_line(cli, arguments):
     cli.suite("  - {name: a, engine: fake}")
-    with open("/dev/full", "w") as full:  # noqa: PTH123
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             cli.command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=cli.folder,
             env=cli.environment,

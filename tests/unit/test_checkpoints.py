@@ -51,7 +51,6 @@ def test_dummy_weights_are_the_same_everywhere(tmp_path) -> None:
     assert first.digest == second.digest
     assert first.dtype == "bfloat16" and first.shape == shapes.shape(TINY)
     assert first.weight_bytes == 2 * first.shape.params_total
-    assert first.largest_layer_bytes == 50272 * 64 * 2
     assert len(list(Path(first.path).glob("*.safetensors"))) > 1
 
 

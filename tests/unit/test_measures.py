@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.api import HardwareProfile, LocalModel, ModelShape, RequestTrace, WorkloadSpec
+from harness.api import HardwareProfile, LocalModel, ModelShape, RequestTrace, WorkloadSpec, union_length
 from harness.bound import bound, rate_at
-from harness.probes.latency import metrics, percentile, union_length
+from harness.probes.latency import metrics, percentile
 
 
 def trace(name, start, times, prompt=4, padding=0):
@@ -61,7 +61,7 @@ def test_percentile_lies_between_neighbours(values, q):
 
 
 SHAPE = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
-MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, largest_layer_bytes=98_304, dtype="bfloat16", digest="d")
+MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, dtype="bfloat16", digest="d")
 
 
 def profile(flops=1e9, disk=1e6):

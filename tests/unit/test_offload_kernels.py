@@ -10,6 +10,9 @@ from engines.offload.kernels import NoCompilerError, compiled_decode, compiled_p
 from engines.offload.kernels.build import load
 from engines.offload.pages import PAGE_TOKENS
 
+#: What a product is added to: one row for all such as a bias, the output itself.
+STARTS = ("nothing", "row", "out")
+
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
@@ -21,17 +24,19 @@ def product(request, cache):
     return by_torch if request.param == "torch" else compiled_product(cache, threads=2)
 
 
-@given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 50), st.booleans(), st.integers(0, 7))
-@example(391, 1029, 70, True, 1)
-@example(7, 512, 257, False, 0)
-def test_products_write_into_parts_of_larger_tensors(product, rows, columns, outputs, accumulate, margin):
+@given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 50), st.sampled_from(STARTS), st.integers(0, 7))
+@example(391, 2053, 70, "out", 1)
+@example(391, 2053, 70, "row", 1)
+@example(7, 1024, 257, "nothing", 0)
+def test_products_write_into_parts_of_larger_tensors(product, rows, columns, outputs, start, margin):
     torch.manual_seed(rows)
     wide = torch.randn(rows, columns + 2 * margin)
     x, weight = wide[:, margin : margin + columns], torch.randn(outputs, columns)
     whole = torch.randn(rows, outputs + 2 * margin)
     out, before = whole[:, margin : margin + outputs], whole.clone()
-    product(x, weight, out, accumulate)
-    exact = x.double() @ weight.double().T + (before[:, margin : margin + outputs] if accumulate else 0)
+    added = {"nothing": None, "row": torch.randn(outputs), "out": out}[start]
+    exact = x.double() @ weight.double().T + (0 if added is None else added.double())
+    product(x, weight, added, out)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
     outside = torch.ones_like(whole, dtype=torch.bool)
     outside[:, margin : margin + outputs] = False
@@ -43,7 +48,7 @@ def test_the_kernel_multiplies_weights_as_they_are_stored(cache, dtype):
     torch.manual_seed(0)
     x, weight = torch.randn(50, 700), torch.randn(90, 700).to(dtype)
     out = torch.empty(50, 90)
-    compiled_product(cache, threads=2)(x, weight, out, False)
+    compiled_product(cache, threads=2)(x, weight, None, out)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
@@ -54,9 +59,9 @@ def test_a_row_does_not_depend_on_those_that_share_its_product(cache, rows, colu
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, columns), torch.randn(outputs, columns).bfloat16()
     together, alone = torch.empty(rows, outputs), torch.empty(1, outputs)
-    product(x, weight, together, False)
+    product(x, weight, None, together)
     row = data.draw(st.integers(0, rows - 1))
-    product(x[row : row + 1], weight, alone, False)
+    product(x[row : row + 1], weight, None, alone)
     assert torch.equal(together[row : row + 1], alone)
 
 
@@ -64,7 +69,7 @@ def test_nan_in_a_weight_is_not_hidden(cache):
     weight = torch.ones(20, 30)
     weight[3, 29] = torch.nan
     out = torch.empty(8, 20)
-    compiled_product(cache, threads=1)(torch.zeros(8, 30), weight, out, False)
+    compiled_product(cache, threads=1)(torch.zeros(8, 30), weight, None, out)
     assert out.isnan()[:, 3].all()
     assert out.isnan().sum() == 8
 

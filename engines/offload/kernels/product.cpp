@@ -1,7 +1,8 @@
-// out = x W^T (or +=) in float32, with W as it is stored: no copy of W in float32 is ever written to memory.
+// out = start + x W^T in float32, with W as it is stored: no copy of W in float32 is ever written to memory.
 //
-// x is [m, k] and out [m, n], rows `ldx` and `ldo` apart; w is [n, k], row-major. A panel of W, kWidth rows by kDepth
-// columns, is widened and transposed into the first-level cache and meets all rows of x, kRows at a time, in
+// x is [m, k], out and start [m, n], rows `ldx`, `ldo` and `lds` apart (0: one row for all), start may be out itself
+// or null, which is zeros; w is [n, k], row-major. A panel of W, kWidth rows by kDepth
+// columns, is widened and transposed into the second-level cache and meets all rows of x, kRows at a time, in
 // registers (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", with the roles of the
 // operands exchanged: the rows of x are many and already float32). Each value of `out` is summed in an order that
 // depends on k alone, so it does not change with the rows that share the product.
@@ -14,8 +15,8 @@ namespace {
 
 constexpr int64_t kRows = 6;             // by two vectors: twelve sums, which with two weights and an x fill AVX2
 constexpr int64_t kWidth = 2 * kLanes;   // rows of W in a panel
-constexpr int64_t kDepth = 512;          // columns of W in a panel: 32 KiB
-constexpr int64_t kPanels = 4;           // that one thread does while kTall x kDepth of x stay in its second-level cache
+constexpr int64_t kDepth = 1024;         // columns of W in a panel: 64 KiB; 5 % faster than 512
+constexpr int64_t kPanels = 4;           // that one thread does in a row with kTall rows of x
 constexpr int64_t kTall = 384;
 
 void transpose(Lanes* r) {
@@ -52,8 +53,8 @@ void unpack(const T* w, int64_t stride, int64_t rows, int64_t depth, float* pane
 
 // R rows of x times a panel, into R x `width` of out.
 template <int64_t R>
-void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, float* out, int64_t ldo, int64_t width,
-          bool add) {
+void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start, int64_t lds, float* out,
+          int64_t ldo, int64_t width) {
   Lanes sum[R][2] = {};
   for (int64_t k = 0; k < depth; ++k) {
     const Lanes low = load(panel + k * kWidth), high = load(panel + k * kWidth + kLanes);
@@ -63,27 +64,29 @@ void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, float*
       sum[i][1] += x[i * ldx + k] * high;
     }
   }
-  for (int64_t i = 0; i < R; ++i, out += ldo) {
+  for (int64_t i = 0; i < R; ++i) {
+    const float* from = start + i * lds;
+    float* to = out + i * ldo;
     if (width == kWidth) {
-      store(out, add ? load(out) + sum[i][0] : sum[i][0]);
-      store(out + kLanes, add ? load(out + kLanes) + sum[i][1] : sum[i][1]);
+      store(to, start ? load(from) + sum[i][0] : sum[i][0]);
+      store(to + kLanes, start ? load(from + kLanes) + sum[i][1] : sum[i][1]);
       continue;
     }
-    for (int64_t j = 0; j < width; ++j) out[j] = (add ? out[j] : 0.0f) + sum[i][j / kLanes][j % kLanes];
+    for (int64_t j = 0; j < width; ++j) to[j] = (start ? from[j] : 0.0f) + sum[i][j / kLanes][j % kLanes];
   }
 }
 
 // `tile` for the `rows` <= R that are left at the end of x.
 template <int64_t R>
-void last_tile(int64_t rows, const float* x, int64_t ldx, const float* panel, int64_t depth, float* out, int64_t ldo,
-               int64_t width, bool add) {
-  if (rows == R) tile<R>(x, ldx, panel, depth, out, ldo, width, add);
-  else if constexpr (R > 1) last_tile<R - 1>(rows, x, ldx, panel, depth, out, ldo, width, add);
+void last_tile(int64_t rows, const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start,
+               int64_t lds, float* out, int64_t ldo, int64_t width) {
+  if (rows == R) tile<R>(x, ldx, panel, depth, start, lds, out, ldo, width);
+  else if constexpr (R > 1) last_tile<R - 1>(rows, x, ldx, panel, depth, start, lds, out, ldo, width);
 }
 
 template <typename T>
-void product(const float* x, int64_t ldx, const T* w, float* out, int64_t ldo, int64_t m, int64_t n, int64_t k,
-             bool accumulate, int threads) {
+void product(const float* x, int64_t ldx, const T* w, const float* start, int64_t lds, float* out, int64_t ldo,
+             int64_t m, int64_t n, int64_t k, int threads) {
   constexpr int64_t span = kPanels * kWidth;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t first = 0; first < n; first += span) {
@@ -92,22 +95,23 @@ void product(const float* x, int64_t ldx, const T* w, float* out, int64_t ldo, i
       for (int64_t at = 0; at < k; at += kDepth)
         for (int64_t j = first; j < std::min(n, first + span); j += kWidth) {
           const int64_t depth = std::min(kDepth, k - at), width = std::min(kWidth, n - j);
-          const bool add = accumulate || at > 0;
+          const float* from = at ? out : start;  // after the first part of k, the sum so far
+          const int64_t apart = at ? ldo : lds;
           unpack(w + j * k + at, k, width, depth, panel);
           const int64_t bottom = std::min(m, top + kTall);
           for (int64_t i = top; i < bottom; i += kRows)
-            last_tile<kRows>(std::min(kRows, bottom - i), x + i * ldx + at, ldx, panel, depth, out + i * ldo + j, ldo,
-                             width, add);
+            last_tile<kRows>(std::min(kRows, bottom - i), x + i * ldx + at, ldx, panel, depth,
+                             from ? from + i * apart + j : nullptr, apart, out + i * ldo + j, ldo, width);
         }
   }
 }
 
 }  // namespace
 
-#define PRODUCT(name, type)                                                                                        \
-  extern "C" void product_##name(const float* x, int64_t ldx, const type* w, float* out, int64_t ldo, int64_t m,  \
-                                 int64_t n, int64_t k, bool accumulate, int threads) {                             \
-    product(x, ldx, w, out, ldo, m, n, k, accumulate, threads);                                                    \
+#define PRODUCT(name, type)                                                                                     \
+  extern "C" void product_##name(const float* x, int64_t ldx, const type* w, const float* start, int64_t lds,   \
+                                 float* out, int64_t ldo, int64_t m, int64_t n, int64_t k, int threads) {       \
+    product(x, ldx, w, start, lds, out, ldo, m, n, k, threads);                                                 \
   }
 
 PRODUCT(float32, float)

@@ -1,0 +1,15 @@
+"""How long something went on, where its parts overlap: used for requests, loads and lanes alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end) intervals, in their unit."""
+    length, reach = 0.0, -math.inf
+    for low, high in sorted(intervals):
+        length += max(0.0, high - max(low, reach))
+        reach = max(reach, high)
+    return length

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from harness.api import FINAL_STATUSES, SCHEMA_VERSION, HarnessError, RunRecord, RunSpec, from_json, to_json
+from harness.api import FINAL_STATUSES, HarnessError, RunRecord, RunSpec, parse_record, to_json
 
 RECORDS = "records.jsonl"
 
@@ -124,21 +124,6 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
     if record.status == "timeout" and record.spec.timeout_s < cell.timeout_s:
         return False
     return record.status in FINAL_STATUSES or (record.status == cell.expect and record.status != "interrupted")
-
-
-def parse_record(line: bytes, where: str) -> RunRecord:
-    """One line of records.jsonl. Raises HarnessError for damage or a newer schema."""
-    try:
-        data = json.loads(line)
-    except ValueError as exc:
-        raise HarnessError(f"{where}: not a record ({exc}); move the file away or repair that line") from exc
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:  # JSON's true is no number
-        raise HarnessError(f"{where}: record schema {version!r}, this harness reads 1 to {SCHEMA_VERSION}; update it")
-    try:
-        return from_json(RunRecord, data)
-    except HarnessError as exc:
-        raise HarnessError(f"{where}: {exc}") from exc
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

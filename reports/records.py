@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from harness.api import SCHEMA_VERSION, HarnessError, RunRecord, from_json
+from harness.api import HarnessError, RunRecord, parse_record
 
 RECORDS = "records.jsonl"
 SUITE = "suite.yaml"
@@ -70,34 +68,12 @@ def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
         raise HarnessError(f"{folder} has no {RECORDS}; name a directory that `harness run` wrote") from exc
     except OSError as exc:
         raise HarnessError(f"cannot read {path}: {exc.strerror or exc}") from exc
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line.decode())
-        except (ValueError, RecursionError) as exc:
-            # Every complete line ends in a newline, so only a crash leaves something after the last one.
-            if number == len(lines):
-                notes.append(f"The last line of {path} is incomplete and was left out.")
-                break
-            raise HarnessError(f"{path}:{number}: not JSON ({exc}); repair or remove that line") from exc
-        records.append(_record(data, f"{path}:{number}"))
+    if lines.pop().strip():  # every complete line ends in a newline, so only a crash leaves something after the last
+        notes.append(f"The last line of {path} is incomplete and was left out.")
+    records = [parse_record(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise HarnessError(f"{path} holds no complete record; run the suite again to finish at least one cell")
     return records
-
-
-def _record(data: Any, where: str) -> RunRecord:
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise HarnessError(
-            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest known here; update it"
-        )
-    try:
-        return from_json(RunRecord, data)
-    except (HarnessError, OverflowError) as exc:
-        raise HarnessError(f"{where}: {exc}") from exc
 
 
 def _description(path: Path, notes: list[str]) -> str:

@@ -31,6 +31,7 @@ from harness.api.engine import (
     Workload,
 )
 from harness.api.intervals import union_length
+from harness.api.lines import parse_record
 from harness.api.machine import (
     HardwareProfile,
     LocalModel,
@@ -108,6 +109,7 @@ __all__ = [
     "Workload",
     "WorkloadSpec",
     "from_json",
+    "parse_record",
     "to_json",
     "union_length",
 ]

@@ -64,10 +64,13 @@ def _object(cls: Any, data: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     if unknown := sorted(set(data) - {f.name for f in dataclasses.fields(cls)}):
         raise HarnessError(f"{where}: unknown field {unknown[0]!r}")
-    try:
-        return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
-    except TypeError as exc:  # a field without default is absent
-        raise HarnessError(f"{where}: {exc}") from exc
+    if missing := [f.name for f in dataclasses.fields(cls) if f.name not in data and _is_required(f)]:
+        raise HarnessError(f"{where}: field {missing[0]!r} is missing")
+    return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _union(arms: tuple[Any, ...], data: Any, where: str) -> Any:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.api import (
+    SCHEMA_VERSION,
     HardwareLimits,
     HarnessError,
     ModelShape,
@@ -20,10 +21,10 @@ from harness.api import (
     UnsupportedError,
     WorkloadSpec,
     from_json,
+    parse_record,
     to_json,
 )
 from harness.schema import run_record_schema
-from harness.store import parse_record
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -149,8 +150,8 @@ def test_old_records_still_load(path):
         assert record.requests
 
 
-def test_there_are_old_records_to_load():
-    assert list(GOLDEN.glob("record_v1*.jsonl"))
+def test_there_are_records_of_every_version():
+    assert len(list(GOLDEN.glob("record_v*.jsonl"))) == SCHEMA_VERSION
 
 
 def test_the_shipped_schema_is_the_contracts():

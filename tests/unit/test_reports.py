@@ -338,9 +338,10 @@ def test_the_last_of_duplicates_wins(tmp_path: Path) -> None:
         (None, "has no records.jsonl"),
         ("", "holds no complete record"),
         ('{"spec": {"en', "holds no complete record"),
-        ('{"schema_version": 2, "new": 1}\n', "schema_version 2 is newer than 1"),
-        ("[1]\n", "expected an object"),
-        ("{}\n", "missing"),
+        ('{"schema_version": 3, "new": 1}\n', "schema_version 3 is newer than 2"),
+        ("[1]\n", "not a record"),
+        ("{}\n", "not a record"),
+        ('{"schema_version": 2}\n', "field 'spec' is missing"),
         ("[" * 100_000 + "\n1\n", "not JSON"),
     ],
 )

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from harness.api import SCHEMA_VERSION, HarnessError, ModelSpec, RunRecord, RunSpec, WorkloadSpec, to_json
-from harness.store import Store, is_done, parse_record
+from harness.api import SCHEMA_VERSION, HarnessError, ModelSpec, RunRecord, RunSpec, WorkloadSpec, parse_record, to_json
+from harness.store import Store, is_done
 
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), name="cell")
 
@@ -114,7 +114,7 @@ def test_an_unwritable_place_is_one_line(tmp_path):
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1", True])
 def test_other_schemas_are_refused_by_version(version):
     line = json.dumps(to_json(record()) | {"schema_version": version}).encode()
-    with pytest.raises(HarnessError, match="f:1: record schema"):
+    with pytest.raises(HarnessError, match=r"f:1: .*schema_version"):
         parse_record(line, "f:1")
 
 

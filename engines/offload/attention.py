@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engines.offload.kernels import DecodeKernel
 from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import PAGE_TOKENS
+from engines.offload.rule import Rule, attend
 from engines.offload.timeline import Timeline
 
 
@@ -50,7 +51,7 @@ class PackedAttention:
         self._pages, self._offsets = torch.tensor(places, dtype=torch.long).view(-1, 2).unbind(1)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
         began = time.perf_counter()
@@ -62,29 +63,36 @@ class PackedAttention:
         out = query.new_empty(tokens, heads, dim)
         if self._decoding:
             rows = query[:, : self._decoding].transpose(0, 1).contiguous()
-            out[: self._decoding] = self._kernel(rows, keys, values, self._table, self._lengths, scale)
+            out[: self._decoding] = self._kernel(rows, keys, values, self._table, self._lengths, rule)
         start = self._decoding
         for segment in self._segments:
             stop = start + segment.count
             if segment.cached:
                 seen = segment.cached + segment.count
                 k, v = _gather(keys, segment.pages, seen), _gather(values, segment.pages, seen)
-                mask = torch.ones(segment.count, seen, dtype=torch.bool).tril(segment.cached)
             else:
-                k, v, mask = key[:, start:stop], value[:, start:stop], None
-            attended = scaled_dot_product_attention(
-                query[None, :, start:stop],
-                k[None].to(query.dtype),
-                v[None].to(query.dtype),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=k.shape[0] != heads,
-            )
-            out[start:stop] = attended[0].transpose(0, 1)
+                k, v = key[:, start:stop], value[:, start:stop]
+            out[start:stop] = _attend(query[:, start:stop], k, v, rule, segment.cached).transpose(0, 1)
             start = stop
         self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
         return out
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
+    """As `rule.attend`, by the fused kernel of torch where that can follow the rule."""
+    if rule.softcap is not None or rule.sinks is not None:
+        return attend(query, key, value, rule, first)
+    rows, seen = query.shape[1], key.shape[1]
+    plain = not first and (rule.window is None or rule.window >= seen)
+    return scaled_dot_product_attention(
+        query[None],
+        key[None].to(query.dtype),
+        value[None].to(query.dtype),
+        attn_mask=None if plain else rule.visible(first, rows, seen),
+        is_causal=plain,
+        scale=rule.scale,
+        enable_gqa=key.shape[0] != query.shape[0],
+    )[0]
 
 
 def _positions(segment: Segment) -> range:

@@ -77,6 +77,7 @@ class OffloadEngine:
             compute_bytes=DTYPE_BYTES[arithmetic.dtype],
             cast_bytes=0 if arithmetic.weights == model.dtype else DTYPE_BYTES[arithmetic.weights],
             small=sum(torch.Size(s).numel() for s in seamed.small.values()) * DTYPE_BYTES[arithmetic.dtype],
+            keeps_scores=seamed.keeps_scores,
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )

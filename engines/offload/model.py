@@ -8,7 +8,7 @@ one after the other in one row, without padding, and who owns which is the atten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.pytorch_utils import Conv1D
 
 from engines.offload.layout import Matrix
+from engines.offload.rule import Rule
 from harness.api import HarnessError, ModelShape, UnsupportedError
 
 _SEAM, _DRY_SEAM = "offload", "offload-dry"
@@ -43,7 +44,7 @@ class Attention(Protocol):
     """What attends for the tokens of one packed batch."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
         ...
@@ -67,6 +68,7 @@ class SeamedModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
     `matrices` are in the order of use; `tables` are embeddings [entries, width]; `small` is all the rest.
+    `keeps_scores`: some layer's rule is more than torch's fused attention can follow, so that scores are held.
     Raises UnsupportedError, with the reason, for a model that the seams do not carry or that is not of `shape`.
     """
 
@@ -101,6 +103,7 @@ class SeamedModel:
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
         self._after_attention = frozenset(dry.order[dry.attended :])
+        self.keeps_scores = dry.keeps_scores
         self._refuse_what_is_not_streamed()
         self._module.set_attn_implementation(_SEAM)
 
@@ -218,6 +221,7 @@ class _Dry:
         self._outputs = outputs
         self.order: list[str] = []
         self.attended = 0  # matrices used before the last attention
+        self.keeps_scores = False
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
@@ -248,12 +252,32 @@ class _Dry:
         return x.new_zeros(x.shape[0], self._outputs[matrix])
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         self._layers.append(layer)
+        self.keeps_scores |= rule.softcap is not None or rule.sinks is not None
         self.attended = len(self.order)
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a model asks for as a mask in the dry pass: who sees whom, to be held against what attention is told."""
+
+    sees: Callable[..., torch.Tensor]
+
+    def is_window(self, window: int | None) -> bool:
+        """Whether it is causal and lets a token see `window` tokens, or all where that is None."""
+        width = 1 << 20 if window is None else window
+        positions = {q for q in (0, 1, width - 1, width, width + 1, 3 * width) if q >= 0}
+        pairs = [(q, k) for q in positions for k in (0, q - width, q - width + 1, q - 1, q, q + 1) if k >= 0]
+        zero = torch.tensor(0)
+        return all(
+            bool(self.sees(zero, zero, torch.tensor(q), torch.tensor(k)))
+            == (k <= q and (window is None or k > q - window))
+            for q, k in pairs
+        )
 
 
 def _attention_seam(
@@ -261,33 +285,38 @@ def _attention_seam(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
+    attention_mask: _Mask | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     offload_attention: Attention | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every attention layer: query [1, heads, tokens, dim], key and value alike."""
+    kind = type(module).__name__
     unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and not isinstance(v, bool))
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise UnsupportedError(f"{type(module).__name__} looks ahead; engine offload attends causally")
-    if unknown or attention_mask is not None or offload_attention is None:
-        what = ", ".join(unknown) or "an attention mask"
-        raise UnsupportedError(f"{type(module).__name__} asks attention for {what}, which engine offload has not")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], scale)[None], None
+        raise UnsupportedError(f"{kind} looks ahead; engine offload attends causally")
+    if unknown or offload_attention is None:
+        raise UnsupportedError(f"{kind} asks attention for {', '.join(unknown)}, which engine offload has not")
+    if attention_mask is not None and not attention_mask.is_window(sliding_window):
+        raise UnsupportedError(f"{kind} asks for a mask that is neither causal nor the window it names")
+    sinks = None if s_aux is None else s_aux.reshape(-1).float()
+    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
+    return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], rule)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """Attention knows by itself who sees whom."""
 
 
-def _no_mask_but_causal(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
-    """For the dry pass, in which a plain model asks for the plain causal mask."""
-    if mask_function is not causal_mask_function:
-        raise UnsupportedError(f"it asks for an attention mask that is not causal ({mask_function.__qualname__})")
+def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> _Mask:
+    """For the dry pass."""
+    return _Mask(mask_function)
 
 
-for _name, _mask in ((_SEAM, _no_mask), (_DRY_SEAM, _no_mask_but_causal)):
+for _name, _mask in ((_SEAM, _no_mask), (_DRY_SEAM, _mask_to_check)):
     AttentionInterface.register(_name, _attention_seam)
     AttentionMaskInterface.register(_name, _mask)
 

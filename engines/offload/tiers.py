@@ -25,6 +25,7 @@ class Demand:
     """What is to be placed: weight blocks, bytes of `small` tensors, item sizes, and the lengths of sequences.
 
     `cast_bytes`: item size of the copy that a block is cast to before its product, 0 where there is none.
+    `keeps_scores`: whether attention holds all scores of a key/value head.
 
     A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
     """
@@ -35,6 +36,7 @@ class Demand:
     compute_bytes: int
     cast_bytes: int
     small: int
+    keeps_scores: bool
     max_sequence: int
     mean_sequence: int
 
@@ -116,6 +118,8 @@ class _Planner:
         shape, longest = self._demand.shape, self._demand.max_sequence
         width = 2 * shape.num_kv_heads * shape.head_dim
         earlier = longest * width * (self._demand.stored_bytes + self._demand.compute_bytes) + self.chunk * longest
+        if self._demand.keeps_scores:  # and the softmax of them, beside a copy with sinks
+            earlier += 3 * shape.num_heads // shape.num_kv_heads * self.chunk * longest * self._demand.compute_bytes
         size = -(-sequences // batches)
         return batches * ((size + self.chunk) * self._row + size * self._logits) + earlier
 

@@ -27,42 +27,19 @@ from harness.api import (  # noqa: E402
     DTYPE_BYTES,
     DiskFullError,
     GenerationRequest,
-    HardwareLimits,
     HarnessError,
     InfeasibleError,
-    Job,
     ModelSpec,
-    OffloadPolicy,
     SamplingParams,
     UnsupportedError,
 )
+from tests.offload import CONFIGS, CONTEXT, VOCAB, load, requests_of, same_by_the_near_tie_rule, save  # noqa: E402
 from tests.stories import stories260k, vocabulary  # noqa: E402
 
-CONTEXT = 128
-VOCAB = 512
-#: Where greedy paths part, the reference's two best logits must be closer than this: float32 sums in another order.
-NEAR_TIE = 1e-3
-COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-CONFIGS = {
-    "opt": COMMON | {"ffn_dim": 160, "word_embed_proj_dim": 64, "max_position_embeddings": CONTEXT},
-    "llama": COMMON | {"intermediate_size": 160, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT},
-}
 TINY = {
     "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "falcon": {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
-
-
-def save(folder, kind, dtype=torch.float32, **changes):
-    """A random model whose logits differ enough to tell right from wrong."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **(CONFIGS | TINY)[kind] | changes)
-    module = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
-    module.to(dtype).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -79,37 +56,6 @@ def reference(model):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
-
-
-def load(model, cache, budget=None, max_sequence=64, engine=None, **policy):
-    engine = engine or OffloadEngine()
-    job = Job(cache, cache, max_sequence, max_sequence)
-    report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)
-    return engine, report
-
-
-def same_by_the_near_tie_rule(reference, request, tokens):
-    """Greedy by the reference's own logits, token by token, but for choices between near-equals."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([[*request.prompt, *tokens[:-1]]])).logits[0, len(request.prompt) - 1 :]
-    eos = reference.generation_config.eos_token_id
-    if request.sampling.ignore_eos and eos is not None:
-        logits[:, eos] = -torch.inf
-    best = logits.max(dim=-1).values
-    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return bool((best - chosen < NEAR_TIE).all())
-
-
-def requests_of(seed, count, eos=True):
-    rng = random.Random(seed)
-    return [
-        GenerationRequest(
-            f"r{i}",
-            tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 40))),
-            SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=eos and rng.random() < 0.7),
-        )
-        for i in range(count)
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ right answers
@@ -402,7 +348,7 @@ def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_pat
 
 @pytest.mark.parametrize("kind", TINY)
 def test_models_that_the_seams_do_not_carry_are_refused_before_loading(kind, tmp_path):
-    folder = save(tmp_path / kind, kind)
+    folder = save(tmp_path / kind, kind, **TINY[kind])
     model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
     with pytest.raises(UnsupportedError, match=kind):
         load(model, tmp_path / "cache")
@@ -414,15 +360,6 @@ def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
     folder = save(tmp_path / "m", "llama", rope_parameters=scaling)
     with pytest.raises(UnsupportedError, match=r"'dynamic' rotary scaling"):
         load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
-
-
-def test_attention_that_the_engine_has_not_is_refused(tmp_path):
-    changes = CONFIGS["llama"] | {"sliding_window": 8}
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("mistral", **changes)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-    with pytest.raises(UnsupportedError, match=r"mistral: .* not causal"):
-        load(checkpoints.prepare(ModelSpec(str(tmp_path / "m")), tmp_path), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -521,21 +458,6 @@ def test_scores_do_not_depend_on_how_prompts_are_cut(model, cache):
 
 
 # ------------------------------------------------------------------------------------------------ kinds of checkpoints
-
-
-def test_gpt2_keeps_its_matrices_the_other_way_round(tmp_path, cache):
-    config = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "eos_token_id": 2}
-    torch.manual_seed(0)
-    module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gpt2", **config))
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.add_(0.05)
-    module.save_pretrained(tmp_path / "m")
-    model = checkpoints.prepare(ModelSpec(str(tmp_path / "m")), tmp_path)
-    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3)
-    results = {r.id: r for r in engine.generate(GOOD)}
-    engine.close()
-    assert all(same_by_the_near_tie_rule(module.eval(), r, results[r.id].tokens) for r in GOOD)
 
 
 def test_shards_a_bare_prefix_and_either_of_two_tied_tensors_are_found(model, reference, tmp_path, cache):

@@ -9,6 +9,7 @@ from engines.offload.gemm import by_torch
 from engines.offload.kernels import NoCompilerError, compiled_decode, compiled_product, reference_decode
 from engines.offload.kernels.build import load
 from engines.offload.pages import PAGE_TOKENS
+from engines.offload.rule import Rule
 
 #: What a product is added to: one row for all such as a bias, the output itself.
 STARTS = ("nothing", "row", "out")
@@ -81,24 +82,32 @@ def compiled(cache):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7)])
-def test_decode_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim):
+@pytest.mark.parametrize("more", [{}, {"window": 8}, {"softcap": 2.0}, {"window": 9, "softcap": 1.5, "sinks": True}])
+def test_decode_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim, more):
     torch.manual_seed(0)
     lengths = torch.tensor([1, 3, 8, 9, 40], dtype=torch.int32)
     pages = 30
     keys, values = (torch.randn(pages, kv_heads, PAGE_TOKENS, dim).to(dtype) for _ in range(2))
     table = torch.randperm(pages)[:25].view(5, 5).int()
     query = torch.randn(5, heads, dim)
+    sinks = torch.randn(heads) if more.get("sinks") else None
+    rule = Rule(0.3, **more | {"sinks": sinks})
     exact = torch.empty(5, heads, dim, dtype=torch.float64)
     for i, n in enumerate(lengths.tolist()):
+        first = max(0, n - more.get("window", n))
         k, v = (
-            torch.stack([c[table[i, t // PAGE_TOKENS], :, t % PAGE_TOKENS] for t in range(n)], 1).double()
+            torch.stack([c[table[i, t // PAGE_TOKENS], :, t % PAGE_TOKENS] for t in range(first, n)], 1).double()
             for c in (keys, values)
         )
-        q = query[i].double().view(kv_heads, -1, dim)
-        exact[i] = ((q @ k.mT * 0.3).softmax(-1) @ v).reshape(heads, dim)
+        scores = query[i].double().view(kv_heads, -1, dim) @ k.mT * 0.3
+        if cap := more.get("softcap"):
+            scores = cap * (scores / cap).tanh()
+        weights = scores.exp()
+        total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp().view(kv_heads, -1))
+        exact[i] = (weights / total[..., None] @ v).reshape(heads, dim)
     for kernel in (compiled, reference_decode):
         torch.testing.assert_close(
-            kernel(query, keys, values, table, lengths, 0.3).double(), exact, rtol=1e-5, atol=1e-6
+            kernel(query, keys, values, table, lengths, rule).double(), exact, rtol=1e-5, atol=1e-6
         )
 
 
@@ -109,14 +118,14 @@ def test_half_precision_is_widened_exactly(compiled):
     count = len(finite)
     table = torch.arange(count, dtype=torch.int32).view(-1, 1)
     ones = torch.ones(count, dtype=torch.int32)
-    found = compiled(torch.zeros(count, 1, 1), torch.zeros_like(finite), finite, table, ones, 1.0)
+    found = compiled(torch.zeros(count, 1, 1), torch.zeros_like(finite), finite, table, ones, Rule(1.0))
     assert torch.equal(found.view(-1), finite[:, 0, 0, 0].float())
 
 
 def test_nan_in_the_cache_is_not_hidden(compiled):
     keys = torch.full((1, 1, PAGE_TOKENS, 8), torch.nan)
     one = torch.ones(1, 1, dtype=torch.int32)
-    found = compiled(torch.ones(1, 1, 8), keys, keys, one * 0, one[0], 1.0)
+    found = compiled(torch.ones(1, 1, 8), keys, keys, one * 0, one[0], Rule(1.0))
     assert found.isnan().all()
 
 

@@ -190,7 +190,9 @@ def test_a_load_waits_for_the_use_that_frees_its_slot(cast):
 
 def demand(**changes):
     blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], 4)
-    return dataclasses.replace(Demand(SHAPE, blocks, 4, 4, 0, small=1000, max_sequence=48, mean_sequence=40), **changes)
+    return dataclasses.replace(
+        Demand(SHAPE, blocks, 4, 4, 0, small=1000, keeps_scores=False, max_sequence=48, mean_sequence=40), **changes
+    )
 
 
 MIB = 1 << 20

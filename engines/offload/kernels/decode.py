@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 
 from engines.offload.kernels.build import load
+from engines.offload.rule import Rule, attend
 
 #: (query [n, heads, dim], keys, values [pages, kv_heads, page, dim], table [n, max_pages] int32,
-#: lengths [n] int32, scale) -> [n, heads, dim]
-DecodeKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor
-]  # fmt: skip
+#: lengths [n] int32, rule) -> [n, heads, dim]
+DecodeKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rule], torch.Tensor]
 
 
 def reference_decode(
@@ -23,16 +22,14 @@ def reference_decode(
     values: torch.Tensor,
     table: torch.Tensor,
     lengths: torch.Tensor,
-    scale: float,
+    rule: Rule,
 ) -> torch.Tensor:
     """The definition, in torch, one sequence at a time, in float32."""
     out = torch.empty_like(query)
-    kv_heads, dim = keys.shape[1], keys.shape[3]
     for i, length in enumerate(lengths.tolist()):
         pages = table[i].long()
-        k, v = (c[pages].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length].float() for c in (keys, values))
-        q = query[i].float().view(kv_heads, -1, dim)
-        out[i] = ((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).view(-1, dim)
+        k, v = (c[pages].transpose(0, 1).flatten(1, 2)[:, :length] for c in (keys, values))
+        out[i] = attend(query[i].float().unsqueeze(1), k, v, rule, length - 1)[:, 0]
     return out
 
 
@@ -49,7 +46,7 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
         torch.float16: library.decode_float16,
     }
     for function in functions.values():
-        function.argtypes = [pointer] * 6 + [number] * 6 + [ctypes.c_float, ctypes.c_int]
+        function.argtypes = [pointer] * 6 + [number] * 7 + [ctypes.c_float, ctypes.c_float, pointer, ctypes.c_int]
         function.restype = None
 
     def decode(
@@ -58,7 +55,7 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
         values: torch.Tensor,
         table: torch.Tensor,
         lengths: torch.Tensor,
-        scale: float,
+        rule: Rule,
     ) -> torch.Tensor:
         wide = query.float().contiguous()
         assert keys.is_contiguous() and values.is_contiguous() and table.is_contiguous()
@@ -67,7 +64,8 @@ def compiled_decode(cache: Path, threads: int) -> DecodeKernel:
         _, kv_heads, page, _ = keys.shape
         functions[keys.dtype](
             *(t.data_ptr() for t in (wide, keys, values, table, lengths, out)),
-            sequences, heads, kv_heads, dim, page, table.shape[1], scale, threads,
+            sequences, heads, kv_heads, dim, page, table.shape[1], rule.window or 0, rule.scale, rule.softcap or 0.0,
+            None if rule.sinks is None else rule.sinks.data_ptr(), threads,
         )  # fmt: skip
         return out.to(query.dtype)
 

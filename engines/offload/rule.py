@@ -1,0 +1,48 @@
+"""How a layer attends beyond being causal, and the definition of it in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What attention does with a layer's scores.
+
+    `window`: a token sees itself and the `window` - 1 before it. `softcap` c: a score s becomes c * tanh(s / c).
+    `sinks` [heads] float32: a score in each head's softmax that belongs to no token (gpt-oss).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def visible(self, first: int, rows: int, seen: int) -> torch.Tensor:
+        """Whether each of `rows` tokens from position `first` on sees each of `seen` tokens: bool [rows, seen]."""
+        mask = torch.ones(rows, seen, dtype=torch.bool).tril(first)
+        return mask if self.window is None else mask.triu(first - self.window + 1)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
+    """Attention of query [heads, rows, dim] at positions from `first` on to key, value [kv_heads, seen, dim].
+
+    Returns [heads, rows, dim] in the query's dtype. Scores of one key/value head at a time are held.
+    """
+    heads, rows, _ = query.shape
+    group = heads // key.shape[0]
+    mask = rule.visible(first, rows, key.shape[1])
+    out = query.new_empty(heads, rows, value.shape[2])
+    for i, (k, v) in enumerate(zip(key.to(query.dtype), value.to(query.dtype), strict=True)):
+        own = slice(i * group, (i + 1) * group)
+        scores = query[own] @ k.T * rule.scale
+        if rule.softcap is not None:
+            scores = (scores / rule.softcap).tanh() * rule.softcap
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if rule.sinks is not None:
+            sinks = rule.sinks[own].to(scores.dtype).view(-1, 1, 1).expand(-1, rows, 1)
+            scores = torch.cat([scores, sinks], -1)
+        out[own] = scores.softmax(-1)[..., : len(k)] @ v
+    return out

@@ -1,0 +1,62 @@
+"""Small random models, and what it takes to hold the offload engine against transformers with them."""
+
+import random
+
+import torch
+import transformers
+
+from engines.offload.engine import OffloadEngine
+from harness.api import GenerationRequest, HardwareLimits, Job, OffloadPolicy, SamplingParams
+
+CONTEXT = 128
+VOCAB = 512
+#: Where greedy paths part, the reference's two best logits must be closer than this: float32 sums in another order.
+NEAR_TIE = 1e-3
+COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+CONFIGS = {
+    "opt": COMMON | {"ffn_dim": 160, "word_embed_proj_dim": 64, "max_position_embeddings": CONTEXT},
+    "llama": COMMON | {"intermediate_size": 160, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT},
+}
+
+
+def save(folder, kind, dtype=torch.float32, **changes):
+    """A random model whose logits differ enough to tell right from wrong."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**CONFIGS.get(kind, {}), **changes})
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
+    module.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def load(model, cache, budget=None, max_sequence=64, engine=None, **policy):
+    engine = engine or OffloadEngine()
+    job = Job(cache, cache, max_sequence, max_sequence)
+    report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)
+    return engine, report
+
+
+def same_by_the_near_tie_rule(reference, request, tokens):
+    """Greedy by the reference's own logits, token by token, but for choices between near-equals."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*request.prompt, *tokens[:-1]]])).logits[0, len(request.prompt) - 1 :]
+    eos = reference.generation_config.eos_token_id
+    if request.sampling.ignore_eos and eos is not None:
+        logits[:, eos] = -torch.inf
+    best = logits.max(dim=-1).values
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((best - chosen < NEAR_TIE).all())
+
+
+def requests_of(seed, count, eos=True):
+    rng = random.Random(seed)
+    return [
+        GenerationRequest(
+            f"r{i}",
+            tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 40))),
+            SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=eos and rng.random() < 0.7),
+        )
+        for i in range(count)
+    ]

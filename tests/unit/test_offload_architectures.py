@@ -1,0 +1,86 @@
+"""Every architecture says what transformers says of it: windows, soft-capping, sinks and all the rest."""
+
+import pytest
+import torch
+import transformers
+
+from engines import checkpoints
+from harness.api import ModelSpec, UnsupportedError
+from tests.offload import COMMON, CONTEXT, VOCAB, load, requests_of, same_by_the_near_tie_rule, save
+
+ROTARY = COMMON | {
+    "intermediate_size": 160,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+MODELS = {
+    "opt-350m": ("opt", COMMON | {"ffn_dim": 160, "word_embed_proj_dim": 32, "do_layer_norm_before": False,
+                                  "max_position_embeddings": CONTEXT}),
+    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT,
+                      "bos_token_id": 1, "eos_token_id": 2}),
+    "llama3": ("llama", ROTARY | {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", ROTARY | {"sliding_window": 8}),
+    "qwen2": ("qwen2", ROTARY | {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}),
+    "qwen3": ("qwen3", ROTARY | {"head_dim": 24, "tie_word_embeddings": True}),
+    "phi3": ("phi3", ROTARY | {"sliding_window": 8, "eos_token_id": 2}),
+    "gemma2": ("gemma2", ROTARY | MIXED | {"head_dim": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", ROTARY | MIXED | {"head_dim": 24, "query_pre_attn_scalar": 24}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
+    kind, config = MODELS[request.param]
+    return save(tmp_path_factory.mktemp(request.param) / "m", kind, **config)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_greedy_output_is_transformers_own_on_every_schedule(folder, cache):
+    model = checkpoints.prepare(ModelSpec(str(folder)), cache)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    requests = requests_of(1, 9)
+    for schedule, size, batches, chunk in (("row", 3, 1, None), ("zigzag", 2, 2, 7), ("sweep", 9, 1, 13)):
+        engine, _ = load(
+            model, cache, schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, prefill_chunk=chunk
+        )
+        results = {r.id: r for r in engine.generate(requests)}
+        engine.close()
+        assert all(same_by_the_near_tie_rule(reference, r, results[r.id].tokens) for r in requests)
+
+
+def test_logits_are_within_one_in_ten_thousand(folder, cache):
+    """Of prompts longer than any window, cut into chunks, against one plain pass for each."""
+    model = checkpoints.prepare(ModelSpec(str(folder)), cache)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    torch.manual_seed(1)
+    pairs = [(tuple(torch.randint(5, VOCAB, (n,)).tolist()), (7, 8, 9)) for n in (1, 20, 45)]
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, prefill_chunk=11)
+    scores = engine.score(pairs)
+    engine.close()
+    for (context, continuation), score in zip(pairs, scores, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
+        picked = logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
+        assert score.logprob == pytest.approx(picked, rel=1e-4)
+
+
+def test_a_mask_other_than_the_window_it_names_is_refused(tmp_path, monkeypatch):
+    folder = save(tmp_path / "m", "mistral", **ROTARY, sliding_window=8)
+    attention = transformers.models.mistral.modeling_mistral.MistralAttention
+    plain = attention.forward
+
+    def forward(self, *args, **kwargs):
+        self.config.sliding_window = 9
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", forward)
+    with pytest.raises(UnsupportedError, match=r"mistral: .* neither causal nor the window it names"):
+        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")

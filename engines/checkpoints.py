@@ -177,7 +177,12 @@ def _shape(folder: Path) -> ModelShape:
         raise HarnessError(f"{folder / 'config.json'}: transformers builds no causal model of it: {exc}") from exc
     text = config.get_text_config()
     layers = text.num_hidden_layers
-    matrices = sum(p.numel() for name, p in model.named_parameters() if _LAYER.match(name) and p.ndim > 1)
+    chosen = getattr(text, "num_experts_per_tok", None) or 1  # of a stack of experts' matrices a token meets so many
+    matrices = sum(
+        p.numel() if p.ndim == 2 else p.numel() // len(p) * chosen
+        for name, p in model.named_parameters()
+        if _LAYER.match(name) and p.ndim in (2, 3)
+    )
     ffn = next((v for k in ("intermediate_size", "ffn_dim", "n_inter", "n_inner") if (v := getattr(text, k, None))), 0)
     return ModelShape(
         family=str(config.model_type),

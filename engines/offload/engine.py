@@ -17,9 +17,10 @@ from engines.offload.layout import Block, blocks_of
 from engines.offload.model import SeamedModel
 from engines.offload.runtime import Runtime
 from engines.offload.sequences import Generation, Scoring
+from engines.offload.source import Source
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
-from engines.offload.weights import Source, convert
+from engines.offload.weights import convert
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -82,7 +83,7 @@ class OffloadEngine:
             mean_sequence=job.mean_sequence,
         )
         plan = tiers.place(demand, policy, limits.host_memory)
-        source = Source(model, seamed.prefix, seamed.aliases)
+        source = Source(model, seamed.prefix, seamed.aliases, seamed.transforms)
         converted = convert(
             model, source, seamed.matrices, blocks, seamed.tables, seamed.small, job.cache, job.on_progress
         )

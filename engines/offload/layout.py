@@ -18,13 +18,20 @@ class Matrix:
     """The weight W[rows, columns] of a linear layer y = x W^T, by its parameter's name.
 
     `transposed`: checkpoints hold W^T (GPT-2). `group`: the file it goes into, one for each decoder layer.
+    `expert`: which one of the parameter's stack it is, where that is a stack of experts' matrices.
     """
 
-    name: str
+    parameter: str
     rows: int
     columns: int
     group: str
     transposed: bool = False
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, with the number of the expert."""
+        return self.parameter if self.expert is None else f"{self.parameter}[{self.expert}]"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ one after the other in one row, without padding, and who owns which is the atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.pytorch_utils import Conv1D
 
@@ -37,6 +40,13 @@ class Weights(Protocol):
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x[rows, columns] times the transpose of the named matrix, plus bias[outputs]: a new [rows, outputs]."""
+        ...
+
+    def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
+        """Which of `count` experts to compute, in this order, of those that are hit; told before their products.
+
+        `stacks` are the parameters that hold the experts' matrices.
+        """
         ...
 
 
@@ -82,6 +92,7 @@ class SeamedModel:
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
         self.aliases: Mapping[str, str] = self._module.all_tied_weights_keys
+        self.transforms = get_model_conversion_mapping(self._module)
         self._after_attention: frozenset[str] = frozenset()
         self.eos, self.begin = _special_tokens(path, config, shape.vocab)
         self.weights: Weights | None = None
@@ -94,12 +105,16 @@ class SeamedModel:
             for leaf, parameter in module.named_parameters(recurse=False):
                 name = f"{path_}.{leaf}" if path_ else leaf
                 self._owners[name] = (module, leaf)
-                if leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
+                if hasattr(module, "is_transposed") and parameter.dim() == 3:
+                    found |= {m.name: m for m in self._take_over_stack(module, path_, leaf, tuple(parameter.shape))}
+                elif leaf == "weight" and type(module).forward in (nn.Linear.forward, Conv1D.forward):
                     found[name] = self._take_over(module, name, tuple(parameter.shape))
                 elif isinstance(module, nn.Embedding):
                     self.tables[name] = (parameter.shape[0], parameter.shape[1])
                 else:
                     self.small[name] = tuple(parameter.shape)
+        if any(m.expert is not None for m in found.values()):
+            self._module.set_experts_implementation(_SEAM)
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
         self._after_attention = frozenset(dry.order[dry.attended :])
@@ -137,6 +152,32 @@ class SeamedModel:
 
         module.forward = forward
         return Matrix(name, rows, columns, _group(name), transposed)
+
+    def _take_over_stack(self, module: Any, path: str, leaf: str, shape: tuple[int, ...]) -> list[Matrix]:
+        """The matrices of a mixture's experts, by transformers' experts interface."""
+        if module.has_post_expert_norm:
+            raise UnsupportedError(f"{type(module).__name__} norms each expert's output, which engine offload does not")
+        name = f"{path}.{leaf}"
+        module.offload_experts = partial(self._experts, module, path)
+        rows, columns = shape[:0:-1] if module.is_transposed else shape[1:]
+        return [Matrix(name, rows, columns, _group(name), module.is_transposed, e) for e in range(shape[0])]
+
+    def _experts(
+        self, module: Any, path: str, x: torch.Tensor, index: torch.Tensor, share: torch.Tensor
+    ) -> torch.Tensor:
+        """The mixture for x [rows, hidden], whose row i goes to experts index[i] at the shares share[i]."""
+        assert self.weights is not None
+        first, second = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+        count = len(getattr(module, first))
+        hit = sorted(e for e in set(index.flatten().tolist()) if e < count)
+        out = torch.zeros_like(x)
+        for e in self.weights.visit((f"{path}.{first}", f"{path}.{second}"), hit, count):
+            row, place = torch.where(index == e)
+            inner = self._product(f"{path}.{first}[{e}]", x[row], _of(module, f"{first}_bias", e))
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            outer = self._product(f"{path}.{second}[{e}]", inner, _of(module, f"{second}_bias", e))
+            out.index_add_(0, row, outer * share[row, place, None])
+        return out
 
     def _product(self, name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix. After the last attention a row serves its own logits only, so those
@@ -180,10 +221,16 @@ class SeamedModel:
         """Only what belongs to linear layers and embeddings is streamed, so the rest must be small parameters."""
         kind = self._module.config.model_type
         for name, shape in self.small.items():
-            if len(shape) > 1 and torch.Size(shape).numel() > 1 << 20:
+            if len(shape) > 1 and torch.Size(shape).numel() > 1 << 22:
                 raise UnsupportedError(f"{kind}: {name} {list(shape)} belongs to no plain linear layer or embedding")
         if others := set(self._module.state_dict()) - set(self._owners):
             raise UnsupportedError(f"{kind}: its checkpoint holds {min(others)}, which is no parameter")
+
+
+def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:
+    """An expert's bias, where experts have one."""
+    stack = getattr(module, name, None)
+    return None if stack is None else stack[expert]
 
 
 class _Table(torch.Tensor):
@@ -251,6 +298,9 @@ class _Dry:
         self.order.append(matrix)
         return x.new_zeros(x.shape[0], self._outputs[matrix])
 
+    def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
+        return range(count)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
@@ -307,6 +357,13 @@ def _attention_seam(
     return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], rule)[None], None
 
 
+def _experts_seam(
+    module: Any, hidden: torch.Tensor, index: torch.Tensor, share: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """What transformers calls for a mixture of experts."""
+    return torch.as_tensor(module.offload_experts(hidden, index, share))
+
+
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """Attention knows by itself who sees whom."""
 
@@ -316,6 +373,7 @@ def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwar
     return _Mask(mask_function)
 
 
+ALL_EXPERTS_FUNCTIONS.register(_SEAM, _experts_seam)
 for _name, _mask in ((_SEAM, _no_mask), (_DRY_SEAM, _mask_to_check)):
     AttentionInterface.register(_name, _attention_seam)
     AttentionMaskInterface.register(_name, _mask)

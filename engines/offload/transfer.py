@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,9 +24,9 @@ class BlockStream:
     """The blocks of `order`, again and again, each read by direct I/O before it is asked for.
 
     `next` hands out the block that is due, and `release` gives its slot back to the readers: they run ahead by as
-    many blocks as there are slots, across the end of a pass too, and read neighbours at once. The page cache is
-    bypassed, where the file system allows it, so that it neither flatters nor takes memory. A reader's error is
-    raised by `next`.
+    many blocks as there are slots, across the end of a pass too, and read neighbours at once. `skip` goes past a
+    block that turns out not to be needed, and `leave_out` says so in advance. The page cache is bypassed, where the
+    file system allows it, so that it neither flatters nor takes memory. A reader's error is raised by `next`.
     """
 
     def __init__(self, folder: Path, order: Sequence[Block], slots: int, timeline: Timeline) -> None:
@@ -41,10 +41,13 @@ class BlockStream:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # for readers: slots are free, or the stream is over
         self._arrived = threading.Condition(self._lock)  # for the caller: blocks are there, or a reader has failed
-        self._claimed = 0  # blocks that a reader has begun
+        self._free = list(range(self.slots))
+        self._next = 0  # the first block that no reader has begun, counted over all passes as all of these
+        self._slot: dict[int, int] = {}  # by block that is being read, ready or handed out
         self._ready: set[int] = set()
-        self._taken = 0  # blocks handed out
-        self._released = 0
+        self._left_out: set[int] = set()
+        self._taken = 0  # blocks handed out or skipped
+        self._held: list[int] = []  # blocks handed out and not yet released
         self._began = self._filled = time.perf_counter()
         self._failure: HarnessError | None = None
         self._closed = False
@@ -62,7 +65,7 @@ class BlockStream:
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
         with self._lock:
-            self._wait_for(self.slots - 1)
+            self._wait_for(range(self._taken, self.slots))
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
     def next(self, block: Block) -> torch.Tensor:
@@ -75,26 +78,42 @@ class BlockStream:
             raise HarnessError(f"the schedule asks for {block}, the stream has {due}")
         began = time.perf_counter()
         with self._lock:
-            self._wait_for(self._taken)
+            self._wait_for((self._taken,))
             self._ready.discard(self._taken)
+            self._held.append(self._taken)
+            start = self._slot[self._taken] * self._slot_bytes
+            self._taken += 1
         self._timeline.add("wait", "stall", began, time.perf_counter())
-        start = self._taken % self.slots * self._slot_bytes
-        self._taken += 1
         return self._tensor[start : start + block.nbytes]
+
+    def release(self) -> None:
+        """What was handed out is no longer needed."""
+        with self._lock:
+            while self._held:
+                self._give_back(self._held.pop())
+
+    def skip(self) -> None:
+        """The block that is due is not needed."""
+        with self._lock:
+            index = self._taken
+            self._taken += 1
+            if index in self._ready:
+                self._ready.discard(index)
+                self._give_back(index)
+            elif index not in self._slot and index >= self._next:
+                self._left_out.add(index)
+
+    def leave_out(self, places: Sequence[int]) -> None:
+        """The blocks at these places of the order will be skipped in this pass: no reader need begin them."""
+        with self._lock:
+            first = self._taken // max(1, len(self._order)) * len(self._order)
+            self._left_out.update(i for p in places if (i := first + p) >= self._next)
 
     def align(self) -> None:
         """Goes on to the start of the order, where a pass that was broken off has left it elsewhere."""
         self.release()
         while self._order and self._taken % len(self._order):
-            self.next(self._order[self._taken % len(self._order)])
-            self.release()
-
-    def release(self) -> None:
-        """The block handed out last is no longer needed."""
-        with self._lock:
-            self._released = self._taken
-            if self._claimable():
-                self._freed.notify()
+            self.skip()
 
     def close(self) -> None:
         """Ends the readers. Idempotent."""
@@ -109,21 +128,27 @@ class BlockStream:
             os.close(descriptor)
         self._files = {}
 
-    def _wait_for(self, index: int) -> None:
-        """Returns with block `index`, and all before it, in the ring; the lock is held."""
-        while not self._ready.issuperset(range(self._taken, index + 1)):
+    def _wait_for(self, indices: Iterable[int]) -> None:
+        """Returns with these blocks in the ring; the lock is held."""
+        while not self._ready.issuperset(indices):
             if self._failure is not None:
                 raise self._failure
             if self._closed:
                 raise HarnessError("the weight stream was closed under its reader")
             self._arrived.wait(1.0)
 
+    def _give_back(self, index: int) -> None:
+        """Frees the slot of a block; the lock is held."""
+        self._free.append(self._slot.pop(index))
+        if self._claimable():
+            self._freed.notify()
+
     def _read(self) -> None:
         while run := self._claim():
             blocks = [self._order[i % len(self._order)] for i in run]
             began = time.perf_counter()
             try:
-                self._fetch(blocks, run.start % self.slots)
+                self._fetch(blocks, [self._slot[i] for i in run])
             except Exception as exc:  # must reach whoever waits, whatever it is
                 with self._lock:
                     self._failure = exc if isinstance(exc, HarnessError) else HarnessError(_words(blocks[0], exc))
@@ -131,7 +156,11 @@ class BlockStream:
                     self._freed.notify_all()
                 return
             with self._lock:
-                self._ready.update(run)
+                for i in run:
+                    if i < self._taken:  # skipped while it was read
+                        self._give_back(i)
+                    else:
+                        self._ready.add(i)
                 self.bytes_read += sum(b.span for b in blocks)
                 if run.start < self.slots:
                     self._filled = time.perf_counter()
@@ -143,30 +172,32 @@ class BlockStream:
         with self._lock:
             while not self._closed and self._failure is None:
                 if run := self._claimable():
-                    self._claimed = run.stop
+                    self._next = run.stop
+                    self._slot.update((i, self._free.pop()) for i in run)
                     return run
                 self._freed.wait()
         return range(0)
 
     def _claimable(self) -> range:
-        """Blocks that lie one after the other in their file, and in the ring, if all their slots are free."""
+        """The next blocks to read that lie one after the other in their file, if there are slots for them."""
         if not self._order:
             return range(0)
-        first = self._claimed
-        most = min(max(1, self.slots // _READS), self.slots - first % self.slots)
-        stop = first + 1
-        while stop < first + most and self._follows(stop):
+        while self._next in self._left_out:
+            self._left_out.discard(self._next)
+            self._next += 1
+        stop = self._next + 1
+        while stop < self._next + max(1, self.slots // _READS) and stop not in self._left_out and self._follows(stop):
             stop += 1
-        return range(first, stop) if stop - self._released <= self.slots else range(0)
+        return range(self._next, stop) if stop - self._next <= len(self._free) else range(0)
 
     def _follows(self, index: int) -> bool:
         """Whether block `index` lies right after the one before it."""
         before, block = (self._order[i % len(self._order)] for i in (index - 1, index))
         return before.file == block.file and before.offset + before.span == block.offset
 
-    def _fetch(self, blocks: Sequence[Block], slot: int) -> None:
-        """Reads neighbouring blocks into the slots from `slot` on."""
-        starts = [i * self._slot_bytes for i in range(slot, slot + len(blocks))]
+    def _fetch(self, blocks: Sequence[Block], slots: Sequence[int]) -> None:
+        """Reads neighbouring blocks, each into its slot."""
+        starts = [slot * self._slot_bytes for slot in slots]
         views = [self._memory[start : start + b.span] for start, b in zip(starts, blocks, strict=True)]
         descriptor, offset = self._files[blocks[0].file], blocks[0].offset
         while views:

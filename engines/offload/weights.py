@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from engines.folders import build_once
 from engines.offload.layout import Block, Matrix
+from engines.offload.source import Source
 from harness.api import HarnessError, LocalModel
 
 #: Part of a folder's name: raise it when the files of the same checkpoint are laid out differently.
@@ -75,40 +75,6 @@ class Converted:
         return found
 
 
-class Source:
-    """The tensors of a folder of safetensors under the names that the model's parameters have.
-
-    `aliases` are pairs of tied parameters, of which a checkpoint may hold either; `prefix` is the base model's,
-    which checkpoints of the bare model lack.
-    """
-
-    def __init__(self, model: LocalModel, prefix: str, aliases: Mapping[str, str]) -> None:
-        self._folder = Path(model.path)
-        self._prefix = f"{prefix}."
-        self._aliases = dict(aliases) | {there: here for here, there in aliases.items()}
-        index = self._folder / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
-        self.shards = [self._folder / name for name in names or ["model.safetensors"]]
-        self._files: dict[str, Any] = {}
-        for shard in self.shards:
-            file = safe_open(shard, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
-
-    def slice(self, parameter: str, shape: tuple[int, ...]) -> Any:
-        """A lazy view of a tensor: indexing reads that part only. Raises HarnessError where it does not fit."""
-        key = next((k for k in self._candidates(parameter) if k in self._files), None)
-        if key is None:
-            raise HarnessError(f"{self._folder} holds no tensor for {parameter}; is it a checkpoint of this model?")
-        view = self._files[key].get_slice(key)
-        if (got := tuple(view.get_shape())) != shape:
-            raise HarnessError(f"{self._folder}: tensor {key} has shape {list(got)}, the model needs {list(shape)}")
-        return view
-
-    def _candidates(self, parameter: str) -> list[str]:
-        names = [parameter, *([self._aliases[parameter]] if parameter in self._aliases else [])]
-        return [n for name in names for n in (name, name.removeprefix(self._prefix), self._prefix + name)]
-
-
 def convert(
     model: LocalModel,
     source: Source,
@@ -164,12 +130,12 @@ class _Writer:
         for block in blocks:
             self._append(block.file, self._read(by_name[block.matrix], block), block.span)
         for name, shape in tables.items():
-            view = self._source.slice(name, shape)
+            view = self._source.view(name, shape)
             step = max(1, _PIECE // (shape[1] * self._dtype.itemsize))
             for row in range(0, shape[0], step):
                 self._append(_table_file(name), _finite(name, view[row : row + step].to(self._dtype)))
         # in their own dtype: norms are often kept in more bits than matrices
-        tensors = {name: _finite(name, self._source.slice(name, shape)[:].clone()) for name, shape in small.items()}
+        tensors = {name: _finite(name, self._source.view(name, shape)[:].clone()) for name, shape in small.items()}
         save_file(tensors, self._folder / _SMALL)
         for path in [*self._folder.iterdir(), self._folder]:
             descriptor = os.open(path, os.O_RDONLY)
@@ -178,11 +144,14 @@ class _Writer:
 
     def _read(self, matrix: Matrix, block: Block) -> torch.Tensor:
         """One block from the checkpoint, as it will lie in the file."""
-        shape = (matrix.columns, matrix.rows) if matrix.transposed else (matrix.rows, matrix.columns)
-        view = self._source.slice(matrix.name, shape)
-        first = (block.axis == 0) != matrix.transposed
-        part = view[block.start : block.stop] if first else view[:, block.start : block.stop]
-        return _finite(matrix.name, (part.T if matrix.transposed else part).to(self._dtype))
+        cut, whole = slice(block.start, block.stop), slice(0, block.shape[1 - block.axis])
+        rows, columns = (cut, whole) if block.axis == 0 else (whole, cut)
+        if matrix.transposed:
+            shape = (matrix.columns, matrix.rows)
+            part = self._source.read(matrix.parameter, matrix.expert, shape, columns, rows).T
+        else:
+            part = self._source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
+        return _finite(matrix.name, part.to(self._dtype))
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
         data = tensor.contiguous().view(torch.uint8).numpy().tobytes()

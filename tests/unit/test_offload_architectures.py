@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from engines import checkpoints
-from harness.api import ModelSpec, UnsupportedError
+from harness.api import GenerationRequest, ModelSpec, SamplingParams, UnsupportedError
 from tests.offload import COMMON, CONTEXT, VOCAB, load, requests_of, same_by_the_near_tie_rule, save
 
 ROTARY = COMMON | {
@@ -29,6 +29,11 @@ MODELS = {
     "phi3": ("phi3", ROTARY | {"sliding_window": 8, "eos_token_id": 2}),
     "gemma2": ("gemma2", ROTARY | MIXED | {"head_dim": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("gemma3_text", ROTARY | MIXED | {"head_dim": 24, "query_pre_attn_scalar": 24}),
+    "mixtral": ("mixtral", ROTARY | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("qwen3_moe", ROTARY | {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 16,
+                                         "num_experts_per_tok": 2}),
+    "gpt-oss": ("gpt_oss", ROTARY | MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
 }  # fmt: skip
 
 
@@ -70,6 +75,18 @@ def test_logits_are_within_one_in_ten_thousand(folder, cache):
             logits = reference(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
         picked = logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
         assert score.logprob == pytest.approx(picked, rel=1e-4)
+
+
+def test_only_wanted_experts_are_loaded(tmp_path):
+    """One token a pass meets 2 of 64 experts in each layer; a few more have been read in advance."""
+    kind, config = MODELS["qwen3-moe"]
+    folder = save(tmp_path / "m", kind, **config | {"num_experts": 64})
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    engine, report = load(model, tmp_path, schedule="row", weights=(0.0, 0.0, 1.0))
+    list(engine.generate([GenerationRequest("a", (5,), SamplingParams(20, ignore_eos=True))]))
+    read = engine._runtime._stream.bytes_read
+    engine.close()
+    assert read < 20 * report.weights_by_tier[2] / 2
 
 
 def test_a_mask_other_than_the_window_it_names_is_refused(tmp_path, monkeypatch):

@@ -22,7 +22,8 @@ from engines.offload.engine import OffloadEngine  # noqa: E402
 from engines.offload.layout import blocks_of  # noqa: E402
 from engines.offload.model import SeamedModel  # noqa: E402
 from engines.offload.pages import pages_for  # noqa: E402
-from engines.offload.weights import Source, convert  # noqa: E402
+from engines.offload.source import Source  # noqa: E402
+from engines.offload.weights import convert  # noqa: E402
 from harness.api import (  # noqa: E402
     DTYPE_BYTES,
     DiskFullError,

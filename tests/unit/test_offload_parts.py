@@ -1,6 +1,7 @@
 """The parts of the offload engine, each against what it must keep: layout, stream, schedule, memory, timeline."""
 
 import dataclasses
+import random
 import re
 import threading
 import time
@@ -94,6 +95,36 @@ def test_a_stream_reads_no_further_than_its_slots(files):
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     stream.release()
     stream.next(files[1][2])
+    stream.close()
+
+
+def test_what_is_skipped_is_not_waited_for_and_never_mistaken(files):
+    """Some of it announced, some not; over many passes, so that slots are used for other blocks again."""
+    rng = random.Random(0)
+    stream = stream_of(files)
+    for _ in range(30):
+        needed = {i for i in range(len(files[1])) if rng.random() < 0.4}
+        stream.leave_out([i for i in range(len(files[1])) if i not in needed and rng.random() < 0.7])
+        for i, block in enumerate(files[1]):
+            if i not in needed:
+                stream.skip()
+                continue
+            assert (stream.next(block) == i + 1).all()
+            stream.release()
+    stream.close()
+
+
+def test_what_is_left_out_is_not_read(files):
+    stream = stream_of(files)
+    stream.measure()
+    count = len(files[1])
+    for _ in range(50):
+        stream.leave_out(list(range(1, count)))
+        stream.next(files[1][0])
+        stream.release()
+        for _ in range(1, count):
+            stream.skip()
+    assert stream.bytes_read < 50 * sum(b.span for b in files[1]) / 2
     stream.close()
 
 

@@ -67,6 +67,11 @@ class Batcher(ABC, Generic[S]):
             return 0.0
         return self._waiting[0].arrival_s if self._waiting else None
 
+    @property
+    def waiting(self) -> int:
+        """How many have not been let in."""
+        return len(self._waiting)
+
     @abstractmethod
     def next_pass(self, now_s: float) -> list[list[Part[S]]]:
         """The batches of the next pass, single rows first in each; empty only where nothing has arrived."""
@@ -181,8 +186,8 @@ class SweepBatcher(Batcher[S]):
 class ChunkRule:
     """How many prompt tokens go into a pass of a sweep.
 
-    `steady`: what keeps a full house, as each sequence that ends makes room for one. `balance`: rows at which a
-    pass computes as long as its weights take to load: below it more rows cost no time. `most`: what memory allows.
+    `steady`: what keeps a full house, as each sequence that ends makes room for one. `balance`: rows up to which
+    prompts fill a pass beyond that, as fewer would cost no less time. `most`: what memory allows.
     """
 
     steady: int

@@ -9,12 +9,13 @@ from typing import TypeVar
 import torch
 
 from engines.offload.attention import PackedAttention, Segment
-from engines.offload.batching import Batcher, BlockBatcher, ChunkRule, Part, SweepBatcher
+from engines.offload.batching import Batcher, BlockBatcher, Part, SweepBatcher
 from engines.offload.executor import Executor
 from engines.offload.kernels import DecodeKernel
 from engines.offload.kv_cache import PagedCache
 from engines.offload.model import PackedBatch
 from engines.offload.pages import pages_for
+from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import ActiveSequence
 from engines.offload.tiers import Plan
 from engines.offload.timeline import Timeline
@@ -124,9 +125,8 @@ class Runtime:
         policy, plan = self._policy, self._plan
         if policy.schedule != "sweep":
             return BlockBatcher(sequences, self._cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk)
-        prompts = sum(len(s.tokens) for s in sequences)
-        steps = sum(s.steps_left for s in sequences)
-        mean = pages_for((prompts + steps // 2) // len(sequences) + 1)
-        together = min(plan.sequences, self._cache.pages // mean)
-        rule = ChunkRule(-(-together * prompts // steps), self._balance, chunk)
+        lengths = [(len(s.tokens), s.steps_left) for s in sequences]
+        mean = sum(prompt + steps / 2 for prompt, steps in lengths) / len(lengths)
+        together = max(1, min(plan.sequences, self._cache.pages // pages_for(int(mean) + 1)))
+        rule = best_rule(lengths, self._cache.pages, plan.sequences, together, self._balance, chunk)
         return SweepBatcher(sequences, self._cache, plan.sequences, rule)

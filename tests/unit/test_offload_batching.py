@@ -1,5 +1,7 @@
 """Who shares a pass: admission within the cache's pages, order, and what is put back."""
 
+import dataclasses
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages
 from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import pages_for
+from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import Generation
 from harness.api import GenerationRequest, ModelShape, SamplingParams
 
@@ -132,3 +135,27 @@ def test_closing_gives_back_every_page():
     assert cache.free_pages < 40
     batcher.close()
     assert cache.free_pages == 40
+
+
+# ------------------------------------------------------------------------------------------------ rehearsal
+
+
+@given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 200))
+def test_what_is_rehearsed_is_what_happens(pairs, pages, size, balance):
+    """The rule found does no fewer steps in a unit of time than the first one tried, when both are played for real."""
+    together = min(size, max(1, pages // pages_for(45)))
+    found = best_rule(pairs, pages, size, together, balance, 64)
+    first = dataclasses.replace(found, balance=balance)
+    times = []
+    for rule in (found, first):
+        sequences = [generation(p, n) for p, n in pairs]
+        _, rows = drive(SweepBatcher(sequences, PagedCache(SHAPE, pages, torch.float32), size, rule), sequences)
+        times.append(sum(max(balance, r) for r in rows))
+    if len(pairs) <= 4 * together:  # longer jobs are judged by their steady state
+        assert times[0] <= times[1]
+
+
+def test_a_long_job_lets_prompts_in_one_after_the_other_and_a_short_one_at_once():
+    """At 32 + 64 tokens in 648 pages: in step 54 sequences fit, of mixed ages 80."""
+    long, short = (best_rule([(32, 64)] * n, 648, 96, 80, 165, 512) for n in (1000, 54))
+    assert long.balance < short.balance == 165

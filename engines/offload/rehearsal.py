@@ -1,0 +1,92 @@
+"""How fast a sweep lets prompts in: found by playing the job through in numbers before it is run.
+
+Prompts that are let in all at once give sequences of one age: they need their most memory together, so that fewer
+fit than of mixed ages, and they end together, for the next ones to do the same. Prompts that are let in one after
+the other make passes with few rows at the start. Which costs less depends on the job, the disk and the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from engines.offload.batching import ChunkRule, SweepBatcher
+
+#: Parts of the balance up to which prompts may fill a pass; the first of equals is taken.
+_SHARES = (1.0, 0.5, 0.25, 0.0)
+#: Of a long job so many times the sequences that run together are played.
+_BLOCKS = 4
+
+
+def best_rule(
+    lengths: Sequence[tuple[int, int]], pages: int, size: int, together: int, balance: int, most: int
+) -> ChunkRule:
+    """The rule under which a job of `lengths` (prompt tokens, steps) does the most steps in a unit of time.
+
+    A pass takes as long as its rows, or as `balance` rows where they are fewer. `together`: how many sequences of
+    mixed ages the cache of `pages` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
+    """
+    prompts, steps = (sum(numbers) for numbers in zip(*lengths, strict=True))
+    steady = -(-together * prompts // steps)
+    rules = [ChunkRule(steady, int(balance * share), most) for share in _SHARES]
+    played = lengths[: _BLOCKS * together]
+    to_the_end = len(played) == len(lengths)
+    return max(rules, key=lambda rule: _pace(played, pages, size, rule, balance, to_the_end))
+
+
+def _pace(
+    lengths: Sequence[tuple[int, int]], pages: int, size: int, rule: ChunkRule, balance: int, to_the_end: bool
+) -> float:
+    """Steps per unit of time, to the end or, where more would follow, until the last one is let in."""
+    sequences = [_Numbers(prompt, steps) for prompt, steps in lengths]
+    batcher = SweepBatcher(sequences, _Pool(pages), size, rule)
+    done, time = 0, 0
+    while batcher.waiting if not to_the_end else batcher.next_arrival_s is not None:
+        parts = [part for batch in batcher.next_pass(math.inf) for part in batch]
+        if not parts:
+            break
+        time += max(balance, sum(part.count for part in parts))
+        for part in parts:
+            if part.sequence.advance(part.count):
+                done += 1
+                if not part.sequence.steps_left:
+                    batcher.finish(part.sequence)
+    return done / max(1, time)
+
+
+class _Numbers:
+    """A sequence of which only the lengths are known."""
+
+    arrival_s = 0.0
+
+    def __init__(self, prompt: int, steps: int) -> None:
+        self.tokens = [0] * prompt
+        self.steps_left = steps
+        self.cached = 0
+        self.pages: list[int] = []
+
+    def restart(self) -> None:
+        self.cached = 0
+
+    def advance(self, count: int) -> bool:
+        """Whether `count` more tokens make a step."""
+        self.cached += count
+        if self.cached < len(self.tokens):
+            return False
+        self.tokens.append(0)
+        self.steps_left -= 1
+        return True
+
+
+class _Pool:
+    """Pages that are only counted."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = self.free_pages = pages
+
+    def take(self, count: int) -> list[int]:
+        self.free_pages -= count
+        return [0] * count
+
+    def give_back(self, pages: list[int]) -> None:
+        self.free_pages += len(pages)

@@ -8,7 +8,7 @@ one after the other in one row, without padding, and who owns which is the atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -18,19 +18,16 @@ from typing import Any, Protocol
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.pytorch_utils import Conv1D
 
+from engines.offload.dry import DryPass
 from engines.offload.layout import Matrix
-from engines.offload.rule import Rule
+from engines.offload.seams import DRY_SEAM, SEAM, Attention
+from engines.offload.table import Table
 from harness.api import HarnessError, ModelShape, UnsupportedError
 
-_SEAM, _DRY_SEAM = "offload", "offload-dry"
-#: Keywords that attention layers pass on and that change nothing in a packed batch.
-_HARMLESS = frozenset({"position_ids", "cache_position", "dropout"})
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -47,16 +44,6 @@ class Weights(Protocol):
 
         `stacks` are the parameters that hold the experts' matrices.
         """
-        ...
-
-
-class Attention(Protocol):
-    """What attends for the tokens of one packed batch."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
-    ) -> torch.Tensor:
-        """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
         ...
 
 
@@ -88,7 +75,7 @@ class SeamedModel:
         if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
             raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
         with init_empty_weights():
-            self._module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_DRY_SEAM).eval()
+            self._module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_SEAM).eval()
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
         self.aliases: Mapping[str, str] = self._module.all_tied_weights_keys
@@ -114,18 +101,18 @@ class SeamedModel:
                 else:
                     self.small[name] = tuple(parameter.shape)
         if any(m.expert is not None for m in found.values()):
-            self._module.set_experts_implementation(_SEAM)
+            self._module.set_experts_implementation(SEAM)
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
         self._after_attention = frozenset(dry.order[dry.attended :])
         self.keeps_scores = dry.keeps_scores
         self._refuse_what_is_not_streamed()
-        self._module.set_attn_implementation(_SEAM)
+        self._module.set_attn_implementation(SEAM)
 
     def bind(self, tables: Mapping[str, torch.Tensor], small: Mapping[str, torch.Tensor]) -> None:
         """Puts real tensors behind embeddings and small parameters."""
         for name, tensor in tables.items():
-            self._put(name, _Table.of(tensor, self.dtype))
+            self._put(name, Table.of(tensor, self.dtype))
         for name, tensor in small.items():
             self._put(name, tensor.to(self.dtype))
 
@@ -192,15 +179,15 @@ class SeamedModel:
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
         # `.data =` refuses on meta; a Parameter would lose what makes a table one
-        bound: Any = tensor if isinstance(tensor, _Table) else nn.Parameter(tensor, requires_grad=False)
+        bound: Any = tensor if isinstance(tensor, Table) else nn.Parameter(tensor, requires_grad=False)
         module._parameters[leaf] = bound
 
     # ------------------------------------------------------------------- the dry pass
 
     @torch.inference_mode()
-    def _dry_pass(self, found: Mapping[str, Matrix]) -> _Dry:
+    def _dry_pass(self, found: Mapping[str, Matrix]) -> DryPass:
         """Runs two tokens through zeros: which matrices are used in which order, and that every layer attends once."""
-        dry = _Dry({matrix.name: matrix.rows for matrix in found.values()})
+        dry = DryPass({matrix.name: matrix.rows for matrix in found.values()})
         for name, shape in self.tables.items():
             self._put(name, torch.zeros(1, dtype=self.dtype).expand(shape))
         for name, small in self.small.items():
@@ -231,152 +218,6 @@ def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:
     """An expert's bias, where experts have one."""
     stack = getattr(module, name, None)
     return None if stack is None else stack[expert]
-
-
-class _Table(torch.Tensor):
-    """An embedding in its stored dtype that gives its rows, and itself out, as of the compute dtype.
-
-    So whatever a model does with what it looked up, such as scaling it, is done in the compute dtype.
-    """
-
-    _as: torch.dtype
-
-    @staticmethod
-    def of(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`stored` itself where it has that dtype."""
-        if stored.dtype == dtype:
-            return stored
-        table = stored.as_subclass(_Table)
-        table._as = dtype
-        return table
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.embedding:
-            table = args[1]
-            rows = nn.functional.embedding(args[0], table.as_subclass(torch.Tensor), *args[2:], **(kwargs or {}))
-            return rows.to(table._as)
-        if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
-            return args[0]._as
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-class _Dry:
-    """Weights and attention of a pass that computes nothing: zeros of the right shapes, and notes."""
-
-    def __init__(self, outputs: Mapping[str, int]) -> None:
-        self._outputs = outputs
-        self.order: list[str] = []
-        self.attended = 0  # matrices used before the last attention
-        self.keeps_scores = False
-        self._layers: list[int] = []
-        self._shapes: set[tuple[int, ...]] = set()
-
-    def problem(self, shape: ModelShape) -> str:
-        """What the pass did that the engine does not expect; empty if nothing."""
-        if unused := set(self._outputs) - set(self.order):
-            return f"{min(unused)} is not used in every pass"
-        if len(self.order) != len(self._outputs):
-            return "a matrix is used twice in a pass"
-        if sorted(self._layers) != list(range(shape.num_layers)):
-            return (
-                f"{len(self._layers)} attention calls reached the seam, {shape.num_layers} layers should make one each"
-            )
-        expected = (
-            shape.num_heads,
-            shape.head_dim,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.num_kv_heads,
-            shape.head_dim,
-        )
-        if self._shapes != {expected}:
-            return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
-        return ""
-
-    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        self.order.append(matrix)
-        return x.new_zeros(x.shape[0], self._outputs[matrix])
-
-    def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
-        return range(count)
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
-    ) -> torch.Tensor:
-        self._layers.append(layer)
-        self.keeps_scores |= rule.softcap is not None or rule.sinks is not None
-        self.attended = len(self.order)
-        self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """What a model asks for as a mask in the dry pass: who sees whom, to be held against what attention is told."""
-
-    sees: Callable[..., torch.Tensor]
-
-    def is_window(self, window: int | None) -> bool:
-        """Whether it is causal and lets a token see `window` tokens, or all where that is None."""
-        width = 1 << 20 if window is None else window
-        positions = {q for q in (0, 1, width - 1, width, width + 1, 3 * width) if q >= 0}
-        pairs = [(q, k) for q in positions for k in (0, q - width, q - width + 1, q - 1, q, q + 1) if k >= 0]
-        zero = torch.tensor(0)
-        return all(
-            bool(self.sees(zero, zero, torch.tensor(q), torch.tensor(k)))
-            == (k <= q and (window is None or k > q - window))
-            for q, k in pairs
-        )
-
-
-def _attention_seam(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: _Mask | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    offload_attention: Attention | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer: query [1, heads, tokens, dim], key and value alike."""
-    kind = type(module).__name__
-    unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and not isinstance(v, bool))
-    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise UnsupportedError(f"{kind} looks ahead; engine offload attends causally")
-    if unknown or offload_attention is None:
-        raise UnsupportedError(f"{kind} asks attention for {', '.join(unknown)}, which engine offload has not")
-    if attention_mask is not None and not attention_mask.is_window(sliding_window):
-        raise UnsupportedError(f"{kind} asks for a mask that is neither causal nor the window it names")
-    sinks = None if s_aux is None else s_aux.reshape(-1).float()
-    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
-    return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], rule)[None], None
-
-
-def _experts_seam(
-    module: Any, hidden: torch.Tensor, index: torch.Tensor, share: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """What transformers calls for a mixture of experts."""
-    return torch.as_tensor(module.offload_experts(hidden, index, share))
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Attention knows by itself who sees whom."""
-
-
-def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> _Mask:
-    """For the dry pass."""
-    return _Mask(mask_function)
-
-
-ALL_EXPERTS_FUNCTIONS.register(_SEAM, _experts_seam)
-for _name, _mask in ((_SEAM, _no_mask), (_DRY_SEAM, _mask_to_check)):
-    AttentionInterface.register(_name, _attention_seam)
-    AttentionMaskInterface.register(_name, _mask)
 
 
 def _logits_problem(logits: torch.Tensor, shape: ModelShape) -> str:

@@ -1,0 +1,36 @@
+"""Embeddings that stay in their stored dtype, and in their file, until a row is looked up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Table(torch.Tensor):
+    """An embedding in its stored dtype that gives its rows, and itself out, as of the compute dtype.
+
+    So whatever a model does with what it looked up, such as scaling it, is done in the compute dtype.
+    """
+
+    _as: torch.dtype
+
+    @staticmethod
+    def of(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`stored` itself where it has that dtype."""
+        if stored.dtype == dtype:
+            return stored
+        table = stored.as_subclass(Table)
+        table._as = dtype
+        return table
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding:
+            table = args[1]
+            rows = nn.functional.embedding(args[0], table.as_subclass(torch.Tensor), *args[2:], **(kwargs or {}))
+            return rows.to(table._as)
+        if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return args[0]._as
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

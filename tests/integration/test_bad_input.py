@@ -94,7 +94,7 @@ def test_a_newer_record_is_refused_before_anything_runs(cli):
     (cli.out / "records.jsonl").write_text(json.dumps({"schema_version": 99}) + "\n")
     done = cli.run(cli.suite(GOOD))
     assert done.returncode == 2
-    assert "record schema 99" in done.stderr
+    assert "schema_version 99 is newer" in done.stderr
 
 
 def test_a_folder_named_like_our_packages_does_not_shadow_them(cli):

@@ -35,6 +35,7 @@ class BlockStream:
         self._files, self.direct = _open_all(folder, sorted({b.file for b in order}))
         self._slot_bytes = max((b.span for b in order), default=0)
         self.slots = min(slots, len(order))
+        self._most = max(1, self.slots // _READS)  # blocks that one read takes
         self._ring = mmap.mmap(-1, max(1, self._slot_bytes * self.slots))  # page-aligned, as direct I/O needs
         self._memory = memoryview(self._ring)
         self._tensor = torch.frombuffer(self._ring, dtype=torch.uint8)
@@ -64,8 +65,8 @@ class BlockStream:
 
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
-        with self._lock:
-            self._wait_for(range(self._taken, self.slots))
+        with self._lock:  # the last slots may stay free: a read waits until it can take all neighbours at once
+            self._wait_for(range(self._taken, self.slots - self._most + 1))
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
     def next(self, block: Block) -> torch.Tensor:
@@ -186,7 +187,7 @@ class BlockStream:
             self._left_out.discard(self._next)
             self._next += 1
         stop = self._next + 1
-        while stop < self._next + max(1, self.slots // _READS) and stop not in self._left_out and self._follows(stop):
+        while stop < self._next + self._most and stop not in self._left_out and self._follows(stop):
             stop += 1
         return range(self._next, stop) if stop - self._next <= len(self._free) else range(0)
 
@@ -231,7 +232,7 @@ def _words(block: Block, exc: Exception) -> str:
 
 def _cut_words(blocks: Sequence[Block], end: int) -> str:
     """For a file that ends before these blocks do."""
-    block = next(b for b in blocks if b.offset + b.span > end)
+    block = next((b for b in blocks if b.offset + b.span > end), blocks[-1])
     return (
         f"{block.file} ends at byte {end}, {block.matrix} reaches to {block.offset + block.span}: it was cut; "
         "remove its folder, and it will be converted again"

@@ -56,10 +56,11 @@ def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, block_bytes):
 # ------------------------------------------------------------------------------------------------ stream
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Ten blocks with known bytes in two files."""
-    matrices = [Matrix(f"m{i}", 50, 30 + i, f"group{i % 2}") for i in range(10)]
+@pytest.fixture(params=["neighbours", "scattered"])
+def files(tmp_path, request):
+    """Ten blocks with known bytes in two files: those of one after the other, or alternating."""
+    group = {"neighbours": lambda i: i // 5, "scattered": lambda i: i % 2}[request.param]
+    matrices = [Matrix(f"m{i}", 50, 30 + i, f"group{group(i)}") for i in range(10)]
     blocks = blocks_of(matrices, 4)
     for i, block in enumerate(blocks):
         with (tmp_path / block.file).open("r+b" if (tmp_path / block.file).exists() else "wb") as file:
@@ -81,6 +82,16 @@ def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
             assert (data == i + 1).all()
             stream.release()
     stream.close()
+    stream.close()
+
+
+@pytest.mark.parametrize("slots", range(1, 12))
+def test_a_stream_of_any_depth_goes_on(files, slots):
+    stream = stream_of(files, slots)
+    assert stream.measure() > 0
+    for i, block in enumerate(files[1] * 3):
+        assert (stream.next(block) == i % 10 + 1).all()
+        stream.release()
     stream.close()
 
 

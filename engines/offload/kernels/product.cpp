@@ -1,11 +1,11 @@
 // out = start + x W^T in float32, with W as it is stored: no copy of W in float32 is ever written to memory.
 //
 // x is [m, k], out and start [m, n], rows `ldx`, `ldo` and `lds` apart (0: one row for all), start may be out itself
-// or null, which is zeros; w is [n, k], row-major. A panel of W, kWidth rows by kDepth
-// columns, is widened and transposed into the second-level cache and meets all rows of x, kRows at a time, in
-// registers (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", with the roles of the
-// operands exchanged: the rows of x are many and already float32). Each value of `out` is summed in an order that
-// depends on k alone, so it does not change with the rows that share the product.
+// or null, which is zeros; w is [n, k], row-major. A few panels of W, kWidth rows by kDepth columns each, are widened
+// and transposed into the second-level cache and meet all rows of x, kRows at a time, in registers (Goto and van de
+// Geijn 2008, "Anatomy of high-performance matrix multiplication", with the roles of the operands exchanged: the rows
+// of x are many and already float32). Each value of `out` is summed in an order that depends on k alone, so it does
+// not change with the rows that share the product.
 
 #include <algorithm>
 
@@ -16,8 +16,8 @@ namespace {
 constexpr int64_t kRows = 6;             // by two vectors: twelve sums, which with two weights and an x fill AVX2
 constexpr int64_t kWidth = 2 * kLanes;   // rows of W in a panel
 constexpr int64_t kDepth = 1024;         // columns of W in a panel: 64 KiB; 5 % faster than 512
-constexpr int64_t kPanels = 4;           // that one thread does in a row with kTall rows of x
-constexpr int64_t kTall = 384;
+constexpr int64_t kPanels = 2;           // that the rows of x meet while they are in the first-level cache
+constexpr int64_t kAhead = 8;            // columns of a panel that are fetched before they are needed
 
 void transpose(Lanes* r) {
   Lanes s[8], t[8];
@@ -56,7 +56,9 @@ template <int64_t R>
 void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start, int64_t lds, float* out,
           int64_t ldo, int64_t width) {
   Lanes sum[R][2] = {};
+#pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(panel + (k + kAhead) * kWidth);
     const Lanes low = load(panel + k * kWidth), high = load(panel + k * kWidth + kLanes);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < R; ++i) {
@@ -90,19 +92,20 @@ void product(const float* x, int64_t ldx, const T* w, const float* start, int64_
   constexpr int64_t span = kPanels * kWidth;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t first = 0; first < n; first += span) {
-    alignas(64) float panel[kDepth * kWidth];
-    for (int64_t top = 0; top < m; top += kTall)
-      for (int64_t at = 0; at < k; at += kDepth)
-        for (int64_t j = first; j < std::min(n, first + span); j += kWidth) {
-          const int64_t depth = std::min(kDepth, k - at), width = std::min(kWidth, n - j);
-          const float* from = at ? out : start;  // after the first part of k, the sum so far
-          const int64_t apart = at ? ldo : lds;
-          unpack(w + j * k + at, k, width, depth, panel);
-          const int64_t bottom = std::min(m, top + kTall);
-          for (int64_t i = top; i < bottom; i += kRows)
-            last_tile<kRows>(std::min(kRows, bottom - i), x + i * ldx + at, ldx, panel, depth,
-                             from ? from + i * apart + j : nullptr, apart, out + i * ldo + j, ldo, width);
-        }
+    alignas(64) float panels[kPanels][kDepth * kWidth];
+    const int64_t last = std::min(n, first + span);
+    for (int64_t at = 0; at < k; at += kDepth) {
+      const int64_t depth = std::min(kDepth, k - at);
+      const float* from = at ? out : start;  // after the first part of k, the sum so far
+      const int64_t apart = at ? ldo : lds;
+      for (int64_t j = first, p = 0; j < last; j += kWidth, ++p)
+        unpack(w + j * k + at, k, std::min(kWidth, last - j), depth, panels[p]);
+      for (int64_t i = 0; i < m; i += kRows)
+        for (int64_t j = first, p = 0; j < last; j += kWidth, ++p)
+          last_tile<kRows>(std::min(kRows, m - i), x + i * ldx + at, ldx, panels[p], depth,
+                           from ? from + i * apart + j : nullptr, apart, out + i * ldo + j, ldo,
+                           std::min(kWidth, last - j));
+    }
   }
 }
 

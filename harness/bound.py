@@ -4,9 +4,9 @@ A block of B sequences (prompt s, generated n) needs B*(s + n - 1) rows. In step
 rows and n - 1 decode passes of B; mixed, with a sequence entering whenever one ends, n passes of B*(s + n - 1)/n.
 Compute time of a pass is its FLOPs over the GEMM rate measured at that many rows (so small passes are held to
 what memory bandwidth allows), and the better of the two ways counts, for every engine alike. Disk time of a pass
-is the weight bytes the budget cannot hold, over the measured sequential read bandwidth. Of a rate's samples the
-best counts: noise only slows, and a bound is what the machine can do. The bound assumes perfect overlap, and that
-all of the budget holds weights: an engine that spends it on the KV cache instead has a harder task than it says.
+is what the budget cannot hold of the weights and of the KV cache, at its mean over the passes, over the measured
+sequential read bandwidth. Of a rate's samples the best counts: noise only slows, and a bound is what the machine can
+do. The bound assumes perfect overlap, and that all of the budget holds weights and KV cache.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def bound(
     compute_dtype: str,
     budget_bytes: int | None,
     machine: HardwareProfile,
+    kv_bits: int = 16,
 ) -> Bound | None:
     """Best generated tokens/s for whole blocks of `batch` (or of all requests, where they are fewer).
 
@@ -33,11 +34,14 @@ def bound(
     if workload.num_requests != "auto":
         batch = min(batch, workload.num_requests)
     curve = machine.gemm_flops.get(compute_dtype)
-    on_disk = 0 if budget_bytes is None else max(0, model.weight_bytes - budget_bytes)
-    if not curve or (on_disk and not machine.disk_read):
-        return None
     prompt, generated = workload.prompt_len, workload.gen_len
     shape = model.shape
+    # Of n passes the first needs none of the cache, and the others s + n / 2 tokens of it on average.
+    cached = batch * (prompt + generated / 2) * (generated - 1) / generated
+    needed = model.weight_bytes + cached * shape.kv_bytes_per_token(1) * kv_bits / 8
+    on_disk = 0 if budget_bytes is None else max(0, needed - budget_bytes)
+    if not curve or (on_disk and not machine.disk_read):
+        return None
     prefill = shape.flops(batch * prompt, prompt / 2, batch)
     decode = (generated - 1) * shape.flops(batch, prompt + generated / 2, batch)
     in_step = prefill / rate_at(curve, batch * prompt) + decode / rate_at(curve, batch)

@@ -199,9 +199,10 @@ class Runner:
         record = self._launch(spec, step.repeat, model)
         batch = record.load.block_size if record.load else spec.policy.block_size
         dtype = record.load.compute_dtype if record.load else ""
-        limit = bound(model, cell.workload, batch, dtype, cell.limits.host_memory, machine) if machine else None
-        if record.status != "ok":
-            limit = None
+        limit = None
+        if machine and record.status == "ok":
+            budget = cell.limits.host_memory
+            limit = bound(model, cell.workload, batch, dtype, budget, machine, spec.policy.kv_bits)
         return replace(record, machine=machine, bound=limit, tuning=trials, model=_shareable(model))
 
     def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:

@@ -71,9 +71,13 @@ def profile(flops=1e9, disk=1e6):
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     workload = WorkloadSpec(prompt_len=8, gen_len=10)
     found = bound(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15))
+    cache = 4 * (8 + 5) * 9 / 10 * SHAPE.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
+    disk_s = 10 * (300_000 + cache) / 1e6
     assert found.limited_by == "disk"
-    assert found.disk_s == pytest.approx(10 * 300_000 / 1e6)
-    assert found.throughput_tok_s == pytest.approx(40 / 3.0)
+    assert found.disk_s == pytest.approx(disk_s)
+    assert found.throughput_tok_s == pytest.approx(40 / disk_s)
+    quarter = bound(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15), kv_bits=4)
+    assert quarter.disk_s == pytest.approx(10 * (300_000 + cache / 4) / 1e6)
 
 
 def test_a_fast_disk_bounds_by_arithmetic():

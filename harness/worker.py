@@ -217,6 +217,8 @@ class _Run:
     def _load(self, engine: Engine, scratch: Path) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
+        if spec.limits.device_memory is not None:
+            raise UnsupportedError("limits.device_memory: no engine uses a device yet; limit host_memory")
         prompt, generated = spec.workload.prompt_len, spec.workload.gen_len
         job = Job(
             scratch,

@@ -145,12 +145,16 @@ def _report(
     notes: tuple[str, ...],
 ) -> LoadReport:  # fmt: skip
     total = sum(b.nbytes for b in blocks)
+    in_memory = total - on_disk
+    # the device tier is RAM here: what was asked for it is a part of what is in memory
+    device, host, _ = policy.weights or (0.0, 1.0, 0.0)
+    on_device = int(in_memory * device / (device + host)) if device else 0
     realised = dataclasses.replace(
         policy,
         compute_dtype=dtype,
-        weights=(0.0, 1 - on_disk / total, on_disk / total),
-        cache=(0.0, 1.0, 0.0),
-        activations=(0.0, 1.0, 0.0),
+        weights=(on_device / total, (in_memory - on_device) / total, on_disk / total),
+        cache=policy.cache or (0.0, 1.0, 0.0),
+        activations=policy.activations or (0.0, 1.0, 0.0),
         prefill_chunk=plan.chunk,
     )
     return LoadReport(
@@ -159,7 +163,7 @@ def _report(
         block_size=plan.sequences,
         policy=realised,
         compute_dtype=dtype,
-        weights_by_tier=(0, total - on_disk, on_disk),
+        weights_by_tier=(on_device, in_memory - on_device, on_disk),
         steady_blocks=_SWEEP_BLOCKS if policy.schedule == "sweep" else 1,
         notes=notes,
     )

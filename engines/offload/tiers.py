@@ -61,10 +61,11 @@ def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
     """The plan for `policy` within `budget` bytes of host memory (None: no limit).
 
     Blocks of sequences must fit whole; a sweep runs as many sequences as fit, up to its batch size. What is left
-    over keeps weights resident, unless the policy says how many. Raises InfeasibleError with the numbers and the
-    nearest batch that would fit; UnsupportedError for a tier that this host has not.
+    over keeps weights resident, unless the policy says how many. On a host without a device its RAM is the device
+    tier too. Raises InfeasibleError with the numbers and the nearest batch that would fit; UnsupportedError for
+    a cache or activations on disk.
     """
-    _refuse_other_tiers(policy)
+    _refuse_disk(policy)
     return _Planner(demand, policy, budget).plan()
 
 
@@ -92,7 +93,7 @@ class _Planner:
         cast = max(b.shape[0] * b.shape[1] for b in demand.blocks) * demand.cast_bytes
         self._other = demand.small + cast + SLACK_BYTES
         self._weights = sum(b.nbytes for b in demand.blocks)
-        self._asked = None if policy.weights is None else int(policy.weights[1] * self._weights)
+        self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
 
     def plan(self) -> Plan:
         wanted = self._policy.block_size
@@ -159,11 +160,11 @@ class _Planner:
         )
 
 
-def _refuse_other_tiers(policy: OffloadPolicy) -> None:
-    for name in ("weights", "cache", "activations"):
+def _refuse_disk(policy: OffloadPolicy) -> None:
+    for name in ("cache", "activations"):
         asked = getattr(policy, name)
-        if asked is not None and (asked[0] or (name != "weights" and asked[2])):
-            raise UnsupportedError(f"policy.{name} is {list(asked)}; on this host only the host tier holds {name}")
+        if asked is not None and asked[2]:
+            raise UnsupportedError(f"policy.{name} is {list(asked)}; engine offload keeps {name} in memory")
 
 
 def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:

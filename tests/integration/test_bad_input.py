@@ -54,6 +54,13 @@ def test_unknown_engine_names_file_line_and_neighbour(cli):
     assert "did you mean 'fake'" in done.stderr
 
 
+def test_a_limit_that_nothing_would_keep_is_refused(cli):
+    done = cli.run(cli.suite("  - {name: a, engine: fake, limits: {device_memory: 1GiB}}", repeats=1))
+    assert done.returncode == 1
+    assert "unsupported" in done.stdout
+    assert "limits.device_memory" in done.stdout + done.stderr
+
+
 def test_overrides_that_make_cells_alike_are_told_how_to_choose(cli):
     suite = cli.suite("  - {name: a, engine: fake, seed: 1}\n  - {name: b, engine: fake}", repeats=1)
     done = cli.run(suite, "--set", "seed=7")

@@ -220,6 +220,16 @@ def test_the_report_says_what_was_really_placed(model, cache):
     assert report.compute_dtype == "float32"
 
 
+def test_the_device_tier_is_memory_where_there_is_no_device(model, cache):
+    engine, report = load(model, cache, weights=(0.3, 0.2, 0.5), cache=(1.0, 0.0, 0.0), gpu_batch_size=2)
+    engine.close()
+    device, host, disk = report.policy.weights
+    assert device + host + disk == pytest.approx(1)
+    assert device == pytest.approx(0.6 * (device + host), rel=1e-6)
+    assert report.weights_by_tier[0] > 0
+    assert report.policy.cache == (1, 0, 0)
+
+
 def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, cache):
     for schedule in ("row", "zigzag", "sweep"):
         with pytest.raises(InfeasibleError, match=r"offload needs \d+ MiB .*the budget is 1 MiB"):

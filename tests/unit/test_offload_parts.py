@@ -289,10 +289,15 @@ def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_p
         place(demand(), policy, 10 * MIB)
 
 
-@pytest.mark.parametrize("field", ["weights", "cache", "activations"])
-def test_a_device_tier_is_refused_on_a_host_without_one(field):
-    with pytest.raises(UnsupportedError, match=field):
-        place(demand(), OffloadPolicy(**{field: (0.5, 0.5, 0.0)}), None)
+@pytest.mark.parametrize("field", ["cache", "activations"])
+def test_only_weights_go_to_disk(field):
+    with pytest.raises(UnsupportedError, match=f"keeps {field} in memory"):
+        place(demand(), OffloadPolicy(**{field: (0.5, 0.25, 0.25)}), None)
+
+
+def test_without_a_device_its_tier_is_memory_too():
+    both, host = (place(demand(), OffloadPolicy(weights=w), None) for w in ((0.25, 0.25, 0.5), (0, 0.5, 0.5)))
+    assert both.resident == host.resident
 
 
 def test_resident_blocks_are_spread_over_the_pass():

@@ -153,13 +153,14 @@ class CausalLMEngine(ABC):
         prompt_len = len(batch[0].prompt)
         ids = torch.tensor([r.prompt for r in batch])
         clock = sampling.RowClock(rows, prompt_len, eos, decode)
+        sampler = sampling.RowSampler(rows, eos)
         start = time.perf_counter() - began
         output = self._module.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,  # RowSampler adds the noise that makes a greedy choice a sample
             max_new_tokens=max(s.max_tokens for s in rows),
-            logits_processor=LogitsProcessorList([sampling.RowSampler(rows, eos)]),
+            logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([clock]),
         )
         tokens = output[:, prompt_len:].tolist()
@@ -173,6 +174,7 @@ class CausalLMEngine(ABC):
                 prompt_tokens=prompt_len,
                 padding_tokens=len(times) - length,
                 finish_reason=clock.reasons[row] or "length",
+                logprobs=tuple(sampler.logprobs[row][:length]),
             )
             for row, (request, length) in enumerate(zip(batch, clock.lengths, strict=True))
         ]

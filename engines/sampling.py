@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
@@ -10,22 +11,27 @@ import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from harness.api import HarnessError, SamplingParams
+from harness.api import HarnessError, SamplingParams, TokenLogprob
 
 
 def validate(sampling: SamplingParams, request: str) -> None:
     """Raises HarnessError naming `request` and the first setting that is out of range."""
     for name, holds, rule in (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
-        ("temperature", sampling.temperature >= 0, "0 or more"),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
         ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
         ("top_k", sampling.top_k >= 0, "0 or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        ("seed", sampling.seed is None or 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
+        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
     ):
         if not holds:
             raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {rule}")
@@ -35,21 +41,30 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
     """Turns greedy choice into sampling, row by row: argmax(scores + Gumbel noise) is a draw from softmax(scores).
 
     So requests with different settings share a batch, and a seed gives the same tokens in any batch. Rows of
-    temperature 0 stay greedy; rows that ignore the end of sequence can never produce it.
+    temperature 0 stay greedy; rows that ignore the end of sequence, or must not end yet, cannot produce it.
+    `logprobs`: by row, of every token chosen so far, where asked for.
     """
 
     def __init__(self, rows: Sequence[SamplingParams], eos: Sequence[int]) -> None:
-        self._silenced = torch.tensor([i for i, s in enumerate(rows) if s.ignore_eos], dtype=torch.long)
+        self.logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
+        self._steps = 0
+        self._endless_for = torch.tensor([math.inf if s.ignore_eos else s.min_tokens for s in rows])
         self._eos = torch.tensor(list(eos), dtype=torch.long)
         self._sampled = {i: (_warpers(s), _generator(s.seed)) for i, s in enumerate(rows) if s.temperature > 0}
+        self._reported = {i: s.logprobs for i, s in enumerate(rows) if s.logprobs is not None}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores [rows, vocab] float32 in, scores whose argmax is the chosen token out."""
-        scores[self._silenced[:, None], self._eos] = -torch.inf
+        log_probs = {row: torch.log_softmax(scores[row], dim=-1) for row in self._reported}
+        silenced = torch.where(self._endless_for > self._steps)[0]
+        scores[silenced[:, None], self._eos] = -torch.inf
         for row, (warpers, generator) in self._sampled.items():
             warped = warpers(input_ids[row : row + 1], scores[row : row + 1])
             noise = torch.empty_like(warped).exponential_(generator=generator)
             scores[row] = (warped - noise.clamp_min(torch.finfo(noise.dtype).tiny).log())[0]
+        for row, values in log_probs.items():
+            self.logprobs[row].append(_reported(values, int(scores[row].argmax()), self._reported[row]))
+        self._steps += 1
         return scores
 
 
@@ -91,6 +106,8 @@ def finish_reason(
 
     `decode` is needed for stop strings only.
     """
+    if len(generated) < sampling.min_tokens:
+        return None
     if generated[-1] in eos and not sampling.ignore_eos:
         return "stop"
     if sampling.stop and decode is not None:
@@ -100,13 +117,20 @@ def finish_reason(
     return "length" if len(generated) >= sampling.max_tokens else None
 
 
+def _reported(log_probs: torch.Tensor, chosen: int, alternatives: int) -> TokenLogprob:
+    values, ids = log_probs.topk(min(alternatives, len(log_probs)))
+    return TokenLogprob(log_probs[chosen].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
 def _warpers(sampling: SamplingParams) -> Any:
-    """In the order vLLM and transformers apply them: temperature, top-k, top-p."""
+    """In the order vLLM and transformers apply them: temperature, top-k, top-p, min-p."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
     return warpers
 
 

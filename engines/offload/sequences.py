@@ -92,6 +92,7 @@ class Generation:
             token_times_s=tuple(self._times),
             prompt_tokens=len(self.request.prompt),
             finish_reason=self._reason or "length",
+            logprobs=tuple(self._sampler.logprobs[0]),
         )
 
 

@@ -27,6 +27,7 @@ from harness.api.engine import (
     LoadReport,
     SamplingParams,
     Score,
+    TokenLogprob,
     TraceEvent,
     Workload,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "Score",
     "Status",
     "SuiteSpec",
+    "TokenLogprob",
     "TraceEvent",
     "Trial",
     "Tune",

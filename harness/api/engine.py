@@ -13,15 +13,22 @@ from harness.api.spec import HardwareLimits, OffloadPolicy
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. Temperature 0 is greedy. `ignore_eos` runs to `max_tokens`."""
+    """How one request is decoded. Temperature 0 is greedy. `ignore_eos` runs to `max_tokens`.
+
+    Neither an end of sequence nor a stop string ends a request before its `min_tokens`. `logprobs`: how many
+    alternatives to report beside each token's own log-probability; None reports nothing.
+    """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,11 +42,22 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability of a generated token by the model itself, before temperature and any filter.
+
+    `top`: the likeliest tokens and theirs, falling.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """The tokens of one request; times are seconds since `generate` began, one per token.
 
     `start_s` is when work on it began. `padding_tokens` counts pad positions computed on its behalf
-    (masked, so never attended to): wasted work that throughput does not count.
+    (masked, so never attended to): wasted work that throughput does not count. `logprobs`: one per token, or none.
     """
 
     id: str
@@ -49,6 +67,7 @@ class GenerationResult:
     prompt_tokens: int
     padding_tokens: int = 0
     finish_reason: Literal["length", "stop"] = "length"
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

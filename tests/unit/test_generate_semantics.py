@@ -1,0 +1,135 @@
+"""What a request asks for beyond greedy choice means the same on every engine that has a model."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from engines import checkpoints, sampling  # noqa: E402
+from engines.accelerate import AccelerateEngine  # noqa: E402
+from engines.offload.engine import OffloadEngine  # noqa: E402
+from engines.transformers import TransformersEngine  # noqa: E402
+from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams  # noqa: E402
+from tests.offload import load, save  # noqa: E402
+
+PROMPT = (5, 6, 7, 8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("llama"), "llama", initializer_range=0.05)
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+
+
+@pytest.fixture(scope="module", params=[TransformersEngine, AccelerateEngine, OffloadEngine])
+def engine(request, model, tmp_path_factory):
+    engine, _ = load(model, tmp_path_factory.mktemp("cache"), engine=request.param(), gpu_batch_size=8)
+    yield engine
+    engine.close()
+
+
+def one(engine, **asked):
+    (result,) = engine.generate([GenerationRequest("r", PROMPT, SamplingParams(**asked))])
+    return result
+
+
+def log_probs(reference, prompt, tokens):
+    with torch.no_grad():
+        return reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_logprobs_are_the_models_own(engine, reference, temperature):
+    result = one(engine, max_tokens=6, temperature=temperature, top_k=5, seed=1, ignore_eos=True, logprobs=3)
+    expected = log_probs(reference, PROMPT, result.tokens)
+    assert len(result.logprobs) == 6
+    for token, found, row in zip(result.tokens, result.logprobs, expected, strict=True):
+        assert found.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        values, ids = row.topk(3)
+        assert [i for i, _ in found.top] == ids.tolist()
+        assert [v for _, v in found.top] == pytest.approx(values.tolist(), abs=1e-4)
+    assert temperature or [p.top[0][0] for p in result.logprobs] == list(result.tokens)
+
+
+def test_logprobs_are_given_to_those_who_asked(engine):
+    asked = (None, 0, 2)
+    requests = [GenerationRequest(str(n), PROMPT, SamplingParams(3, ignore_eos=True, logprobs=n)) for n in asked]
+    found = {r.id: r.logprobs for r in engine.generate(requests)}
+    assert found["None"] == ()
+    assert [len(p.top) for p in found["0"]] == [0, 0, 0]
+    assert [len(p.top) for p in found["2"]] == [2, 2, 2]
+    assert [p.logprob for p in found["0"]] == [p.logprob for p in found["2"]]
+
+
+def test_min_p_keeps_what_is_likely_enough(engine, reference):
+    row = log_probs(reference, PROMPT, (0,))[0].exp()
+    allowed = set(torch.where(row >= 0.3 * row.max())[0].tolist())
+    assert 1 < len(allowed) < len(row)
+    requests = [
+        GenerationRequest(str(i), PROMPT, SamplingParams(1, temperature=1.0, min_p=0.3, seed=i)) for i in range(60)
+    ]
+    drawn = {r.tokens[0] for r in engine.generate(requests)}
+    assert drawn <= allowed
+    assert len(drawn) > 1
+
+
+def test_min_tokens_puts_the_end_off(engine, model):
+    free = one(engine, max_tokens=12, ignore_eos=True).tokens
+    end = free[1]  # whatever comes second ends the sequence from now on
+    expected = next(i for i, token in enumerate(free) if token == end) + 1
+    with _ends(engine, end):
+        early = one(engine, max_tokens=12)
+        late = one(engine, max_tokens=12, min_tokens=5)
+    assert early.tokens == free[:expected]
+    assert early.finish_reason == "stop"
+    assert len(late.tokens) >= 5
+    assert end not in late.tokens[:4]
+
+
+class _ends:
+    """Lets a token end sequences."""
+
+    def __init__(self, engine, token):
+        self._engine, self._token = engine, token
+
+    def __enter__(self):
+        if isinstance(self._engine, OffloadEngine):
+            self._old, self._engine._seamed.eos = self._engine._seamed.eos, (self._token,)
+        else:
+            config = self._engine._module.generation_config
+            self._old, config.eos_token_id = config.eos_token_id, self._token
+
+    def __exit__(self, *_):
+        if isinstance(self._engine, OffloadEngine):
+            self._engine._seamed.eos = self._old
+        else:
+            self._engine._module.generation_config.eos_token_id = self._old
+
+
+def test_a_stop_string_waits_for_min_tokens():
+    asked = SamplingParams(10, min_tokens=3, stop=("b",))
+    reasons = [sampling.finish_reason(asked, [1] * n, (), lambda tokens: "b" * len(tokens)) for n in (1, 2, 3)]
+    assert reasons == [None, None, "stop"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_p": 1.5},
+        {"min_p": -0.1},
+        {"min_tokens": 3, "max_tokens": 2},
+        {"logprobs": -1},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+    ],
+)
+def test_what_is_out_of_range_is_named(wrong):
+    with pytest.raises(HarnessError, match=f"request r: {next(iter(wrong))} is "):
+        sampling.validate(SamplingParams(**wrong), "r")

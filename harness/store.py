@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from harness.api import FINAL_STATUSES, HarnessError, RunRecord, RunSpec, parse_record, to_json
+from harness.line_file import LineFile
 
 RECORDS = "records.jsonl"
 
@@ -17,18 +17,19 @@ RECORDS = "records.jsonl"
 class Store:
     """Appends RunRecords to `<out>/records.jsonl` and knows which repeats are done.
 
-    A record is one line written by one `write` and then synced: a crash leaves at most one truncated
-    last line, which `open` cuts off, so nothing complete is lost and nothing is counted twice.
+    A crash leaves at most one truncated last line, which `open` cuts off: nothing complete is lost and nothing
+    is counted twice.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = out
+        self._file = LineFile(out / RECORDS)
         self._lock: IO[bytes] | None = None
 
     @property
     def path(self) -> Path:
         """Where the records are."""
-        return self.out / RECORDS
+        return self._file.path
 
     def open(self, fresh: bool = False) -> None:
         """Creates the directory, locks it against a second harness and mends a truncated last line.
@@ -50,9 +51,9 @@ class Store:
         try:
             if self.path.exists() and not self.path.is_file():
                 raise HarnessError(f"{self.path} is not a regular file; move it away or choose another --out")
-            if fresh and self.path.exists():
-                self.path.rename(self._backup())
-            self._cut_truncated_line()
+            if fresh:
+                self._file.set_aside()
+            self._file.mend()
         except OSError as exc:
             raise HarnessError(f"cannot open {self.path}: {exc.strerror or exc}; choose another --out") from exc
 
@@ -64,19 +65,9 @@ class Store:
 
     def append(self, record: RunRecord) -> None:
         """Adds one record durably. Raises HarnessError when the disk is full or not writable."""
-        line = json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode()
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                size = os.fstat(descriptor).st_size
-                try:
-                    _write_all(descriptor, line)
-                    os.fsync(descriptor)
-                except OSError:
-                    os.ftruncate(descriptor, size)
-                    raise
-            finally:
-                os.close(descriptor)
+            self._file.append(line)
         except OSError as exc:
             raise HarnessError(
                 f"cannot record to {self.path}: {exc.strerror or exc}; free space or choose another --out, "
@@ -97,23 +88,6 @@ class Store:
         """The last record of every launch, by fingerprint and repeat."""
         return {(r.fingerprint, r.repeat): r for r in self.records()}
 
-    def _backup(self) -> Path:
-        number = 1
-        while (target := self.path.with_suffix(f".{number}.jsonl")).exists():
-            number += 1
-        return target
-
-    def _cut_truncated_line(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open("rb+") as file:
-            end = position = 0
-            for line in file:
-                position += len(line)
-                end = position if line.endswith(b"\n") else end
-            if end != position:
-                file.truncate(end)
-
 
 def is_done(record: RunRecord, cell: RunSpec) -> bool:
     """Whether `record` settles its launch of `cell`, which may have been relabelled or given more time since.
@@ -124,9 +98,3 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
     if record.status == "timeout" and record.spec.timeout_s < cell.timeout_s:
         return False
     return record.status in FINAL_STATUSES or (record.status == cell.expect and record.status != "interrupted")
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -57,7 +57,7 @@ class Batcher(ABC, Generic[S]):
     def __init__(self, waiting: Iterable[S], cache: PagePool) -> None:
         # stable: of those that arrive together the first asked for is the first served
         self._waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
-        self._running: list[S] = []  # in the order of their admission
+        self._running: dict[S, None] = {}  # in the order of their admission
         self._cache = cache
 
     @property
@@ -74,11 +74,11 @@ class Batcher(ABC, Generic[S]):
 
     @abstractmethod
     def next_pass(self, now_s: float) -> list[list[Part[S]]]:
-        """The batches of the next pass, single rows first in each; empty only where nothing has arrived."""
+        """The batches of the next pass; empty only where nothing has arrived."""
 
     def finish(self, sequence: S) -> None:
         """Takes out a sequence that is done."""
-        self._running.remove(sequence)
+        del self._running[sequence]
         self._cache.give_back(sequence.pages)
         sequence.pages = []
 
@@ -93,7 +93,7 @@ class Batcher(ABC, Generic[S]):
             return None
         if peak_pages([*self._running, self._waiting[0]]) > self._cache.pages:
             return None
-        self._running.append(sequence := self._waiting.popleft())
+        self._running[sequence := self._waiting.popleft()] = None
         return sequence
 
     def _give_pages(self, batches: Sequence[Sequence[Part[S]]]) -> list[list[Part[S]]]:
@@ -106,12 +106,12 @@ class Batcher(ABC, Generic[S]):
             if part.sequence not in self._running:  # it has made room for an older one
                 continue
             missing = pages_for(part.sequence.cached + part.count) - len(part.sequence.pages)
-            while missing > self._cache.free_pages and self._running[-1] is not part.sequence:
-                self._put_back(self._running[-1])
+            while missing > self._cache.free_pages and (youngest := next(reversed(self._running))) is not part.sequence:
+                self._put_back(youngest)
             if missing <= self._cache.free_pages:
                 part.sequence.pages += self._cache.take(missing)
         ready = [[p for p in batch if p.sequence in self._running and _has_pages(p)] for batch in batches]
-        return [sorted(batch, key=lambda p: p.count > 1) for batch in ready if batch]
+        return [batch for batch in ready if batch]
 
     def _put_back(self, sequence: S) -> None:
         self.finish(sequence)
@@ -136,7 +136,8 @@ class BlockBatcher(Batcher[S]):
         if not self._running:
             while len(self._running) < self._size * self._batches and self._admit(now_s):
                 pass
-            self._block = [self._running[i : i + self._size] for i in range(0, len(self._running), self._size)]
+            running = list(self._running)
+            self._block = [running[i : i + self._size] for i in range(0, len(running), self._size)]
         alive = [[s for s in batch if s in self._running] for batch in self._block]
         return self._give_pages([self._parts(batch) for batch in alive])
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from engines.offload.gemm import new_product
 from engines.offload.rule import Rule
 from harness.api import ModelShape
 
@@ -17,7 +18,6 @@ class DryPass:
         self._outputs = outputs
         self.order: list[str] = []
         self.attended = 0  # matrices used before the last attention
-        self.keeps_scores = False
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
@@ -45,7 +45,7 @@ class DryPass:
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.order.append(matrix)
-        return x.new_zeros(x.shape[0], self._outputs[matrix])
+        return new_product(x, self._outputs[matrix]).zero_()
 
     def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
         return range(count)
@@ -54,7 +54,6 @@ class DryPass:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         self._layers.append(layer)
-        self.keeps_scores |= rule.softcap is not None or rule.sinks is not None
         self.attended = len(self.order)
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

@@ -11,7 +11,14 @@ import torch
 from engines import requests as checks
 from engines.offload import gemm, tiers
 from engines.offload.executor import Executor
-from engines.offload.kernels import DecodeKernel, NoCompilerError, compiled_decode, reference_decode
+from engines.offload.kernels import (
+    AttentionKernel,
+    NoCompilerError,
+    compiled_attention,
+    compiled_memory,
+    reference_attention,
+    reference_memory,
+)
 from engines.offload.kv_cache import PagedCache
 from engines.offload.layout import Block, blocks_of
 from engines.offload.model import SeamedModel
@@ -50,6 +57,8 @@ class OffloadEngine:
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
         self._seamed: SeamedModel | None = None
+        self._stream: BlockStream | None = None
+        self._threads: int | None = None  # torch's own setting, where a limit has changed it
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -60,16 +69,18 @@ class OffloadEngine:
         """Plans the memory, converts the checkpoint on first use, starts the stream.
 
         Raises UnsupportedError for models and policies it cannot run and InfeasibleError for too small a budget,
-        both before anything is read or written.
+        both before weights are read or written.
         """
         self.close()
         policy.require_defaults_except("offload", *_HONOURED)
         if policy.num_gpu_batches > 1 and policy.schedule != "zigzag":
             raise UnsupportedError(f"policy.num_gpu_batches is for zigzag; a {policy.schedule} pass has one batch")
         if limits.threads is not None:
+            self._threads = torch.get_num_threads()
             torch.set_num_threads(limits.threads)
         arithmetic = gemm.choose(model, policy, job.cache)
         seamed = SeamedModel(Path(model.path), model.shape, getattr(torch, arithmetic.dtype))
+        kernel, kernel_note = _kernel(job.cache)
         blocks = blocks_of(seamed.matrices, DTYPE_BYTES[model.dtype])
         demand = tiers.Demand(
             shape=model.shape,
@@ -78,7 +89,11 @@ class OffloadEngine:
             compute_bytes=DTYPE_BYTES[arithmetic.dtype],
             cast_bytes=0 if arithmetic.weights == model.dtype else DTYPE_BYTES[arithmetic.weights],
             small=sum(torch.Size(s).numel() for s in seamed.small.values()) * DTYPE_BYTES[arithmetic.dtype],
-            keeps_scores=seamed.keeps_scores,
+            attention=(
+                reference_memory(model.shape, job.max_sequence, DTYPE_BYTES[model.dtype], DTYPE_BYTES[arithmetic.dtype])
+                if kernel is reference_attention
+                else compiled_memory(model.shape, job.max_sequence, torch.get_num_threads())
+            ),
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )
@@ -88,16 +103,15 @@ class OffloadEngine:
             model, source, seamed.matrices, blocks, seamed.tables, seamed.small, job.cache, job.on_progress
         )
         seamed.bind({name: converted.table(name) for name in seamed.tables}, converted.small())
-        kernel, kernel_note = _kernel(job.cache)
         resident = converted.read(plan.resident)
         streamed = [b for i, b in enumerate(blocks) if i not in resident]
         timeline = Timeline()
-        stream = BlockStream(converted.folder, streamed, plan.slots, timeline)
+        stream = self._stream = BlockStream(converted.folder, streamed, plan.slots, timeline)
         executor = Executor(seamed, blocks, converted.dtype, resident, stream, arithmetic, timeline)
         cache = PagedCache(model.shape, plan.pages, converted.dtype)
         on_disk = sum(b.nbytes for b in streamed)
         balance = int(on_disk / stream.measure() * arithmetic.flops / model.shape.flops(1, 0, 0)) if streamed else 1
-        self._runtime = Runtime(executor, stream, cache, kernel, policy, plan, balance, timeline)
+        self._runtime = Runtime(executor, cache, kernel, policy, plan, balance, timeline)
         self._seamed, self._model, self._plan = seamed, model, plan
         notes = [plan.note, f"products by {arithmetic.name}, {arithmetic.flops / 1e9:.0f} GFLOP/s", kernel_note]
         notes += ["" if stream.direct else "the file system refuses direct I/O: weights pass through the page cache"]
@@ -130,9 +144,13 @@ class OffloadEngine:
         return self._loaded()[0].timeline.trace()
 
     def close(self) -> None:
-        if self._runtime is not None:
-            self._runtime.close()
-        self._runtime = self._seamed = None
+        if self._stream is not None:
+            self._stream.close()
+        if self._seamed is not None:
+            self._seamed.weights = None  # a circle, which would keep what is resident until it is collected
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        self._runtime = self._seamed = self._stream = self._threads = None
 
     def _loaded(self) -> tuple[Runtime, SeamedModel]:
         if self._runtime is None or self._seamed is None:
@@ -169,9 +187,9 @@ def _report(
     )
 
 
-def _kernel(cache: Path) -> tuple[DecodeKernel, str]:
-    """The decode kernel, and what to say where it is only the reference."""
+def _kernel(cache: Path) -> tuple[AttentionKernel, str]:
+    """The attention kernel, and what to say where it is only the reference."""
     try:
-        return compiled_decode(cache, torch.get_num_threads()), ""
+        return compiled_attention(cache, torch.get_num_threads()), ""
     except NoCompilerError as exc:
-        return reference_decode, f"no kernels of our own, which are faster: {exc}"
+        return reference_attention, f"no kernels of our own, which are faster: {exc}"

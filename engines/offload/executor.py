@@ -8,17 +8,13 @@ from collections.abc import Sequence
 import torch
 from greenlet import getcurrent, greenlet
 
-from engines.offload.gemm import Arithmetic
+from engines.offload.gemm import Arithmetic, new_product
 from engines.offload.layout import Block
 from engines.offload.model import PackedBatch, SeamedModel
-from engines.offload.schedule import pass_ops
+from engines.offload.schedule import Op, pass_ops
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
 from harness.api import HarnessError
-
-#: Values between the rows of a product. Rows a power of two apart, as most models' are, fall into few sets of the
-#: CPU's caches: MKL multiplied 300 rows 15 % slower into such a matrix.
-_ROW_PAD = 16
 
 
 class Executor:
@@ -57,6 +53,7 @@ class Executor:
         for place, block in enumerate(b for i, b in enumerate(blocks) if i not in resident):
             if block.matrix in self._mixture:
                 self._places.setdefault(self._mixture[block.matrix], []).append((place, block.matrix))
+        self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._needed: set[str] = set()  # experts' matrices that some batch of this pass asks for
         self._decided: set[str] = set()  # mixtures whose experts are chosen in this pass
         largest = max(b.shape[0] * b.shape[1] for b in blocks)
@@ -73,7 +70,9 @@ class Executor:
         running = [greenlet(self._model) for _ in batches]
         wanted: list[object] = [None] * len(batches)
         raw = weight = torch.empty(0)
-        for op in pass_ops(self._streamed, len(batches), self._stream.slots, self._cast is not None):
+        if len(batches) not in self._ops:
+            self._ops[len(batches)] = pass_ops(self._streamed, len(batches), self._stream.slots, self._cast is not None)
+        for op in self._ops[len(batches)]:
             began = time.perf_counter()
             if op.kind == "start":
                 wanted[op.batch] = running[op.batch].switch(batches[op.batch])
@@ -100,8 +99,7 @@ class Executor:
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix, plus `bias`, block by block; called inside a batch's greenlet."""
-        outputs = self._outputs[matrix]
-        out = x.new_empty(x.shape[0], outputs + _ROW_PAD)[:, :outputs]
+        out = new_product(x, self._outputs[matrix])
         for i in self._of[matrix]:
             weight = getcurrent().parent.switch(i)
             block = self._blocks[i]

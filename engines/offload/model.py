@@ -65,7 +65,6 @@ class SeamedModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
     `matrices` are in the order of use; `tables` are embeddings [entries, width]; `small` is all the rest.
-    `keeps_scores`: some layer's rule is more than torch's fused attention can follow, so that scores are held.
     Raises UnsupportedError, with the reason, for a model that the seams do not carry or that is not of `shape`.
     """
 
@@ -105,7 +104,6 @@ class SeamedModel:
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
         self._after_attention = frozenset(dry.order[dry.attended :])
-        self.keeps_scores = dry.keeps_scores
         self._refuse_what_is_not_streamed()
         self._module.set_attn_implementation(SEAM)
 
@@ -156,6 +154,9 @@ class SeamedModel:
         assert self.weights is not None
         first, second = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
         count = len(getattr(module, first))
+        if self._is_for_wanted(f"{path}.{first}[0]", len(x)):
+            unwanted = torch.ones(len(x), 1, dtype=torch.bool).index_fill_(0, _batch.get().wanted, False)
+            index = index.masked_fill(unwanted, count)  # no expert
         hit = sorted(e for e in set(index.flatten().tolist()) if e < count)
         out = torch.zeros_like(x)
         for e in self.weights.visit((f"{path}.{first}", f"{path}.{second}"), hit, count):
@@ -163,18 +164,23 @@ class SeamedModel:
             inner = self._product(f"{path}.{first}[{e}]", x[row], _of(module, f"{first}_bias", e))
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             outer = self._product(f"{path}.{second}[{e}]", inner, _of(module, f"{second}_bias", e))
-            out.index_add_(0, row, outer * share[row, place, None])
+            out.index_add_(0, row, (outer * share[row, place, None]).to(out.dtype))  # some share in float32
         return out
 
     def _product(self, name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix. After the last attention a row serves its own logits only, so those
         that nobody wants are not computed: of a prompt all but the last."""
         assert self.weights is not None
-        wanted, tokens = _batch.get().wanted, len(_batch.get().ids)
-        if name not in self._after_attention or len(wanted) == tokens or len(x) != tokens:
+        if not self._is_for_wanted(name, len(x)):
             return self.weights.product(name, x, bias)
+        wanted = _batch.get().wanted
         rows = self.weights.product(name, x[wanted], bias)
-        return rows.new_zeros(tokens, rows.shape[1]).index_copy_(0, wanted, rows)
+        return rows.new_zeros(len(x), rows.shape[1]).index_copy_(0, wanted, rows)
+
+    def _is_for_wanted(self, name: str, rows: int) -> bool:
+        """Whether a matrix comes after the last attention and its `rows` are the batch's, some of them unwanted."""
+        tokens = len(_batch.get().ids)
+        return name in self._after_attention and len(_batch.get().wanted) < tokens == rows
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
@@ -199,7 +205,8 @@ class SeamedModel:
         except UnsupportedError as exc:
             raise UnsupportedError(f"{self._module.config.model_type}: {exc}") from exc
         except Exception as exc:  # whatever a model does that the seams do not know
-            raise UnsupportedError(f"{self._module.config.model_type}: a packed pass fails ({exc})") from exc
+            words = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
+            raise UnsupportedError(f"{self._module.config.model_type}: a packed pass fails ({words})") from exc
         if problem := dry.problem(self._shape) or _logits_problem(logits, self._shape):
             raise UnsupportedError(f"{self._module.config.model_type}: {problem}")
         return dry

@@ -11,7 +11,7 @@ import torch
 from engines.offload.attention import PackedAttention, Segment
 from engines.offload.batching import Batcher, BlockBatcher, Part, SweepBatcher
 from engines.offload.executor import Executor
-from engines.offload.kernels import DecodeKernel
+from engines.offload.kernels import AttentionKernel
 from engines.offload.kv_cache import PagedCache
 from engines.offload.model import PackedBatch
 from engines.offload.pages import pages_for
@@ -19,7 +19,6 @@ from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import ActiveSequence
 from engines.offload.tiers import Plan
 from engines.offload.timeline import Timeline
-from engines.offload.transfer import BlockStream
 from harness.api import HarnessError, OffloadPolicy
 
 S = TypeVar("S", bound=ActiveSequence)
@@ -31,16 +30,14 @@ class Runtime:
     def __init__(
         self,
         executor: Executor,
-        stream: BlockStream,
         cache: PagedCache,
-        kernel: DecodeKernel,
+        kernel: AttentionKernel,
         policy: OffloadPolicy,
         plan: Plan,
         balance: int,
         timeline: Timeline,
     ) -> None:
         self._executor = executor
-        self._stream = stream
         self._cache = cache
         self._kernel = kernel
         self._policy = policy
@@ -58,10 +55,10 @@ class Runtime:
             raise HarnessError("engine offload does one thing at a time: finish or close the generation in hand")
         if not sequences:
             return
-        self._busy = True
-        batcher = self._batcher(sequences, min(chunk or self._plan.chunk, self._plan.chunk))
         self.timeline.clear()
         began = time.perf_counter()
+        batcher = self._batcher(sequences, min(chunk or self._plan.chunk, self._plan.chunk))
+        self._busy = True
         try:
             while (arrival := batcher.next_arrival_s) is not None:
                 now = time.perf_counter() - began
@@ -83,10 +80,6 @@ class Runtime:
                 f"{what}: its {tokens} tokens can never fit a cache of {self._cache.pages} pages; "
                 "give the engine more memory or shorten it"
             )
-
-    def close(self) -> None:
-        """Ends the readers."""
-        self._stream.close()
 
     def _pass(self, batcher: Batcher[S], batches: list[list[Part[S]]], began: float) -> list[S]:
         """One pass over the layers; the sequences that it ended."""

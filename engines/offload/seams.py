@@ -66,8 +66,10 @@ def _attention_seam(
     unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and not isinstance(v, bool))
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise UnsupportedError(f"{kind} looks ahead; engine offload attends causally")
-    if unknown or offload_attention is None:
+    if unknown:
         raise UnsupportedError(f"{kind} asks attention for {', '.join(unknown)}, which engine offload has not")
+    if offload_attention is None:
+        raise UnsupportedError(f"{kind} does not hand on to attention what its caller gives it")
     if attention_mask is not None and not attention_mask.is_window(sliding_window):
         raise UnsupportedError(f"{kind} asks for a mask that is neither causal nor the window it names")
     sinks = None if s_aux is None else s_aux.reshape(-1).float()

@@ -74,9 +74,7 @@ class Generation:
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
         if not len(logits):
             return False
-        # greedy choice looks at no earlier token
-        ids = torch.tensor([self.tokens]) if self.request.sampling.temperature > 0 else _NO_IDS
-        scores = self._sampler(ids, logits.float())
+        scores = self._sampler(_NO_IDS, logits.float())  # none of its settings looks at earlier tokens
         self.tokens.append(int(scores[0].argmax()))
         self._times.append(now_s)
         generated = self.tokens[len(self.request.prompt) :]

@@ -78,23 +78,28 @@ class Source:
         self, parameter: str, expert: int, shape: tuple[int, int], rows: slice, columns: slice
     ) -> torch.Tensor:
         """From an expert that the checkpoint keeps by itself, in one piece or as gate above up."""
-        pieces = [experts[expert] for experts in self._find(parameter, self._parts)]
+        found = self._find(parameter, self._parts)
+        if any(len(experts) <= expert for experts in found):
+            raise HarnessError(f"{self._folder} holds no tensor for expert {expert} of {parameter}; is it whole?")
+        pieces = [experts[expert] for experts in found]
         views = [file.get_slice(key) for file, key in pieces]
         heights = [view.get_shape()[0] for view in views]
         self._require(pieces[0][1], (sum(heights), views[0].get_shape()[1]), shape)
-        found, top = [], 0
+        read, top = [], 0
         for view, height in zip(views, heights, strict=True):
             first, last = max(rows.start - top, 0), min(rows.stop - top, height)
             if first < last:
-                found.append(torch.as_tensor(view[first:last, columns]))
+                read.append(torch.as_tensor(view[first:last, columns]))
             top += height
-        return torch.cat(found)
+        return torch.cat(read)
 
     def _ordered(
         self, name: str, parts: Mapping[str, list[tuple[Any, str]]], converters: Sequence[WeightConverter]
     ) -> list[list[tuple[Any, str]]]:
         """By piece and expert where the tensors are; the pieces in the order of the transform's patterns."""
-        converter = next(c for c in converters if set(parts) <= set(c.source_patterns))
+        converter = next((c for c in converters if set(parts) <= set(c.source_patterns)), None)
+        if converter is None:
+            raise UnsupportedError(f"{self._folder}: {name} is made from the checkpoint in two ways at once")
         stack = [isinstance(op, MergeModulelist) and op.dim == 0 for op in converter.operations[:1]]
         join = [isinstance(op, Concatenate) and op.dim == 1 for op in converter.operations[1:]]
         if stack != [True] or join not in ([], [True]):
@@ -102,7 +107,12 @@ class Source:
             raise UnsupportedError(
                 f"{self._folder}: {name} is made from the checkpoint by {words}, which is not done here"
             )
-        return [sorted(parts[p], key=lambda part: _natural(part[1])) for p in converter.source_patterns if p in parts]
+        pieces = [sorted(parts[p], key=lambda part: _natural(part[1])) for p in converter.source_patterns if p in parts]
+        for piece in pieces:
+            numbers = zip(*(map(int, re.findall(r"\d+", key)) for _, key in piece), strict=True)
+            if not any(column == tuple(range(len(piece))) for column in numbers):
+                raise HarnessError(f"{self._folder} lacks an expert between others for {name}; is it whole?")
+        return pieces
 
     def _find(self, parameter: str, where: Mapping[str, Any]) -> Any:
         found = next((where[name] for name in self._candidates(parameter) if name in where), None)

@@ -25,7 +25,7 @@ class Demand:
     """What is to be placed: weight blocks, bytes of `small` tensors, item sizes, and the lengths of sequences.
 
     `cast_bytes`: item size of the copy that a block is cast to before its product, 0 where there is none.
-    `keeps_scores`: whether attention holds all scores of a key/value head.
+    `attention`: bytes that attention holds beside its operands, and for each prompt row of a pass.
 
     A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
     """
@@ -36,7 +36,7 @@ class Demand:
     compute_bytes: int
     cast_bytes: int
     small: int
-    keeps_scores: bool
+    attention: tuple[int, int]
     max_sequence: int
     mean_sequence: int
 
@@ -114,15 +114,11 @@ class _Planner:
         return self._work(sequences) + self.ring + self._other + (self._asked or 0)
 
     def _work(self, sequences: int) -> int:
-        """Activations and logits of the batches in flight, and one prompt's earlier keys and values as attended to."""
+        """Activations and logits of the batches in flight, and what attention holds."""
         batches = self._policy.num_gpu_batches
-        shape, longest = self._demand.shape, self._demand.max_sequence
-        width = 2 * shape.num_kv_heads * shape.head_dim
-        earlier = longest * width * (self._demand.stored_bytes + self._demand.compute_bytes) + self.chunk * longest
-        if self._demand.keeps_scores:  # and the softmax of them, beside a copy with sinks
-            earlier += 3 * shape.num_heads // shape.num_kv_heads * self.chunk * longest * self._demand.compute_bytes
+        fixed, row = self._demand.attention
         size = -(-sequences // batches)
-        return batches * ((size + self.chunk) * self._row + size * self._logits) + earlier
+        return batches * ((size + self.chunk) * self._row + size * self._logits) + fixed + self.chunk * row
 
     def _block_fits(self, sequences: int) -> bool:
         """Whether a block can be cached to its end."""
@@ -142,7 +138,7 @@ class _Planner:
         kept = sum(self._demand.blocks[i].nbytes for i in resident)
         parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": self._other}
         words = " + ".join(f"{name} {_mib(nbytes)}" for name, nbytes in parts.items())
-        scored = max(1, work // (self._row + self._logits))
+        scored = max(1, work // self._policy.num_gpu_batches // (self._row + self._logits))
         return Plan(pages, sequences, resident, self.slots, self.chunk, scored, f"host memory: {words}; {note}")
 
     def _words(self, wanted: int) -> str:
@@ -153,10 +149,14 @@ class _Planner:
         batches = self._policy.num_gpu_batches
         size = 0 if self._sweep else _largest(wanted // batches, lambda n: self._block_fits(n * batches))
         hint = f"gpu_batch_size {size} would fit" if size else "use a larger budget"
+        held = ""
+        if self._asked:
+            held = f", weights {_mib(self._asked)}"
+            hint += ", or hold a smaller part of the weights (policy.weights)"
         return (
             f"offload needs {_mib(self._fixed(least) + cache)} for {least} sequences of {self._demand.max_sequence} "
             f"tokens (cache {_mib(cache)}, work {_mib(self._work(least))}, ring {_mib(self.ring)}, other "
-            f"{_mib(self._other + (self._asked or 0))}); the budget is {_mib(self._budget)}; {hint}"
+            f"{_mib(self._other)}{held}); the budget is {_mib(self._budget)}; {hint}"
         )
 
 

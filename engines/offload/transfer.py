@@ -13,7 +13,7 @@ import torch
 
 from engines.offload.layout import Block
 from engines.offload.timeline import Timeline
-from harness.api import HarnessError
+from harness.api import HarnessError, direct_buffer
 
 _READERS = 2
 #: How many reads fill the ring: large ones wake few threads and keep a disk's queue as full as many small ones.
@@ -36,7 +36,7 @@ class BlockStream:
         self._slot_bytes = max((b.span for b in order), default=0)
         self.slots = min(slots, len(order))
         self._most = max(1, self.slots // _READS)  # blocks that one read takes
-        self._ring = mmap.mmap(-1, max(1, self._slot_bytes * self.slots))  # page-aligned, as direct I/O needs
+        self._ring = direct_buffer(max(1, self._slot_bytes * self.slots))
         self._memory = memoryview(self._ring)
         self._tensor = torch.frombuffer(self._ring, dtype=torch.uint8)
         self._lock = threading.Lock()
@@ -103,12 +103,14 @@ class BlockStream:
                 self._give_back(index)
             elif index not in self._slot and index >= self._next:
                 self._left_out.add(index)
+                self._wake()
 
     def leave_out(self, places: Sequence[int]) -> None:
         """The blocks at these places of the order will be skipped in this pass: no reader need begin them."""
         with self._lock:
             first = self._taken // max(1, len(self._order)) * len(self._order)
             self._left_out.update(i for p in places if (i := first + p) >= self._next)
+            self._wake()
 
     def align(self) -> None:
         """Goes on to the start of the order, where a pass that was broken off has left it elsewhere."""
@@ -141,6 +143,10 @@ class BlockStream:
     def _give_back(self, index: int) -> None:
         """Frees the slot of a block; the lock is held."""
         self._free.append(self._slot.pop(index))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Tells a reader if there is something to do; the lock is held."""
         if self._claimable():
             self._freed.notify()
 
@@ -214,15 +220,32 @@ class BlockStream:
 
 def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]:
     """Descriptors by file name, and whether reads bypass the page cache; some file systems refuse that."""
-    direct = os.O_DIRECT
+    direct = all(_reads_directly(folder / name) for name in names[:1])
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     files: dict[str, int] = {}
-    for name in names:
-        try:
-            files[name] = os.open(folder / name, os.O_RDONLY | direct)
-        except OSError:
-            direct = 0
-            files[name] = os.open(folder / name, os.O_RDONLY)
-    return files, bool(direct)
+    try:
+        for name in names:
+            files[name] = os.open(folder / name, flags)
+    except OSError:
+        for descriptor in files.values():
+            os.close(descriptor)
+        raise
+    return files, direct
+
+
+def _reads_directly(path: Path) -> bool:
+    """Tried, because there are file systems that refuse at the first read only."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        os.preadv(descriptor, [direct_buffer(mmap.PAGESIZE)], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _words(block: Block, exc: Exception) -> str:

@@ -133,13 +133,17 @@ class _Writer:
             view = self._source.view(name, shape)
             step = max(1, _PIECE // (shape[1] * self._dtype.itemsize))
             for row in range(0, shape[0], step):
-                self._append(_table_file(name), _finite(name, view[row : row + step].to(self._dtype)))
+                self._append(_table_file(name), _stored(name, view[row : row + step], self._dtype))
         # in their own dtype: norms are often kept in more bits than matrices
-        tensors = {name: _finite(name, self._source.view(name, shape)[:].clone()) for name, shape in small.items()}
+        tensors = {name: self._source.view(name, shape)[:].clone() for name, shape in small.items()}
+        for name, tensor in tensors.items():
+            _stored(name, tensor, tensor.dtype)
         save_file(tensors, self._folder / _SMALL)
         for path in [*self._folder.iterdir(), self._folder]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
+            if path.is_file():  # a limit on memory counts the page cache
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
 
     def _read(self, matrix: Matrix, block: Block) -> torch.Tensor:
@@ -151,7 +155,7 @@ class _Writer:
             part = self._source.read(matrix.parameter, matrix.expert, shape, columns, rows).T
         else:
             part = self._source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
-        return _finite(matrix.name, part.to(self._dtype))
+        return _stored(matrix.name, part, self._dtype)
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
         data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
@@ -177,8 +181,11 @@ def _content(shard: Path, memo: Path) -> str:
                 os.posix_fadvise(file.fileno(), 0, file.tell(), os.POSIX_FADV_DONTNEED)
         known[key] = digest.hexdigest()
         temporary = memo.with_suffix(f".tmp-{os.getpid()}")
-        temporary.write_text(json.dumps(known))
-        temporary.replace(memo)
+        try:
+            temporary.write_text(json.dumps(known))
+            temporary.replace(memo)
+        except OSError:  # it is only a memo: without it the next run hashes again
+            temporary.unlink(missing_ok=True)
     return known[key]
 
 
@@ -186,7 +193,11 @@ def _table_file(name: str) -> str:
     return f"{name}.table"
 
 
-def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _stored(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A part of a parameter in the checkpoint's dtype. Raises HarnessError for NaN and infinity, or what becomes so."""
     if not torch.isfinite(tensor).all():
         raise HarnessError(f"the checkpoint holds NaN or infinity in {name}; it is damaged or was trained to nothing")
-    return tensor
+    stored = tensor.to(dtype)
+    if stored.dtype != tensor.dtype and not torch.isfinite(stored).all():
+        raise HarnessError(f"{name} has values that {dtype}, in which most of the checkpoint is, cannot hold")
+    return stored

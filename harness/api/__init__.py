@@ -4,6 +4,7 @@ Units are in the names or stated: `_s` seconds, `_bytes` bytes, rates per second
 non-pad tokens. Everything here is immutable, comparable and serialisable by `to_json` / `from_json`.
 """
 
+from harness.api.buffers import direct_buffer
 from harness.api.common import (
     DTYPE_BYTES,
     FINAL_STATUSES,
@@ -110,6 +111,7 @@ __all__ = [
     "UnsupportedError",
     "Workload",
     "WorkloadSpec",
+    "direct_buffer",
     "from_json",
     "parse_record",
     "to_json",

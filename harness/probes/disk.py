@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import time
 from pathlib import Path
 
-from harness.api import Measurement, Phase
+from harness.api import Measurement, Phase, direct_buffer
 
 
 class DiskProbe:
@@ -55,7 +54,7 @@ def sequential_read_rate(folder: Path, seconds: float = 1.0, block: int = 16 << 
         descriptor = os.open(largest, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return None
-    buffer = mmap.mmap(-1, block)  # page-aligned, as direct reads need
+    buffer = direct_buffer(block)
     done, start = 0, time.perf_counter()
     try:
         while time.perf_counter() - start < seconds:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from engines import checkpoints
-from harness.api import GenerationRequest, ModelSpec, SamplingParams, UnsupportedError
+from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams, UnsupportedError
 from tests.offload import COMMON, CONTEXT, VOCAB, load, requests_of, same_by_the_near_tie_rule, save
 
 ROTARY = COMMON | {
@@ -84,7 +85,7 @@ def test_only_wanted_experts_are_loaded(tmp_path):
     model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
     engine, report = load(model, tmp_path, schedule="row", weights=(0.0, 0.0, 1.0))
     list(engine.generate([GenerationRequest("a", (5,), SamplingParams(20, ignore_eos=True))]))
-    read = engine._runtime._stream.bytes_read
+    read = engine._stream.bytes_read
     engine.close()
     assert read < 20 * report.weights_by_tier[2] / 2
 
@@ -101,3 +102,29 @@ def test_a_mask_other_than_the_window_it_names_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(attention, "forward", forward)
     with pytest.raises(UnsupportedError, match=r"mistral: .* neither causal nor the window it names"):
         load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_mixtures_run_in_sixteen_bits(name, tmp_path):
+    """Routers that share in float32 among them."""
+    kind, config = MODELS[name]
+    folder = save(tmp_path / "m", kind, torch.bfloat16, **config)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    engine, report = load(model, tmp_path, compute_dtype="bfloat16", gpu_batch_size=4)
+    results = list(engine.generate(requests_of(1, 4)))
+    engine.close()
+    assert report.compute_dtype == "bfloat16"
+    assert len(results) == 4
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    kind, config = MODELS["qwen3-moe"]
+    folder = save(tmp_path / "m", kind, **config)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if "layers.1" in name and "experts.3." in name)
+    tensors.pop(lost)
+    save_file(tensors, file)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    with pytest.raises(HarnessError, match=r"lacks an expert between others for model\.layers\.1\."):
+        load(model, tmp_path / "cache")

@@ -1,14 +1,22 @@
 """The compiled kernels against float64, and what they promise beside."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.offload.gemm import by_torch
-from engines.offload.kernels import NoCompilerError, compiled_decode, compiled_product, reference_decode
+from engines.offload.kernels import (
+    NoCompilerError,
+    Segments,
+    compiled_attention,
+    compiled_product,
+    reference_attention,
+)
 from engines.offload.kernels.build import load
-from engines.offload.pages import PAGE_TOKENS
+from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.rule import Rule
 
 #: What a product is added to: one row for all such as a bias, the output itself.
@@ -75,40 +83,87 @@ def test_nan_in_a_weight_is_not_hidden(cache):
     assert out.isnan().sum() == 8
 
 
+# ------------------------------------------------------------------------------------------------ attention
+
+
 @pytest.fixture(scope="module")
 def compiled(cache):
-    return compiled_decode(cache, threads=2)
+    return compiled_attention(cache, threads=2)
+
+
+def packed(spans, pages):
+    """Segments of (rows, tokens before them), on random pages."""
+    counts, cached = zip(*spans, strict=True)
+    longest = max(pages_for(c + n) for n, c in spans)
+    table = torch.randperm(pages)[: len(spans) * longest].view(len(spans), longest).int()
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    return Segments(starts, torch.tensor(cached, dtype=torch.int32), table)
+
+
+def by_hand(query, keys, values, segments, rule):
+    """One row and head at a time, in float64."""
+    heads, tokens, dim = query.shape
+    group = heads // keys.shape[1]
+    out = torch.empty(tokens, heads, dim, dtype=torch.float64)
+    starts = segments.starts.tolist()
+    for i, before in enumerate(segments.cached.tolist()):
+        for row in range(starts[i], starts[i + 1]):
+            position = before + row - starts[i]
+            first = max(0, position - rule.window + 1) if rule.window else 0
+            places = [(segments.table[i, t // PAGE_TOKENS], t % PAGE_TOKENS) for t in range(first, position + 1)]
+            for head in range(heads):
+                k, v = (torch.stack([c[p, head // group, t] for p, t in places]).double() for c in (keys, values))
+                scores = k @ query[head, row].double() * rule.scale
+                if rule.softcap:
+                    scores = rule.softcap * (scores / rule.softcap).tanh()
+                sink = rule.sinks[head].double().exp() if rule.sinks is not None else 0
+                out[row, head] = scores.exp() / (scores.exp().sum() + sink) @ v
+    return out
+
+
+SPANS = [(1, 0), (1, 2), (1, 8), (1, 39), (70, 0), (7, 5), (49, 30), (2, 0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7)])
-@pytest.mark.parametrize("more", [{}, {"window": 8}, {"softcap": 2.0}, {"window": 9, "softcap": 1.5, "sinks": True}])
-def test_decode_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim, more):
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7), (2, 1, 80)])
+@pytest.mark.parametrize("more", [{}, {"window": 8}, {"softcap": 2.0}, {"window": 40, "softcap": 1.5, "sinks": True}])
+def test_attention_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim, more):
     torch.manual_seed(0)
-    lengths = torch.tensor([1, 3, 8, 9, 40], dtype=torch.int32)
-    pages = 30
+    segments, pages = packed(SPANS, 100), 100
     keys, values = (torch.randn(pages, kv_heads, PAGE_TOKENS, dim).to(dtype) for _ in range(2))
-    table = torch.randperm(pages)[:25].view(5, 5).int()
-    query = torch.randn(5, heads, dim)
-    sinks = torch.randn(heads) if more.get("sinks") else None
-    rule = Rule(0.3, **more | {"sinks": sinks})
-    exact = torch.empty(5, heads, dim, dtype=torch.float64)
-    for i, n in enumerate(lengths.tolist()):
-        first = max(0, n - more.get("window", n))
-        k, v = (
-            torch.stack([c[table[i, t // PAGE_TOKENS], :, t % PAGE_TOKENS] for t in range(first, n)], 1).double()
-            for c in (keys, values)
-        )
-        scores = query[i].double().view(kv_heads, -1, dim) @ k.mT * 0.3
-        if cap := more.get("softcap"):
-            scores = cap * (scores / cap).tanh()
-        weights = scores.exp()
-        total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp().view(kv_heads, -1))
-        exact[i] = (weights / total[..., None] @ v).reshape(heads, dim)
-    for kernel in (compiled, reference_decode):
-        torch.testing.assert_close(
-            kernel(query, keys, values, table, lengths, rule).double(), exact, rtol=1e-5, atol=1e-6
-        )
+    tokens = int(segments.starts[-1])
+    query = torch.randn(tokens, heads, dim + 3)[..., :dim].transpose(0, 1)  # as a model gives it: a view
+    rule = Rule(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
+    exact = by_hand(query, keys, values, segments, rule)
+    for kernel in (compiled, reference_attention):
+        found = kernel(query, keys, values, segments, rule)
+        # scores reach 10 and carry a few roundings of 6e-8 each, which their exponentials carry on
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
+
+
+@given(st.integers(4, 120), st.sampled_from([None, 5, 33]), st.data())
+def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
+    """Bit for bit: so a request's result does not depend on what else runs."""
+    cut = data.draw(st.integers(2, length - 2))
+    torch.manual_seed(length)
+    keys, values = (torch.randn(40, 2, PAGE_TOKENS, 48) for _ in range(2))
+    query, rule = torch.randn(4, length, 48), Rule(0.2, window)
+    whole = packed([(length, 0)], 40)
+    together = compiled(query, keys, values, whole, rule)
+    for rows, before in ((slice(0, cut), 0), (slice(cut, length), cut)):
+        part = Segments(torch.tensor([0, rows.stop - rows.start]).int(), torch.tensor([before]).int(), whole.table)
+        assert torch.equal(compiled(query[:, rows], keys, values, part, rule), together[rows])
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0, 1000.0])
+def test_softmax_of_scores_far_apart(compiled, spread):
+    torch.manual_seed(0)
+    segments = packed([(1, 60), (60, 0)], 40)
+    keys, values = (torch.randn(40, 1, PAGE_TOKENS, 16) for _ in range(2))
+    query, rule = torch.randn(1, 61, 16) * spread, Rule(1.0)
+    exact = reference_attention(query.double(), keys.double(), values.double(), segments, rule)
+    found = compiled(query, keys, values, segments, rule)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5 * spread)
 
 
 def test_half_precision_is_widened_exactly(compiled):
@@ -117,22 +172,22 @@ def test_half_precision_is_widened_exactly(compiled):
     finite = bits[bits.isfinite()].view(-1, 1, 1, 1).expand(-1, 1, PAGE_TOKENS, 1).contiguous()
     count = len(finite)
     table = torch.arange(count, dtype=torch.int32).view(-1, 1)
-    ones = torch.ones(count, dtype=torch.int32)
-    found = compiled(torch.zeros(count, 1, 1), torch.zeros_like(finite), finite, table, ones, Rule(1.0))
+    alone = Segments(torch.arange(count + 1).int(), torch.zeros(count, dtype=torch.int32), table)
+    found = compiled(torch.zeros(1, count, 1), torch.zeros_like(finite), finite, alone, Rule(1.0))
     assert torch.equal(found.view(-1), finite[:, 0, 0, 0].float())
 
 
-def test_nan_in_the_cache_is_not_hidden(compiled):
-    keys = torch.full((1, 1, PAGE_TOKENS, 8), torch.nan)
-    one = torch.ones(1, 1, dtype=torch.int32)
-    found = compiled(torch.ones(1, 1, 8), keys, keys, one * 0, one[0], Rule(1.0))
+@pytest.mark.parametrize("rows", [1, 2, 50])
+def test_nan_in_the_cache_is_not_hidden(compiled, rows):
+    keys = torch.full((10, 1, PAGE_TOKENS, 8), torch.nan)
+    found = compiled(torch.ones(1, rows, 8), keys, keys, packed([(rows, 0)], 10), Rule(1.0))
     assert found.isnan().all()
 
 
 def test_no_compiler_is_said_and_survived(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NoCompilerError, match="no-such-compiler"):
-        compiled_decode(tmp_path, 1)
+        compiled_attention(tmp_path, 1)
 
 
 def test_a_source_that_does_not_compile_leaves_nothing(tmp_path):

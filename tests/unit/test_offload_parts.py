@@ -233,7 +233,7 @@ def test_a_load_waits_for_the_use_that_frees_its_slot(cast):
 def demand(**changes):
     blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], 4)
     return dataclasses.replace(
-        Demand(SHAPE, blocks, 4, 4, 0, small=1000, keeps_scores=False, max_sequence=48, mean_sequence=40), **changes
+        Demand(SHAPE, blocks, 4, 4, 0, small=1000, attention=(0, 0), max_sequence=48, mean_sequence=40), **changes
     )
 
 
@@ -287,6 +287,12 @@ def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_p
         place(demand(), dataclasses.replace(policy, gpu_batch_size=size + 1), 120 * MIB)
     with pytest.raises(InfeasibleError, match="use a larger budget"):
         place(demand(), policy, 10 * MIB)
+
+
+def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
+    one = place(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4), None)
+    four = place(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4, num_gpu_batches=4), None)
+    assert four.scored_rows == one.scored_rows
 
 
 @pytest.mark.parametrize("field", ["cache", "activations"])

@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_no_half_record(store, monkeypatch):
         os.write(descriptor, bytes(data[: len(data) // 2]))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("harness.store._write_all", half)
+    monkeypatch.setattr("harness.line_file._write_all", half)
     with pytest.raises(HarnessError, match="No space left"):
         store.append(record(1))
     assert store.path.stat().st_size == size

@@ -1,7 +1,24 @@
 """Kernels that torch has not: in C++, built once with the host's compiler, with a torch reference in their place."""
 
+from engines.offload.kernels.attention import (
+    AttentionKernel,
+    Segments,
+    compiled_attention,
+    compiled_memory,
+    reference_attention,
+    reference_memory,
+)
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.decode import DecodeKernel, compiled_decode, reference_decode
 from engines.offload.kernels.product import Product, compiled_product
 
-__all__ = ["DecodeKernel", "NoCompilerError", "Product", "compiled_decode", "compiled_product", "reference_decode"]
+__all__ = [
+    "AttentionKernel",
+    "NoCompilerError",
+    "Product",
+    "Segments",
+    "compiled_attention",
+    "compiled_memory",
+    "compiled_product",
+    "reference_attention",
+    "reference_memory",
+]

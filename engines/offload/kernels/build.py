@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from engines.folders import build_once
+from harness.api import DiskFullError
 
 #: Sums keep their order, so that a result depends on its own operands and on nothing that shares the call.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -40,8 +41,8 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
                 subprocess.run([compiler, *command], capture_output=True, check=True, timeout=600)
 
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
-    except (OSError, subprocess.SubprocessError) as exc:
-        raise NoCompilerError(f"{compiler} cannot build {source.name}: {exc}") from exc
+    except (OSError, subprocess.SubprocessError, DiskFullError) as exc:
+        raise NoCompilerError(f"{compiler} cannot build {source.name}: {_reason(exc)}") from exc
 
 
 def _openmp() -> str:
@@ -52,6 +53,12 @@ def _openmp() -> str:
     """
     found = _OPENMP.search(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
     return found[0] if found else "-fopenmp"
+
+
+def _reason(exc: Exception) -> str:
+    """The compiler's first error, where it has said one."""
+    said = exc.stderr.decode(errors="replace") if isinstance(exc, subprocess.CalledProcessError) else ""
+    return next((line for line in said.splitlines() if "error" in line), str(exc))
 
 
 def _cpu() -> bytes:

@@ -52,3 +52,25 @@ inline Lanes widen(const T* x, int64_t count) {
   std::memcpy(padded, x, count * sizeof(T));
   return widen(padded);
 }
+
+inline float add_up(Lanes lanes) {
+  float total = 0;
+  for (int64_t i = 0; i < kLanes; ++i) total += lanes[i];
+  return total;
+}
+
+// e^x to a unit in the last place, for x <= 0; what would be subnormal is zero, and NaN stays NaN.
+// Source: the polynomial of Cephes' expf (Moshier), reduced by multiples of ln 2 in two parts.
+inline Lanes exp(Lanes x) {
+  constexpr float whole = 12582912.0f;  // added and taken off again, it rounds to an integer
+  const Lanes n = (x * 1.44269504088896341f + whole) - whole;
+  const Lanes r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Lanes y = 1.9875691500e-4f + 0.0f * r;
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    y = y * r + c;
+  y = y * r * r + r + 1.0f;
+  typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
+  const Lanes power = (Lanes)((__builtin_convertvector(n, Integers) + 127) << 23);
+  const Bits tiny = (Bits)(x < -87.0f);
+  return (Lanes)((Bits)(y * power) & ~tiny);
+}

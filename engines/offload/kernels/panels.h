@@ -1,0 +1,83 @@
+// A few rows of float32 times a panel of widened values, in registers: what products and attention are made of.
+
+#pragma once
+
+#include <algorithm>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int64_t kRows = 6;             // by two vectors: twelve sums, which with two weights and an x fill AVX2
+constexpr int64_t kWidth = 2 * kLanes;   // rows of W in a panel
+constexpr int64_t kAhead = 8;            // columns of a panel that are fetched before they are needed
+
+void transpose(Lanes* r) {
+  Lanes s[8], t[8];
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    s[i + 1] = SHUFFLE(r[i], r[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i : {0, 1, 4, 5}) {
+    t[i] = SHUFFLE(s[i], s[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+    t[i + 2] = SHUFFLE(s[i], s[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = SHUFFLE(t[i], t[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    r[i + 4] = SHUFFLE(t[i], t[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
+// panel[depth][kWidth] from `rows` <= kWidth rows of stored values, where `row(i)` points to one; rows that are not
+// there are zeros.
+template <typename Row>
+void unpack(int64_t rows, int64_t depth, float* panel, Row row) {
+  for (int64_t j = 0; j < kWidth; j += kLanes)
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      const int64_t count = std::min(kLanes, depth - k);
+      Lanes r[kLanes] = {};
+      for (int64_t i = 0; i < std::min(kLanes, rows - j); ++i) {
+        const auto from = row(j + i) + k;
+        r[i] = count == kLanes ? widen(from) : widen(from, count);
+      }
+      transpose(r);
+      for (int64_t i = 0; i < count; ++i) store(panel + (k + i) * kWidth + j, r[i]);
+    }
+}
+
+// R rows of x times a panel, into R x `width` of out.
+template <int64_t R>
+void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start, int64_t lds, float* out,
+          int64_t ldo, int64_t width) {
+  Lanes sum[R][2] = {};
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(panel + (k + kAhead) * kWidth);
+    const Lanes low = load(panel + k * kWidth), high = load(panel + k * kWidth + kLanes);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < R; ++i) {
+      sum[i][0] += x[i * ldx + k] * low;
+      sum[i][1] += x[i * ldx + k] * high;
+    }
+  }
+  for (int64_t i = 0; i < R; ++i) {
+    const float* from = start + i * lds;
+    float* to = out + i * ldo;
+    if (width == kWidth) {
+      store(to, start ? load(from) + sum[i][0] : sum[i][0]);
+      store(to + kLanes, start ? load(from + kLanes) + sum[i][1] : sum[i][1]);
+      continue;
+    }
+    for (int64_t j = 0; j < width; ++j) to[j] = (start ? from[j] : 0.0f) + sum[i][j / kLanes][j % kLanes];
+  }
+}
+
+// `tile` for the `rows` <= R that are left at the end of x.
+template <int64_t R>
+void last_tile(int64_t rows, const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start,
+               int64_t lds, float* out, int64_t ldo, int64_t width) {
+  if (rows == R) tile<R>(x, ldx, panel, depth, start, lds, out, ldo, width);
+  else if constexpr (R > 1) last_tile<R - 1>(rows, x, ldx, panel, depth, start, lds, out, ldo, width);
+}
+
+}  // namespace

@@ -1,0 +1,54 @@
+"""A file of lines that only grows, and that kill -9 or a full disk leave whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class LineFile:
+    """Appends lines, each by one write: a crash leaves at most one truncated last line, which `mend` cuts off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def mend(self) -> None:
+        """Cuts off a truncated last line. Raises OSError."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            end = position = 0
+            for line in file:
+                position += len(line)
+                end = position if line.endswith(b"\n") else end
+            if end != position:
+                file.truncate(end)
+
+    def append(self, line: bytes) -> None:
+        """Adds one line, without its end, and syncs it. Raises OSError; then nothing of it is left."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, line + b"\n")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def set_aside(self) -> None:
+        """Renames the file, if there is one, to the next free NAME.<number>.SUFFIX. Raises OSError."""
+        if not self.path.exists():
+            return
+        number = 1
+        while (target := self.path.with_suffix(f".{number}{self.path.suffix}")).exists():
+            number += 1
+        self.path.rename(target)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from harness.api import (
@@ -183,6 +183,27 @@ class FakeEngine:
             case "duplicate":
                 yield result
         yield result
+
+
+class FakeText:
+    """A tokenizer for the fake model: text to bytes, and ids that are no letters to their numbers."""
+
+    def __init__(self, model: LocalModel) -> None: ...
+
+    def problem(self) -> str:
+        return ""
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return tuple(prompt.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(self.token, tokens))
+
+    def token(self, token: int) -> str:
+        return chr(token) if 32 <= token < 127 else f"[{token}]"
 
 
 def _die(crash: str) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engines import sampling
-from harness.api import GenerationRequest, HarnessError, ModelShape, UnsupportedError
+from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams, UnsupportedError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -17,13 +17,29 @@ def validate(request: GenerationRequest, shape: ModelShape) -> None:
     if not request.prompt:
         raise HarnessError(f"{where}: the prompt is empty")
     _check_ids(where, request.prompt, shape.vocab)
-    sampling.validate(request.sampling, request.id)
+    check_sampling(request.sampling, request.id)
     total = len(request.prompt) + request.sampling.max_tokens
     if total > shape.max_context:
         raise HarnessError(
             f"{where}: {len(request.prompt)} prompt + {request.sampling.max_tokens} new tokens exceed "
             f"the model's context of {shape.max_context}"
         )
+
+
+def check_sampling(sampling: SamplingParams, request: str) -> None:
+    """Raises HarnessError naming `request` and the first setting that is out of range."""
+    for name, holds, rule in (
+        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("top_k", sampling.top_k >= 0, "0 or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        ("seed", sampling.seed is None or 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
+        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
+    ):
+        if not holds:
+            raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {rule}")
 
 
 def full_sequence(

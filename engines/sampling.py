@@ -18,23 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from harness.api import HarnessError, SamplingParams, TokenLogprob
-
-
-def validate(sampling: SamplingParams, request: str) -> None:
-    """Raises HarnessError naming `request` and the first setting that is out of range."""
-    for name, holds, rule in (
-        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
-        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
-        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k >= 0, "0 or more"),
-        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
-        ("seed", sampling.seed is None or 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
-        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
-    ):
-        if not holds:
-            raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {rule}")
+from harness.api import SamplingParams, TokenLogprob
 
 
 class RowSampler(LogitsProcessor):  # type: ignore[misc]

@@ -8,20 +8,22 @@ with the values, so a message points at the layer that set the wrong one.
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 from harness import suite_check, yaml_source
-from harness.api import HardwareLimits, HardwareRequirements, HarnessError, SuiteSpec
+from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec
 from harness.cell_names import Cell, find_twins, name_cells
 from harness.registry import ENGINES
 from harness.units import parse_duration, parse_size
 from harness.yaml_node import Node, shown
 
-__all__ = ["load_suite", "parse_duration", "parse_size"]
+__all__ = ["load_cell", "load_suite", "parse_duration", "parse_size"]
 
 MAX_CELLS = 10_000
 MAX_LAUNCHES = 100_000
@@ -72,6 +74,12 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
     if twins:
         raise root.error(f"cells {twins[0]!r} and {twins[1]!r} measure the same; leave one out or change its seed")
     return SuiteSpec(header.name, header.description, specs, header.requires, header.machine_probe)
+
+
+def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
+    """One cell from `settings` in the shape of a suite's, under `overrides`. Raises HarnessError as `load_suite`."""
+    cell = _layer(yaml_source.parse(json.dumps(settings), "settings", positions=False))
+    return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell), ENGINES)
 
 
 def _header(root: Node, hardware: Node) -> Node:

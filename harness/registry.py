@@ -8,7 +8,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, cast
 
-from harness.api import Engine, HarnessError, LocalModel, Workload
+from harness.api import Engine, GenerationRequest, HarnessError, LocalModel, ModelShape, Workload
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class EngineEntry:
     extra: str
     summary: str
     builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
+    builtin_text: str = ""  # and of what takes a tokenizer's place for them
 
     def missing(self) -> list[str]:
         """Required modules that this interpreter does not have."""
@@ -33,6 +34,7 @@ ENGINES: dict[str, EngineEntry] = {
         "",
         "deterministic tokens in virtual time; drives the harness's tests",
         "engines.fake:MODEL",
+        "engines.fake:FakeText",
     ),
     "transformers": EngineEntry(
         "engines.transformers:TransformersEngine",
@@ -57,6 +59,8 @@ ENGINES: dict[str, EngineEntry] = {
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic"}
 
 _PREPARE = "engines.checkpoints:prepare"
+_TEXT = "engines.text:Text"
+_CHECK = "engines.requests:validate"
 _EVICT = "engines.checkpoints:evict"
 _GEMM_RATES = "engines.calibrate:gemm_rates"
 _SHAPES = "engines.shapes:CATALOGUE"
@@ -101,6 +105,16 @@ def prepare_model(engine: str, *args: Any, **kwargs: Any) -> LocalModel:
     """The engine's built-in model, or engines.checkpoints.prepare: makes a checkpoint ready on this machine."""
     builtin = engine_entry(engine).builtin_model
     return cast(LocalModel, resolve(builtin) if builtin else resolve(_PREPARE)(*args, **kwargs))
+
+
+def text(engine: str, model: LocalModel) -> Any:
+    """The tokenizer of the engine's built-in model, or engines.text.Text of a checkpoint."""
+    return resolve(engine_entry(engine).builtin_text or _TEXT)(model)
+
+
+def check_request(request: GenerationRequest, shape: ModelShape) -> None:
+    """engines.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
+    resolve(_CHECK)(request, shape)
 
 
 def evict_model(path: str) -> None:

@@ -24,8 +24,8 @@ from harness.api import (
     Status,
     SuiteSpec,
     Trial,
+    roofline,
 )
-from harness.bound import bound
 from harness.cell_names import find_twins
 from harness.launchers.memory import cap_method
 from harness.launchers.process import ProcessLauncher
@@ -202,7 +202,7 @@ class Runner:
         limit = None
         if machine and record.status == "ok":
             budget = cell.limits.host_memory
-            limit = bound(model, cell.workload, batch, dtype, budget, machine, spec.policy.kv_bits)
+            limit = roofline(model, cell.workload, batch, dtype, budget, machine, spec.policy.kv_bits)
         return replace(record, machine=machine, bound=limit, tuning=trials, model=_shareable(model))
 
     def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:

@@ -62,7 +62,9 @@ class OffloadEngine:
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            phased=False, packages=("torch", "transformers", "safetensors", "accelerate", "greenlet", "numpy")
+            phased=False,
+            packages=("torch", "transformers", "safetensors", "accelerate", "greenlet", "numpy"),
+            batch_policy=OffloadPolicy(schedule="sweep", gpu_batch_size=256),
         )
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:

@@ -52,6 +52,7 @@ from harness.api.record import (
     RunRecord,
     Trial,
 )
+from harness.api.roofline import roofline
 from harness.api.serial import (
     from_json,
     to_json,
@@ -114,6 +115,7 @@ __all__ = [
     "direct_buffer",
     "from_json",
     "parse_record",
+    "roofline",
     "to_json",
     "union_length",
 ]

@@ -85,6 +85,7 @@ class Capabilities:
     phased: bool = True  # a block's prefill and decode do not overlap
     simulated: bool = False  # times come from a model of time, not from a clock
     packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
+    batch_policy: OffloadPolicy = OffloadPolicy(gpu_batch_size=8)  # noqa: RUF009 - frozen; for a big job of any kind
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,13 @@ def cap_method() -> str:
     return group.method
 
 
+def free_memory() -> int:
+    """Bytes that a new process may take before others are squeezed: of the machine, within our own limit."""
+    free = psutil.virtual_memory().available
+    limit = own_limit()
+    return free if limit is None else min(free, limit)
+
+
 def own_limit() -> int | None:
     """Bytes of the tightest memory limit on this process's own cgroup and those above it; None for no limit."""
     limits = []

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from engines import checkpoints, sampling  # noqa: E402
+from engines import checkpoints, requests, sampling  # noqa: E402
 from engines.accelerate import AccelerateEngine  # noqa: E402
 from engines.offload.engine import OffloadEngine  # noqa: E402
 from engines.transformers import TransformersEngine  # noqa: E402
@@ -132,4 +132,4 @@ def test_a_stop_string_waits_for_min_tokens():
 )
 def test_what_is_out_of_range_is_named(wrong):
     with pytest.raises(HarnessError, match=f"request r: {next(iter(wrong))} is "):
-        sampling.validate(SamplingParams(**wrong), "r")
+        requests.check_sampling(SamplingParams(**wrong), "r")

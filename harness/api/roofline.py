@@ -15,10 +15,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from harness.api import Bound, HardwareProfile, LocalModel, WorkloadSpec
+from harness.api.machine import HardwareProfile, LocalModel
+from harness.api.record import Bound
+from harness.api.spec import WorkloadSpec
 
 
-def bound(
+def roofline(
     model: LocalModel,
     workload: WorkloadSpec,
     batch: int,

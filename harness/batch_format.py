@@ -1,0 +1,254 @@
+"""The lines of a batch job: requests in OpenAI's batch format, plain prompts, and the answers to them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+
+from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
+
+#: OpenAI's limits on samples and alternatives; more would be mistakes.
+_MOST_SAMPLES, _MOST_ALTERNATIVES = 128, 20
+
+M = TypeVar("M", bound=BaseModel)
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One request of a job: a prompt as text or token ids, or the messages of a chat (role and content each)."""
+
+    number: int
+    id: str | None
+    prompt: str | tuple[int, ...]
+    messages: tuple[Mapping[str, str], ...]
+    sampling: SamplingParams
+    samples: int
+
+
+class LineError(HarnessError):
+    """What is wrong with one line; `id` is its custom_id, where it has a usable one."""
+
+    def __init__(self, message: str, id_: str | None = None) -> None:
+        super().__init__(message)
+        self.id = id_
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Text(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Strict):
+    role: Role
+    content: str | list[_Text]
+
+
+class _Body(_Strict):
+    """What both kinds of request share. What a job cannot honour is accepted at its neutral value only."""
+
+    model: str | None = None  # the format asks for it; the job's --model is what runs
+    user: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    n: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool = False
+    stream: Literal[False] | None = None
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+
+
+class _Completion(_Body):
+    prompt: Annotated[StrictStr | list[StrictInt], Field(description="a text or a list of token ids")]
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None = None
+    echo: Literal[False] | None = None
+
+
+class _Chat(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None = None
+
+
+class _Row(_Strict):
+    """A line of OpenAI's batch format."""
+
+    custom_id: Annotated[str, Field(min_length=1)]
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/completions", "/v1/chat/completions"]
+    body: dict[str, Any]
+
+
+def parse_line(raw: bytes, number: int, max_tokens: int, seed: int) -> BatchLine:
+    """The request on line `number`. `max_tokens` and `seed` are for lines that say nothing of them.
+
+    Lines of OpenAI's batch format have its defaults (temperature 1); plain ones, objects with `prompt` or
+    `messages` and the same settings beside them, are greedy. Raises LineError.
+    """
+    data = _object(raw)
+    found = data.get("custom_id")
+    id_ = found if isinstance(found, str) and found else None
+    try:
+        if "body" in data:
+            row = _checked(_Row, data, "")
+            body, temperature = _body(row.body, row.url.endswith("/chat/completions"), "body."), 1.0
+        else:
+            if found is not None and id_ is None:
+                raise LineError("custom_id: expected a text that is not empty")
+            rest = {key: value for key, value in data.items() if key != "custom_id"}
+            body, temperature = _body(rest, "messages" in rest, ""), 0.0
+        return _line(body, number, id_, temperature, max_tokens, seed)
+    except LineError as exc:
+        raise LineError(str(exc), id_) from None
+
+
+def answer(line: BatchLine, model: str, results: Sequence[GenerationResult], texts: Sequence[str],
+           token_text: Callable[[int], str]) -> dict[str, Any]:  # fmt: skip
+    """The output line for a request that was run, in OpenAI's batch format and with the number of its input line.
+
+    `texts` are what was generated, one for each result; `token_text` gives a token's own.
+    """
+    make = _chat_choice if line.messages else _completion_choice
+    prompt, generated = results[0].prompt_tokens, sum(len(r.tokens) for r in results)
+    body = {
+        "object": "chat.completion" if line.messages else "text_completion",
+        "model": model,
+        "choices": [make(i, r, t, token_text) for i, (r, t) in enumerate(zip(results, texts, strict=True))],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+    }
+    return _output(line.number, line.id, {"status_code": 200, "body": body}, None)
+
+
+def refusal(number: int, id_: str | None, message: str) -> dict[str, Any]:
+    """The output line for a request that was not run."""
+    return _output(number, id_, None, {"code": "invalid_request", "message": message})
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as exc:
+        raise LineError(f"is not UTF-8 text (byte {exc.start + 1})") from None
+    except RecursionError:
+        raise LineError("is nested too deeply") from None
+    except ValueError as exc:
+        raise LineError(f"is not JSON: {exc}") from None
+    if not isinstance(data, dict):
+        raise LineError(f"expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _body(data: Mapping[str, Any], chat: bool, where: str) -> _Completion | _Chat:
+    return _checked(_Chat, data, where) if chat else _checked(_Completion, data, where)
+
+
+def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False, include_input=False)
+    # a wrong name before what is missing because of it
+    error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    key = str(error["loc"][0])
+    path = where + (".".join(map(str, error["loc"])) if error["type"] != "union" else key)
+    if error["type"] == "extra_forbidden":
+        known = list(kind.model_fields)
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise LineError(f"{path} is not a setting this job knows; {hint}")
+    if error["type"] == "missing":
+        raise LineError(f"{path} is missing")
+    if key in ("prompt", "stop"):
+        wanted = "a text or a list of token ids" if key == "prompt" else "a text or a list of texts"
+        raise LineError(f"{where}{key}: expected {wanted}")
+    raise LineError(f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}")
+
+
+def _line(
+    body: _Completion | _Chat, number: int, id_: str | None, temperature: float, most: int, seed: int
+) -> BatchLine:
+    prompt: str | tuple[int, ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
+    if isinstance(body, _Chat):
+        messages = tuple({"role": m.role, "content": _plain(m.content)} for m in body.messages)
+        alternatives = (body.top_logprobs or 0) if body.logprobs else None
+        if body.top_logprobs and not body.logprobs:
+            raise LineError("top_logprobs needs logprobs: true")
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    else:
+        prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
+        alternatives, asked = body.logprobs, body.max_tokens
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if "" in stop:
+        raise LineError("stop: an empty text would end every answer at once")
+    sampling = SamplingParams(
+        max_tokens=most if asked is None else asked,
+        min_tokens=body.min_tokens,
+        temperature=temperature if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=(seed << 32) + number if body.seed is None else body.seed,
+        stop=stop,
+        ignore_eos=body.ignore_eos,
+        logprobs=alternatives,
+    )
+    return BatchLine(number, id_, prompt, messages, sampling, body.n or 1)
+
+
+def _plain(content: str | list[_Text]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+# --------------------------------------------------------------------------- writing
+
+
+def _output(
+    number: int, id_: str | None, response: Mapping[str, Any] | None, error: Mapping[str, str] | None
+) -> dict[str, Any]:
+    return {"line": number, "custom_id": id_, "response": response, "error": error}
+
+
+def _completion_choice(
+    index: int, result: GenerationResult, text: str, token_text: Callable[[int], str]
+) -> dict[str, Any]:
+    logprobs = None
+    if result.logprobs:
+        logprobs = {
+            "tokens": [token_text(t) for t in result.tokens],
+            "token_logprobs": [p.logprob for p in result.logprobs],
+            "top_logprobs": [{token_text(t): value for t, value in p.top} for p in result.logprobs],
+        }
+    return {"index": index, "text": text, "finish_reason": result.finish_reason, "logprobs": logprobs}
+
+
+def _chat_choice(index: int, result: GenerationResult, text: str, token_text: Callable[[int], str]) -> dict[str, Any]:
+    def entry(token: int, found: TokenLogprob) -> dict[str, Any]:
+        top = [{"token": token_text(t), "logprob": value} for t, value in found.top]
+        return {"token": token_text(token), "logprob": found.logprob, "top_logprobs": top}
+
+    logprobs = None
+    if result.logprobs:
+        logprobs = {"content": [entry(t, p) for t, p in zip(result.tokens, result.logprobs, strict=True)]}
+    message = {"role": "assistant", "content": text}
+    return {"index": index, "message": message, "finish_reason": result.finish_reason, "logprobs": logprobs}

@@ -1,0 +1,288 @@
+"""`harness generate`: every line of the input gets one line of output, whatever happens on the way."""
+
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+
+
+class Files:
+    """An input, an output and the command between them."""
+
+    def __init__(self, cli):
+        self.cli = cli
+        self.source, self.output = cli.folder / "in.jsonl", cli.folder / "deep" / "out.jsonl"
+
+    def write(self, *lines):
+        """Objects as JSON, texts as they are."""
+        self.source.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+
+    def command(self, *more):
+        return [
+            "generate",
+            "--model",
+            "fake",
+            "--engine",
+            "fake",
+            "--input",
+            self.source,
+            "--output",
+            self.output,
+            *more,
+        ]
+
+    def __call__(self, *more, **options):
+        return self.cli(*self.command(*more), **options)
+
+    def answers(self):
+        rows = [json.loads(line) for line in self.output.read_text().splitlines()]
+        assert len({row["line"] for row in rows}) == len(rows), "a line is answered once"
+        return {row["line"]: row for row in rows}
+
+
+@pytest.fixture
+def files(cli):
+    return Files(cli)
+
+
+def batch(id_, url=PLAIN, **body):
+    return {"custom_id": id_, "method": "POST", "url": url, "body": body}
+
+
+def text(row):
+    (choice,) = row["response"]["body"]["choices"]
+    return choice["text"]
+
+
+def test_the_formats_it_reads(files):
+    files.write(
+        batch("a", prompt="hello", max_tokens=5, temperature=0),
+        batch("b", CHAT, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, n=2),
+        {"prompt": "hello", "max_tokens": 5},
+        "",
+        {"custom_id": "d", "prompt": [104, 101, 108, 108, 111], "max_tokens": 5, "seed": 3},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+    )
+    done = files("--max-tokens", 7)
+    assert done.returncode == 0, done.stderr
+    assert "5 lines; 5 answered" in done.stdout
+    rows = files.answers()
+    assert {n: r["custom_id"] for n, r in rows.items()} == {1: "a", 2: "b", 3: None, 5: "d", 6: None}
+    assert rows[1]["response"]["body"]["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    chat = rows[2]["response"]["body"]
+    assert chat["object"] == "chat.completion"
+    assert [c["index"] for c in chat["choices"]] == [0, 1]
+    assert chat["choices"][0]["message"]["content"] != chat["choices"][1]["message"]["content"]
+    assert rows[6]["response"]["body"]["usage"]["completion_tokens"] == 7
+    assert all(row["error"] is None for row in rows.values())
+
+
+def test_each_line_of_a_text_file_is_a_prompt(files):
+    files.source = files.source.with_suffix(".txt")
+    files.source.write_bytes(b'\xef\xbb\xbfsay "hi"\n\nand\tthis\n\xff\n')
+    done = files("--max-tokens", 3)
+    assert done.returncode == 1
+    assert sorted(files.answers()) == [1, 3, 4]
+    assert files.answers()[1]["response"]["body"]["usage"]["prompt_tokens"] == len('say "hi"')
+    assert files.answers()[4]["error"]["message"] == "is not UTF-8 text (byte 1)"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", "is not JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ("[" * 100_000, "nested too deeply"),
+        ({"prmpt": "x"}, "prmpt is not a setting this job knows; did you mean 'prompt'"),
+        ({"max_tokens": 3}, "prompt is missing"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": ["a", "b"]}, "prompt: expected a text or a list of token ids"),
+        ({"prompt": [5, 5000]}, "token id 5000 is outside the vocabulary of 1000"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": "x", "max_tokens": 5000}, "exceed the model's context of 4096"),
+        ({"prompt": "x", "temperature": -1}, "temperature is -1"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature: input should be a valid number"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature is nan"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop: an empty text"),
+        ({"prompt": "x", "stop": [3]}, "stop: expected a text or a list of texts"),
+        ({"prompt": "x", "n": 0}, "n: input should be greater than or equal to 1"),
+        ({"prompt": "x", "stream": True}, "stream: input should be False"),
+        ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty: input should be 0"),
+        ({"custom_id": 5, "prompt": "x"}, "custom_id: expected a text"),
+        ({"custom_id": "good", "prompt": "x"}, "custom_id 'good' was used on line 1"),
+        (batch("c", "/v1/embeddings", input="x"), "url: input should be '/v1/completions'"),
+        (batch("c", CHAT, messages=[]), "body.messages: list should have at least 1 item"),
+        (batch("c", CHAT, messages=[{"role": "robot", "content": "x"}]), "body.messages.0.role: input should be"),
+        (batch("c", CHAT, messages=[{"role": "user", "content": "x"}], top_logprobs=2), "needs logprobs: true"),
+    ],
+)
+def test_a_line_that_cannot_be_run_is_answered_with_the_reason(files, line, words):
+    files.write({"custom_id": "good", "prompt": "x", "max_tokens": 2}, line, {"prompt": "y", "max_tokens": 2})
+    done = files()
+    assert done.returncode == 1
+    assert f"in.jsonl:2: {words}" in done.stderr or words in done.stderr
+    rows = files.answers()
+    assert words in rows[2]["error"]["message"]
+    assert rows[2]["response"] is None
+    assert rows[1]["error"] is rows[3]["error"] is None
+    again = files()
+    assert again.returncode == 1, "it is still not answered"
+    assert len(files.answers()) == 3
+
+
+def test_a_dry_run_writes_nothing(files):
+    files.write({"prompt": "hello"}, "nonsense")
+    done = files("--dry-run")
+    assert done.returncode == 1
+    assert done.stdout.startswith("2 lines; 1 to run (5 prompt tokens and at most 256 new ones, 261 in the longest)")
+    assert not files.output.parent.exists()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_minus_nine_at_random_loses_and_repeats_no_line(files, seed):
+    rng = random.Random(seed)
+    files.write(*({"custom_id": f"r{i}", "prompt": f"prompt {i}", "max_tokens": 2} for i in range(120)), "broken")
+    slow = ("--set", "options.sleep_s=0.02", "--set", "policy.gpu_batch_size=2")
+    kept = []
+    for _ in range(4):
+        process = subprocess.Popen(
+            files.cli.command(*files.command(*slow)), env=files.cli.environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(rng.uniform(0.3, 1.5))
+        process.kill()
+        process.wait()
+        lines = files.output.read_text().split("\n")[:-1] if files.output.exists() else []
+        assert lines[: len(kept)] == kept, "an answer that was written stays"
+        kept = lines
+    assert files(*slow).returncode == 1
+    assert files.output.read_text().split("\n")[: len(kept)] == kept
+    assert sorted(files.answers()) == list(range(1, 122))
+
+
+def test_an_interruption_is_one_line_and_goes_on(files):
+    files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(200)))
+    process = subprocess.Popen(
+        files.cli.command(*files.command("--set", "options.sleep_s=0.05")), env=files.cli.environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_an_answer(files)
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    assert "run the same command again to go on" in told
+    assert "Traceback" not in told
+    assert files().returncode == 0
+    assert len(files.answers()) == 200
+
+
+def test_a_torn_last_line_is_answered_again(files):
+    files.write({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
+    assert files().returncode == 0
+    whole = files.output.read_bytes()
+    files.output.write_bytes(whole[:-20])
+    assert files().returncode == 0
+    assert files.output.read_bytes() == whole
+
+
+def test_answers_to_another_input_or_of_another_model_are_not_touched(files):
+    files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
+    assert files().returncode == 0
+    before = files.output.read_bytes()
+    files.write({"custom_id": "z", "prompt": "a"}, {"prompt": "b"})
+    assert "they differ in line 1" in refused(files)
+    files.write({"custom_id": "a", "prompt": "a"})
+    assert "they differ in line 2" in refused(files)
+    files.output.write_bytes(before.replace(b"fake-0000", b"fake-1111"))
+    assert "answers of another model" in refused(files)
+    files.output.write_text("something of mine\n")
+    assert "out.jsonl:1 is no answer of a batch job" in refused(files)
+    assert files("--fresh").returncode == 0
+    assert (files.output.parent / "out.1.jsonl").read_text() == "something of mine\n"
+    assert sorted(files.answers()) == [1]
+
+
+def wait_for_an_answer(files, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not files.output.exists() or not files.output.stat().st_size:
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def refused(files):
+    done = files()
+    assert done.returncode == 2
+    assert done.stderr.count("harness: ") == 1
+    return done.stderr
+
+
+def test_what_cannot_be_read_or_written_is_one_line(files):
+    assert "in.jsonl cannot be read: No such file" in refused(files)
+    files.write({"prompt": "a"})
+    same = files.cli(
+        "generate", "--model", "fake", "--engine", "fake", "--input", files.source, "--output", files.source
+    )
+    assert (same.returncode, "both --input and --output" in same.stderr) == (2, True)
+    files.output = files.source / "out.jsonl"
+    assert "choose another --output" in refused(files)
+    files.output = files.cli.folder
+    assert "is not a regular file" in refused(files)
+
+
+def test_a_full_disk_stops_with_one_line_and_the_rest_follows(files):
+    """A file-size limit of the process stands in for a full disk: both make write fail."""
+    files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(20)))
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "from harness.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, files.command())],
+        env=files.cli.environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "free space, then run the same command again" in done.stderr
+    assert files.output.read_bytes().endswith(b"\n")
+    assert files().returncode == 0
+    assert len(files.answers()) == 20
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--engine", "fakke"], 2, "did you mean 'fake'"),
+        (["--memory", "much"], 2, "expected a size"),
+        (["--set", "policy.nonsense=1"], 2, "unknown key 'nonsense' in policy"),
+        (["--set", "repeats=3"], 2, "a job has no 'repeats'"),
+        (["--set", "options.crash=infeasible"], 4, "fake"),
+        (["--set", "options.crash=unsupported"], 2, "fake"),
+        (["--max-tokens", "0"], 2, "--max-tokens"),
+    ],
+)
+def test_options_that_cannot_be(files, more, code, words):
+    files.write({"prompt": "a"})
+    done = files(*more)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+
+
+def test_one_job_at_a_time_writes_an_output(files):
+    files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(50)))
+    process = subprocess.Popen(
+        files.cli.command(*files.command("--set", "options.sleep_s=0.1")), env=files.cli.environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_for_an_answer(files)
+    assert "is being written by another harness" in refused(files)
+    process.kill()
+    process.wait()

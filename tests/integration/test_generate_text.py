@@ -1,0 +1,106 @@
+"""`harness generate` with a real tokenizer and a tiny model: text in, what transformers would write out."""
+
+import json
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from tests.offload import VOCAB, save  # noqa: E402
+
+WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(3, VOCAB))]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("model") / "tiny-llama", "llama", bos_token_id=0, eos_token_id=1)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What transformers writes after some token ids."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def write(ids, count):
+        ids = torch.tensor([ids])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    return write
+
+
+def run(cli, folder, *lines, engine="offload"):
+    source, output = cli.folder / "in.jsonl", cli.folder / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = cli("generate", "--model", folder, "--engine", engine, "--memory", "300MiB", "--input", source,
+               "--output", output)  # fmt: skip
+    rows = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+    return done, {row["line"]: row for row in rows}
+
+
+@pytest.mark.parametrize("engine", ["offload", "transformers"])
+def test_text_and_chats_are_answered_as_transformers_would(cli, folder, expected, engine):
+    whole = expected([0, 20, 30, 40], 8)
+    stop = whole.split()[3]
+    done, rows = run(
+        cli, folder,
+        {"prompt": "w20 w30 w40", "max_tokens": 8},
+        {"messages": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w6"}], "max_tokens": 6},
+        {"prompt": "w20 w30 w40", "max_tokens": 8, "stop": stop, "logprobs": 2},
+        {"messages": [{"role": "tool", "content": "w5"}]},
+        engine=engine,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    bodies = {n: row["response"] and row["response"]["body"] for n, row in rows.items()}
+    assert bodies[1]["model"] == "tiny-llama", "no folder of this machine"
+    assert bodies[1]["choices"][0]["text"] == whole
+    assert bodies[2]["choices"][0]["message"]["content"] == expected([5, 6, 9], 6)
+    cut = bodies[3]["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert cut["logprobs"]["tokens"][0] == whole.split()[0]
+    assert len(cut["logprobs"]["top_logprobs"][0]) == 2
+    assert "no tools here" in rows[4]["error"]["message"]
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_loaded(cli, folder):
+    bare = cli.folder / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    done, rows = run(cli, bare, {"prompt": "w5"})
+    assert (done.returncode, rows) == (2, {})
+    assert "holds no tokenizer" in done.stderr
+
+
+def test_a_tokenizer_of_another_model_is_said(cli, folder):
+    other = cli.folder / "other"
+    shutil.copytree(folder, other)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["new1", "new2"])
+    tokenizer.save_pretrained(other)
+    done, rows = run(cli, other, {"prompt": "w5", "max_tokens": 2}, {"prompt": "w5 new2"})
+    assert f"the tokenizer knows {VOCAB + 2} tokens, the model {VOCAB}" in done.stderr
+    assert rows[1]["error"] is None
+    assert f"token id {VOCAB + 1} is outside the vocabulary of {VOCAB}" in rows[2]["error"]["message"]
+
+
+def test_a_chat_without_a_template_is_refused_by_line(cli, folder):
+    plain = cli.folder / "plain"
+    shutil.copytree(folder, plain, ignore=shutil.ignore_patterns("*.jinja"))
+    _, rows = run(cli, plain, {"messages": [{"role": "user", "content": "w6"}]}, {"prompt": "w5", "max_tokens": 2})
+    assert "this model's tokenizer has none" in rows[1]["error"]["message"]
+    assert rows[2]["error"] is None

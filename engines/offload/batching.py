@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from engines.offload.pages import PAGE_TOKENS, pages_for
+from engines.offload.pool import PagePool, page_names
 
 
 class Waiting(Protocol):
@@ -24,23 +25,13 @@ class Waiting(Protocol):
     @property
     def steps_left(self) -> int: ...
 
+    @property
+    def shareable(self) -> int: ...
+
     def restart(self) -> None: ...
 
 
 S = TypeVar("S", bound=Waiting)
-
-
-class PagePool(Protocol):
-    """Where pages come from; see kv_cache.py."""
-
-    pages: int
-
-    @property
-    def free_pages(self) -> int: ...
-
-    def take(self, count: int) -> list[int]: ...
-
-    def give_back(self, pages: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +43,20 @@ class Part(Generic[S]):
 
 
 class Batcher(ABC, Generic[S]):
-    """Forms passes. `next_pass` hands out parts whose pages are taken; `finish` frees what a sequence held."""
+    """Forms passes. `next_pass` hands out parts whose pages are taken; `finish` frees what a sequence held.
+
+    A sequence that begins as another one did, at the grain of pages, is let in with that one's pages.
+    `shared_tokens` counts what need not be computed because of it.
+    """
 
     def __init__(self, waiting: Iterable[S], cache: PagePool) -> None:
         # stable: of those that arrive together the first asked for is the first served
         self._waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
         self._running: dict[S, None] = {}  # in the order of their admission
         self._cache = cache
+        self._names: dict[S, list[bytes]] = {}  # by sequence, of its full pages as far as they were needed
+        self._borrowed: dict[S, list[int]] = {}  # by running sequence, the pages it was let in with
+        self.shared_tokens = 0
 
     @property
     def next_arrival_s(self) -> float | None:
@@ -78,7 +76,8 @@ class Batcher(ABC, Generic[S]):
 
     def finish(self, sequence: S) -> None:
         """Takes out a sequence that is done."""
-        del self._running[sequence]
+        del self._running[sequence], self._borrowed[sequence]
+        self._names.pop(sequence, None)
         self._cache.give_back(sequence.pages)
         sequence.pages = []
 
@@ -91,10 +90,24 @@ class Batcher(ABC, Generic[S]):
         """The next sequence that has arrived, if the cache will hold it to its end beside those that run."""
         if not self._waiting or self._waiting[0].arrival_s > now_s:
             return None
-        if peak_pages([*self._running, self._waiting[0]]) > self._cache.pages:
+        sequence = self._waiting[0]
+        names = self._names.setdefault(sequence, [])
+        page_names(sequence.tokens, names, sequence.shareable)
+        known = self._cache.known(names[: sequence.shareable // PAGE_TOKENS])
+        if not self._fits(sequence, known):
             return None
-        self._running[sequence := self._waiting.popleft()] = None
+        self._running[self._waiting.popleft()] = None
+        self._borrowed[sequence] = known
+        self._cache.hold(known)
+        sequence.pages, sequence.cached = list(known), len(known) * PAGE_TOKENS
+        self.shared_tokens += sequence.cached
         return sequence
+
+    def _fits(self, sequence: S, known: Sequence[int]) -> bool:
+        """Whether the cache will hold it to its end beside those that run, if it begins with `known` pages."""
+        lent = {page for pages in self._borrowed.values() for page in pages} | set(known)
+        borrowed = [*(len(pages) for pages in self._borrowed.values()), len(known)]
+        return peak_pages([*self._running, sequence], borrowed) + len(lent) <= self._cache.pages
 
     def _give_pages(self, batches: Sequence[Sequence[Part[S]]]) -> list[list[Part[S]]]:
         """The parts that can be computed, with pages for what they add.
@@ -111,7 +124,17 @@ class Batcher(ABC, Generic[S]):
             if missing <= self._cache.free_pages:
                 part.sequence.pages += self._cache.take(missing)
         ready = [[p for p in batch if p.sequence in self._running and _has_pages(p)] for batch in batches]
+        for part in (p for batch in ready for p in batch):
+            self._publish(part)
         return [batch for batch in ready if batch]
+
+    def _publish(self, part: Part[S]) -> None:
+        """Lets others find the pages that this pass fills."""
+        sequence, end = part.sequence, part.sequence.cached + part.count
+        names = self._names.setdefault(sequence, [])
+        page_names(sequence.tokens, names, end)
+        for i in range(sequence.cached // PAGE_TOKENS, end // PAGE_TOKENS):
+            self._cache.publish(sequence.pages[i], names[i])
 
     def _put_back(self, sequence: S) -> None:
         self.finish(sequence)
@@ -199,17 +222,18 @@ class ChunkRule:
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
-def peak_pages(sequences: Sequence[Waiting]) -> int:
+def peak_pages(sequences: Sequence[Waiting], borrowed: Sequence[int] = ()) -> int:
     """The most pages that `sequences` will hold at once, if none ends early and each goes on one token a pass.
 
-    The sum only falls where one ends, so its maximum is just before. Source: NanoFlow (Zhu et al. 2025),
-    section 4 (admission by predicted peak), exactly instead of by averages.
+    Those that each has `borrowed` are left out. The sum only falls where one ends, so its maximum is just before.
+    Source: NanoFlow (Zhu et al. 2025), section 4 (admission by predicted peak), exactly instead of by averages.
     """
     steps = np.array([s.steps_left for s in sequences])
     tokens = np.array([max(s.cached, len(s.tokens)) for s in sequences])
     ends = np.unique(steps)
     held = tokens[None, :] + ends[:, None] - 1  # at its last step a sequence has steps - 1 tokens more
-    pages = -(-held // PAGE_TOKENS) * (steps[None, :] >= ends[:, None])
+    own = -(-held // PAGE_TOKENS) - (np.array(borrowed, dtype=int) if len(borrowed) else 0)
+    pages = own * (steps[None, :] >= ends[:, None])
     return int(pages.sum(axis=1).max())
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from engines.offload.batching import ChunkRule, SweepBatcher
+from engines.offload.pool import PagePool
 
 #: Parts of the balance up to which prompts may fill a pass; the first of equals is taken.
 _SHARES = (1.0, 0.5, 0.25, 0.0)
@@ -19,27 +20,27 @@ _BLOCKS = 4
 
 
 def best_rule(
-    lengths: Sequence[tuple[int, int]], pages: int, size: int, together: int, balance: int, most: int
+    work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, together: int, balance: int, most: int
 ) -> ChunkRule:
-    """The rule under which a job of `lengths` (prompt tokens, steps) does the most steps in a unit of time.
+    """The rule under which a job of `work` (known tokens, steps) does the most steps in a unit of time.
 
     A pass takes as long as its rows, or as `balance` rows where they are fewer. `together`: how many sequences of
     mixed ages the cache of `pages` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
     """
-    prompts, steps = (sum(numbers) for numbers in zip(*lengths, strict=True))
+    prompts, steps = sum(len(tokens) for tokens, _ in work), sum(steps for _, steps in work)
     steady = -(-together * prompts // steps)
     rules = [ChunkRule(steady, int(balance * share), most) for share in _SHARES]
-    played = lengths[: _BLOCKS * together]
-    to_the_end = len(played) == len(lengths)
+    played = work[: _BLOCKS * together]
+    to_the_end = len(played) == len(work)
     return max(rules, key=lambda rule: _pace(played, pages, size, rule, balance, to_the_end))
 
 
 def _pace(
-    lengths: Sequence[tuple[int, int]], pages: int, size: int, rule: ChunkRule, balance: int, to_the_end: bool
+    work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, rule: ChunkRule, balance: int, to_the_end: bool
 ) -> float:
     """Steps per unit of time, to the end or, where more would follow, until the last one is let in."""
-    sequences = [_Numbers(prompt, steps) for prompt, steps in lengths]
-    batcher = SweepBatcher(sequences, _Pool(pages), size, rule)
+    sequences = [_Numbers(tokens, steps) for tokens, steps in work]
+    batcher = SweepBatcher(sequences, PagePool(pages), size, rule)
     done, time = 0, 0
     while batcher.waiting if not to_the_end else batcher.next_arrival_s is not None:
         parts = [part for batch in batcher.next_pass(math.inf) for part in batch]
@@ -55,15 +56,19 @@ def _pace(
 
 
 class _Numbers:
-    """A sequence of which only the lengths are known."""
+    """A sequence that generates nothing but zeros."""
 
     arrival_s = 0.0
 
-    def __init__(self, prompt: int, steps: int) -> None:
-        self.tokens = [0] * prompt
+    def __init__(self, tokens: Sequence[int], steps: int) -> None:
+        self.tokens = list(tokens)
         self.steps_left = steps
         self.cached = 0
         self.pages: list[int] = []
+
+    @property
+    def shareable(self) -> int:
+        return len(self.tokens) - 1
 
     def restart(self) -> None:
         self.cached = 0
@@ -76,17 +81,3 @@ class _Numbers:
         self.tokens.append(0)
         self.steps_left -= 1
         return True
-
-
-class _Pool:
-    """Pages that are only counted."""
-
-    def __init__(self, pages: int) -> None:
-        self.pages = self.free_pages = pages
-
-    def take(self, count: int) -> list[int]:
-        self.free_pages -= count
-        return [0] * count
-
-    def give_back(self, pages: list[int]) -> None:
-        self.free_pages += len(pages)

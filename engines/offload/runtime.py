@@ -68,8 +68,14 @@ class Runtime:
                 batches = batcher.next_pass(now)
                 if not batches:
                     raise HarnessError("no sequence can go on: the cache is too small for what was let in")
-                yield from self._pass(batcher, batches, began)
+                try:
+                    done = self._pass(batcher, batches, began)
+                except BaseException:
+                    self._cache.forget()  # pages were published that this pass should have filled
+                    raise
+                yield from done
         finally:
+            self.timeline.shared_tokens = batcher.shared_tokens
             batcher.close()
             self._busy = False
 
@@ -118,8 +124,8 @@ class Runtime:
         policy, plan = self._policy, self._plan
         if policy.schedule != "sweep":
             return BlockBatcher(sequences, self._cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk)
-        lengths = [(len(s.tokens), s.steps_left) for s in sequences]
-        mean = sum(prompt + steps / 2 for prompt, steps in lengths) / len(lengths)
+        work = [(s.tokens, s.steps_left) for s in sequences]
+        mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
         together = max(1, min(plan.sequences, self._cache.pages // pages_for(int(mean) + 1)))
-        rule = best_rule(lengths, self._cache.pages, plan.sequences, together, self._balance, chunk)
+        rule = best_rule(work, self._cache.pages, plan.sequences, together, self._balance, chunk)
         return SweepBatcher(sequences, self._cache, plan.sequences, rule)

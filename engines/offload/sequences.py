@@ -25,6 +25,11 @@ class ActiveSequence(Protocol):
         """Passes that it will need at most, this one included, once its known tokens are cached but for the last."""
         ...
 
+    @property
+    def shareable(self) -> int:
+        """How many of its first tokens need not be computed where others have computed them."""
+        ...
+
     def restart(self) -> None:
         """Forgets what was computed but not what was generated: all known tokens will be computed again."""
         ...
@@ -62,6 +67,10 @@ class Generation:
     @property
     def steps_left(self) -> int:
         return self.request.sampling.max_tokens - len(self._times)
+
+    @property
+    def shareable(self) -> int:
+        return len(self.tokens) - 1  # the last one gives the next
 
     def restart(self) -> None:
         self.cached = 0
@@ -114,6 +123,10 @@ class Scoring:
     @property
     def steps_left(self) -> int:
         return 1
+
+    @property
+    def shareable(self) -> int:
+        return self._first
 
     def restart(self) -> None:
         self.cached = 0

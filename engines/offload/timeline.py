@@ -36,7 +36,7 @@ class Timeline:
         self._spans: list[Span] = []
         self._most_rows = -1
         self.kept: tuple[Span, ...] = ()
-        self.passes = self.rows = 0
+        self.passes = self.rows = self.shared_tokens = 0
         self.wait_s = self.load_s = 0.0
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
@@ -61,6 +61,7 @@ class Timeline:
             "rows_per_pass": self.rows / self.passes if self.passes else 0.0,
             "disk_busy_s": self.load_s,
             "disk_wait_s": self.wait_s,
+            "shared_prompt_tokens": float(self.shared_tokens),
         }
         if self.load_s:
             metrics["disk_hidden"] = max(0.0, 1.0 - self.wait_s / self.load_s)

@@ -158,7 +158,8 @@ class BlockStream:
                 self._fetch(blocks, [self._slot[i] for i in run])
             except Exception as exc:  # must reach whoever waits, whatever it is
                 with self._lock:
-                    self._failure = exc if isinstance(exc, HarnessError) else HarnessError(_words(blocks[0], exc))
+                    error = exc if isinstance(exc, HarnessError) else HarnessError(_words(blocks[0], exc))
+                    self._failure = self._failure or error
                     self._arrived.notify()
                     self._freed.notify_all()
                 return

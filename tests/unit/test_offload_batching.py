@@ -1,6 +1,7 @@
 """Who shares a pass: admission within the cache's pages, order, and what is put back."""
 
 import dataclasses
+import itertools
 
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 
 from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages
 from engines.offload.kv_cache import PagedCache
-from engines.offload.pages import pages_for
+from engines.offload.pages import PAGE_TOKENS, pages_for
+from engines.offload.pool import PagePool, page_names
 from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import Generation
 from harness.api import GenerationRequest, ModelShape, SamplingParams
@@ -16,8 +18,16 @@ from harness.api import GenerationRequest, ModelShape, SamplingParams
 SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
 
 
+_others = itertools.count()
+
+
+STEPS = st.integers(1, 20)
+
+
 def generation(prompt, new, arrival=0.0):
-    request = GenerationRequest("x", (7,) * prompt, SamplingParams(max_tokens=new, ignore_eos=True), arrival)
+    """A sequence that begins like no other."""
+    params = SamplingParams(max_tokens=new, ignore_eos=True)
+    request = GenerationRequest("x", (next(_others),) * prompt, params, arrival)
     return Generation(request, (), None)
 
 
@@ -108,11 +118,8 @@ def test_nobody_is_served_before_he_arrives():
 class Rash(SweepBatcher):
     """Lets everyone in at once, so that the cache is too small and someone must be put back."""
 
-    def _admit(self, now_s):
-        if not self._waiting:
-            return None
-        self._running[sequence := self._waiting.popleft()] = None
-        return sequence
+    def _fits(self, sequence, known):
+        return True
 
 
 @settings(deadline=None)
@@ -138,11 +145,15 @@ def test_closing_gives_back_every_page():
 # ------------------------------------------------------------------------------------------------ rehearsal
 
 
+def work(pairs):
+    return [((next(_others),) * prompt, steps) for prompt, steps in pairs]
+
+
 @given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 200))
 def test_what_is_rehearsed_is_what_happens(pairs, pages, size, balance):
     """The rule found does no fewer steps in a unit of time than the first one tried, when both are played for real."""
     together = min(size, max(1, pages // pages_for(45)))
-    found = best_rule(pairs, pages, size, together, balance, 64)
+    found = best_rule(work(pairs), pages, size, together, balance, 64)
     first = dataclasses.replace(found, balance=balance)
     times = []
     for rule in (found, first):
@@ -155,5 +166,81 @@ def test_what_is_rehearsed_is_what_happens(pairs, pages, size, balance):
 
 def test_a_long_job_lets_prompts_in_one_after_the_other_and_a_short_one_at_once():
     """At 32 + 64 tokens in 648 pages: in step 54 sequences fit, of mixed ages 80."""
-    long, short = (best_rule([(32, 64)] * n, 648, 96, 80, 165, 512) for n in (1000, 54))
+    long, short = (best_rule(work([(32, 64)] * n), 648, 96, 80, 165, 512) for n in (1000, 54))
     assert long.balance < short.balance == 165
+
+
+# ------------------------------------------------------------------------------------------------ shared beginnings
+
+
+def prompts(draw, count):
+    """Prompts of which many begin alike."""
+    stems = [tuple(draw.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))) for n in (8, 16, 40)]
+    return [
+        draw.draw(st.sampled_from(stems)) + tuple(draw.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30)))
+        for _ in range(count)
+    ]
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 12), st.integers(12, 60), st.integers(1, 12), st.integers(1, 64), st.booleans())
+def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, pages, size, chunk, rash):
+    """A model of the cache's content: each page must hold, for each sequence, just its own tokens."""
+    sequences = [
+        Generation(GenerationRequest(str(i), p, SamplingParams(data.draw(STEPS), ignore_eos=True)), (), None)
+        for i, p in enumerate(prompts(data, count))
+    ]
+    pool, content = PagePool(pages), {}
+    batcher = (Rash if rash else SweepBatcher)(sequences, pool, size, ChunkRule(chunk, 1, chunk))
+    computed = 0
+    while batcher.next_arrival_s is not None:
+        (parts,) = batcher.next_pass(0.0)
+        held = [page for s in batcher._running for page in s.pages]
+        assert len(set(held)) == pages - pool.free_pages
+        for part in parts:
+            s = part.sequence
+            computed += part.count
+            for t in range(s.cached, s.cached + part.count):
+                content[s.pages[t // PAGE_TOKENS], t % PAGE_TOKENS] = (tuple(s.tokens[: t + 1]), id(s))
+        for part in parts:
+            s = part.sequence
+            for t in range(s.cached + part.count):
+                assert content[s.pages[t // PAGE_TOKENS], t % PAGE_TOKENS][0] == tuple(s.tokens[: t + 1])
+            wanted = len(s.wanted(part.count))
+            s.cached += part.count
+            if s.consume(LOGITS[:wanted].clone(), 0.0):
+                batcher.finish(s)
+    assert pool.free_pages == pages
+    if not rash:
+        asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
+        assert computed + batcher.shared_tokens == asked
+
+
+def test_the_second_of_two_that_begin_alike_computes_the_rest_only():
+    first, second = (generation(1, 2) for _ in range(2))
+    first.tokens[:] = [*range(40), 1]
+    second.tokens[:] = [*range(40), 2, 3]
+    batcher = SweepBatcher([first, second], PagePool(20), 2, ChunkRule(41, 1, 41))
+    assert [p.count for p in batcher.next_pass(0.0)[0]] == [41]
+    first.cached = 41
+    first.consume(LOGITS.clone(), 0.0)
+    assert {id(p.sequence): p.count for p in batcher.next_pass(0.0)[0]} == {id(first): 1, id(second): 2}
+    assert second.pages[:5] == first.pages[:5]
+    assert batcher.shared_tokens == 40
+    assert batcher._cache.free_pages == 20 - 5 - 2
+
+
+def test_what_was_given_back_is_found_until_it_is_needed():
+    pool, names = PagePool(4), []
+    page_names(list(range(16)), names, 16)
+    pages = pool.take(2)
+    for page, name in zip(pages, names, strict=True):
+        pool.publish(page, name)
+    pool.give_back(pages)
+    assert pool.free_pages == 4
+    assert pool.known(names) == pages
+    pool.take(3)
+    assert pool.known(names) == pages[:1], "of a text its end is lost first"
+    pool.forget()
+    assert pool.known(names) == []
+    assert pool.free_pages == 1

@@ -1,0 +1,95 @@
+"""The cache's pages by number: which are free, how many hold each, and which begin of a text is on it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from engines.offload.pages import PAGE_TOKENS
+
+
+class PagePool:
+    """Pages that are taken, shared and given back. A page that was published keeps its content while it is free, to
+    be found by those whose text begins alike, until it is needed; of such pages the longest unused goes first.
+
+    Source: Kwon et al. 2023 (vLLM), section 4.4, at the grain of a page.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._holders = [0] * pages
+        self._blank = list(range(pages))[::-1]  # free, and nothing on them is worth keeping
+        self._kept: OrderedDict[int, None] = OrderedDict()  # free, longest unused first
+        self._content: dict[int, bytes] = {}  # by page, what it was published as
+        self._page: dict[bytes, int] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """Pages nobody holds."""
+        return len(self._blank) + len(self._kept)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages. Raises ValueError where there are fewer: the caller makes room first."""
+        if count > self.free_pages:
+            raise ValueError(f"{count} pages wanted, {self.free_pages} are free")
+        taken = []
+        for _ in range(count):
+            page = self._blank.pop() if self._blank else self._oldest()
+            self._holders[page] = 1
+            taken.append(page)
+        return taken
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Of each page one holder less."""
+        for page in reversed(pages):  # of a text its end is lost first
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                if page in self._content:
+                    self._kept[page] = None
+                else:
+                    self._blank.append(page)
+
+    def known(self, names: Iterable[bytes]) -> list[int]:
+        """The pages that hold what the first of `names` stand for, up to the first that is nowhere."""
+        found = []
+        for name in names:
+            if (page := self._page.get(name)) is None:
+                break
+            found.append(page)
+        return found
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Of each page, found by `known`, one holder more."""
+        for page in pages:
+            self._holders[page] += 1
+            self._kept.pop(page, None)
+
+    def publish(self, page: int, name: bytes) -> None:
+        """Says what is on a page that is held; of several pages with the same on them the first is known."""
+        if page not in self._content and name not in self._page:
+            self._content[page] = name
+            self._page[name] = page
+
+    def forget(self) -> None:
+        """Nothing that was published is true any more."""
+        self._blank += self._kept
+        self._kept.clear()
+        self._content.clear()
+        self._page.clear()
+
+    def _oldest(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        del self._page[self._content.pop(page)]
+        return page
+
+
+def page_names(tokens: Sequence[int], names: list[bytes], until: int) -> None:
+    """Appends to `names`, which has those of the first pages, the names of the full pages of the first `until` tokens.
+
+    A name stands for a page's tokens and all before them.
+    """
+    for i in range(len(names), until // PAGE_TOKENS):
+        part = array("q", tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]).tobytes()
+        names.append(hashlib.blake2b((names[-1] if names else b"") + part, digest_size=16).digest())

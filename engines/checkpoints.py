@@ -1,8 +1,7 @@
-"""Makes a checkpoint ready on this machine: checks a folder, downloads from the hub, or builds dummy weights."""
+"""Makes a checkpoint ready on this machine, wherever it comes from, and checks that it is whole."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -15,33 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import dummy_weights, shapes
+from engines import dummy_weights, hub, shapes
 from engines.folders import build_once
-from harness.api import DiskFullError, Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _NO_LIMIT = 1 << 20  # positions of a model that needs none, such as one with ALiBi
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_DOWNLOAD = ["*.safetensors", "*.json", "tokenizer.model", "*.txt", "*.jinja"]
 
 
 def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None] | None = None) -> LocalModel:
     """Makes `model` ready and describes it. Writes only under `cache`.
 
-    `on_progress` gets bytes written and bytes in all while dummy weights are built. Raises HarnessError for an
-    unknown id, a damaged or pickled checkpoint, no network or a full disk; UnsupportedError for quantized weights.
+    `on_progress` gets bytes written and bytes in all while weights are made or converted. Raises HarnessError for
+    an unknown id, a damaged checkpoint, pickled weights nobody asked for, no network or a full disk;
+    UnsupportedError for quantized safetensors.
     """
-    if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().is_dir()):
+    if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().exists()):
         raise HarnessError(f"model {model.id} has no revisions: only a hub id has; leave model.revision out")
-    if model.weights == "dummy":
-        folder = _dummy(model, cache, on_progress or (lambda done, total: None))
-        return _describe(folder, shapes.shape(model.id))
-    folder = Path(model.id).expanduser()
-    if not folder.is_dir():
-        folder = _download(model, cache)
-    local = _describe(folder, None)
+    folder = _folder(model, cache, on_progress or (lambda done, total: None))
+    local = _describe(folder, shapes.shape(model.id) if model.weights == "dummy" else None)
     if model.dtype not in ("auto", local.dtype):
         raise HarnessError(
             f"model {model.id} stores {local.dtype}, not {model.dtype}; "
@@ -95,7 +88,7 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
         raise UnsupportedError(f"model {folder} is quantized (its weights are {stored}); use a float checkpoint")
     return LocalModel(
         path=str(folder.resolve()),
-        shape=shape or _shape(folder),
+        shape=shape or shape_of(folder),
         weight_bytes=dtypes.total(),
         dtype=_DTYPES[stored],
         digest=_digest(config, shards),
@@ -117,7 +110,7 @@ def _shard_names(folder: Path) -> list[str]:
     if pickled:
         raise HarnessError(
             f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; "
-            "convert them to safetensors"
+            "ask for them with model.weights: pickle, and what is no tensor in them is refused"
         )
     raise HarnessError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
 
@@ -164,8 +157,8 @@ def _digest(config: Mapping[str, Any], shards: list[_Shard]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _shape(folder: Path) -> ModelShape:
-    """The shape of any architecture transformers knows, counted on the meta device."""
+def shape_of(folder: Path) -> ModelShape:
+    """The shape of any architecture transformers knows, by its configuration. Raises HarnessError."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -202,29 +195,22 @@ def _shape(folder: Path) -> ModelShape:
 # --------------------------------------------------------------------------- where a folder comes from
 
 
-def _download(model: ModelSpec, cache: Path) -> Path:
-    """The hub's snapshot of a model, without pickled files. Any failure is one line with what to do instead."""
-    if not _HUB_ID.fullmatch(model.id) or ".." in model.id:
-        raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
+    """A folder of safetensors of `model`: its own, or one in `cache`."""
+    path = Path(model.id).expanduser()
+    if model.weights == "dummy":
+        return _dummy(model, cache, on_progress)
+    if path.suffix == ".gguf":
+        from engines import gguf_file
 
-    instead = "use weights: dummy, or a local folder"
-    try:
-        return Path(
-            snapshot_download(model.id, revision=model.revision, cache_dir=cache / "hub", allow_patterns=_DOWNLOAD)
-        )
-    except GatedRepoError:
-        raise HarnessError(f"model {model.id} is gated on the hub: accept its terms and log in, or {instead}") from None
-    except RevisionNotFoundError:
-        raise HarnessError(f"model {model.id} has no revision {model.revision!r} on the hub") from None
-    except RepositoryNotFoundError:
-        raise HarnessError(f"model {model.id} is unknown to the hub (or private); {instead}") from None
-    except Exception as exc:  # the hub client lets its transport's own errors through: name them, never a traceback
-        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-            raise DiskFullError(f"disk full while downloading {model.id} to {cache}") from exc
-        line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-        raise HarnessError(f"model {model.id}: the hub cannot be reached ({line}); {instead}") from exc
+        file = path if path.is_file() else hub.file(model, cache)
+        return gguf_file.to_folder(file, model.dtype, cache, on_progress)
+    if model.weights == "pickle":
+        from engines import pickled
+
+        folder = path if path.is_dir() else hub.snapshot(model, cache, "*.bin")
+        return pickled.to_folder(folder, cache, on_progress)
+    return path if path.is_dir() else hub.snapshot(model, cache, "*.safetensors")
 
 
 def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_
 
 
 def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int], None]) -> None:
-    """Writes `plan` into the existing empty `folder`, every file synced to disk.
+    """Writes `plan` into the existing empty `folder`.
 
     `on_progress` gets bytes written and bytes in all. Holds about 200 MB. Raises OSError as the disk does.
     """
@@ -99,18 +98,13 @@ def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int],
                     done += piece.nbytes
                     on_progress(done, plan.total_bytes)
                 weight_map[tensor.name] = name
-            file.flush()
-            sync_and_drop(file.fileno())
     index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
     for name, text in (
         ("model.safetensors.index.json", json.dumps(index, indent=1)),
         ("generation_config.json", plan.generation_config),
         ("config.json", plan.config),
     ):
-        with (folder / name).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 class _Noise:
@@ -195,9 +189,3 @@ def _header(shard: tuple[Tensor, ...], dtype: str) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def sync_and_drop(fd: int) -> None:
-    """To disk, and out of the page cache: a later run under a memory limit must not find it there."""
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness.api import DiskFullError
@@ -16,15 +16,14 @@ from harness.api import DiskFullError
 def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], None]) -> Path:
     """`folder`, made by `build(temporary folder)` if it is not there, by one process at a time.
 
-    Written next to its place and renamed when complete. `what` and `needed` (bytes) are for messages. Raises
-    DiskFullError where the disk cannot hold it.
+    Written next to its place, and renamed when it is complete and on disk. `what` and `needed` (bytes) are for
+    messages. Raises DiskFullError where the disk cannot hold it.
     """
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(folder.name + ".lock")):
-        for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # whoever holds the lock is the only builder
-            shutil.rmtree(stale)
+    _clear(folder.parent)
+    with _locked(_lock_of(folder.name, folder.parent)):
         if not folder.is_dir():
             _build(folder, what, needed, build)
     return folder
@@ -38,6 +37,8 @@ def _build(folder: Path, what: str, needed: int, build: Callable[[Path], None]) 
     try:
         temporary.mkdir()
         build(temporary)
+        for path in [*temporary.iterdir(), temporary]:
+            _sync(path)
         temporary.rename(folder)
     except BaseException as exc:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -46,9 +47,31 @@ def _build(folder: Path, what: str, needed: int, build: Callable[[Path], None]) 
         raise
 
 
+def _sync(path: Path) -> None:
+    """To disk, and out of the page cache: a later run under a memory limit must not find it there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if path.is_file():
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _clear(parent: Path) -> None:
+    """Removes what builders that were killed have left: a lock that is free has no living builder."""
+    for stale in parent.glob("*.tmp-*"):
+        with suppress(BlockingIOError), _locked(_lock_of(stale.name.rpartition(".tmp-")[0], parent), fcntl.LOCK_NB):
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def _lock_of(name: str, parent: Path) -> Path:
+    return parent / f"{name}.lock"
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, flags: int = 0) -> Iterator[None]:
     """An exclusive lock between processes; the kernel releases it when its holder dies."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | flags)
         yield

@@ -129,7 +129,7 @@ def _run(
 
 
 @cli.command()
-@click.option("--model", required=True, help="A folder of safetensors, or a hub id.")
+@click.option("--model", required=True, help="A folder of safetensors, a GGUF file, or a hub id.")
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Answers, one for each line.")
 @click.option("--engine", default="offload", show_default=True, help="See harness ls engines.")

@@ -238,8 +238,8 @@ def _encoded(line: BatchLine, model: LocalModel, text: Text) -> _Prepared | _Ref
 
 
 def _name(model: str) -> str:
-    """A hub id, or a folder's own name: answers are for others to read too."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """A hub id, or a folder's or file's own name: answers are for others to read too."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _seed(seed: int | None, sample: int) -> int | None:
@@ -315,6 +315,9 @@ def _generate(
             del parts[item.line.number]
             finished += 1
         progress.advance("generating", finished, len(prepared), tokens)
+    if shared := engine.trace().metrics.get("shared_prompt_tokens"):
+        total = sum(len(request.prompt) for item in prepared for request in item.requests)
+        progress.note(f"{shared:.0f} of {total} prompt tokens were those of an earlier request, and not computed again")
 
 
 def _generated_text(text: Text, result: GenerationResult, stops: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import random
 
+import hypothesis.strategies as st
 import torch
 import transformers
 
@@ -48,6 +49,21 @@ def same_by_the_near_tie_rule(reference, request, tokens):
     best = logits.max(dim=-1).values
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return bool((best - chosen < NEAR_TIE).all())
+
+
+@st.composite
+def policies(draw):
+    """Schedules, batches, cuts of prompts and placements; with 16 tokens planned for a sequence some must wait."""
+    schedule = draw(st.sampled_from(["row", "zigzag", "sweep"]))
+    resident = draw(st.sampled_from([None, 0.0, 0.4, 1.0]))
+    return {
+        "schedule": schedule,
+        "gpu_batch_size": draw(st.integers(1, 6)),
+        "num_gpu_batches": draw(st.integers(1, 3)) if schedule == "zigzag" else 1,
+        "prefill_chunk": draw(st.sampled_from([None, 1, 5, 64])),
+        "weights": None if resident is None else (0.0, resident, 1.0 - resident),
+        "max_sequence": draw(st.sampled_from([16, 64])),
+    }
 
 
 def requests_of(seed, count, eos=True):

@@ -45,7 +45,7 @@ class DryPass:
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.order.append(matrix)
-        return new_product(x, self._outputs[matrix]).zero_()
+        return new_product(len(x), self._outputs[matrix], x).zero_()
 
     def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
         return range(count)

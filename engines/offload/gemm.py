@@ -51,9 +51,9 @@ def choose(model: LocalModel, policy: OffloadPolicy, cache: Path) -> Arithmetic:
     return max((_measured(way, model.dtype, width) for way in ways), key=lambda way: way.flops)
 
 
-def new_product(x: torch.Tensor, outputs: int) -> torch.Tensor:
-    """Room for the product of x [rows, any] with `outputs` columns: [rows, outputs], its rows a little apart."""
-    return x.new_empty(x.shape[0], outputs + _ROW_PAD)[:, :outputs]
+def new_product(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
+    """Room for a product [rows, outputs], its rows a little apart, of the same dtype as `like`."""
+    return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
 
 
 def by_torch(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -99,6 +99,11 @@ class SeamedModel:
                     self.tables[name] = (parameter.shape[0], parameter.shape[1])
                 else:
                     self.small[name] = tuple(parameter.shape)
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if leaf not in module._non_persistent_buffers_set:  # checkpoints hold it, such as a router's bias
+                    name = f"{path_}.{leaf}" if path_ else leaf
+                    self._owners[name] = (module, leaf)
+                    self.small[name] = tuple(buffer.shape)
         if any(m.expert is not None for m in found.values()):
             self._module.set_experts_implementation(SEAM)
         dry = self._dry_pass(found)
@@ -112,7 +117,7 @@ class SeamedModel:
         for name, tensor in tables.items():
             self._put(name, Table.of(tensor, self.dtype))
         for name, tensor in small.items():
-            self._put(name, tensor.to(self.dtype))
+            self._put(name, tensor)
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [wanted rows, vocabulary] of one pass, in the compute dtype."""
@@ -184,8 +189,13 @@ class SeamedModel:
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         module, leaf = self._owners[name]
+        if (buffer := module._buffers.get(leaf)) is not None:
+            module._buffers[leaf] = tensor.to(buffer.dtype)  # its own: some are integers, some always float32
+            return
         # `.data =` refuses on meta; a Parameter would lose what makes a table one
-        bound: Any = tensor if isinstance(tensor, Table) else nn.Parameter(tensor, requires_grad=False)
+        bound: Any = tensor
+        if not isinstance(tensor, Table):
+            bound = nn.Parameter(tensor.to(self.dtype), requires_grad=False)
         module._parameters[leaf] = bound
 
     # ------------------------------------------------------------------- the dry pass
@@ -197,7 +207,7 @@ class SeamedModel:
         for name, shape in self.tables.items():
             self._put(name, torch.zeros(1, dtype=self.dtype).expand(shape))
         for name, small in self.small.items():
-            self._put(name, torch.zeros(1, dtype=self.dtype).expand(small))
+            self._put(name, torch.zeros((), dtype=self.dtype).expand(small))
         self.weights = dry
         two = torch.arange(2)
         try:
@@ -213,12 +223,10 @@ class SeamedModel:
 
     def _refuse_what_is_not_streamed(self) -> None:
         """Only what belongs to linear layers and embeddings is streamed, so the rest must be small parameters."""
-        kind = self._module.config.model_type
         for name, shape in self.small.items():
             if len(shape) > 1 and torch.Size(shape).numel() > 1 << 22:
+                kind = self._module.config.model_type
                 raise UnsupportedError(f"{kind}: {name} {list(shape)} belongs to no plain linear layer or embedding")
-        if others := set(self._module.state_dict()) - set(self._owners):
-            raise UnsupportedError(f"{kind}: its checkpoint holds {min(others)}, which is no parameter")
 
 
 def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:

@@ -60,6 +60,13 @@ class Source:
         self._require(key, tuple(view.get_shape()), shape)
         return view
 
+    def whole(self, parameter: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor, in the dtype it is stored in. Raises as `view`."""
+        file, key = self._find(parameter, self._files)
+        tensor = torch.as_tensor(file.get_tensor(key))
+        self._require(key, tuple(tensor.shape), shape)
+        return tensor
+
     def read(
         self, parameter: str, expert: int | None, shape: tuple[int, int], rows: slice, columns: slice
     ) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import mmap
@@ -15,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engines import content
 from engines.folders import build_once
 from engines.offload.layout import Block, Matrix
 from engines.offload.source import Source
@@ -92,8 +92,7 @@ def convert(
     """
     dtype = getattr(torch, model.dtype)
     offload = cache / "offload"
-    offload.mkdir(parents=True, exist_ok=True)
-    contents = [_content(shard, offload / "contents.json") for shard in source.shards]
+    contents = [content.digest(shard, offload / "contents.json") for shard in source.shards]
     recipe = json.dumps([_LAYOUT, contents, model.dtype, [asdict(b) for b in blocks], list(tables), list(small)])
     folder = offload / f"{Path(model.path).name}-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     needed = sum(b.span for b in blocks) + sum(a * b for a, b in tables.values()) * dtype.itemsize
@@ -135,16 +134,10 @@ class _Writer:
             for row in range(0, shape[0], step):
                 self._append(_table_file(name), _stored(name, view[row : row + step], self._dtype))
         # in their own dtype: norms are often kept in more bits than matrices
-        tensors = {name: self._source.view(name, shape)[:].clone() for name, shape in small.items()}
+        tensors = {name: self._source.whole(name, shape) for name, shape in small.items()}
         for name, tensor in tensors.items():
             _stored(name, tensor, tensor.dtype)
         save_file(tensors, self._folder / _SMALL)
-        for path in [*self._folder.iterdir(), self._folder]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            if path.is_file():  # a limit on memory counts the page cache
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
     def _read(self, matrix: Matrix, block: Block) -> torch.Tensor:
         """One block from the checkpoint, as it will lie in the file."""
@@ -164,29 +157,6 @@ class _Writer:
             file.write(data)
         self._done += len(data)
         self._on_progress(self._done, self._total)
-
-
-def _content(shard: Path, memo: Path) -> str:
-    """SHA-256 of a file, remembered in `memo` for as long as its inode, size and time of change stay."""
-    status = shard.stat()
-    key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
-    known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(memo.read_text())
-    if key not in known:
-        digest = hashlib.sha256()
-        with shard.open("rb", buffering=0) as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                os.posix_fadvise(file.fileno(), 0, file.tell(), os.POSIX_FADV_DONTNEED)
-        known[key] = digest.hexdigest()
-        temporary = memo.with_suffix(f".tmp-{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(known))
-            temporary.replace(memo)
-        except OSError:  # it is only a memo: without it the next run hashes again
-            temporary.unlink(missing_ok=True)
-    return known[key]
 
 
 def _table_file(name: str) -> str:

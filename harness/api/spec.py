@@ -15,16 +15,17 @@ from harness.api.serial import to_json
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model by hub id (`facebook/opt-1.3b`), folder of safetensors, or `fake` for the fake engine.
+    """A model by hub id (`facebook/opt-1.3b`), folder of safetensors, GGUF file, or `fake` for the fake engine.
 
-    `weights: dummy` makes a seeded random checkpoint of that id's shape on first use. `dtype` is the
-    dtype of the stored weights, `auto` the checkpoint's own.
+    `weights: dummy` makes a seeded random checkpoint of that id's shape on first use, and `weights: pickle` reads
+    `pytorch_model.bin`, which `auto` refuses. `dtype` is the dtype of the stored weights, `auto` the checkpoint's
+    own; a GGUF file is unpacked into it.
     """
 
     __pydantic_config__ = FORBID
 
     id: str
-    weights: Literal["auto", "dummy"] = "auto"
+    weights: Literal["auto", "dummy", "pickle"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     revision: str | None = None
 

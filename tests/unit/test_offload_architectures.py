@@ -1,13 +1,19 @@
 """Every architecture says what transformers says of it: windows, soft-capping, sinks and all the rest."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engines import checkpoints
+from engines.offload import survey
+from engines.offload.pages import pages_for
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams, UnsupportedError
-from tests.offload import COMMON, CONTEXT, VOCAB, load, requests_of, same_by_the_near_tie_rule, save
+from tests.offload import COMMON, CONTEXT, VOCAB, load, policies, requests_of, same_by_the_near_tie_rule, save
 
 ROTARY = COMMON | {
     "intermediate_size": 160,
@@ -49,9 +55,13 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def test_greedy_output_is_transformers_own_on_every_schedule(folder, cache):
+@pytest.fixture(scope="module")
+def reference(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def test_greedy_output_is_transformers_own_on_every_schedule(folder, reference, cache):
     model = checkpoints.prepare(ModelSpec(str(folder)), cache)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     requests = requests_of(1, 9)
     for schedule, size, batches, chunk in (("row", 3, 1, None), ("zigzag", 2, 2, 7), ("sweep", 9, 1, 13)):
         engine, _ = load(
@@ -62,10 +72,23 @@ def test_greedy_output_is_transformers_own_on_every_schedule(folder, cache):
         assert all(same_by_the_near_tie_rule(reference, r, results[r.id].tokens) for r in requests)
 
 
-def test_logits_are_within_one_in_ten_thousand(folder, cache):
+@pytest.mark.slow
+@settings(max_examples=17, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1000), policy=policies())
+def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, reference, cache, seed, policy):
+    """17 of each of the twelve."""
+    engine, _ = load(checkpoints.prepare(ModelSpec(str(folder)), cache), cache, **policy)
+    held = engine._runtime._cache.pages
+    requests = [r for r in requests_of(seed, 5) if pages_for(len(r.prompt) + r.sampling.max_tokens) <= held]
+    results = {r.id: r for r in engine.generate(requests)}
+    engine.close()
+    assert results.keys() == {r.id for r in requests}
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id].tokens) for r in requests)
+
+
+def test_logits_are_within_one_in_ten_thousand(folder, reference, cache):
     """Of prompts longer than any window, cut into chunks, against one plain pass for each."""
     model = checkpoints.prepare(ModelSpec(str(folder)), cache)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     torch.manual_seed(1)
     pairs = [(tuple(torch.randint(5, VOCAB, (n,)).tolist()), (7, 8, 9)) for n in (1, 20, 45)]
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, prefill_chunk=11)
@@ -128,3 +151,21 @@ def test_a_missing_expert_is_named(tmp_path):
     model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
     with pytest.raises(HarnessError, match=r"lacks an expert between others for model\.layers\.1\."):
         load(model, tmp_path / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    ["apertus", "arcee", "cohere2", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neox", "granite",
+     "granitemoe", "minimax_m2", "nanochat", "olmo2", "olmoe", "phimoe", "qwen2_moe", "smollm3", "starcoder2"],
+)  # fmt: skip
+def test_other_architectures_that_pass_the_check_are_right_too(kind):
+    assert not survey.refusal(kind)
+    assert survey.difference(kind) < 1e-5
+
+
+def test_the_table_in_the_docs_says_that_tested_architectures_run():
+    table = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text()
+    runs = table[: table.index("| refused")]
+    assert all(f"| `{kind}` |" in runs for kind, _ in MODELS.values())
+    assert all(f"| `{kind}` |" not in runs for kind in ("bloom", "falcon", "mpt"))

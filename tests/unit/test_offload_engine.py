@@ -39,7 +39,16 @@ from harness.api import (  # noqa: E402
     SamplingParams,
     UnsupportedError,
 )
-from tests.offload import CONFIGS, CONTEXT, VOCAB, load, requests_of, same_by_the_near_tie_rule, save  # noqa: E402
+from tests.offload import (  # noqa: E402
+    CONFIGS,
+    CONTEXT,
+    VOCAB,
+    load,
+    policies,
+    requests_of,
+    same_by_the_near_tie_rule,
+    save,
+)
 from tests.stories import stories260k, vocabulary  # noqa: E402
 
 TINY = {
@@ -68,25 +77,9 @@ def cache(tmp_path_factory):
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    seed=st.integers(0, 1000),
-    count=st.integers(1, 12),
-    schedule=st.sampled_from(["row", "zigzag", "sweep"]),
-    size=st.integers(1, 6),
-    batches=st.integers(1, 3),
-    chunk=st.sampled_from([None, 1, 5, 64]),
-    resident=st.sampled_from([None, 0.0, 0.4, 1.0]),
-    planned=st.sampled_from([16, 64]),
-)
-def test_greedy_output_is_transformers_own(
-    model, reference, cache, seed, count, schedule, size, batches, chunk, resident, planned
-):
-    """With 16 tokens planned for a sequence the cache is too small for all: some wait, some are put back."""
-    engine, _ = load(
-        model, cache, schedule=schedule, gpu_batch_size=size, prefill_chunk=chunk, max_sequence=planned,
-        num_gpu_batches=batches if schedule == "zigzag" else 1,
-        weights=None if resident is None else (0.0, resident, 1.0 - resident),
-    )  # fmt: skip
+@given(seed=st.integers(0, 1000), count=st.integers(1, 12), policy=policies())
+def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy):
+    engine, _ = load(model, cache, **policy)
     held = engine._runtime._cache.pages
     requests = [r for r in requests_of(seed, count) if pages_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}

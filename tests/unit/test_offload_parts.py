@@ -191,40 +191,42 @@ def test_closing_wakes_whoever_waits(files, monkeypatch):
 # ------------------------------------------------------------------------------------------------ schedule
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6), st.booleans())
-def test_a_pass_loads_each_block_once_and_uses_it_in_every_batch(streamed, batches, slots, cast):
-    ops = pass_ops(streamed, batches, slots, cast)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6))
+def test_a_pass_loads_each_block_once_and_multiplies_it_once_for_all_batches(blocks, batches, slots):
+    streamed, last = [on_disk for on_disk, _ in blocks], [ends for _, ends in blocks]
+    ops = pass_ops(streamed, last, batches, slots)
     loads = [op.block for op in ops if op.kind == "load"]
     assert loads == [i for i, on_disk in enumerate(streamed) if on_disk]
+    assert [op.block for op in ops if op.kind == "multiply"] == list(range(len(streamed)))
     for k in range(batches):
-        assert [op.block for op in ops if op.kind == "compute" and op.batch == k] == list(range(len(streamed)))
+        runs = [op.block for op in ops if op.kind == "run" and op.batch == k]
+        assert runs == [-1, *(i for i, ends in enumerate(last) if ends)]
     loaded_at = {}
     for i, op in enumerate(ops):
         assert all(0 <= j < i for j in op.after), "what must be done before stands before"
         if op.kind == "load":
             loaded_at[op.block] = i
-        if op.kind == "compute" and streamed[op.block]:
+        if op.kind == "multiply" and streamed[op.block]:
             assert loaded_at[op.block] in op.after
+        if op.kind == "multiply" and op.block and last[op.block - 1]:
+            ready = {ops[j].batch for j in op.after if ops[j].kind == "run"}
+            assert ready == set(range(batches)), "a product waits until every batch has come to it"
     held, most = set(), 0
-    uses = dict.fromkeys(loads, batches)
-    for op in ops:  # run in order, a slot is taken by a load and freed by the last use
+    for op in ops:  # run in order, a slot is taken by a load and freed by the product
         if op.kind == "load":
             held.add(op.block)
             most = max(most, len(held))
-        elif op.block in held:
-            uses[op.block] -= 1
-            if not uses[op.block]:
-                held.remove(op.block)
+        elif op.kind == "multiply":
+            held.discard(op.block)
     assert most <= slots
 
 
-@pytest.mark.parametrize("cast", [True, False])
-def test_a_load_waits_for_the_use_that_frees_its_slot(cast):
-    ops = pass_ops([True] * 4, batches=3, slots=2, cast=cast)
+def test_a_load_waits_for_the_product_that_frees_its_slot():
+    ops = pass_ops([True] * 4, [False, True] * 2, batches=3, slots=2)
     loads = [op for op in ops if op.kind == "load"]
     assert [op.after for op in loads[:2]] == [(), ()]
     freeing = [ops[op.after[0]] for op in loads[2:]]
-    assert [(op.block, op.batch) for op in freeing] == [(0, 0 if cast else 2), (1, 0 if cast else 2)]
+    assert [(op.kind, op.block) for op in freeing] == [("multiply", 0), ("multiply", 1)]
 
 
 # ------------------------------------------------------------------------------------------------ memory

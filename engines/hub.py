@@ -1,0 +1,70 @@
+"""What the hub holds of a model, downloaded into the cache: any failure is one line with what to do instead."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from harness.api import DiskFullError, HarnessError, ModelSpec
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_ABOUT = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
+    """The folder of a repository's configuration, tokenizer, and files that match `weights`. Raises HarnessError."""
+    if not _is_id(model.id):
+        raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
+    from huggingface_hub import snapshot_download
+
+    patterns = [weights, *_ABOUT]
+    return _downloaded(
+        model,
+        cache,
+        lambda: snapshot_download(model.id, revision=model.revision, cache_dir=cache / "hub", allow_patterns=patterns),
+    )
+
+
+def file(model: ModelSpec, cache: Path) -> Path:
+    """One file of a repository, where the id is `owner/name/file`. Raises HarnessError."""
+    repository, _, name = model.id.rpartition("/")
+    if "/" not in repository or not _is_id(repository):
+        raise HarnessError(f"model {model.id!r} is neither an existing file nor a file on the hub (owner/name/file)")
+    from huggingface_hub import hf_hub_download
+
+    return _downloaded(
+        model, cache, lambda: hf_hub_download(repository, name, revision=model.revision, cache_dir=cache / "hub")
+    )
+
+
+def _is_id(name: str) -> bool:
+    return _ID.fullmatch(name) is not None and ".." not in name
+
+
+def _downloaded(model: ModelSpec, cache: Path, download: Callable[[], str]) -> Path:
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    instead = "use weights: dummy, or a local folder"
+    try:
+        return Path(download())
+    except GatedRepoError:
+        raise HarnessError(f"model {model.id} is gated on the hub: accept its terms and log in, or {instead}") from None
+    except RevisionNotFoundError:
+        raise HarnessError(f"model {model.id} has no revision {model.revision!r} on the hub") from None
+    except RepositoryNotFoundError:
+        raise HarnessError(f"model {model.id} is unknown to the hub (or private); {instead}") from None
+    except Exception as exc:  # the hub client lets its transport's own errors through: name them, never a traceback
+        if isinstance(exc, EntryNotFoundError) and not isinstance(exc, LocalEntryNotFoundError):
+            raise HarnessError(f"model {model.id}: its repository on the hub holds no such file") from None
+        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+            raise DiskFullError(f"disk full while downloading {model.id} to {cache}") from exc
+        line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+        raise HarnessError(f"model {model.id}: the hub cannot be reached ({line}); {instead}") from exc

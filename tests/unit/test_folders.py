@@ -1,0 +1,36 @@
+"""Folders that are built once: what killed builders leave is cleared away, what living ones make is not."""
+
+import fcntl
+
+import pytest
+
+from engines.folders import build_once
+
+
+def write(folder):
+    (folder / "x").write_text("whole")
+
+
+def test_leftovers_of_any_killed_builder_go(tmp_path):
+    (tmp_path / "other.tmp-1").mkdir()
+    (tmp_path / "other.tmp-1" / "x").write_text("ha")
+    assert (build_once(tmp_path / "mine", "it", 1, write) / "x").read_text() == "whole"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["mine"]
+
+
+def test_what_a_living_builder_makes_stays(tmp_path):
+    (tmp_path / "other.tmp-1").mkdir()
+    with (tmp_path / "other.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_once(tmp_path / "mine", "it", 1, write)
+        assert (tmp_path / "other.tmp-1").is_dir()
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def fail(folder):
+        write(folder)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        build_once(tmp_path / "mine", "it", 1, fail)
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]

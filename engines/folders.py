@@ -10,20 +10,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.api import DiskFullError
+from harness.api import DiskFullError, HarnessError
 
 
 def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], None]) -> Path:
     """`folder`, made by `build(temporary folder)` if it is not there, by one process at a time.
 
     Written next to its place, and renamed when it is complete and on disk. `what` and `needed` (bytes) are for
-    messages. Raises DiskFullError where the disk cannot hold it.
+    messages. Raises DiskFullError where the disk cannot hold it, HarnessError where nothing can be written.
     """
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock_of(folder.name, folder.parent)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as exc:
+        raise HarnessError(f"cannot write {folder.parent}: {exc.strerror}; choose another cache directory") from exc
     _clear(folder.parent)
-    with _locked(_lock_of(folder.name, folder.parent)):
+    with _locked(lock):
+        for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # of who held the lock just now, and was killed
+            shutil.rmtree(stale, ignore_errors=True)
         if not folder.is_dir():
             _build(folder, what, needed, build)
     return folder
@@ -61,7 +68,10 @@ def _sync(path: Path) -> None:
 def _clear(parent: Path) -> None:
     """Removes what builders that were killed have left: a lock that is free has no living builder."""
     for stale in parent.glob("*.tmp-*"):
-        with suppress(BlockingIOError), _locked(_lock_of(stale.name.rpartition(".tmp-")[0], parent), fcntl.LOCK_NB):
+        with (
+            suppress(BlockingIOError, PermissionError),
+            _locked(_lock_of(stale.name.rpartition(".tmp-")[0], parent), fcntl.LOCK_NB),
+        ):
             shutil.rmtree(stale, ignore_errors=True)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from engines import content, shards
 from engines.folders import build_once
@@ -18,6 +20,8 @@ from harness.api import HarnessError, UnsupportedError
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _LAYER = re.compile(r"blk\.(\d+)\.")
+#: Part of a folder's name: raise it when the same file is unpacked into something else.
+_RECIPE = 1
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -28,18 +32,23 @@ def to_folder(path: Path, dtype: str, cache: Path, on_progress: Callable[[int, i
     twice the bytes). At most one layer is in memory, in float32. Raises HarnessError for a file that is damaged or
     lacks tensors, UnsupportedError for what transformers does not read.
     """
-    if _SPLIT.search(path.name):
-        raise UnsupportedError(f"{path} is one part of a split GGUF file: merge them (llama-gguf-split --merge)")
+    refuse_split(path)
     reader = _open(path)
     stored = _float_type(reader) if dtype == "auto" else dtype
     needed = sum(int(t.n_elements) for t in reader.tensors) * getattr(torch, stored).itemsize
     digest = content.digest(path, cache / "models" / "contents.json")[:12]
-    folder = cache / "models" / f"{path.stem}-{stored}-{digest}"
+    folder = cache / "models" / f"{path.stem}-{stored}-{digest}-{_RECIPE}"
 
     def write(temporary: Path) -> None:
         _write(path, reader, getattr(torch, stored), temporary, lambda done: on_progress(done, needed))
 
     return build_once(folder, "the weights of a GGUF file", needed, write)
+
+
+def refuse_split(path: Path) -> None:
+    """Raises UnsupportedError for one part of a file that was split."""
+    if _SPLIT.search(path.name):
+        raise UnsupportedError(f"{path} is one part of a split GGUF file: merge them (llama-gguf-split --merge)")
 
 
 def _open(path: Path) -> Any:
@@ -48,10 +57,18 @@ def _open(path: Path) -> Any:
     except ImportError:
         raise HarnessError(f"{path}: GGUF files need gguf: pip install 'offload-harness[gguf]'") from None
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
+    except OSError as exc:
+        raise HarnessError(f"{path} cannot be read: {exc.strerror}") from exc
     except (ValueError, IndexError, KeyError, OverflowError) as exc:
-        line = str(exc).partition("\n")[0]
-        raise HarnessError(f"{path} is not a whole GGUF file ({path.stat().st_size} bytes): {line}") from exc
+        raise HarnessError(f"{path} is not a whole GGUF file ({path.stat().st_size} bytes): {_line(exc)}") from exc
+    if not reader.tensors or "general.architecture" not in reader.fields:
+        raise HarnessError(f"{path} is a GGUF file without a model")
+    return reader
+
+
+def _line(exc: Exception) -> str:
+    return str(exc).strip().partition("\n")[0]
 
 
 def _float_type(reader: Any) -> str:
@@ -65,53 +82,85 @@ def _write(path: Path, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: 
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as exc:
-        line = str(exc).partition("\n")[0]
-        raise UnsupportedError(f"{path}: transformers builds no causal model of this GGUF file: {line}") from exc
-    tied = set(model.all_tied_weights_keys)
-    missing = {name: tuple(p.shape) for name, p in model.named_parameters() if name not in tied}
-    shards.write(folder, _layers(path, reader, model, dtype, missing), on_bytes)
-    if missing:
-        raise UnsupportedError(f"{path}: no tensor of this GGUF file was found for {min(missing)}")
+        unpack = _Unpacker(path, reader, model)
+    except Exception as exc:  # whatever transformers meets in a file's metadata
+        raise UnsupportedError(f"{path}: transformers builds no causal model of this GGUF file: {_line(exc)}") from exc
+    _refuse_scaled_positions(path, reader, config)
+    shards.write(folder, unpack.layers(dtype), on_bytes)
+    if unpack.missing:
+        raise UnsupportedError(f"{path}: no tensor of this GGUF file was found for {min(unpack.missing)}")
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
     try:
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     except Exception as exc:  # a tokenizer's parser raises bare ones too
-        raise UnsupportedError(f"{path}: transformers cannot read this GGUF file's tokenizer: {exc}") from exc
+        raise UnsupportedError(f"{path}: transformers cannot read this GGUF file's tokenizer: {_line(exc)}") from exc
 
 
-def _layers(
-    path: Path, reader: Any, model: Any, dtype: torch.dtype, missing: dict[str, tuple[int, ...]]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The model's tensors, those of a layer together; takes them out of `missing`.
+def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
+    """transformers passes over how a GGUF file scales rotary frequencies, and would answer wrongly without a word."""
+    architecture = reader.fields["general.architecture"].contents()
+    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
+    scaled = scaling is not None and scaling.contents() != "none" and architecture != "gpt-oss"
+    if scaled or any(tensor.name.startswith(("rope_freqs", "rope_factors")) for tensor in reader.tensors):
+        raise UnsupportedError(
+            f"{path} scales its rotary frequencies, which transformers does not read from GGUF files; "
+            "use the model's safetensors"
+        )
+    base = reader.fields.get(f"{architecture}.rope.freq_base")
+    known = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    bases = [rope.get("rope_theta") for rope in (known, *known.values()) if isinstance(rope, Mapping)]
+    if base is not None and not any(b is not None and math.isclose(b, base.contents(), rel_tol=1e-6) for b in bases):
+        raise UnsupportedError(f"{path}: transformers does not read its rotary base {base.contents()}")
+
+
+class _Unpacker:
+    """The tensors of a GGUF file as `model` has them.
 
     Names and orders of rows differ between the formats, for each architecture in its way: transformers knows them.
+    `missing`: the shapes of the model's tensors that have not been found yet.
     """
-    from gguf import dequantize
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-    architecture = str(reader.fields["general.architecture"].contents())
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
-    for _, tensors in groupby(sorted(reader.tensors, key=_layer), key=_layer):
+    def __init__(self, path: Path, reader: Any, model: Any) -> None:
+        from gguf import dequantize
+
+        self._path = path
+        self._dequantize = dequantize
+        self._tensors = sorted(reader.tensors, key=_layer)
+        architecture = str(reader.fields["general.architecture"].contents())
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+        self._names = get_gguf_hf_weights_map(model, self._processor)
+        tied = set(model.all_tied_weights_keys)
+        self.missing = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+
+    def layers(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+        """Those of a layer together."""
+        for _, tensors in groupby(self._tensors, key=_layer):
+            found = {name: values.to(dtype) for name, values in self._layer(tensors).items() if name in self.missing}
+            for name, values in found.items():
+                if tuple(values.shape) != (shape := self.missing.pop(name)):
+                    raise HarnessError(
+                        f"{self._path}: {name} has shape {list(values.shape)}, the model needs {list(shape)}"
+                    )
+            if found:
+                yield found
+
+    def _layer(self, tensors: Iterable[Any]) -> dict[str, torch.Tensor]:
         layer: dict[str, torch.Tensor] = {}  # a processor that merges experts puts them here itself
         for tensor in tensors:
-            done = processor.process(
-                weights=dequantize(tensor.data, tensor.tensor_type),
-                name=tensor.name,
-                tensor_key_mapping=names,
-                parsed_parameters={"tensors": layer},
-            )
-            if done.name in names:
-                layer[names[done.name]] = torch.from_numpy(done.weights.copy())
-        wanted = {name: values.to(dtype) for name, values in layer.items() if name in missing}
-        for name, values in wanted.items():
-            if tuple(values.shape) != (shape := missing.pop(name)):
-                raise HarnessError(f"{path}: {name} has shape {list(values.shape)}, the model needs {list(shape)}")
-        if wanted:
-            yield wanted
+            try:
+                done = self._processor.process(
+                    weights=self._dequantize(tensor.data, tensor.tensor_type),
+                    name=tensor.name,
+                    tensor_key_mapping=self._names,
+                    parsed_parameters={"tensors": layer},
+                )
+            except Exception as exc:  # types that gguf cannot unpack, tensors that transformers does not expect
+                raise UnsupportedError(f"{self._path}: {tensor.name} cannot be unpacked: {_line(exc)}") from exc
+            if done.name in self._names:
+                layer[self._names[done.name]] = torch.from_numpy(done.weights.copy())
+        return layer
 
 
 def _layer(tensor: Any) -> int:

@@ -66,5 +66,7 @@ def _downloaded(model: ModelSpec, cache: Path, download: Callable[[], str]) -> P
             raise HarnessError(f"model {model.id}: its repository on the hub holds no such file") from None
         if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
             raise DiskFullError(f"disk full while downloading {model.id} to {cache}") from exc
+        if isinstance(exc, OSError) and exc.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise HarnessError(f"cannot write {cache}: {exc.strerror}; choose another cache directory") from exc
         line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise HarnessError(f"model {model.id}: the hub cannot be reached ({line}); {instead}") from exc

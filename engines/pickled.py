@@ -16,6 +16,8 @@ from harness.api import HarnessError
 
 _ABOUT = (".json", ".txt", ".model", ".jinja")
 _INDEX = "pytorch_model.bin.index.json"
+#: Part of a folder's name: raise it when the same files are converted into something else.
+_RECIPE = 1
 _PART_BYTES = 1 << 30
 
 
@@ -26,9 +28,9 @@ def to_folder(folder: Path, cache: Path, on_progress: Callable[[int, int], None]
     HarnessError for a file that is missing, damaged, or holds more than tensors.
     """
     files = _files(folder)
-    about = sorted(file for file in folder.iterdir() if file.suffix in _ABOUT and file.name != _INDEX)
+    about = sorted(f for f in folder.iterdir() if f.suffix in _ABOUT and not f.name.endswith(".index.json"))
     memo = cache / "models" / "contents.json"
-    digests = "".join(content.digest(file, memo) for file in [*files, *about])
+    digests = f"{_RECIPE}" + "".join(content.digest(file, memo) for file in [*files, *about])
     target = cache / "models" / f"{folder.name}-unpickled-{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
     needed = sum(file.stat().st_size for file in files)
 

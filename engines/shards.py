@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 
@@ -19,9 +21,18 @@ def write(folder: Path, parts: Iterable[Mapping[str, torch.Tensor]], on_bytes: C
     total = 0
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05d}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in part.items()}, folder / name, {"format": "pt"})
+        save(part, folder / name)
         weight_map |= dict.fromkeys(part, name)
         total += sum(tensor.nbytes for tensor in part.values())
         on_bytes(total)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Writes one safetensors file. Raises OSError as the disk does, which safetensors puts into words of its own."""
+    try:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, {"format": "pt"})
+    except SafetensorError as exc:
+        number = errno.ENOSPC if "No space left" in str(exc) else errno.EIO
+        raise OSError(number, f"cannot write {file.name}: {exc}") from exc

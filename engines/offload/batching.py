@@ -56,6 +56,7 @@ class Batcher(ABC, Generic[S]):
         self._cache = cache
         self._names: dict[S, list[bytes]] = {}  # by sequence, of its full pages as far as they were needed
         self._borrowed: dict[S, list[int]] = {}  # by running sequence, the pages it was let in with
+        self._returned: set[S] = set()  # put back once, to be recomputed
         self.shared_tokens = 0
 
     @property
@@ -100,7 +101,8 @@ class Batcher(ABC, Generic[S]):
         self._borrowed[sequence] = known
         self._cache.hold(known)
         sequence.pages, sequence.cached = list(known), len(known) * PAGE_TOKENS
-        self.shared_tokens += sequence.cached
+        if sequence not in self._returned:  # who comes back may find pages of its own
+            self.shared_tokens += sequence.cached
         return sequence
 
     def _fits(self, sequence: S, known: Sequence[int]) -> bool:
@@ -138,6 +140,7 @@ class Batcher(ABC, Generic[S]):
 
     def _put_back(self, sequence: S) -> None:
         self.finish(sequence)
+        self._returned.add(sequence)
         sequence.restart()
         self._waiting.appendleft(sequence)
 

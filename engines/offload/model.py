@@ -73,8 +73,13 @@ class SeamedModel:
         _refuse_batch_dependent(config)
         if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
             raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
-        with init_empty_weights():
-            self._module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_SEAM).eval()
+        try:
+            with init_empty_weights():
+                module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_SEAM)
+        except Exception as exc:  # some check their sizes, some need packages that are not here
+            line = str(exc).strip().partition("\n")[0]
+            raise UnsupportedError(f"{config.model_type}: transformers cannot build it: {line}") from exc
+        self._module = module.eval()
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
         self.aliases: Mapping[str, str] = self._module.all_tied_weights_keys

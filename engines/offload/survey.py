@@ -44,11 +44,12 @@ def refusal(kind: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
             _default(kind).save_pretrained(folder)
+        except Exception as exc:  # some have no default
+            return f"it has no default configuration ({type(exc).__name__})"
+        try:
             SeamedModel(Path(folder), shape_of(Path(folder)), torch.float32)
         except HarnessError as exc:
             return str(exc).replace(f"{folder}/", "").removeprefix(f"{kind}: ")
-        except Exception as exc:  # some need packages that are not here, some have no text of their own
-            return f"its default configuration builds no plain text model ({type(exc).__name__})"
     return ""
 
 

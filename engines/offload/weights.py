@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 
-from engines import content
+from engines import content, shards
 from engines.folders import build_once
 from engines.offload.layout import Block, Matrix
 from engines.offload.source import Source
@@ -58,8 +57,11 @@ class Converted:
 
     def small(self) -> dict[str, torch.Tensor]:
         """Everything that is neither matrix nor table: norms and biases, in the dtypes they came in."""
-        with safe_open(self.folder / _SMALL, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        try:
+            with safe_open(self.folder / _SMALL, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as exc:
+            raise HarnessError(f"{self.folder / _SMALL} is damaged; remove its folder: it is converted again") from exc
 
     def read(self, chosen: Iterable[int]) -> dict[int, torch.Tensor]:
         """Stored bytes of the blocks that are to stay in memory, without leaving them in the page cache as well."""
@@ -137,7 +139,7 @@ class _Writer:
         tensors = {name: self._source.whole(name, shape) for name, shape in small.items()}
         for name, tensor in tensors.items():
             _stored(name, tensor, tensor.dtype)
-        save_file(tensors, self._folder / _SMALL)
+        shards.save(tensors, self._folder / _SMALL)
 
     def _read(self, matrix: Matrix, block: Block) -> torch.Tensor:
         """One block from the checkpoint, as it will lie in the file."""

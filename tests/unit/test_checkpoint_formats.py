@@ -34,7 +34,7 @@ def permuted(weight, heads):
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, module, architecture, kind=gguf.GGMLQuantizationType.F32, leave_out=()):
+def write_gguf(path, module, architecture, kind=gguf.GGMLQuantizationType.F32, leave_out=(), also=None, base=1e4):
     """As llama.cpp's converter writes a model; matrices in `kind`."""
     config, state = module.config, {k: v.numpy() for k, v in module.state_dict().items()}
     writer = gguf.GGUFWriter(path, architecture)
@@ -45,7 +45,7 @@ def write_gguf(path, module, architecture, kind=gguf.GGMLQuantizationType.F32, l
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(base)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["t", *map(str, range(1, 5)), *(f"t{i}" for i in range(5, config.vocab_size - 1)), "t1"])
@@ -58,6 +58,8 @@ def write_gguf(path, module, architecture, kind=gguf.GGMLQuantizationType.F32, l
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if also:
+        also(writer)
     arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, values in state.items():
@@ -135,6 +137,33 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused_and_leaves_nothing(llama, tm
     assert not [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()]
 
 
+@pytest.mark.parametrize("how", ["scaling", "factors", "base"])
+def test_positions_that_transformers_would_scale_wrongly_are_refused(llama, tmp_path, how):
+    def scale(writer):
+        if how == "scaling":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        elif how == "factors":
+            writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+
+    path = write_gguf(tmp_path / "m.gguf", llama, "llama", also=scale)
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "base":  # as for architectures of which transformers does not read it
+            patch.setitem(transformers.integrations.ggml.GGUF_CONFIG_MAPPING["llama"], "rope.freq_base", None)
+            path = write_gguf(tmp_path / "m.gguf", llama, "llama", base=5e5)
+        with pytest.raises(UnsupportedError, match=r"rotary"):
+            checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache")
+
+
+def test_a_gguf_file_without_a_model_says_so(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(HarnessError, match="without a model"):
+        checkpoints.prepare(ModelSpec(str(tmp_path / "vocab.gguf")), tmp_path / "cache")
+
+
 def test_what_is_no_whole_gguf_file_is_one_line(llama, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama")
     whole = path.read_bytes()
@@ -177,6 +206,12 @@ def test_pickled_weights_are_converted_for_who_asks(pickled, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(local.path).state_dict()
     assert all(torch.equal(again[name], values) for name, values in module.state_dict().items())
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json", "pytorch_model.bin"]
+
+
+def test_an_index_of_safetensors_beside_pickled_weights_is_not_taken_for_ours(pickled, tmp_path):
+    folder, _ = pickled
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    assert checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache").weight_bytes
 
 
 def test_pickled_shards_are_found_by_their_index(pickled, tmp_path):

@@ -208,7 +208,7 @@ def test_samples_follow_the_distribution(engine, reference) -> None:
         logits = reference(torch.tensor([prompt])).logits[0, -1] / temperature
     best = logits.topk(top_k)
     expected = dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
-    sampling = [SamplingParams(1, temperature, top_k=top_k, seed=i, ignore_eos=False) for i in range(count)]
+    sampling = [SamplingParams(1, temperature=temperature, top_k=top_k, seed=i, ignore_eos=False) for i in range(count)]
     engine._block_size = count
     drawn = [
         r.tokens[0] for r in engine.generate([GenerationRequest(str(i), prompt, s) for i, s in enumerate(sampling)])

@@ -4,7 +4,12 @@ import fcntl
 
 import pytest
 
-from engines.folders import build_once
+torch = pytest.importorskip("torch")
+from safetensors import SafetensorError  # noqa: E402
+
+from engines import shards  # noqa: E402
+from engines.folders import build_once  # noqa: E402
+from harness.api import DiskFullError, HarnessError  # noqa: E402
 
 
 def write(folder):
@@ -34,3 +39,18 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="no"):
         build_once(tmp_path / "mine", "it", 1, fail)
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def test_where_nothing_can_be_written_is_said_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HarnessError, match=r"cannot write .*; choose another cache"):
+        build_once(tmp_path / "file" / "mine", "it", 1, write)
+
+
+def test_a_disk_that_fills_under_safetensors_is_an_oserror(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(DiskFullError):
+        build_once(tmp_path / "mine", "it", 1, lambda folder: shards.write(folder, [{"x": torch.ones(1)}], print))

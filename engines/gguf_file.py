@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -80,7 +79,7 @@ def _float_type(reader: Any) -> str:
 def _write(path: Path, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]) -> None:
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        with init_empty_weights():
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         unpack = _Unpacker(path, reader, model)
     except Exception as exc:  # whatever transformers meets in a file's metadata

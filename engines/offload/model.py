@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
@@ -61,6 +62,19 @@ class PackedBatch:
 _batch: ContextVar[PackedBatch] = ContextVar("batch")
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Room for weights is never taken, not even for the moment before `init_empty_weights` gives it back.
+
+    A stack of experts can be larger than memory. Buffers, which are computed, are real.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
 class SeamedModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
@@ -74,7 +88,7 @@ class SeamedModel:
         if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
             raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
         try:
-            with init_empty_weights():
+            with init_empty_weights(), _EmptyOnMeta():
                 module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_SEAM)
         except Exception as exc:  # some check their sizes, some need packages that are not here
             line = str(exc).strip().partition("\n")[0]
@@ -228,6 +242,8 @@ class SeamedModel:
 
     def _refuse_what_is_not_streamed(self) -> None:
         """Only what belongs to linear layers and embeddings is streamed, so the rest must be small parameters."""
+        if meta := [name for name, buffer in self._module.named_buffers() if buffer.is_meta]:
+            raise UnsupportedError(f"{self._module.config.model_type}: {min(meta)} is left without values")
         for name, shape in self.small.items():
             if len(shape) > 1 and torch.Size(shape).numel() > 1 << 22:
                 kind = self._module.config.model_type
@@ -267,9 +283,10 @@ def _special_tokens(path: Path, config: Any, vocab: int) -> tuple[tuple[int, ...
         found = config.get_text_config()
     except ValueError as exc:
         raise HarnessError(f"{path / 'generation_config.json'} cannot be read: {exc}") from exc
-    eos = () if found.eos_token_id is None else found.eos_token_id
+    eos = getattr(found, "eos_token_id", None)
+    eos = () if eos is None else eos
     ends = tuple(e for e in ((eos,) if isinstance(eos, int) else eos) if e < vocab)
-    begin = found.bos_token_id
+    begin = getattr(found, "bos_token_id", None)
     return ends, begin if begin is not None and begin < vocab else next(iter(ends), None)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from engines import dummy_weights, hub, shapes
 from engines.folders import build_once
-from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError, first_line
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -174,9 +174,9 @@ def shape_of(folder: Path) -> ModelShape:
             model = AutoModelForCausalLM.from_config(config)
         return _shape(config, model)
     except Exception as exc:  # a configuration is a program, and fails in its own words
-        line = str(exc).strip().partition("\n")[0]
         raise HarnessError(
-            f"{folder / 'config.json'}: transformers builds no causal model of attention layers of it: {line}"
+            f"{folder / 'config.json'}: transformers builds no causal model of attention layers of it: "
+            f"{first_line(exc)}"
         ) from exc
 
 

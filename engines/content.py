@@ -25,7 +25,7 @@ def digest(file: Path, memo: Path) -> str:
                 sha.update(piece)
                 os.posix_fadvise(source.fileno(), 0, source.tell(), os.POSIX_FADV_DONTNEED)
         known[key] = sha.hexdigest()
-        temporary = memo.with_suffix(f".tmp-{os.getpid()}")
+        temporary = memo.with_suffix(f".new-{os.getpid()}")
         try:
             memo.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(known))

@@ -15,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from engines import content, shards
 from engines.folders import build_once
-from harness.api import HarnessError, UnsupportedError
+from harness.api import HarnessError, UnsupportedError, first_line
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -60,14 +60,10 @@ def _open(path: Path) -> Any:
     except OSError as exc:
         raise HarnessError(f"{path} cannot be read: {exc.strerror}") from exc
     except (ValueError, IndexError, KeyError, OverflowError) as exc:
-        raise HarnessError(f"{path} is not a whole GGUF file ({path.stat().st_size} bytes): {_line(exc)}") from exc
+        raise HarnessError(f"{path} is not a whole GGUF file ({path.stat().st_size} bytes): {first_line(exc)}") from exc
     if not reader.tensors or "general.architecture" not in reader.fields:
         raise HarnessError(f"{path} is a GGUF file without a model")
     return reader
-
-
-def _line(exc: Exception) -> str:
-    return str(exc).strip().partition("\n")[0]
 
 
 def _float_type(reader: Any) -> str:
@@ -83,7 +79,9 @@ def _write(path: Path, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: 
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         unpack = _Unpacker(path, reader, model)
     except Exception as exc:  # whatever transformers meets in a file's metadata
-        raise UnsupportedError(f"{path}: transformers builds no causal model of this GGUF file: {_line(exc)}") from exc
+        raise UnsupportedError(
+            f"{path}: transformers builds no causal model of this GGUF file: {first_line(exc)}"
+        ) from exc
     _refuse_scaled_positions(path, reader, config)
     shards.write(folder, unpack.layers(dtype), on_bytes)
     if unpack.missing:
@@ -94,7 +92,9 @@ def _write(path: Path, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: 
     try:
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     except Exception as exc:  # a tokenizer's parser raises bare ones too
-        raise UnsupportedError(f"{path}: transformers cannot read this GGUF file's tokenizer: {_line(exc)}") from exc
+        raise UnsupportedError(
+            f"{path}: transformers cannot read this GGUF file's tokenizer: {first_line(exc)}"
+        ) from exc
 
 
 def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
@@ -156,7 +156,7 @@ class _Unpacker:
                     parsed_parameters={"tensors": layer},
                 )
             except Exception as exc:  # types that gguf cannot unpack, tensors that transformers does not expect
-                raise UnsupportedError(f"{self._path}: {tensor.name} cannot be unpacked: {_line(exc)}") from exc
+                raise UnsupportedError(f"{self._path}: {tensor.name} cannot be unpacked: {first_line(exc)}") from exc
             if done.name in self._names:
                 layer[self._names[done.name]] = torch.from_numpy(done.weights.copy())
         return layer

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.api import DiskFullError, HarnessError, ModelSpec
+from harness.api import DiskFullError, HarnessError, ModelSpec, first_line
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _ABOUT = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
@@ -68,5 +68,4 @@ def _downloaded(model: ModelSpec, cache: Path, download: Callable[[], str]) -> P
             raise DiskFullError(f"disk full while downloading {model.id} to {cache}") from exc
         if isinstance(exc, OSError) and exc.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise HarnessError(f"cannot write {cache}: {exc.strerror}; choose another cache directory") from exc
-        line = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-        raise HarnessError(f"model {model.id}: the hub cannot be reached ({line}); {instead}") from exc
+        raise HarnessError(f"model {model.id}: the hub cannot be reached ({first_line(exc)}); {instead}") from exc

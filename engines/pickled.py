@@ -87,8 +87,10 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
         except RuntimeError:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as exc:  # torch, zip and pickle each have their own, bare ones among them
-        line = str(exc).strip().partition("\n")[0]
-        raise HarnessError(f"{file} cannot be read as tensors alone: {line}") from exc
+        # not in torch's words, which advise to let the file run code
+        raise HarnessError(
+            f"{file} is damaged, or holds more than tensors, which is not read ({type(exc).__name__})"
+        ) from exc
     if not isinstance(loaded, Mapping):
         raise HarnessError(f"{file} is no plain table of tensors but a {type(loaded).__name__}")
     return loaded

@@ -27,7 +27,7 @@ from engines.offload.dry import DryPass
 from engines.offload.layout import Matrix
 from engines.offload.seams import DRY_SEAM, SEAM, Attention
 from engines.offload.table import Table
-from harness.api import HarnessError, ModelShape, UnsupportedError
+from harness.api import HarnessError, ModelShape, UnsupportedError, first_line
 
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -91,8 +91,7 @@ class SeamedModel:
             with init_empty_weights(), _EmptyOnMeta():
                 module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_SEAM)
         except Exception as exc:  # some check their sizes, some need packages that are not here
-            line = str(exc).strip().partition("\n")[0]
-            raise UnsupportedError(f"{config.model_type}: transformers cannot build it: {line}") from exc
+            raise UnsupportedError(f"{config.model_type}: transformers cannot build it: {first_line(exc)}") from exc
         self._module = module.eval()
         self.dtype = dtype
         self.prefix = self._module.base_model_prefix
@@ -234,7 +233,7 @@ class SeamedModel:
         except UnsupportedError as exc:
             raise UnsupportedError(f"{self._module.config.model_type}: {exc}") from exc
         except Exception as exc:  # whatever a model does that the seams do not know
-            words = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
+            words = f"{type(exc).__name__}: {first_line(exc)}"
             raise UnsupportedError(f"{self._module.config.model_type}: a packed pass fails ({words})") from exc
         if problem := dry.problem(self._shape) or _logits_problem(logits, self._shape):
             raise UnsupportedError(f"{self._module.config.model_type}: {problem}")

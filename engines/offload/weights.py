@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from engines import content, shards
 from engines.folders import build_once
@@ -58,10 +59,10 @@ class Converted:
     def small(self) -> dict[str, torch.Tensor]:
         """Everything that is neither matrix nor table: norms and biases, in the dtypes they came in."""
         try:
-            with safe_open(self.folder / _SMALL, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            tensors: dict[str, torch.Tensor] = load_file(self.folder / _SMALL)
         except SafetensorError as exc:
             raise HarnessError(f"{self.folder / _SMALL} is damaged; remove its folder: it is converted again") from exc
+        return tensors
 
     def read(self, chosen: Iterable[int]) -> dict[int, torch.Tensor]:
         """Stored bytes of the blocks that are to stay in memory, without leaving them in the page cache as well."""

@@ -17,6 +17,7 @@ from harness.api.common import (
     Status,
     Tune,
     UnsupportedError,
+    first_line,
 )
 from harness.api.engine import (
     Capabilities,
@@ -113,6 +114,7 @@ __all__ = [
     "Workload",
     "WorkloadSpec",
     "direct_buffer",
+    "first_line",
     "from_json",
     "parse_record",
     "roofline",

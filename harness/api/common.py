@@ -34,6 +34,11 @@ class HarnessError(Exception):
     """An error the user can act on: its text is one line saying what, where and what to do."""
 
 
+def first_line(exc: BaseException) -> str:
+    """The first line of what an error says, or its type's name where it says nothing: for errors of one line."""
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__
+
+
 class InfeasibleError(HarnessError):
     """The budget cannot hold what the engine needs; the text carries the numbers."""
 

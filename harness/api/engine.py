@@ -78,6 +78,10 @@ class Score:
     is_greedy: bool
 
 
+#: For a big job, where an engine knows no better.
+_BATCH_POLICY = OffloadPolicy(gpu_batch_size=8)
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """In what an engine differs from others: nobody branches on an engine's name."""
@@ -85,7 +89,7 @@ class Capabilities:
     phased: bool = True  # a block's prefill and decode do not overlap
     simulated: bool = False  # times come from a model of time, not from a clock
     packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
-    batch_policy: OffloadPolicy = OffloadPolicy(gpu_batch_size=8)  # noqa: RUF009 - frozen; for a big job of any kind
+    batch_policy: OffloadPolicy = _BATCH_POLICY
 
 
 @dataclass(frozen=True)

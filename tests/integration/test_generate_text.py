@@ -4,12 +4,11 @@ import json
 import shutil
 
 import pytest
+import tokenizers
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
-from tests.offload import VOCAB, save  # noqa: E402
+from tests.offload import VOCAB, save
 
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(3, VOCAB))]
 TEMPLATE = (

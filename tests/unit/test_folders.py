@@ -3,13 +3,12 @@
 import fcntl
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
-torch = pytest.importorskip("torch")
-from safetensors import SafetensorError  # noqa: E402
-
-from engines import shards  # noqa: E402
-from engines.folders import build_once  # noqa: E402
-from harness.api import DiskFullError, HarnessError  # noqa: E402
+from engines import shards
+from engines.folders import build_once
+from harness.api import DiskFullError, HarnessError
 
 
 def write(folder):

@@ -1,16 +1,15 @@
 """What a request asks for beyond greedy choice means the same on every engine that has a model."""
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from engines import checkpoints, requests, sampling  # noqa: E402
-from engines.accelerate import AccelerateEngine  # noqa: E402
-from engines.offload.engine import OffloadEngine  # noqa: E402
-from engines.transformers import TransformersEngine  # noqa: E402
-from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams  # noqa: E402
-from tests.offload import load, save  # noqa: E402
+from engines import checkpoints, requests, sampling
+from engines.accelerate import AccelerateEngine
+from engines.offload.engine import OffloadEngine
+from engines.transformers import TransformersEngine
+from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
+from tests.offload import load, save
 
 PROMPT = (5, 6, 7, 8)
 

@@ -12,21 +12,19 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from engines import checkpoints  # noqa: E402
-from engines.offload.engine import OffloadEngine  # noqa: E402
-from engines.offload.layout import blocks_of  # noqa: E402
-from engines.offload.model import SeamedModel  # noqa: E402
-from engines.offload.pages import pages_for  # noqa: E402
-from engines.offload.source import Source  # noqa: E402
-from engines.offload.weights import convert  # noqa: E402
-from harness.api import (  # noqa: E402
+from engines import checkpoints
+from engines.offload.engine import OffloadEngine
+from engines.offload.layout import blocks_of
+from engines.offload.model import SeamedModel
+from engines.offload.pages import pages_for
+from engines.offload.source import Source
+from engines.offload.weights import convert
+from harness.api import (
     DTYPE_BYTES,
     DiskFullError,
     GenerationRequest,
@@ -39,7 +37,7 @@ from harness.api import (  # noqa: E402
     SamplingParams,
     UnsupportedError,
 )
-from tests.offload import (  # noqa: E402
+from tests.offload import (
     CONFIGS,
     CONTEXT,
     VOCAB,
@@ -49,7 +47,7 @@ from tests.offload import (  # noqa: E402
     same_by_the_near_tie_rule,
     save,
 )
-from tests.stories import stories260k, vocabulary  # noqa: E402
+from tests.stories import stories260k, vocabulary
 
 TINY = {
     "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4},

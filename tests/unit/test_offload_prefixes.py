@@ -5,13 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from engines import checkpoints  # noqa: E402
-from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams  # noqa: E402
-from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save  # noqa: E402
+from engines import checkpoints
+from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
+from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save
 
 
 @pytest.fixture(scope="module")

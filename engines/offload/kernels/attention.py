@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.offload.kernels.build import load
+from engines.offload.kernels.build import by_dtype
 from engines.offload.rule import Rule, attend
 from harness.api import ModelShape
 
@@ -72,17 +72,10 @@ def compiled_attention(cache: Path, threads: int) -> AttentionKernel:
 
     Raises NoCompilerError where it cannot be built.
     """
-    library = load(Path(__file__).with_name("attention.cpp"), cache)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    functions = {
-        torch.float32: library.attend_float32,
-        torch.bfloat16: library.attend_bfloat16,
-        torch.float16: library.attend_float16,
-    }
-    for function in functions.values():
-        function.argtypes = [pointer, number, number, *[pointer] * 6, *[number] * 7,
-                             ctypes.c_float, ctypes.c_float, pointer, ctypes.c_int]  # fmt: skip
-        function.restype = None
+    arguments = [pointer, number, number, *[pointer] * 6, *[number] * 7,
+                 ctypes.c_float, ctypes.c_float, pointer, ctypes.c_int]  # fmt: skip
+    functions = by_dtype(Path(__file__).with_name("attention.cpp"), "attend", arguments, cache)
 
     def attention(
         query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segments: Segments, rule: Rule

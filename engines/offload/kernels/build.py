@@ -8,7 +8,11 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from engines.folders import build_once
 from harness.api import DiskFullError
@@ -16,6 +20,7 @@ from harness.api import DiskFullError
 #: Sums keep their order, so that a result depends on its own operands and on nothing that shares the call.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BYTES = 1 << 20
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
 _OPENMP = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*")
 
 
@@ -43,6 +48,16 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
     except (OSError, subprocess.SubprocessError, DiskFullError) as exc:
         raise NoCompilerError(f"{compiler} cannot build {source.name}: {_reason(exc)}") from exc
+
+
+def by_dtype(source: Path, name: str, arguments: Sequence[Any], cache: Path) -> dict[torch.dtype, Any]:
+    """A source's functions `name`_<dtype>, which return nothing, by the dtype they are for. Raises as `load`."""
+    library = load(source, cache)
+    functions = {dtype: getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}") for dtype in _STORED}
+    for function in functions.values():
+        function.argtypes = list(arguments)
+        function.restype = None
+    return functions
 
 
 def _openmp() -> str:

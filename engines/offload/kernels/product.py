@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engines.offload.kernels.build import load
+from engines.offload.kernels.build import by_dtype
 
 #: (x [rows, k], weight [n, k], start, out [rows, n]): out = start + x W^T, where `start` is one row [n] for all, such
 #: as a bias, or `out` itself, or nothing.
@@ -21,17 +21,9 @@ def compiled_product(cache: Path, threads: int) -> Product:
     The rows of out may be any distance apart; the weight is contiguous. Raises NoCompilerError where it cannot be
     built.
     """
-    library = load(Path(__file__).with_name("product.cpp"), cache)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    functions = {
-        torch.float32: library.product_float32,
-        torch.bfloat16: library.product_bfloat16,
-        torch.float16: library.product_float16,
-    }
-    for function in functions.values():
-        function.argtypes = [pointer, number, pointer, pointer, number, pointer, number, number, number, number,
-                             ctypes.c_int]  # fmt: skip
-        function.restype = None
+    arguments = [pointer, number, pointer, pointer, number, pointer, number, number, number, number, ctypes.c_int]
+    functions = by_dtype(Path(__file__).with_name("product.cpp"), "product", arguments, cache)
 
     def product(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
         x = x if x.stride(1) == 1 else x.contiguous()

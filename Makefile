@@ -13,8 +13,8 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-full: $(STAMP) $(VENV)/.models
-	$(BIN)/python -m pytest -m "not gpu" -rs
+test-full: test $(VENV)/.models
+	$(BIN)/python -m pytest -m "slow and not gpu" -rs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,11 +22,9 @@ import ctypes
 from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
-import torch
-from transformers import AutoModelForCausalLM
 
 from engines import checkpoints
-from engines.causal_lm import CausalLMEngine, Placement
+from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -71,11 +69,9 @@ class AccelerateEngine(CausalLMEngine):
     ) -> Placement:
         share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory, job.max_sequence)
         _return_freed_memory()
-        module = AutoModelForCausalLM.from_pretrained(
-            model.path,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            use_safetensors=True,
+        module = from_checkpoint(
+            model,
+            dtype,
             device_map="auto",
             max_memory=None if share is None else {"cpu": share},
             offload_folder=str(job.scratch),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from engines import requests as checks
 from engines import sampling
@@ -22,6 +22,7 @@ from harness.api import (
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
+    HarnessError,
     Job,
     LoadReport,
     LocalModel,
@@ -39,14 +40,29 @@ class Placement:
     notes: tuple[str, ...] = ()
 
 
+def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
+    """transformers' module of a checkpoint. Raises HarnessError for one that lacks tensors, which would be random."""
+    module, found = AutoModelForCausalLM.from_pretrained(
+        model.path,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **placement,
+    )
+    if missing := found["missing_keys"]:
+        raise HarnessError(f"{model.path} lacks {min(missing)}, which the model's configuration asks for")
+    return module
+
+
 class CausalLMEngine(ABC):
     """The Engine protocol on a transformers causal model; a subclass says only where the weights live.
 
-    Static batching: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size`
-    together, so no prompt is ever padded. A row that ends before its batch does is computed on as padding
-    (`GenerationResult.padding_tokens`). Rows that ignore the end of sequence never choose it (transformers'
-    own min_new_tokens). A stop string ends a row with the token that completes it, and needs the model
-    folder's tokenizer.
+    Static batching: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size` together, so
+    no prompt is ever padded. A row that ends before its batch does is computed on as padding
+    (`GenerationResult.padding_tokens`). Rows that ignore the end of sequence never choose it. A stop string ends a row
+    with the token that completes it, and needs the model folder's tokenizer.
     """
 
     name: ClassVar[str]
@@ -179,16 +195,12 @@ class CausalLMEngine(ABC):
             for row, (request, length) in enumerate(zip(batch, clock.lengths, strict=True))
         ]
 
-    def _eos(self) -> list[int]:
-        eos = self._module.generation_config.eos_token_id
-        if eos is None:
-            return []
-        return [eos] if isinstance(eos, int) else list(eos)
+    def _eos(self) -> tuple[int, ...]:
+        return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[0]
 
     def _begin(self) -> int | None:
         """The token that an empty context becomes."""
-        bos = self._module.generation_config.bos_token_id
-        return bos if bos is not None else next(iter(self._eos()), None)
+        return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[1]
 
     # ----------------------------------------------------------------------- scoring
 

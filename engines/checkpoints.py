@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import dummy_weights, hub, shapes
+from engines import content, dummy_weights, hub, shapes
 from engines.folders import build_once
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError, first_line
 
@@ -31,9 +31,16 @@ def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
     an unknown id, a damaged checkpoint, pickled weights nobody asked for, no network or a full disk;
     UnsupportedError for quantized safetensors.
     """
+    try:
+        return _prepared(model, cache, on_progress or (lambda done, total: None))
+    except OSError as exc:  # of its own files; what writes to the cache says so itself
+        raise HarnessError(f"model {model.id} cannot be read: {exc.filename or exc}: {exc.strerror or ''}") from exc
+
+
+def _prepared(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> LocalModel:
     if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().exists()):
         raise HarnessError(f"model {model.id} has no revisions: only a hub id has; leave model.revision out")
-    folder = _folder(model, cache, on_progress or (lambda done, total: None))
+    folder = _folder(model, cache, on_progress)
     local = _describe(folder, shapes.shape(model.id) if model.weights == "dummy" else None)
     if model.dtype not in ("auto", local.dtype):
         raise HarnessError(
@@ -56,9 +63,28 @@ def evict(path: str | Path) -> None:
                 os.close(fd)
 
 
+def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, int], None]) -> str:
+    """A digest of all that decides what a model answers: weights, configuration, tokenizer and templates.
+
+    Every file is read once, and what it holds is remembered in `cache`. `on_progress` gets bytes read and in all.
+    """
+    folder = Path(model.path)
+    about = {path for pattern in hub.ABOUT for path in folder.glob(pattern)}
+    files = sorted(about | {folder / name for name in shard_names(folder)})
+    total, done = sum(file.stat().st_size for file in files), 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, total)
+
+    digests = [f"{file.name}:{content.digest(file, cache, read)}" for file in files]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+
+
 def largest_tensor_bytes(path: str | Path) -> int:
     """Bytes of the largest single tensor of a model folder, in its stored dtype. Raises HarnessError as `prepare`."""
-    shards = [_read_shard(Path(path) / name) for name in _shard_names(Path(path))]
+    shards = [_read_shard(Path(path) / name) for name in shard_names(Path(path))]
     return max(size for shard in shards for _, size in shard.tensors.values())
 
 
@@ -78,11 +104,13 @@ class _Shard:
 def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     """Checks that a checkpoint is whole and describes it; reads the headers only. `shape` None: from its config."""
     config = _json_object(folder / "config.json")
-    shards = [_read_shard(folder / name) for name in _shard_names(folder)]
+    shards = [_read_shard(folder / name) for name in shard_names(folder)]
     dtypes: Counter[str] = Counter()
     for shard in shards:
         for dtype, size in shard.tensors.values():
             dtypes[dtype] += size
+    if not dtypes:
+        raise HarnessError(f"{folder} holds no tensors")
     stored = max(dtypes, key=lambda d: dtypes[d])
     if stored not in _DTYPES or "quantization_config" in config:
         raise UnsupportedError(f"model {folder} is quantized (its weights are {stored}); use a float checkpoint")
@@ -95,15 +123,16 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     )
 
 
-def _shard_names(folder: Path) -> list[str]:
+def shard_names(folder: Path) -> list[str]:
+    """The safetensors files of a checkpoint. Raises HarnessError where it has none, or an index names others."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _json_object(index).get("weight_map")
-        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+        found = list(weight_map.values()) if isinstance(weight_map, dict) else []
         # names come from a file: they must stay inside the folder
-        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
+        if not found or any(not isinstance(n, str) or Path(n).name != n for n in found):
             raise HarnessError(f"{index}: weight_map names no shards, or files outside the folder")
-        return names
+        return sorted(set(found))
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
@@ -169,7 +198,7 @@ def shape_of(folder: Path) -> ModelShape:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         return _shape(config, model)
@@ -184,11 +213,9 @@ def _shape(config: Any, model: Any) -> ModelShape:
     text = config.get_text_config()
     layers = text.num_hidden_layers
     chosen = getattr(text, "num_experts_per_tok", None) or 1  # of a stack of experts' matrices a token meets so many
-    matrices = sum(
-        p.numel() if p.ndim == 2 else p.numel() // len(p) * chosen
-        for name, p in model.named_parameters()
-        if _LAYER.match(name) and p.ndim in (2, 3)
-    )
+    layered = [p for name, p in model.named_parameters() if _LAYER.match(name)]
+    idle = sum(p.numel() - p.numel() // len(p) * chosen for p in layered if p.ndim == 3)
+    matrices = sum(p.numel() for p in layered if p.ndim in (2, 3)) - idle
     ffn = next((v for k in ("intermediate_size", "ffn_dim", "n_inter", "n_inner") if (v := getattr(text, k, None))), 0)
     return ModelShape(
         family=str(config.model_type),
@@ -202,6 +229,7 @@ def _shape(config: Any, model: Any) -> ModelShape:
         max_context=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
         params_per_layer=matrices // layers,
         params_total=sum(p.numel() for p in model.parameters()),
+        params_idle=idle,
     )
 
 

@@ -64,8 +64,9 @@ class FakeEngine:
     `crash` dies in `generate` (or, for a `Refusal`, in `load`); `eat_bytes` allocates and touches that much
     anonymous memory in `load`; `hang` sleeps for ever in `generate`; `sleep_s` really sleeps at each step;
     `spawn_child` leaves a `sleep` child behind; `max_batch` raises MemoryError for a larger block;
-    `lose_request` drops the last result; `wrong_count` leaves one token out of each; `nonsense` gives only
-    pad tokens, ids outside the vocabulary, times that run backwards, each result twice, or unknown ids.
+    `longest` is infeasible for longer sequences; `lose_request` drops the last result; `wrong_count` leaves one
+    token out of each; `nonsense` gives only pad tokens, ids outside the vocabulary, times that run backwards, each
+    result twice, or unknown ids.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FakeEngine:
         nonsense: Nonsense | None = None,
         spawn_child: bool = False,
         max_batch: int | None = None,
+        longest: int | None = None,
     ) -> None:
         self._step_s = 1 / rate_tok_s
         self._sleep_s = sleep_s
@@ -92,6 +94,7 @@ class FakeEngine:
         self._nonsense = nonsense
         self._spawn_child = spawn_child
         self._max_batch = max_batch
+        self._longest = longest
         self._eaten = b""
         self._block_size = 1
 
@@ -104,6 +107,8 @@ class FakeEngine:
             raise UnsupportedError("engine fake was told to refuse this model")
         if self._crash == "infeasible":
             raise InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
+        if self._longest is not None and job.max_sequence > self._longest:
+            raise InfeasibleError(f"engine fake holds {self._longest} tokens of a sequence, not {job.max_sequence}")
         policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
         if self._spawn_child:
             subprocess.Popen(["sleep", "600"])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,11 +36,13 @@ def to_folder(path: Path, dtype: str, cache: Path, on_progress: Callable[[int, i
     reader = _open(path)
     stored = _float_type(reader) if dtype == "auto" else dtype
     needed = sum(int(t.n_elements) for t in reader.tensors) * getattr(torch, stored).itemsize
-    digest = content.digest(path, cache / "models" / "contents.json")[:12]
+    digest = content.digest(path, cache)[:12]
     folder = cache / "models" / f"{path.stem}-{stored}-{digest}-{_RECIPE}"
 
     def write(temporary: Path) -> None:
-        _write(path, reader, getattr(torch, stored), temporary, lambda done: on_progress(done, needed))
+        with TemporaryDirectory() as alone:  # transformers would take what lies beside it, of other models too, as its
+            (Path(alone) / path.name).symlink_to(path.resolve())
+            _write(path, alone, reader, getattr(torch, stored), temporary, lambda done: on_progress(done, needed))
 
     return build_once(folder, "the weights of a GGUF file", needed, write)
 
@@ -72,9 +75,11 @@ def _float_type(reader: Any) -> str:
     return _FLOATS.get(largest.tensor_type.name, "bfloat16")
 
 
-def _write(path: Path, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]) -> None:
+def _write(
+    path: Path, alone: str, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]
+) -> None:
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(alone, gguf_file=path.name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         unpack = _Unpacker(path, reader, model)
@@ -90,7 +95,7 @@ def _write(path: Path, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: 
     config.dtype = dtype
     config.save_pretrained(folder)
     try:
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(alone, gguf_file=path.name).save_pretrained(folder)
     except Exception as exc:  # a tokenizer's parser raises bare ones too
         raise UnsupportedError(
             f"{path}: transformers cannot read this GGUF file's tokenizer: {first_line(exc)}"

@@ -10,7 +10,8 @@ from pathlib import Path
 from harness.api import DiskFullError, HarnessError, ModelSpec, first_line
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_ABOUT = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
+#: What a model has beside its weights.
+ABOUT = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
 
 
 def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
@@ -19,7 +20,7 @@ def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
         raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
     from huggingface_hub import snapshot_download
 
-    patterns = [weights, *_ABOUT]
+    patterns = [weights, *ABOUT]
     return _downloaded(
         model,
         cache,

@@ -29,8 +29,7 @@ def to_folder(folder: Path, cache: Path, on_progress: Callable[[int, int], None]
     """
     files = _files(folder)
     about = sorted(f for f in folder.iterdir() if f.suffix in _ABOUT and not f.name.endswith(".index.json"))
-    memo = cache / "models" / "contents.json"
-    digests = f"{_RECIPE}" + "".join(content.digest(file, memo) for file in [*files, *about])
+    digests = f"{_RECIPE}" + "".join(content.digest(file, cache) for file in [*files, *about])
     target = cache / "models" / f"{folder.name}-unpickled-{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
     needed = sum(file.stat().st_size for file in files)
 
@@ -63,11 +62,11 @@ def _parts(files: Sequence[Path]) -> Iterator[dict[str, torch.Tensor]]:
     """All tensors, each once however many names it has in a file."""
     for file in files:
         part: dict[str, torch.Tensor] = {}
-        seen: set[tuple[int, ...]] = set()
+        seen: set[tuple[object, ...]] = set()
         for name, tensor in _load(file).items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise HarnessError(f"{file} is no plain table of tensors: it holds {name!r}, a {type(tensor).__name__}")
-            place = (tensor.data_ptr(), *tensor.shape)
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if place in seen:
                 continue
             seen.add(place)

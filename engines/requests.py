@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams, UnsupportedError
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+from engines.text import load_tokenizer
+from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams
 
 
 def validate(request: GenerationRequest, shape: ModelShape) -> None:
@@ -62,14 +62,21 @@ def full_sequence(
 
 
 def decoder(folder: str) -> Callable[[Sequence[int]], str]:
-    """Token ids to text by the tokenizer in a model folder. Raises UnsupportedError where there is none."""
-    from transformers import AutoTokenizer
-
-    # without these files transformers makes up an empty tokenizer for some architectures
-    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
-        raise UnsupportedError(f"stop strings need a tokenizer, and {folder} holds none")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    """Token ids to text by the tokenizer in a model folder. Raises HarnessError where there is none."""
+    tokenizer = load_tokenizer(Path(folder), "stop strings need one")
     return lambda tokens: str(tokenizer.decode(tokens))
+
+
+def special_tokens(config: Any, vocab: int) -> tuple[tuple[int, ...], int | None]:
+    """Ids that end a sequence, and the one that begins an empty one, as lm-eval finds them.
+
+    Those outside the vocabulary, which some configurations inherit, can never be generated and are left out.
+    """
+    eos = getattr(config, "eos_token_id", None)
+    eos = () if eos is None else (eos,) if isinstance(eos, int) else eos
+    ends = tuple(e for e in eos if e < vocab)
+    begin = getattr(config, "bos_token_id", None)
+    return ends, begin if begin is not None and begin < vocab else next(iter(ends), None)
 
 
 def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
@@ -19,6 +20,9 @@ from transformers import (
 )
 
 from harness.api import SamplingParams, TokenLogprob
+
+#: The lowest temperature that float32 scores can be divided by; the likeliest token is certain long before.
+_COLDEST = 1e-6
 
 
 class RowSampler(LogitsProcessor):  # type: ignore[misc]
@@ -34,7 +38,9 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
         self._steps = 0
         self._endless_for = torch.tensor([math.inf if s.ignore_eos else s.min_tokens for s in rows])
         self._eos = torch.tensor(list(eos), dtype=torch.long)
-        self._sampled = {i: (_warpers(s), _generator(s.seed)) for i, s in enumerate(rows) if s.temperature > 0}
+        self._sampled = {
+            i: (_warpers(s), np.random.default_rng(s.seed)) for i, s in enumerate(rows) if s.temperature > 0
+        }
         self._reported = {i: s.logprobs for i, s in enumerate(rows) if s.logprobs is not None}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -44,7 +50,7 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
         scores[silenced[:, None], self._eos] = -torch.inf
         for row, (warpers, generator) in self._sampled.items():
             warped = warpers(input_ids[row : row + 1], scores[row : row + 1])
-            noise = torch.empty_like(warped).exponential_(generator=generator)
+            noise = torch.from_numpy(generator.standard_exponential(warped.shape, dtype=np.float32))
             scores[row] = (warped - noise.clamp_min(torch.finfo(noise.dtype).tiny).log())[0]
         for row, values in log_probs.items():
             self.logprobs[row].append(_reported(values, int(scores[row].argmax()), self._reported[row]))
@@ -95,8 +101,8 @@ def finish_reason(
     if generated[-1] in eos and not sampling.ignore_eos:
         return "stop"
     if sampling.stop and decode is not None:
-        text = decode(generated)
-        if any(stop in text for stop in sampling.stop):
+        too_early = len(decode(generated[: sampling.min_tokens - 1])) if sampling.min_tokens > 1 else 0
+        if sampling.stop_at(decode(generated), too_early) is not None:
             return "stop"
     return "length" if len(generated) >= sampling.max_tokens else None
 
@@ -108,7 +114,7 @@ def _reported(log_probs: torch.Tensor, chosen: int, alternatives: int) -> TokenL
 
 def _warpers(sampling: SamplingParams) -> Any:
     """In the order vLLM and transformers apply them: temperature, top-k, top-p, min-p."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(max(_COLDEST, sampling.temperature))])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
@@ -116,12 +122,3 @@ def _warpers(sampling: SamplingParams) -> Any:
     if sampling.min_p:
         warpers.append(MinPLogitsWarper(sampling.min_p))
     return warpers
-
-
-def _generator(seed: int | None) -> torch.Generator:
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.api import HarnessError, LocalModel
+from harness.api import HarnessError, LocalModel, UnsupportedError, first_line
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(folder: Path, need: str) -> Any:
+    """transformers' tokenizer of a model folder; `need` says what for. Raises UnsupportedError where it has none."""
+    from transformers import AutoTokenizer
+
+    # without these files transformers makes up an empty tokenizer for some architectures
+    found = [name for name in _FILES if (folder / name).is_file()]
+    if not found:
+        raise UnsupportedError(f"{folder} holds no tokenizer ({', '.join(_FILES)}); {need}")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as exc:  # whatever a tokenizer's parser raises, bare Exception included
+        hint = "; tokenizer.model alone needs pip install sentencepiece" if found == ["tokenizer.model"] else ""
+        raise HarnessError(f"the tokenizer in {folder} cannot be read: {first_line(exc)}{hint}") from exc
 
 
 class Text:
     """A model's tokenizer. Raises HarnessError where the folder has none, or one that cannot be read."""
 
     def __init__(self, model: LocalModel) -> None:
-        from transformers import AutoTokenizer
-
-        folder = Path(model.path)
-        # without these files transformers makes up an empty tokenizer for some architectures
-        if not any((folder / name).is_file() for name in _FILES):
-            raise HarnessError(f"{folder} holds no tokenizer ({', '.join(_FILES)}); text needs one")
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as exc:  # whatever a tokenizer's parser raises, bare Exception included
-            raise HarnessError(f"the tokenizer in {folder} cannot be read: {exc}") from exc
+        self._tokenizer = load_tokenizer(Path(model.path), "text needs one")
         self._vocab = model.shape.vocab
 
     def problem(self) -> str:
@@ -35,7 +42,7 @@ class Text:
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """With the special tokens that the model expects around a text."""
-        return tuple(self._tokenizer(prompt)["input_ids"])
+        return self._ids(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """By the model's chat template, up to where the answer begins. Raises HarnessError."""
@@ -44,13 +51,29 @@ class Text:
         try:
             text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as exc:  # a template is a program, and refuses in its own words
-            raise HarnessError(f"the model's chat template refuses these messages: {exc}") from exc
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            raise HarnessError(f"the model's chat template refuses these messages: {first_line(exc)}") from exc
+        return self._ids(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Without special tokens such as the end of a sequence."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def token(self, token: int) -> str:
-        """One token's own text."""
-        return str(self._tokenizer.decode([token]))
+        """One token's text as in the middle of others, or its name where it is only a part of a character."""
+        before = str(self._tokenizer.decode(self._letter))
+        text = str(self._tokenizer.decode([*self._letter, token])).removeprefix(before)
+        return str(self._tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in text else text
+
+    @cached_property
+    def _letter(self) -> tuple[int, ...]:
+        """What goes before a token, as decoders drop the space that a text begins with."""
+        try:
+            return self._ids("a", add_special_tokens=False)[-1:]
+        except HarnessError:
+            return ()
+
+    def _ids(self, text: str, **options: Any) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer(text, **options)["input_ids"])
+        except Exception as exc:  # such as a word that is unknown, where no token stands for unknown words
+            raise HarnessError(f"the model's tokenizer refuses this text: {first_line(exc)}") from exc

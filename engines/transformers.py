@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM
-
-from engines.causal_lm import CausalLMEngine, Placement
+from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -39,7 +36,5 @@ class TransformersEngine(CausalLMEngine):
                 f"transformers needs at least {(weights + WORK_BYTES) / 2**20:.1f} MiB for all weights in {dtype} and "
                 f"to work; the budget is {budget / 2**20:.1f} MiB"
             )
-        module = AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
-        )
+        module = from_checkpoint(model, dtype)
         return Placement(module, (0, weights, 0))

@@ -237,7 +237,8 @@ def _completion_choice(
         logprobs = {
             "tokens": [token_text(t) for t in result.tokens],
             "token_logprobs": [p.logprob for p in result.logprobs],
-            "top_logprobs": [{token_text(t): value for t, value in p.top} for p in result.logprobs],
+            # falling, so that of tokens of the same text the likeliest stays
+            "top_logprobs": [{token_text(t): value for t, value in reversed(p.top)} for p in result.logprobs],
         }
     return {"index": index, "text": text, "finish_reason": result.finish_reason, "logprobs": logprobs}
 

@@ -164,6 +164,7 @@ def generate(
 
     with _one_line_errors():
         from harness import generate as job
+        from harness.batch_input import BatchJob
         from harness.job_progress import make_job_progress
         from harness.runner import default_cache
 
@@ -171,13 +172,14 @@ def generate(
         with make_job_progress() as progress:
             try:
                 cell = job.cell(model, engine, memory, overrides, progress)
-                batch = job.BatchJob(cell, source, output, cache_dir or default_cache(), max_tokens, seed, fresh)
+                batch = BatchJob(cell, source, output, cache_dir or default_cache(), max_tokens, seed, fresh)
                 tally = job.run(batch, progress, dry_run)
             except InfeasibleError as exc:
                 progress.note(f"harness: {exc}")
                 sys.exit(EXIT_INFEASIBLE)
             except KeyboardInterrupt:
-                progress.note("interrupted; run the same command again to go on")
+                rest = " without --fresh" if fresh else ""
+                progress.note(f"interrupted; run the same command again{rest} to go on")
                 raise
         click.echo(job.summary(tally, dry_run))
         sys.exit(EXIT_FAILED if tally.refused or tally.refused_before else 0)

@@ -78,7 +78,7 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
 
 def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
     """One cell from `settings` in the shape of a suite's, under `overrides`. Raises HarnessError as `load_suite`."""
-    cell = _layer(yaml_source.parse(json.dumps(settings), "settings", positions=False))
+    cell = _layer(yaml_source.parse(json.dumps(settings, ensure_ascii=False), "settings", positions=False))
     return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell), ENGINES)
 
 

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Protocol
+from tempfile import TemporaryDirectory, mkdtemp
 
 from harness import registry
 from harness.answer_file import Answered, AnswerFile, answered
-from harness.api import Engine, GenerationRequest, GenerationResult, HarnessError, Job, LocalModel, RunSpec
-from harness.batch_format import BatchLine, LineError, answer, parse_line, refusal
+from harness.api import (
+    Engine,
+    GenerationResult,
+    HarnessError,
+    InfeasibleError,
+    Job,
+    LocalModel,
+    RunSpec,
+    SamplingParams,
+)
+from harness.batch_format import answer, refusal
+from harness.batch_input import BatchJob, Progress, Ready, Refused, Text, read
 from harness.config import load_cell
 from harness.launchers.memory import free_memory
+from harness.worker import classify
 
-#: So that the seeds of a request's samples are far apart.
-_SEED_STEP = 0x9E3779B97F4A7C15
-_SEEDS = 1 << 64
 #: Lines that are reported one by one.
 _REPORTED = 20
 #: What may be overridden, and of the free memory the part that the model's work gets by default.
 _SETTABLE = ("model", "options", "policy", "limits")
 _FREE_SHARE = 0.8
-
-
-class Text(Protocol):
-    """A model's tokenizer; see engines/text.py."""
-
-    def problem(self) -> str: ...
-    def encode(self, prompt: str) -> tuple[int, ...]: ...
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
-    def token(self, token: int) -> str: ...
-
-
-class Progress(Protocol):
-    """Who is told how a job goes; see job_progress.py."""
-
-    def note(self, text: str) -> None: ...
-    def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None: ...
-
-
-@dataclass(frozen=True)
-class BatchJob:
-    """What to generate and how: engine, model, policy and limits are the cell's.
-
-    `max_tokens` and `seed` are for lines that say nothing of them. `fresh` sets earlier answers aside.
-    """
-
-    cell: RunSpec
-    source: Path
-    output: Path
-    cache: Path
-    max_tokens: int
-    seed: int = 0
-    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,23 +45,6 @@ class Tally:
     prompt_tokens: int
     new_tokens: int
     longest: int
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A line ready to run: a request for each of its samples."""
-
-    line: BatchLine
-    requests: tuple[GenerationRequest, ...]
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """A line that cannot be run, and why."""
-
-    number: int
-    id: str | None
-    reason: str
 
 
 def cell(model: str, engine: str, memory: str | None, overrides: Sequence[str], progress: Progress) -> RunSpec:
@@ -112,7 +68,12 @@ def cell(model: str, engine: str, memory: str | None, overrides: Sequence[str], 
         "limits": {"host_memory": memory},
         "workload": {"prompt_len": 1, "gen_len": 1},  # of its own a job has none
     }
-    return load_cell(settings, overrides)
+    chosen_cell = load_cell(settings, overrides)
+    if chosen_cell.tune != "none":
+        raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
+    if chosen_cell.limits.device_memory is not None:
+        raise HarnessError("limits.device_memory: no engine uses a device yet; limit host_memory")
+    return chosen_cell
 
 
 def summary(tally: Tally, dry: bool) -> str:
@@ -131,110 +92,62 @@ def summary(tally: Tally, dry: bool) -> str:
 def run(job: BatchJob, progress: Progress, dry: bool = False) -> Tally:
     """Runs a job, or with `dry` only says what it would be. Every line of the input gets exactly one of output.
 
-    Lines answered by an earlier run of the same job are left as they are. A line that cannot be run is answered with
-    the reason. Raises HarnessError where nothing can be run or written, and what `Engine.load` raises.
+    Lines answered by an earlier run of the same job are left as they are; those it refused are looked at again. A
+    line that cannot be run is answered with the reason. Raises HarnessError where nothing can be run or written, and
+    InfeasibleError where the memory holds none of the lines.
     """
     if job.source.resolve() == job.output.resolve():
         raise HarnessError(f"{job.source} cannot be both --input and --output")
-    engine = registry.make_engine(job.cell.engine, dict(job.cell.options))
-    model = registry.prepare_model(
-        job.cell.engine, job.cell.model, job.cache, lambda done, total: progress.advance("preparing", done, total)
-    )
-    text: Text = registry.text(job.cell.engine, model)
+    engine = job.cell.engine
+    model = registry.prepare_model(engine, job.cell.model, job.cache, _advance(progress, "preparing"))
+    identity = registry.identity(engine, model, job.cache, _advance(progress, "reading the model"))
+    text: Text = registry.text(engine, model)
     if problem := text.problem():
         progress.note(problem)
     if dry:
-        done = {} if job.fresh else answered(job.output, model.digest)
-        return _tally(_prepared(job, model, text, done, progress), done)
-    with AnswerFile(job.output, model.digest, job.fresh) as output:
-        items = _prepared(job, model, text, output.done, progress)
-        tally = _tally(items, output.done)
-        for item in items:
-            if isinstance(item, _Refused):
-                output.write(refusal(item.number, item.id, item.reason))
-        prepared = [item for item in items if isinstance(item, _Prepared)]
-        if prepared:
-            with _loaded(engine, job, model, tally, sum(len(p.requests) for p in prepared), progress):
-                _generate(engine, prepared, _name(job.cell.model.id), text, output, progress)
-    return tally
+        done = {} if job.fresh else answered(job.output, identity)
+        ready, refused = read(job, model.shape, text, done, progress)
+        _report(refused, job, progress)
+        return _tally(ready, refused, _without(done, ready))
+    with AnswerFile(job.output, identity, job.fresh) as output:
+        ready, refused = read(job, model.shape, text, output.done, progress)
+        output.forget({item.line.number for item in ready} & output.done.keys())
+        done = output.done
+        _refuse(refused, job, output, progress)
+        if ready:
+            with _loaded(job, model, ready, progress) as (loaded, longest):
+                too_long = [
+                    item.refused(f"{item.tokens} tokens are too long for the memory, which holds {longest} of a line")
+                    for item in ready
+                    if item.tokens > longest
+                ]
+                _refuse(too_long, job, output, progress)
+                refused += too_long
+                ready = [item for item in ready if item.tokens <= longest]
+                _generate(loaded, ready, _name(job.cell.model.id), text, output, progress)
+    return _tally(ready, refused, done)
 
 
-# --------------------------------------------------------------------------- from lines to requests
+def _advance(progress: Progress, phase: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress.advance(phase, done, total)
 
 
-def _prepared(
-    job: BatchJob, model: LocalModel, text: Text, done: Mapping[int, Answered], progress: Progress
-) -> list[_Prepared | _Refused]:
-    """What is to be done for each line that is not answered yet; says which lines are refused."""
-    items: list[_Prepared | _Refused] = []
-    ids: dict[str, int] = {}
-    seen, refused = set(), 0
-    for number, raw, position, size in _lines(job.source):
-        seen.add(number)
-        parsed = _parsed(job, number, raw, ids)
-        if number in done:
-            if done[number].id != parsed.id:
-                raise HarnessError(_other_input(job, number))
-            continue
-        item = _encoded(parsed, model, text) if isinstance(parsed, BatchLine) else parsed
-        if isinstance(item, _Refused):
-            refused += 1
-            if refused <= _REPORTED:
-                progress.note(f"{job.source}:{number}: {item.reason}")
-        items.append(item)
-        progress.advance("reading", position, size)
-    if refused > _REPORTED:
-        progress.note(f"... and {refused - _REPORTED} more lines that cannot be run")
-    if missing := sorted(set(done) - seen):
-        raise HarnessError(_other_input(job, missing[0]))
-    return items
+def _refuse(refused: Sequence[Refused], job: BatchJob, output: AnswerFile, progress: Progress) -> None:
+    _report(refused, job, progress)
+    for item in refused:
+        output.write(refusal(item.number, item.id, item.reason), item.asked)
 
 
-def _lines(source: Path) -> Iterator[tuple[int, bytes, int, int]]:
-    """Number, content, and position in the file and its size, of every line that is not blank."""
-    try:
-        with source.open("rb") as file:
-            size, position = source.stat().st_size, 0
-            for number, raw in enumerate(file, 1):
-                position += len(raw)
-                content = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
-                if content:
-                    yield number, content, position, size
-    except OSError as exc:
-        raise HarnessError(f"{source} cannot be read: {exc.strerror or exc}") from exc
+def _report(refused: Sequence[Refused], job: BatchJob, progress: Progress) -> None:
+    for item in refused[:_REPORTED]:
+        progress.note(f"{job.source}:{item.number}: {item.reason}")
+    if len(refused) > _REPORTED:
+        progress.note(f"... and {len(refused) - _REPORTED} more lines that cannot be run")
 
 
-def _parsed(job: BatchJob, number: int, raw: bytes, ids: dict[str, int]) -> BatchLine | _Refused:
-    """The request on a line; `ids` are those of earlier lines, to which its own is added."""
-    try:
-        if job.source.suffix == ".txt":
-            raw = json.dumps({"prompt": raw.decode()}).encode()
-        line = parse_line(raw, number, job.max_tokens, job.seed)
-    except UnicodeDecodeError as exc:
-        return _Refused(number, None, f"is not UTF-8 text (byte {exc.start + 1})")
-    except LineError as exc:
-        return _Refused(number, exc.id, str(exc))
-    if line.id is not None and ids.setdefault(line.id, number) != number:
-        return _Refused(number, line.id, f"custom_id {line.id!r} was used on line {ids[line.id]}")
-    return line
-
-
-def _encoded(line: BatchLine, model: LocalModel, text: Text) -> _Prepared | _Refused:
-    sampling = line.sampling
-    try:
-        ids = line.prompt
-        if line.messages:
-            ids = text.encode_chat(line.messages)
-        elif isinstance(ids, str):
-            ids = text.encode(ids)
-        requests = tuple(
-            GenerationRequest(f"{line.number}.{i}", tuple(ids), replace(sampling, seed=_seed(sampling.seed, i)))
-            for i in range(line.samples)
-        )
-        registry.check_request(requests[0], model.shape)
-    except HarnessError as exc:
-        return _Refused(line.number, line.id, str(exc).removeprefix(f"request {line.number}.0: "))
-    return _Prepared(line, requests)
+def _without(done: Mapping[int, Answered], ready: Sequence[Ready]) -> dict[int, Answered]:
+    again = {item.line.number for item in ready}
+    return {number: found for number, found in done.items() if number not in again}
 
 
 def _name(model: str) -> str:
@@ -242,27 +155,14 @@ def _name(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _seed(seed: int | None, sample: int) -> int | None:
-    return seed if seed is None or not sample else (seed + sample * _SEED_STEP) % _SEEDS
-
-
-def _other_input(job: BatchJob, number: int) -> str:
-    return (
-        f"{job.output} answers another input than {job.source}: they differ in line {number}; "
-        "choose another --output, or --fresh to set the old answers aside"
-    )
-
-
-def _tally(items: Sequence[_Prepared | _Refused], done: Mapping[int, Answered]) -> Tally:
-    lines = [item for item in items if isinstance(item, _Prepared)]
-    requests = [request for line in lines for request in line.requests]
-    lengths = [(len(r.prompt), r.sampling.max_tokens) for r in requests]
+def _tally(ready: Sequence[Ready], refused: Sequence[Refused], done: Mapping[int, Answered]) -> Tally:
+    lengths = [(len(r.prompt), r.sampling.max_tokens) for item in ready for r in item.requests]
     return Tally(
-        lines=len(items) + len(done),
+        lines=len(ready) + len(refused) + len(done),
         answered_before=sum(not a.refused for a in done.values()),
         refused_before=sum(a.refused for a in done.values()),
-        refused=len(items) - len(lines),
-        to_run=len(lines),
+        refused=len(refused),
+        to_run=len(ready),
         prompt_tokens=sum(prompt for prompt, _ in lengths),
         new_tokens=sum(new for _, new in lengths),
         longest=max((prompt + new for prompt, new in lengths), default=0),
@@ -274,54 +174,104 @@ def _tally(items: Sequence[_Prepared | _Refused], done: Mapping[int, Answered]) 
 
 @contextmanager
 def _loaded(
-    engine: Engine, job: BatchJob, model: LocalModel, tally: Tally, requests: int, progress: Progress
-) -> Iterator[None]:
+    job: BatchJob, model: LocalModel, ready: Sequence[Ready], progress: Progress
+) -> Iterator[tuple[Engine, int]]:
+    """The engine, loaded, and the tokens of the longest lines it holds: all of them, or as many as fit the memory.
+
+    Raises InfeasibleError where not even the shortest fits; what else an engine raises becomes a HarnessError.
+    """
     try:
         job.cache.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(prefix="harness-generate-", dir=job.cache)
     except OSError as exc:
         raise HarnessError(f"cannot write {job.cache}: {exc.strerror or exc}; choose another --cache-dir") from exc
-    policy = replace(job.cell.policy, gpu_batch_size=min(job.cell.policy.gpu_batch_size, requests))
-    with TemporaryDirectory(prefix="harness-generate-", dir=job.cache) as scratch:
-        mean = (tally.prompt_tokens + tally.new_tokens // 2) // requests
-        work = Job(
-            Path(scratch), job.cache, tally.longest, max(1, mean),
-            lambda done, total: progress.advance("loading", done, total),
-        )  # fmt: skip
-        progress.note(f"loading {job.cell.model.id} in {job.cell.engine}")
+    progress.note(f"loading {job.cell.model.id} in {job.cell.engine}")
+
+    def load(longest: int) -> Engine:
+        return _load(job, model, [item for item in ready if item.tokens <= longest], Path(scratch.name), progress)
+
+    with scratch, _engine_errors(job.cell.engine):
+        engine, longest = _longest_that_fits(load, sorted({item.tokens for item in ready}))
         try:
-            for note in engine.load(model, policy, job.cell.limits, work).notes:
-                progress.note(note)
-            yield
+            yield engine, longest
         finally:
             engine.close()
 
 
+def _load(job: BatchJob, model: LocalModel, lines: Sequence[Ready], scratch: Path, progress: Progress) -> Engine:
+    tally, requests = _tally(lines, (), {}), sum(len(item.requests) for item in lines)
+    policy = replace(job.cell.policy, gpu_batch_size=min(job.cell.policy.gpu_batch_size, requests))
+    mean = (tally.prompt_tokens + tally.new_tokens // 2) // requests
+    work = Job(Path(mkdtemp(dir=scratch)), job.cache, tally.longest, max(1, mean), _advance(progress, "loading"))
+    engine = registry.make_engine(job.cell.engine, dict(job.cell.options))
+    try:
+        for note in engine.load(model, policy, job.cell.limits, work).notes:
+            progress.note(note)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _longest_that_fits(load: Callable[[int], Engine], lengths: Sequence[int]) -> tuple[Engine, int]:
+    """The engine loaded for the most tokens of the rising `lengths` that it does not refuse, and how many those are."""
+    try:
+        return load(lengths[-1]), lengths[-1]
+    except InfeasibleError:
+        if len(lengths) == 1:
+            raise
+    load(lengths[0]).close()
+    fits, fails = 0, len(lengths) - 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        try:
+            load(lengths[middle]).close()
+            fits = middle
+        except InfeasibleError:
+            fails = middle
+    return load(lengths[fits]), lengths[fits]
+
+
+@contextmanager
+def _engine_errors(engine: str) -> Iterator[None]:
+    """What other libraries raise, as one line."""
+    try:
+        yield
+    except HarnessError:
+        raise
+    except Exception as exc:
+        status, reason = classify(exc)
+        raise HarnessError(f"engine {engine} failed ({status}): {reason}") from exc
+
+
 def _generate(
-    engine: Engine, prepared: Sequence[_Prepared], name: str, text: Text, output: AnswerFile, progress: Progress
+    engine: Engine, ready: Sequence[Ready], name: str, text: Text, output: AnswerFile, progress: Progress
 ) -> None:
     """Writes each line's answer when the last of its samples is there."""
-    owners = {request.id: item for item in prepared for request in item.requests}
+    owners = {request.id: item for item in ready for request in item.requests}
     parts: dict[int, dict[str, GenerationResult]] = {}
     finished = tokens = 0
-    for result in engine.generate([request for item in prepared for request in item.requests]):
+    for result in engine.generate([request for item in ready for request in item.requests]):
         item = owners[result.id]
         tokens += len(result.tokens)
         have = parts.setdefault(item.line.number, {})
         have[result.id] = result
         if len(have) == len(item.requests):
             results = [have[request.id] for request in item.requests]
-            texts = [_generated_text(text, r, item.line.sampling.stop) for r in results]
-            output.write(answer(item.line, name, results, texts, text.token))
+            texts = [_generated_text(text, r, item.line.sampling) for r in results]
+            output.write(answer(item.line, name, results, texts, text.token), item.asked)
             del parts[item.line.number]
             finished += 1
-        progress.advance("generating", finished, len(prepared), tokens)
+        progress.advance("generating", finished, len(ready), tokens)
     if shared := engine.trace().metrics.get("shared_prompt_tokens"):
-        total = sum(len(request.prompt) for item in prepared for request in item.requests)
+        total = sum(len(request.prompt) for item in ready for request in item.requests)
         progress.note(f"{shared:.0f} of {total} prompt tokens were those of an earlier request, and not computed again")
 
 
-def _generated_text(text: Text, result: GenerationResult, stops: Sequence[str]) -> str:
-    """Up to the first stop string, which is not part of it."""
+def _generated_text(text: Text, result: GenerationResult, sampling: SamplingParams) -> str:
+    """Up to the stop string that ended it, which is not part of it."""
     whole = text.decode(result.tokens)
-    found = [position for stop in stops if (position := whole.find(stop)) >= 0]
-    return whole[: min(found)] if found and result.finish_reason == "stop" else whole
+    if result.finish_reason != "stop":
+        return whole
+    too_early = len(text.decode(result.tokens[: max(0, sampling.min_tokens - 1)]))
+    return whole[: sampling.stop_at(whole, too_early)]

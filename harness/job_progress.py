@@ -21,7 +21,7 @@ class BarProgress:
             BarColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rate]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, emoji=False),
             transient=True,
         )
         self._phase = ""

@@ -89,7 +89,7 @@ class LiveProgress:
     """A table with the cell, phase, tokens, rate and time left, and a line for each finished launch."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, emoji=False)
         self._clock = Clock()
         self._todo: list[Step] = []
         self._done = self._total = 0

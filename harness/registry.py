@@ -59,6 +59,7 @@ ENGINES: dict[str, EngineEntry] = {
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic"}
 
 _PREPARE = "engines.checkpoints:prepare"
+_IDENTITY = "engines.checkpoints:content_digest"
 _TEXT = "engines.text:Text"
 _CHECK = "engines.requests:validate"
 _EVICT = "engines.checkpoints:evict"
@@ -105,6 +106,11 @@ def prepare_model(engine: str, *args: Any, **kwargs: Any) -> LocalModel:
     """The engine's built-in model, or engines.checkpoints.prepare: makes a checkpoint ready on this machine."""
     builtin = engine_entry(engine).builtin_model
     return cast(LocalModel, resolve(builtin) if builtin else resolve(_PREPARE)(*args, **kwargs))
+
+
+def identity(engine: str, model: LocalModel, *args: Any) -> str:
+    """The built-in model's digest, or engines.checkpoints.content_digest: of all that decides what a model answers."""
+    return model.digest if engine_entry(engine).builtin_model else cast(str, resolve(_IDENTITY)(model, *args))
 
 
 def text(engine: str, model: LocalModel) -> Any:

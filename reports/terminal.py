@@ -22,7 +22,7 @@ _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     """A headline and a table for each workload, plain text at most `width` columns wide, without colours."""
     out = io.StringIO()
-    console = Console(file=out, width=width, no_color=True, highlight=False)
+    console = Console(file=out, width=width, no_color=True, highlight=False, emoji=False)
     for title, rows in by_workload(summary_rows(records)).items():
         console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
         console.print(_rich(cell_table("", rows, _SHOWN, status=True)))

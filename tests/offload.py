@@ -1,6 +1,9 @@
 """Small random models, and what it takes to hold the offload engine against transformers with them."""
 
+import functools
 import random
+import tempfile
+from pathlib import Path
 
 import hypothesis.strategies as st
 import torch
@@ -32,9 +35,23 @@ def save(folder, kind, dtype=torch.float32, **changes):
     return folder
 
 
+@functools.cache
+def _kernels():
+    """Compiled once a session: it takes a compiler seconds."""
+    return tempfile.TemporaryDirectory(prefix="kernels-")
+
+
+def with_kernels(cache):
+    """The same cache folder, with the compiled kernels of this session in it."""
+    Path(cache).mkdir(parents=True, exist_ok=True)
+    if not (Path(cache) / "kernels").exists():
+        (Path(cache) / "kernels").symlink_to(_kernels().name)
+    return cache
+
+
 def load(model, cache, budget=None, max_sequence=64, engine=None, **policy):
     engine = engine or OffloadEngine()
-    job = Job(cache, cache, max_sequence, max_sequence)
+    job = Job(cache, with_kernels(cache), max_sequence, max_sequence)
     report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)
     return engine, report
 

@@ -73,7 +73,7 @@ class Batcher(ABC, Generic[S]):
 
     @abstractmethod
     def next_pass(self, now_s: float) -> list[list[Part[S]]]:
-        """The batches of the next pass; empty only where nothing has arrived."""
+        """The batches of the next pass; empty where nothing has arrived, or nobody gets the pages for it."""
 
     def finish(self, sequence: S) -> None:
         """Takes out a sequence that is done."""
@@ -173,7 +173,7 @@ class BlockBatcher(Batcher[S]):
         left = self._chunk
         for sequence in batch:
             missing = len(sequence.tokens) - sequence.cached
-            count = 1 if missing == 1 else min(left, missing)
+            count = 1 if missing == 1 else prompt_rows(missing, left, self._chunk)
             left -= count if missing > 1 else 0
             if count:
                 parts.append(Part(sequence, count))
@@ -193,9 +193,11 @@ class SweepBatcher(Batcher[S]):
 
     def next_pass(self, now_s: float) -> list[list[Part[S]]]:
         parts = [Part(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
-        left = self._rule(len(parts))
+        left = room = self._rule(len(parts))
         for sequence in self._prompts(now_s):
-            count = min(left, len(sequence.tokens) - sequence.cached)
+            count = prompt_rows(len(sequence.tokens) - sequence.cached, left, room)
+            if not count:
+                break
             parts.append(Part(sequence, count))
             left -= count
             if not left:
@@ -223,6 +225,18 @@ class ChunkRule:
 
     def __call__(self, decoding: int) -> int:
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
+
+
+def prompt_rows(missing: int, left: int, room: int) -> int:
+    """How many of a prompt's `missing` rows go into a pass that has room for `left` more of all prompts' `room`.
+
+    Never one by itself, where that can be helped: the attention of a row alone is summed in another order, and a
+    result must not depend on who shares the pass.
+    """
+    if missing <= left or room < 3:
+        return min(left, missing)
+    count = left - (missing == left + 1)
+    return count if count > 1 else 0
 
 
 def peak_pages(sequences: Sequence[Waiting], borrowed: Sequence[int] = ()) -> int:

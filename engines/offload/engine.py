@@ -82,6 +82,7 @@ class OffloadEngine:
             torch.set_num_threads(limits.threads)
         arithmetic = gemm.choose(model, policy, job.cache)
         seamed = SeamedModel(Path(model.path), model.shape, getattr(torch, arithmetic.dtype))
+        self._seamed = seamed  # so that `close` finds it even where the rest fails
         kernel, kernel_note = _kernel(job.cache)
         blocks = blocks_of(seamed.matrices, DTYPE_BYTES[model.dtype])
         demand = tiers.Demand(
@@ -114,7 +115,7 @@ class OffloadEngine:
         on_disk = sum(b.nbytes for b in streamed)
         balance = int(on_disk / stream.measure() * arithmetic.flops / model.shape.flops(1, 0, 0)) if streamed else 1
         self._runtime = Runtime(executor, cache, kernel, policy, plan, balance, timeline)
-        self._seamed, self._model, self._plan = seamed, model, plan
+        self._model, self._plan = model, plan
         notes = [plan.note, f"products by {arithmetic.name}, {arithmetic.flops / 1e9:.0f} GFLOP/s", kernel_note]
         notes += ["" if stream.direct else "the file system refuses direct I/O: weights pass through the page cache"]
         return _report(model, policy, plan, blocks, on_disk, arithmetic.dtype, tuple(filter(None, notes)))

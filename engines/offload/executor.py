@@ -155,6 +155,7 @@ class _Joint:
             self._x = new_product(rows, self._x.shape[1], self._x)
             torch.cat([need.x for need in asking], out=self._x)
         self._out = new_product(rows, outputs, self._x)
+        self._sum: torch.Tensor | None = None
         self.parts: list[torch.Tensor | None] = []
         start = 0
         for need in needs:
@@ -168,8 +169,17 @@ class _Joint:
         part = slice(block.start, block.stop)
         if block.axis == 0:
             product(self._x, weight, None if self._bias is None else self._bias[part], self._out[:, part])
-        else:
+        elif self._x.dtype == torch.float32:
             product(self._x[:, part], weight, self._out if block.start else self._bias, self._out)
+        else:
+            self._add_in_float32(product, self._x[:, part], weight, block.stop == self._x.shape[1])
+
+    def _add_in_float32(self, product: Product, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
+        """Adds a block of columns to a sum that is rounded once, as a whole product's would be."""
+        product(x, weight, None, self._out)
+        self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)
+        if last:
+            self._out.copy_(self._sum if self._bias is None else self._sum.add_(self._bias))
 
 
 def _module(parameter: str) -> str:

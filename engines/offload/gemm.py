@@ -45,7 +45,7 @@ def choose(model: LocalModel, policy: OffloadPolicy, cache: Path) -> Arithmetic:
     dtypes: list[Dtype] = [asked] if asked != "auto" else sorted({model.dtype, "float32"})
     ways = [Arithmetic("torch", dtype, dtype, by_torch) for dtype in dtypes]
     if "float32" in dtypes:
-        with suppress(NoCompilerError):  # the engine says so, as it has no decode kernel either
+        with suppress(NoCompilerError):  # the engine says so, where it chooses its attention
             ways.append(Arithmetic("kernel", "float32", model.dtype, compiled_product(cache, torch.get_num_threads())))
     width = min(model.shape.hidden, 2048)
     return max((_measured(way, model.dtype, width) for way in ways), key=lambda way: way.flops)

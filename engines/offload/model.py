@@ -27,6 +27,7 @@ from engines.offload.dry import DryPass
 from engines.offload.layout import Matrix
 from engines.offload.seams import DRY_SEAM, SEAM, Attention
 from engines.offload.table import Table
+from engines.requests import special_tokens
 from harness.api import HarnessError, ModelShape, UnsupportedError, first_line
 
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
@@ -83,7 +84,7 @@ class SeamedModel:
     """
 
     def __init__(self, path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _refuse_batch_dependent(config)
         if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
             raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
@@ -272,21 +273,14 @@ def _refuse_batch_dependent(config: Any) -> None:
 
 
 def _special_tokens(path: Path, config: Any, vocab: int) -> tuple[tuple[int, ...], int | None]:
-    """Ids that end a sequence, and the one that begins an empty one, as `generate` and lm-eval find them.
-
-    Those outside the vocabulary, which some configurations inherit, can never be generated and are left out.
-    """
+    """As engines.requests.special_tokens, from where `generate` finds them."""
     try:
         found = GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:  # it has none: the model's configuration says
         found = config.get_text_config()
     except ValueError as exc:
-        raise HarnessError(f"{path / 'generation_config.json'} cannot be read: {exc}") from exc
-    eos = getattr(found, "eos_token_id", None)
-    eos = () if eos is None else eos
-    ends = tuple(e for e in ((eos,) if isinstance(eos, int) else eos) if e < vocab)
-    begin = getattr(found, "bos_token_id", None)
-    return ends, begin if begin is not None and begin < vocab else next(iter(ends), None)
+        raise HarnessError(f"{path / 'generation_config.json'} cannot be read: {first_line(exc)}") from exc
+    return special_tokens(found, vocab)
 
 
 def _group(name: str) -> str:

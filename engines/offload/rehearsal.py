@@ -68,7 +68,7 @@ class _Numbers:
 
     @property
     def shareable(self) -> int:
-        return len(self.tokens) - 1
+        return max(0, len(self.tokens) - 2)
 
     def restart(self) -> None:
         self.cached = 0

@@ -70,7 +70,7 @@ class Generation:
 
     @property
     def shareable(self) -> int:
-        return len(self.tokens) - 1  # the last one gives the next
+        return max(0, len(self.tokens) - 2)  # the last gives the next, and is not computed alone: see `prompt_rows`
 
     def restart(self) -> None:
         self.cached = 0
@@ -126,7 +126,7 @@ class Scoring:
 
     @property
     def shareable(self) -> int:
-        return self._first
+        return max(0, min(self._first, len(self.tokens) - 2))
 
     def restart(self) -> None:
         self.cached = 0

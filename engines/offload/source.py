@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from engines.checkpoints import shard_names
 from harness.api import HarnessError, LocalModel, UnsupportedError
 
 
@@ -36,9 +36,7 @@ class Source:
         self._folder = Path(model.path)
         self._prefix = f"{prefix}."
         self._aliases = dict(aliases) | {there: here for here, there in aliases.items()}
-        index = self._folder / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else None
-        self.shards = [self._folder / name for name in names or ["model.safetensors"]]
+        self.shards = [self._folder / name for name in shard_names(self._folder)]
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._files: dict[str, tuple[Any, str]] = {}  # by parameter: file and the name in it

@@ -32,13 +32,13 @@ class BlockStream:
     def __init__(self, folder: Path, order: Sequence[Block], slots: int, timeline: Timeline) -> None:
         self._order = order
         self._timeline = timeline
-        self._files, self.direct = _open_all(folder, sorted({b.file for b in order}))
         self._slot_bytes = max((b.span for b in order), default=0)
         self.slots = min(slots, len(order))
         self._most = max(1, self.slots // _READS)  # blocks that one read takes
         self._ring = direct_buffer(max(1, self._slot_bytes * self.slots))
         self._memory = memoryview(self._ring)
         self._tensor = torch.frombuffer(self._ring, dtype=torch.uint8)
+        self._files, self.direct = _open_all(folder, sorted({b.file for b in order}))
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # for readers: slots are free, or the stream is over
         self._arrived = threading.Condition(self._lock)  # for the caller: blocks are there, or a reader has failed
@@ -54,9 +54,12 @@ class BlockStream:
         self._closed = False
         self.bytes_read = 0
         self._readers = [threading.Thread(target=self._read, name=f"reader-{i}", daemon=True) for i in range(_READERS)]
-        if order:
-            for reader in self._readers:
+        try:
+            for reader in self._readers if order else ():
                 reader.start()
+        except BaseException:  # as many threads as the system allows
+            self.close()
+            raise
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +215,8 @@ class BlockStream:
             count = os.preadv(descriptor, views, offset)
             if count <= 0:
                 raise HarnessError(_cut_words(blocks, os.fstat(descriptor).st_size))
+            if not self.direct:  # a later run must not find in memory what it is to read from disk
+                os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
             offset += count
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))

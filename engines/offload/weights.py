@@ -95,7 +95,7 @@ def convert(
     """
     dtype = getattr(torch, model.dtype)
     offload = cache / "offload"
-    contents = [content.digest(shard, offload / "contents.json") for shard in source.shards]
+    contents = [content.digest(shard, cache) for shard in source.shards]
     recipe = json.dumps([_LAYOUT, contents, model.dtype, [asdict(b) for b in blocks], list(tables), list(small)])
     folder = offload / f"{Path(model.path).name}-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
     needed = sum(b.span for b in blocks) + sum(a * b for a, b in tables.values()) * dtype.itemsize

@@ -15,7 +15,8 @@ from harness.api.spec import HardwareLimits, OffloadPolicy
 class SamplingParams:
     """How one request is decoded. Temperature 0 is greedy. `ignore_eos` runs to `max_tokens`.
 
-    Neither an end of sequence nor a stop string ends a request before its `min_tokens`. `logprobs`: how many
+    Neither an end of sequence nor a stop string ends a request before its `min_tokens`, and a stop string that was
+    complete before then does not count. `logprobs`: how many
     alternatives to report beside each token's own log-probability; None reports nothing.
     """
 
@@ -29,6 +30,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    def stop_at(self, text: str, too_early: int = 0) -> int | None:
+        """Where the first stop string in `text` begins, of those that end after its first `too_early` characters."""
+        found = (text.find(stop, max(0, too_early - len(stop) + 1)) for stop in self.stop)
+        return min((position for position in found if position >= 0), default=None)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from harness.api.common import Dtype
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a dense decoder that arithmetic needs: FLOPs, weight bytes and KV bytes.
+    """The sizes of a decoder that arithmetic needs: FLOPs, weight bytes and KV bytes.
 
-    `params_per_layer` counts one decoder layer's matrices (elements of the linear layers);
-    `params_total` everything in the checkpoint, tied tensors once.
+    `params_per_layer` counts what a token meets of one decoder layer's matrices (elements of the linear layers);
+    `params_total` everything in the checkpoint, tied tensors once; `params_idle` what of it are experts that a
+    token does not meet, in all layers together.
     """
 
     family: str
@@ -27,6 +28,7 @@ class ModelShape:
     max_context: int
     params_per_layer: int
     params_total: int
+    params_idle: int = 0
 
     def flops(self, new_tokens: int, context: float, logits: int) -> float:
         """Floating-point operations to run `new_tokens` tokens attending to `context` earlier ones on average.

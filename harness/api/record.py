@@ -12,7 +12,7 @@ from harness.api.engine import LoadReport, TraceEvent
 from harness.api.machine import HardwareProfile, LocalModel
 from harness.api.spec import RunSpec
 
-Phase = Literal["startup", "load", "generate", "run"]
+Phase = Literal["load", "generate"]
 
 
 @dataclass(frozen=True)

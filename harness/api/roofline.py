@@ -4,9 +4,10 @@ A block of B sequences (prompt s, generated n) needs B*(s + n - 1) rows. In step
 rows and n - 1 decode passes of B; mixed, with a sequence entering whenever one ends, n passes of B*(s + n - 1)/n.
 Compute time of a pass is its FLOPs over the GEMM rate measured at that many rows (so small passes are held to
 what memory bandwidth allows), and the better of the two ways counts, for every engine alike. Disk time of a pass
-is what the budget cannot hold of the weights and of the KV cache, at its mean over the passes, over the measured
-sequential read bandwidth. Of a rate's samples the best counts: noise only slows, and a bound is what the machine can
-do. The bound assumes perfect overlap, and that all of the budget holds weights and KV cache.
+is what the budget cannot hold of the weights (without experts that nobody need ask for) and of the KV cache, at
+its mean over the passes, over the measured sequential read bandwidth. Of a rate's samples the best counts: noise
+only slows, and a bound is what the machine can do. The bound assumes perfect overlap, and that all of the budget
+holds weights and KV cache.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def roofline(
     shape = model.shape
     # Of n passes the first needs none of the cache, and the others s + n / 2 tokens of it on average.
     cached = batch * (prompt + generated / 2) * (generated - 1) / generated
-    needed = model.weight_bytes + cached * shape.kv_bytes_per_token(1) * kv_bits / 8
+    weights = model.weight_bytes * (1 - shape.params_idle / shape.params_total)
+    needed = weights + cached * shape.kv_bytes_per_token(1) * kv_bits / 8
     on_disk = 0 if budget_bytes is None else max(0, needed - budget_bytes)
     if not curve or (on_disk and not machine.disk_read):
         return None

@@ -196,17 +196,21 @@ def test_answers_to_another_input_or_of_another_model_are_not_touched(files):
     files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
     assert files().returncode == 0
     before = files.output.read_bytes()
-    files.write({"custom_id": "z", "prompt": "a"}, {"prompt": "b"})
+    files.write({"custom_id": "a", "prompt": "z", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
     assert "they differ in line 1" in refused(files)
-    files.write({"custom_id": "a", "prompt": "a"})
+    files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2})
     assert "they differ in line 2" in refused(files)
+    files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
+    assert "or the same one under another --max-tokens or --seed" in refused(files, "--seed", 1)
     files.output.write_bytes(before.replace(b"fake-0000", b"fake-1111"))
     assert "answers of another model" in refused(files)
-    files.output.write_text("something of mine\n")
-    assert "out.jsonl:1 is no answer of a batch job" in refused(files)
+    for mine in (b"something of mine\n", b"something of mine", b'{"a": 1}', b"\x00\x01\n\xff"):
+        files.output.write_bytes(mine)
+        assert "out.jsonl:1 is no answer of a batch job" in refused(files)
+        assert files.output.read_bytes() == mine
     assert files("--fresh").returncode == 0
-    assert (files.output.parent / "out.1.jsonl").read_text() == "something of mine\n"
-    assert sorted(files.answers()) == [1]
+    assert (files.output.parent / "out.1.jsonl").read_bytes() == mine
+    assert sorted(files.answers()) == [1, 2]
 
 
 def wait_for_an_answer(files, seconds=20):
@@ -216,8 +220,8 @@ def wait_for_an_answer(files, seconds=20):
         time.sleep(0.02)
 
 
-def refused(files):
-    done = files()
+def refused(files, *more):
+    done = files(*more)
     assert done.returncode == 2
     assert done.stderr.count("harness: ") == 1
     return done.stderr
@@ -266,6 +270,12 @@ def test_a_full_disk_stops_with_one_line_and_the_rest_follows(files):
         (["--set", "repeats=3"], 2, "a job has no 'repeats'"),
         (["--set", "options.crash=infeasible"], 4, "fake"),
         (["--set", "options.crash=unsupported"], 2, "fake"),
+        (["--set", "options.crash=memory_error"], 2, "engine fake failed (oom_host): MemoryError"),
+        (["--set", "options.crash=enospc"], 2, "engine fake failed (disk_full): OSError"),
+        (["--set", "options.crash=exception"], 2, "engine fake failed (error): RuntimeError"),
+        (["--set", "options.longest=5"], 4, "holds 5 tokens of a sequence, not 257"),
+        (["--set", "policy=max_batch"], 2, "no search for the largest batch"),
+        (["--set", "limits.device_memory=1GiB"], 2, "limit host_memory"),
         (["--max-tokens", "0"], 2, "--max-tokens"),
     ],
 )
@@ -286,3 +296,67 @@ def test_one_job_at_a_time_writes_an_output(files):
     assert "is being written by another harness" in refused(files)
     process.kill()
     process.wait()
+
+
+def test_a_job_whose_output_is_moved_ends_instead_of_writing_into_another(files):
+    files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(100)))
+    process = subprocess.Popen(
+        files.cli.command(*files.command("--set", "options.sleep_s=0.05")), env=files.cli.environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for_an_answer(files)
+    assert "is being written by another harness" in refused(files, "--fresh")
+    files.output.rename(files.output.with_name("moved.jsonl"))
+    assert "was moved or removed while the job was running" in process.communicate(timeout=20)[1]
+    assert process.returncode == 2
+    assert files().returncode == 0
+    assert sorted(files.answers()) == list(range(1, 101))
+
+
+def test_a_line_that_was_refused_can_be_mended_in_place(files):
+    good = {"prompt": "x", "max_tokens": 2}
+    files.write(good, "broken", {"custom_id": "c", "prompt": "", "max_tokens": 2}, "broken too")
+    assert files().returncode == 1
+    before = files.output.read_text().splitlines()
+    files.write(good, good, {"custom_id": "c", "prompt": "y", "max_tokens": 2}, "broken too")
+    assert "2 from an earlier run, 1 of them refused; 2 to run" in files("--dry-run").stdout
+    assert files.output.read_text().splitlines() == before
+    done = files()
+    assert (done.returncode, "2 from an earlier run, 1 of them refused; 2 answered" in done.stdout) == (1, True)
+    rows = files.answers()
+    assert [rows[n]["error"] is None for n in (1, 2, 3, 4)] == [True, True, True, False]
+    assert not [p for p in files.output.parent.iterdir() if p != files.output], "nothing is left beside it"
+
+
+def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
+    files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in (50, 5, 300, 90, 91, 7, 200)))
+    done = files("--set", "options.longest=100")
+    assert done.returncode == 1
+    assert "7 lines; 4 answered" in done.stdout
+    rows = files.answers()
+    assert [n for n, row in rows.items() if row["error"]] == [3, 5, 7]
+    assert "310 tokens are too long for the memory, which holds 100 of a line" in rows[3]["error"]["message"]
+    done = files("--set", "options.longest=500")
+    assert done.returncode == 0, "with more memory they are run"
+    assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
+
+
+def test_what_an_answer_must_not_be_written_over(files):
+    files.write({"prompt": "a", "max_tokens": 2})
+    files.output = files.cli.folder / "stdout.jsonl"
+    with files.output.open("w") as stdout:
+        done = subprocess.run(files.cli.command(*files.command()), env=files.cli.environment, stdout=stdout,
+                              stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    assert done.returncode == 2
+    assert "choose another --output" in done.stderr
+    assert not files.output.read_text()
+
+
+def test_any_text_is_an_id_and_neutral_settings_are_accepted(files):
+    files.write(
+        '{"custom_id": "\\ud800", "prompt": "x", "max_tokens": 2}',
+        {"prompt": "x", "max_tokens": 2, "frequency_penalty": 0.0, "presence_penalty": 0, "stream": False},
+    )
+    assert files().returncode == 0
+    assert files.answers()[1]["custom_id"] == "\ud800"
+    assert files().returncode == 0

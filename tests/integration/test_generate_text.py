@@ -8,6 +8,10 @@ import tokenizers
 import torch
 import transformers
 
+from engines import checkpoints
+from engines.text import Text
+from harness.api import GenerationResult, ModelSpec, TokenLogprob
+from harness.batch_format import answer, parse_line
 from tests.offload import VOCAB, save
 
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(3, VOCAB))]
@@ -72,7 +76,7 @@ def test_text_and_chats_are_answered_as_transformers_would(cli, folder, expected
     assert bodies[2]["choices"][0]["message"]["content"] == expected([5, 6, 9], 6)
     cut = bodies[3]["choices"][0]
     assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
-    assert cut["logprobs"]["tokens"][0] == whole.split()[0]
+    assert cut["logprobs"]["tokens"][0].strip() == whole.split()[0]
     assert len(cut["logprobs"]["top_logprobs"][0]) == 2
     assert "no tools here" in rows[4]["error"]["message"]
 
@@ -102,4 +106,64 @@ def test_a_chat_without_a_template_is_refused_by_line(cli, folder):
     shutil.copytree(folder, plain, ignore=shutil.ignore_patterns("*.jinja"))
     _, rows = run(cli, plain, {"messages": [{"role": "user", "content": "w6"}]}, {"prompt": "w5", "max_tokens": 2})
     assert "this model's tokenizer has none" in rows[1]["error"]["message"]
+    assert rows[2]["error"] is None
+
+
+def test_answers_of_other_weights_are_not_gone_on_with(cli, folder):
+    changed = cli.folder / "changed"
+    shutil.copytree(folder, changed)
+    assert run(cli, changed, {"prompt": "w5", "max_tokens": 2}, engine="transformers")[0].returncode == 0
+    shard = changed / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    done, rows = run(cli, changed, {"prompt": "w5", "max_tokens": 2}, engine="transformers")
+    assert (done.returncode, len(rows)) == (2, 1)
+    assert "holds answers of another model" in done.stderr
+
+
+def test_the_seed_of_a_job_counts(cli, folder):
+    line = {"prompt": "w5", "max_tokens": 8, "temperature": 2.0, "ignore_eos": True}
+    texts = []
+    for seed in (0, 1):
+        source, output = cli.folder / "in.jsonl", cli.folder / f"out{len(texts)}.jsonl"
+        source.write_text(json.dumps(line) + "\n")
+        done = cli("generate", "--model", folder, "--engine", "transformers", "--input", source, "--output", output,
+                   "--seed", seed)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        texts.append(json.loads(output.read_text())["response"]["body"]["choices"][0]["text"])
+    assert texts[0] != texts[1]
+
+
+def test_of_tokens_that_read_alike_the_likeliest_is_reported(folder):
+    line = parse_line(b'{"prompt": "x", "logprobs": 3}', 1, 8, 0)
+    top = ((7, -0.5), (8, -1.0), (9, -2.0))
+    result = GenerationResult("1.0", (7,), 0.0, (0.0,), 1, logprobs=(TokenLogprob(-0.5, top),))
+    row = answer(line, "m", [result], ["x"], lambda token: {7: "the", 8: " the", 9: "the"}[token])
+    found = row["response"]["body"]["choices"][0]["logprobs"]
+    assert found["top_logprobs"] == [{"the": -0.5, " the": -1.0}]
+
+
+def test_a_tokens_own_text_keeps_its_space_and_names_what_is_no_character(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "\u2581the": 1, "<0xE2>": 2, "<0x82>": 3}, []))
+    words.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+         tokenizers.decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    folder = save(tmp_path / "m", "llama")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    text = Text(checkpoints.prepare(ModelSpec(str(folder)), tmp_path))
+    assert [text.token(t) for t in (0, 1, 2, 3)] == ["a", " the", "<0xE2>", "<0x82>"]
+
+
+def test_a_word_that_the_tokenizer_does_not_know_is_one_line(cli, folder):
+    strict = cli.folder / "strict"
+    shutil.copytree(folder, strict)
+    file = strict / "tokenizer.json"
+    data = json.loads(file.read_text())
+    data["model"]["unk_token"] = "nothing"
+    file.write_text(json.dumps(data))
+    done, rows = run(cli, strict, {"prompt": "strange"}, {"prompt": "w5", "max_tokens": 2}, engine="transformers")
+    assert done.returncode == 1, done.stderr
+    assert "the model's tokenizer refuses this text" in rows[1]["error"]["message"]
     assert rows[2]["error"] is None

@@ -111,6 +111,21 @@ def test_a_gguf_file_unpacks_to_what_transformers_reads_in_it(llama, tmp_path, k
     assert transformers.AutoTokenizer.from_pretrained(local_path).convert_tokens_to_ids("t7") == 7
 
 
+def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its(llama, tmp_path):
+    tokens = []
+    for neighbour in (None, '{"model": {"type": "WordLevel", "vocab": {"other": 0}, "unk_token": "other"}}'):
+        folder = tmp_path / f"with-{neighbour is not None}"
+        folder.mkdir()
+        path = write_gguf(folder / "m.gguf", llama, "llama")
+        if neighbour:
+            (folder / "tokenizer.json").write_text(neighbour)
+            (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        local = checkpoints.prepare(ModelSpec(str(path)), folder / "cache")
+        tokens.append(transformers.AutoTokenizer.from_pretrained(local.path).get_vocab())
+    assert tokens[0] == tokens[1]
+    assert tokens[0]["t7"] == 7
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")])
 def test_auto_is_the_float_type_of_the_file(llama, tmp_path, kind, dtype):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama", gguf.GGMLQuantizationType[kind])

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import struct
 import time
 from pathlib import Path
 
@@ -257,3 +258,50 @@ def test_hub_failures_say_what_to_do(tmp_path, monkeypatch, error, message) -> N
 def test_evict_drops_the_page_cache(folder) -> None:
     shard(folder).read_bytes()
     checkpoints.evict(folder)  # whether the kernel obeys is its own affair; every file must be reachable
+
+
+def test_odd_folders_are_one_line(folder, tmp_path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": ["x"], "b": 3}}))
+    with pytest.raises(HarnessError, match="names no shards"):
+        checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    index.unlink()
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    with pytest.raises(HarnessError, match="holds no tensors"):
+        checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    with pytest.raises(HarnessError, match="cannot be read"):
+        checkpoints.prepare(ModelSpec("x" * 5000), tmp_path)
+
+
+def test_a_checkpoints_own_code_is_neither_run_nor_asked_about(folder, tmp_path, monkeypatch) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "homemade",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('code has run')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(HarnessError, match=r"config\.json: transformers builds no causal model"):
+        checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+
+
+def test_a_digest_of_contents_sees_weights_and_tokenizer(folder, tmp_path) -> None:
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    seen: list[tuple[int, int]] = []
+
+    def digest() -> str:
+        return checkpoints.content_digest(model, tmp_path, lambda done, total: seen.append((done, total)))
+
+    first = digest()
+    assert seen[-1][0] == seen[-1][1] > model.weight_bytes
+    assert digest() == first
+    shard = next(folder.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    second = digest()
+    (folder / "tokenizer.json").write_text("{}")
+    assert len({first, second, digest()}) == 3

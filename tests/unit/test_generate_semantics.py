@@ -3,13 +3,14 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from engines import checkpoints, requests, sampling
 from engines.accelerate import AccelerateEngine
 from engines.offload.engine import OffloadEngine
 from engines.transformers import TransformersEngine
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
-from tests.offload import load, save
+from tests.offload import VOCAB, load, save
 
 PROMPT = (5, 6, 7, 8)
 
@@ -132,3 +133,54 @@ def test_a_stop_string_waits_for_min_tokens():
 def test_what_is_out_of_range_is_named(wrong):
     with pytest.raises(HarnessError, match=f"request r: {next(iter(wrong))} is "):
         requests.check_sampling(SamplingParams(**wrong), "r")
+
+
+def test_every_bit_of_a_seed_counts(engine):
+    seeds = (5, 5 + (1 << 32), 5 + (1 << 63))
+    drawn = {seed: one(engine, max_tokens=12, temperature=2.0, seed=seed, ignore_eos=True).tokens for seed in seeds}
+    assert len(set(drawn.values())) == 3
+    assert one(engine, max_tokens=12, temperature=2.0, seed=5, ignore_eos=True).tokens == drawn[5]
+
+
+def test_a_temperature_near_zero_is_greedy(engine):
+    greedy = one(engine, max_tokens=12, ignore_eos=True)
+    assert one(engine, max_tokens=12, ignore_eos=True, temperature=1e-39, seed=1).tokens == greedy.tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "too_early", "expected"),
+    [("a.b.c", 0, 1), ("a.b.c", 1, 1), ("a.b.c", 2, 3), ("a.b.c", 4, None), ("xxENDyEND", 0, 2), ("xxENDyEND", 4, 2),
+     ("xxENDyEND", 5, 6)],
+)  # fmt: skip
+def test_a_stop_string_counts_if_it_ends_late_enough(text, too_early, expected):
+    asked = SamplingParams(stop=(".", "END"))
+    assert asked.stop_at(text, too_early) == expected
+
+
+def test_a_stop_string_of_before_min_tokens_does_not_count():
+    asked = SamplingParams(10, min_tokens=3, stop=("b",))
+    text = "ababa"
+    reasons = [sampling.finish_reason(asked, range(n), (), lambda t: text[: len(t)]) for n in range(1, 6)]
+    assert reasons == [None, None, None, "stop", "stop"]
+
+
+def test_a_checkpoint_without_its_head_is_refused_by_all(tmp_path):
+    folder = save(tmp_path / "m", "llama", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    for engine in (TransformersEngine(), AccelerateEngine(), OffloadEngine()):
+        with pytest.raises(HarnessError, match=r"lm_head\.weight"):
+            load(model, tmp_path / "cache", engine=engine)
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_left_out(tmp_path):
+    folder = save(tmp_path / "m", "llama", eos_token_id=VOCAB + 5, bos_token_id=VOCAB + 6)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    found = []
+    for engine in (TransformersEngine(), OffloadEngine()):
+        load(model, tmp_path / "cache", engine=engine)
+        found.append(one(engine, max_tokens=5, ignore_eos=True).tokens)
+        engine.close()
+    assert found[0] == found[1]

@@ -1,6 +1,7 @@
 """Throughput, latency and the bound: small cases by hand and invariants by property."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,13 @@ def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
     quarter = roofline(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15), kv_bits=4)
     assert quarter.disk_s == pytest.approx(10 * (300_000 + cache / 4) / 1e6)
+
+
+def test_experts_that_nobody_asks_for_need_not_be_read():
+    workload, mixture = WorkloadSpec(prompt_len=8, gen_len=10), replace(SHAPE, params_idle=SHAPE.params_total // 2)
+    dense = roofline(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15))
+    found = roofline(replace(MODEL, shape=mixture), workload, 4, "float32", 100_000, profile(flops=1e15))
+    assert dense.disk_s - found.disk_s == pytest.approx(10 * 200_000 / 1e6)
 
 
 def test_a_fast_disk_bounds_by_arithmetic():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages
+from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages, prompt_rows
 from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.pool import PagePool, page_names
@@ -244,3 +244,16 @@ def test_what_was_given_back_is_found_until_it_is_needed():
     pool.forget()
     assert pool.known(names) == []
     assert pool.free_pages == 1
+
+
+@given(st.integers(2, 200), st.integers(3, 40), st.data())
+def test_no_row_of_a_prompt_is_left_by_itself(missing, room, data):
+    """Whatever others take of a pass, and so that every pass with room for three or more goes on."""
+    while missing:
+        left = data.draw(st.one_of(st.just(room), st.integers(0, room)))
+        count = prompt_rows(missing, left, room)
+        assert 0 <= count <= min(left, missing)
+        assert count != 1
+        assert missing - count != 1
+        assert count or left < room
+        missing -= count if count else 0

@@ -15,9 +15,10 @@ from engines.offload.kernels import (
     compiled_product,
     reference_attention,
 )
-from engines.offload.kernels.build import load
+from engines.offload.kernels.build import load, openmp
 from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.rule import Rule
+from tests.offload import with_kernels
 
 #: What a product is added to: one row for all such as a bias, the output itself.
 STARTS = ("nothing", "row", "out")
@@ -25,7 +26,7 @@ STARTS = ("nothing", "row", "out")
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+    return with_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module", params=["torch", "kernel"])
@@ -188,6 +189,24 @@ def test_no_compiler_is_said_and_survived(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NoCompilerError, match="no-such-compiler"):
         compiled_attention(tmp_path, 1)
+
+
+def test_a_compiler_may_have_arguments(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "env g++")
+    product = compiled_product(tmp_path, threads=1)
+    out = torch.empty(1, 16)
+    product(torch.ones(1, 8), torch.ones(16, 8), None, out)
+    assert (out == 8).all()
+
+
+@pytest.mark.parametrize(
+    "path", ["/a/libgomp.so.1", "/my work/repo/torch.libs/libgomp-a34b.so.1.0.0", "/x y/libomp.so"]
+)
+def test_the_openmp_library_is_found_wherever_it_lies(path):
+    lines = ["7f00-7f01 r--p 00000000 fe:00 17    /lib/libc.so.6", "7f01-7f02 rw-p 00000000 00:00 0",
+             f"7f02-7f03 r-xp 00001000 fe:00 18                         {path}"]  # fmt: skip
+    assert openmp("\n".join(lines)) == path
+    assert openmp("\n".join(lines[:2])) == "-fopenmp"
 
 
 def test_a_source_that_does_not_compile_leaves_nothing(tmp_path):

@@ -97,6 +97,13 @@ void single(const Rows& rows, int64_t i, int64_t dim, const Rule& rule, std::vec
   }
 }
 
+// Makes room for `count` floats; what was there need not be kept, nor be there beside it.
+float* room(std::vector<float>& held, int64_t count) {
+  if (held.capacity() < static_cast<size_t>(count)) std::vector<float>().swap(held);
+  held.resize(count);
+  return held.data();
+}
+
 // Keys and values of positions `low`, a multiple of kWidth, up to `high` as panels: keys by kWidth positions, [dim]
 // each, values by kWidth columns, [positions] each.
 struct Panels {
@@ -108,8 +115,8 @@ struct Panels {
     low = from / kWidth * kWidth, high = to, dim = width;
     const int64_t count = high - low, wide = (count + kWidth - 1) / kWidth * kWidth;
     const int64_t columns = (dim + kWidth - 1) / kWidth * kWidth;
-    keys.resize(wide * dim);
-    values.resize(count * columns);
+    room(keys, wide * dim);
+    room(values, count * columns);
     for (int64_t t = 0; t < count; t += kWidth)
       unpack(std::min(kWidth, count - t), dim, keys.data() + t * dim, [&](int64_t i) { return key(low + t + i); });
     for (int64_t j = 0; j < columns; j += kLanes)
@@ -128,8 +135,7 @@ void many(const Rows& rows, const Panels& panels, const Rule& rule, std::vector<
     const int64_t size = std::min(kBlock, rows.count - from), earliest = rows.first + from * rows.step;
     const int64_t low = begin(rule, earliest) / kWidth * kWidth, high = earliest + (size - 1) * rows.step + 1;
     const int64_t wide = (high - low + kWidth - 1) / kWidth * kWidth;
-    scratch.resize(kBlock * wide);
-    float* scores = scratch.data();
+    float* scores = room(scratch, kBlock * wide);
     for (int64_t t = 0; t < wide; t += kWidth)
       for (int64_t i = 0; i < size; i += kRows)
         last_tile<kRows>(std::min(kRows, size - i), rows.query + (from + i) * rows.apart, rows.apart,

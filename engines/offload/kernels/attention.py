@@ -20,7 +20,7 @@ _BLOCK, _WIDTH = 48, 16
 
 @dataclass(frozen=True)
 class Segments:
-    """Who owns the rows of a packed batch, as int32 tensors, and `rows` as numbers.
+    """Who owns the rows of a packed batch, as int32 tensors.
 
     Segment i has rows `starts[i]` to `starts[i + 1]`, which follow `cached[i]` others of its sequence; their keys and
     values are on the pages of row i of `table` [segments, max_pages].

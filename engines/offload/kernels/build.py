@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from harness.api import DiskFullError
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BYTES = 1 << 20
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
-_OPENMP = re.compile(r"/\S*/lib(?:gomp|omp|iomp5)[^/\s]*\.so\S*")
+_OPENMP = re.compile(r"/lib(?:gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
 class NoCompilerError(Exception):
@@ -30,12 +31,14 @@ class NoCompilerError(Exception):
 
 def load(source: Path, cache: Path) -> ctypes.CDLL:
     """The shared library of `source`. Raises NoCompilerError; the caller has another way."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if compiler is None:
+    compiler = (
+        shlex.split(os.environ.get("CXX", "")) or [*filter(None, map(shutil.which, ("c++", "g++", "clang++")))][:1]
+    )
+    if not compiler:
         raise NoCompilerError("no C++ compiler found")
-    link = _openmp()
+    link = openmp(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
     try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+        version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
         texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
         key = hashlib.sha256(b"\n".join([*texts, version, _cpu(), " ".join((*_FLAGS, link)).encode()]))
         folder = cache / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}"
@@ -43,11 +46,11 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
         def build(temporary: Path) -> None:
             part, whole = str(temporary / "kernel.o"), str(temporary / "kernel.so")
             for command in (["-c", *_FLAGS, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
-                subprocess.run([compiler, *command], capture_output=True, check=True, timeout=600)
+                subprocess.run([*compiler, *command], capture_output=True, check=True, timeout=600)
 
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
     except (OSError, subprocess.SubprocessError, DiskFullError) as exc:
-        raise NoCompilerError(f"{compiler} cannot build {source.name}: {_reason(exc)}") from exc
+        raise NoCompilerError(f"{shlex.join(compiler)} cannot build {source.name}: {_reason(exc)}") from exc
 
 
 def by_dtype(source: Path, name: str, arguments: Sequence[Any], cache: Path) -> dict[torch.dtype, Any]:
@@ -60,14 +63,14 @@ def by_dtype(source: Path, name: str, arguments: Sequence[Any], cache: Path) -> 
     return functions
 
 
-def _openmp() -> str:
-    """What to link with: the OpenMP library that torch has loaded, else the compiler's own.
+def openmp(maps: str) -> str:
+    """What to link with: the OpenMP library that torch has loaded, by /proc/self/maps, else the compiler's own.
 
     With two of them each one's threads would spin on the CPUs while the other's have work: products between
     torch's operations then took twice as long.
     """
-    found = _OPENMP.search(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
-    return found[0] if found else "-fopenmp"
+    mapped = (line.split(maxsplit=5)[5:] for line in maps.splitlines())  # a path may hold spaces
+    return next((path for (path,) in filter(None, mapped) if _OPENMP.search(path)), "-fopenmp")
 
 
 def _reason(exc: Exception) -> str:

@@ -10,8 +10,9 @@ quickstart: $(STAMP)
 	$(BIN)/harness run suites/quickstart.yaml
 	@echo "The report is in results/quickstart/report.html"
 
+# A process for each core, and one thread in each: small tensors gain nothing from more, and threads that spin cost much
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
 
 test-full: test $(VENV)/.models
 	$(BIN)/python -m pytest -m "slow and not gpu" -rs

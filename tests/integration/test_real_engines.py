@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+pytestmark = pytest.mark.slow
 GEN = {"workload": "{kind: synthetic, prompt_len: 12, gen_len: 5, num_requests: 4}", "timeout": "2min"}
 
 

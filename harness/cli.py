@@ -351,8 +351,21 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    cli()
+    """Entry point of the console script.
+
+    Commands tell their errors and interruptions themselves; this is for what happens around them, where click would
+    answer Ctrl-C with the exit code of a failure.
+    """
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.ClickException as exc:
+        exc.show()
+        sys.exit(exc.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        _drop_stdout()
+        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jinja2
 from harness.api import HarnessError
 from reports.flat import to_csv
 from reports.page import page
-from reports.rates import with_best_rates
+from reports.rates import with_rates_around
 from reports.records import Runs, load_records, read_runs
 from reports.summary import CellSummary, headline, summary_rows
 from reports.text import clean, markdown
@@ -71,7 +71,7 @@ def _markdown(runs: Runs) -> str:
 
 def _csv(runs: Runs) -> str:
     order = {fingerprint: i for i, fingerprint in enumerate(dict.fromkeys(r.fingerprint for r in runs.records))}
-    return to_csv(sorted(with_best_rates(runs.records), key=lambda r: (order[r.fingerprint], r.repeat)))
+    return to_csv(sorted(with_rates_around(runs.records), key=lambda r: (order[r.fingerprint], r.repeat)))
 
 
 _FORMATS: dict[str, Callable[[Runs], str]] = {".html": _html, ".md": _markdown, ".csv": _csv}

@@ -1,54 +1,80 @@
-"""Bounds by the best rates a machine has shown: a probe beside one launch may have met it in a slow minute."""
+"""Bounds by what the machine could do around a launch: a shared one is faster in one minute than in another."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime
 
 from harness.api import HardwareProfile, RunRecord, roofline
 
+#: A probe that began later than this after a launch says nothing of it.
+_SOON_S = 180.0
 
-def with_best_rates(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """The same records, each bound computed anew from the samples of all probes of its machine among them.
 
-    A bound is what a machine can do, and noise only slows: the more samples, the truer. Rates of the disk are shared
-    by all records of a machine, those of products by those of one shape and number of threads.
+def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
+    """The same records, each bound computed anew from the probes on both sides of its launch.
+
+    Before every launch the machine is probed, so the probe after a launch is the next one's. Of a probe's samples
+    the best counts, as noise only slows; of the two probes the mean. A launch that none follows soon on the same
+    machine, with products of the same shape and number of threads, has only its own.
     """
     records = list(records)
-    disk: dict[str, list[float]] = {}
-    products: dict[tuple[str, object, object], dict[str, dict[str, tuple[float, ...]]]] = {}
+    probed: dict[tuple[str, object, object], list[tuple[float, RunRecord]]] = {}
     for record in records:
-        if record.machine:
-            disk.setdefault(_host(record), []).extend(record.machine.disk_read)
-            curves = products.setdefault(_products(record), {})
-            for dtype, curve in record.machine.gemm_flops.items():
-                merged = curves.setdefault(dtype, {})
-                for rows, samples in curve.items():
-                    merged[rows] = (*merged.get(rows, ()), *samples)
-
-    def rebound(record: RunRecord) -> RunRecord:
-        spec, load, model = record.spec, record.load, record.model
-        if not (record.machine and record.bound and load and model):
-            return record
-        best = HardwareProfile(tuple(disk[_host(record)]), record.machine.gemm_shape, products[_products(record)])
-        found = roofline(
-            model,
-            spec.workload,
-            load.block_size,
-            load.compute_dtype,
-            spec.limits.host_memory,
-            best,
-            spec.policy.kv_bits,
-        )
-        return replace(record, bound=found or record.bound)
-
-    return [rebound(record) for record in records]
+        if record.machine and (start := _start_s(record)) is not None:
+            probed.setdefault(_products(record), []).append((start, record))
+    after: dict[int, HardwareProfile] = {}
+    for sharing in probed.values():
+        in_time = sorted(sharing, key=lambda found: found[0])
+        for (start, record), (next_start, following) in itertools.pairwise(in_time):
+            if following.machine and next_start - start - record.wall_s < _SOON_S:
+                after[id(record)] = following.machine
+    return [_rebound(record, after.get(id(record))) for record in records]
 
 
-def _host(record: RunRecord) -> str:
-    return json.dumps(record.provenance.get("machine"), sort_keys=True)
+def _rebound(record: RunRecord, after: HardwareProfile | None) -> RunRecord:
+    spec, load, model, before = record.spec, record.load, record.model, record.machine
+    if not (before and after and record.bound and load and model):
+        return record
+    found = roofline(
+        model,
+        spec.workload,
+        load.block_size,
+        load.compute_dtype,
+        spec.limits.host_memory,
+        _between(before, after),
+        spec.policy.kv_bits,
+    )
+    return replace(record, bound=found or record.bound)
+
+
+def _between(before: HardwareProfile, after: HardwareProfile) -> HardwareProfile:
+    """The mean of two probes, by the best samples of each; what one of them lacks is the other's."""
+    products = {
+        dtype: {
+            rows: _mean_of_best(samples, after.gemm_flops.get(dtype, {}).get(rows, ()))
+            for rows, samples in curve.items()
+        }
+        for dtype, curve in before.gemm_flops.items()
+    }
+    return HardwareProfile(_mean_of_best(before.disk_read, after.disk_read), before.gemm_shape, products)
+
+
+def _mean_of_best(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    best = [max(samples) for samples in (a, b) if samples]
+    return (sum(best) / len(best),) if best else ()
+
+
+def _start_s(record: RunRecord) -> float | None:
+    try:
+        return datetime.fromisoformat(record.started_at).timestamp()
+    except (ValueError, OverflowError):  # records come from files
+        return None
 
 
 def _products(record: RunRecord) -> tuple[str, object, object]:
-    return _host(record), record.machine.gemm_shape if record.machine else None, record.spec.limits.threads
+    host = json.dumps(record.provenance.get("machine"), sort_keys=True)
+    return host, record.machine.gemm_shape if record.machine else None, record.spec.limits.threads

@@ -23,7 +23,8 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
         "Of bound",
         "throughput over the most this machine allowed for the cell's batch and dtype: the slower of compute and "
-        "disk at rates measured beside the run, perfectly overlapped, with all of the budget holding weights.",
+        "disk at rates measured before and after the launch, perfectly overlapped, with all of the budget holding "
+        "weights.",
     ),
     (
         "Disk hidden",

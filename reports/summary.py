@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
-from reports.rates import with_best_rates
+from reports.rates import with_rates_around
 from reports.text import TIMES_SIGN, finite, median, number, one_line
 
 #: Above this share of CPU time taken by others a figure is marked as disturbed.
@@ -102,7 +102,7 @@ class CellSummary:
 def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
     """One row a cell, by workload; in each, ranked cells from the fastest, then the others, then references."""
     cells: dict[str, list[RunRecord]] = {}
-    for record in with_best_rates(records):
+    for record in with_rates_around(records):
         cells.setdefault(record.fingerprint, []).append(record)
     groups = by_workload([_cell(sorted(repeats, key=lambda r: r.repeat)) for repeats in cells.values()])
     return [row for group in groups.values() for row in _relate(group)]

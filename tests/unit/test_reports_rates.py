@@ -1,4 +1,4 @@
-"""A bound counts the best samples of all probes of a machine, wherever in the run they were taken."""
+"""A bound counts what the machine could do before and after a launch."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from harness.api import (
     WorkloadSpec,
     roofline,
 )
-from reports.rates import with_best_rates
+from reports.rates import with_rates_around
 
 SHAPE = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
 MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, dtype="bfloat16", digest="d")
@@ -33,27 +33,37 @@ def bound(machine):
     return roofline(MODEL, SPEC.workload, 4, "float32", 100_000, machine)
 
 
-def record(repeat, machine, host="a"):
+def record(repeat, machine, host="a", start="10:00:00", wall_s=60.0):
     return RunRecord(
         SPEC, SPEC.fingerprint(), repeat, "ok", load=LOAD, machine=machine, model=MODEL, bound=bound(machine),
-        provenance={"machine": {"cpu": host}},
+        provenance={"machine": {"cpu": host}}, started_at=f"2026-01-01T{start}+00:00", wall_s=wall_s,
     )  # fmt: skip
 
 
-def test_every_launch_is_held_to_the_best_minute_of_its_machine():
-    fast_disk, fast_cpu = probe(2e6, 1e9), probe(1e6, 2e9)
-    best = bound(probe(2e6, 2e9)).throughput_tok_s
-    found = with_best_rates([record(0, fast_disk), record(1, fast_cpu)])
-    assert [r.bound.throughput_tok_s for r in found] == pytest.approx([best, best])
-    assert best >= max(bound(m).throughput_tok_s for m in (fast_disk, fast_cpu))
+def bounds(*records):
+    return [r.bound.throughput_tok_s for r in with_rates_around(records)]
 
 
-def test_machines_are_not_mixed():
-    alone = record(0, probe(1e6, 1e9), host="slow")
-    found = with_best_rates([alone, record(1, probe(9e6, 9e9), host="fast")])
-    assert found[0] == alone
+def test_a_launch_is_held_to_the_mean_of_the_probes_before_and_after_it():
+    launches = [record(0, probe(2e6, 1e9)), record(1, probe(1e6, 3e9), start="10:01:30")]
+    expected = [bound(probe(1.5e6, 2e9)), launches[1].bound]
+    assert bounds(*launches) == pytest.approx([b.throughput_tok_s for b in expected])
+    assert bounds(*reversed(launches)) == pytest.approx([b.throughput_tok_s for b in reversed(expected)])
+
+
+def test_of_a_probe_the_best_samples_count():
+    noisy = HardwareProfile((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
+    found = bounds(record(0, noisy), record(1, probe(1e6, 1e9), start="10:01:30"))
+    assert found[0] == pytest.approx(bound(probe(2e6, 1e9)).throughput_tok_s)
+
+
+def test_a_probe_of_much_later_or_of_another_machine_says_nothing():
+    alone = record(0, probe(1e6, 1e9))
+    for changes in ({"host": "fast", "start": "10:01:30"}, {"start": "11:00:00"}):
+        other = record(1, probe(9e6, 9e9), **changes)
+        assert bounds(alone, other)[0] == alone.bound.throughput_tok_s
 
 
 def test_records_without_a_probe_stay_as_they_are():
     bare = replace(record(0, probe(1e6, 1e9)), machine=None, bound=None)
-    assert with_best_rates([bare]) == [bare]
+    assert with_rates_around([bare]) == [bare]

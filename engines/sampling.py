@@ -114,7 +114,7 @@ def _reported(log_probs: torch.Tensor, chosen: int, alternatives: int) -> TokenL
 
 def _warpers(sampling: SamplingParams) -> Any:
     """In the order vLLM and transformers apply them: temperature, top-k, top-p, min-p."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(max(_COLDEST, sampling.temperature))])
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(max(_COLDEST, sampling.temperature)))])
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:

@@ -142,6 +142,11 @@ def test_every_bit_of_a_seed_counts(engine):
     assert one(engine, max_tokens=12, temperature=2.0, seed=5, ignore_eos=True).tokens == drawn[5]
 
 
+def test_a_temperature_may_be_a_whole_number(engine):
+    asked = {"max_tokens": 4, "seed": 3, "ignore_eos": True}
+    assert one(engine, temperature=2, **asked).tokens == one(engine, temperature=2.0, **asked).tokens
+
+
 def test_a_temperature_near_zero_is_greedy(engine):
     greedy = one(engine, max_tokens=12, ignore_eos=True)
     assert one(engine, max_tokens=12, ignore_eos=True, temperature=1e-39, seed=1).tokens == greedy.tokens

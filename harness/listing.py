@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,8 +102,8 @@ def diagnose(cache: Path) -> list[Row]:
     add("memory cap", state, detail.get(group.method, f"{group.method}, page cache counted"))
     rapl = any(os.access(p, os.R_OK) for p in Path("/sys/class/powercap").glob("intel-rapl:*/energy_uj"))
     add("energy", "ok" if rapl else "limited", "RAPL counters" if rapl else "no readable counter: energy is null")
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    without = "none: engine offload works without its kernels, several times slower; install g++ or set CXX"
+    compiler = shlex.join(registry.compiler())
+    without = "none: engine offload works without its kernels, more slowly; install g++ or set CXX"
     add("C++ compiler", "ok" if compiler else "limited", compiler or without)
     with contextlib.suppress(StopIteration):
         existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())

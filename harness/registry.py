@@ -60,6 +60,7 @@ WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic"}
 
 _PREPARE = "engines.checkpoints:prepare"
 _IDENTITY = "engines.checkpoints:content_digest"
+_COMPILER = "engines.compiler:command"
 _TEXT = "engines.text:Text"
 _CHECK = "engines.requests:validate"
 _EVICT = "engines.checkpoints:evict"
@@ -121,6 +122,11 @@ def text(engine: str, model: LocalModel) -> Any:
 def check_request(request: GenerationRequest, shape: ModelShape) -> None:
     """engines.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
     resolve(_CHECK)(request, shape)
+
+
+def compiler() -> list[str]:
+    """engines.compiler.command: the C++ compiler for kernels, empty where there is none."""
+    return cast(list[str], resolve(_COMPILER)())
 
 
 def evict_model(path: str) -> None:

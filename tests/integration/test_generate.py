@@ -41,6 +41,13 @@ class Files:
     def __call__(self, *more, **options):
         return self.cli(*self.command(*more), **options)
 
+    def start(self, *more):
+        """In the background."""
+        return subprocess.Popen(
+            self.cli.command(*self.command(*more)), env=self.cli.environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
     def answers(self):
         rows = [json.loads(line) for line in self.output.read_text().splitlines()]
         assert len({row["line"] for row in rows}) == len(rows), "a line is answered once"
@@ -152,10 +159,7 @@ def test_kill_minus_nine_at_random_loses_and_repeats_no_line(files, seed):
     slow = ("--set", "options.sleep_s=0.02", "--set", "policy.gpu_batch_size=2")
     kept = []
     for _ in range(4):
-        process = subprocess.Popen(
-            files.cli.command(*files.command(*slow)), env=files.cli.environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        process = files.start(*slow)
         time.sleep(rng.uniform(0.3, 1.5))
         process.kill()
         process.wait()
@@ -169,10 +173,7 @@ def test_kill_minus_nine_at_random_loses_and_repeats_no_line(files, seed):
 
 def test_an_interruption_is_one_line_and_goes_on(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(200)))
-    process = subprocess.Popen(
-        files.cli.command(*files.command("--set", "options.sleep_s=0.05")), env=files.cli.environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = files.start("--set", "options.sleep_s=0.05")
     wait_for_an_answer(files)
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[1]
@@ -288,10 +289,7 @@ def test_options_that_cannot_be(files, more, code, words):
 
 def test_one_job_at_a_time_writes_an_output(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(50)))
-    process = subprocess.Popen(
-        files.cli.command(*files.command("--set", "options.sleep_s=0.1")), env=files.cli.environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = files.start("--set", "options.sleep_s=0.1")
     wait_for_an_answer(files)
     assert "is being written by another harness" in refused(files)
     process.kill()
@@ -300,10 +298,7 @@ def test_one_job_at_a_time_writes_an_output(files):
 
 def test_a_job_whose_output_is_moved_ends_instead_of_writing_into_another(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(100)))
-    process = subprocess.Popen(
-        files.cli.command(*files.command("--set", "options.sleep_s=0.05")), env=files.cli.environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = files.start("--set", "options.sleep_s=0.05")
     wait_for_an_answer(files)
     assert "is being written by another harness" in refused(files, "--fresh")
     files.output.rename(files.output.with_name("moved.jsonl"))

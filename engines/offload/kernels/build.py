@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engines.compiler import command
 from engines.folders import build_once
 from harness.api import DiskFullError
 
@@ -31,9 +30,7 @@ class NoCompilerError(Exception):
 
 def load(source: Path, cache: Path) -> ctypes.CDLL:
     """The shared library of `source`. Raises NoCompilerError; the caller has another way."""
-    compiler = (
-        shlex.split(os.environ.get("CXX", "")) or [*filter(None, map(shutil.which, ("c++", "g++", "clang++")))][:1]
-    )
+    compiler = command()
     if not compiler:
         raise NoCompilerError("no C++ compiler found")
     link = openmp(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
@@ -45,8 +42,8 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
 
         def build(temporary: Path) -> None:
             part, whole = str(temporary / "kernel.o"), str(temporary / "kernel.so")
-            for command in (["-c", *_FLAGS, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
-                subprocess.run([*compiler, *command], capture_output=True, check=True, timeout=600)
+            for step in (["-c", *_FLAGS, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
+                subprocess.run([*compiler, *step], capture_output=True, check=True, timeout=600)
 
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
     except (OSError, subprocess.SubprocessError, DiskFullError) as exc:

@@ -10,6 +10,8 @@ from harness.api import EngineTrace, TraceEvent, union_length
 #: Lanes from top to bottom. Attention runs inside compute; a wait is compute standing still for a load.
 LANES = ("load", "wait", "compute", "attention")
 _SHORTEST_S = 1e-4
+#: Spans of one name are drawn as one where no more time lies between them.
+_GAP_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,10 @@ class Timeline:
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans of one lane in order, those of the same name that follow each other as one."""
+    """Spans of one lane in order, those of the same name that follow each other closely as one."""
     held: Span | None = None
     for span in sorted(spans, key=lambda s: s.start_s):
-        if held is not None and held.name == span.name:
+        if held is not None and held.name == span.name and span.start_s - held.end_s <= _GAP_S:
             held = replace(held, end_s=max(held.end_s, span.end_s))
             continue
         if held is not None:

@@ -357,7 +357,8 @@ def test_the_kept_pass_becomes_chrome_trace_events():
     timeline = Timeline()
     for i in range(4):
         timeline.add("load", "w0" if i < 3 else "w1", 10.0 + i, 11.0 + i)
-    timeline.add("wait", "w1", 13.0, 13.5)
+    timeline.add("wait", "stall", 13.0, 13.25)
+    timeline.add("wait", "stall", 13.5, 13.75)
     timeline.add("compute", "w0", 12.0, 13.0)
     timeline.end_pass(5)
     trace = timeline.trace()
@@ -365,7 +366,8 @@ def test_the_kept_pass_becomes_chrome_trace_events():
     assert found == [
         ("load", "w0", 0, 3e6),
         ("load", "w1", 3e6, 1e6),
-        ("wait", "w1", 3e6, 5e5),
+        ("wait", "stall", 3e6, 2.5e5),
+        ("wait", "stall", 3.5e6, 2.5e5),
         ("compute", "w0", 2e6, 1e6),
     ]
     assert {e.ph for e in trace.events} == {"X"}

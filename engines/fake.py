@@ -110,6 +110,8 @@ class FakeEngine:
         if self._longest is not None and job.max_sequence > self._longest:
             raise InfeasibleError(f"engine fake holds {self._longest} tokens of a sequence, not {job.max_sequence}")
         policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
+        if limits.disk_bandwidth is not None:
+            raise UnsupportedError("engine fake reads no disk: it has no limits.disk_bandwidth")
         if self._spawn_child:
             subprocess.Popen(["sleep", "600"])
         self._eaten = b"\x01" * self._eat_bytes  # non-zero, so that every page is touched

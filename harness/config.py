@@ -34,7 +34,7 @@ _DEFAULTS = (
     *("engine", "options", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune"),
     *("repeats", "warmup", "seed", "timeout", "expect", "reference"),
 )
-_SIZE_KEYS = tuple(field.name for field in fields(HardwareRequirements))
+_SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
 SUITE_KEYS = ("name", "description", "hardware", "machine_probe", "matrix", *_DEFAULTS)
 

@@ -201,8 +201,7 @@ class Runner:
         dtype = record.load.compute_dtype if record.load else ""
         limit = None
         if machine and record.status == "ok":
-            budget = cell.limits.host_memory
-            limit = roofline(model, cell.workload, batch, dtype, budget, machine, spec.policy.kv_bits)
+            limit = roofline(model, spec, batch, dtype, machine)
         return replace(record, machine=machine, bound=limit, tuning=trials, model=_shareable(model))
 
     def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:

@@ -42,6 +42,7 @@ _CELL_RANGES = {
     "limits.threads": _COUNT,
     "limits.device_memory": (1, MAX_SIZE),
     "limits.host_memory": (1, MAX_SIZE),
+    "limits.disk_bandwidth": (1, MAX_SIZE),
 }
 _HEADER_RANGES = {f"requires.{field.name}": (0, MAX_SIZE) for field in fields(HardwareRequirements)}
 

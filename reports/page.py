@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reports import sections, tables
 from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, headline, others_share, summary_rows
+from reports.summary import DISTURBED, CellSummary, by_workload, headline, metric, others_share, summary_rows
 from reports.tables import Table, cell_table
 from reports.text import number, one_line, plural
 from reports.timeline import Timeline, timelines
@@ -71,11 +71,15 @@ def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
     finished = [r for r in rows if r.throughput]
     bounded = [r for r in finished if r.bound_tok_s is not None]
     counted = [r for r in rows if r.peak_bytes is not None]
+    tasked = [r for r in finished if metric(r.ok_records, "task_products_s") is not None]
+    placed = [r for r in finished if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
     charts = (throughput_chart(rows), memory_chart(rows), bound_chart(rows))
     details = [
         ("Memory over all repeats, the largest seen", counted, tables.MEMORY),
         ("What the machine allows", bounded, tables.BOUND),
         ("Latency, phases and energy, median over repeats", finished, tables.TIMES),
+        ("Seconds in which each task was at work; what overlaps counts in both", tasked, tables.TASKS),
+        ("What was placed where", placed, tables.PLACEMENT),
     ]
     return WorkloadPart(
         title=title,

@@ -39,15 +39,7 @@ def _rebound(record: RunRecord, after: HardwareProfile | None) -> RunRecord:
     spec, load, model, before = record.spec, record.load, record.model, record.machine
     if not (before and after and record.bound and load and model):
         return record
-    found = roofline(
-        model,
-        spec.workload,
-        load.block_size,
-        load.compute_dtype,
-        spec.limits.host_memory,
-        _between(before, after),
-        spec.policy.kv_bits,
-    )
+    found = roofline(model, spec, load.block_size, load.compute_dtype, _between(before, after))
     return replace(record, bound=found or record.bound)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from reports.summary import CellSummary, measured_peak, measured_sum, metric
 from reports.text import MB, MIB, MISSING, TIMES_SIGN, decimals, finite, median, number
@@ -117,10 +118,27 @@ def _method(row: CellSummary) -> str | None:
     return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"
 
 
+def _realised(row: CellSummary, name: str) -> Any:
+    """A field of the policy as the engine carried it out, where it places anything."""
+    loads = [r.load for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
+    return getattr(loads[-1].policy, name) if loads else None
+
+
+def _on_disk(row: CellSummary, name: str) -> float | None:
+    triple = _realised(row, name)
+    return None if triple is None else triple[2]
+
+
+def _in_memory(row: CellSummary, name: str) -> float | None:
+    triple = _realised(row, name)
+    return None if triple is None else triple[0] + triple[1]
+
+
 REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
 _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran beside this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
+_NO_PLACEMENT = "the engine does not say where it placed things"
 _NO_COUNTER = "this machine has no counter for it"
 
 SUMMARY = (
@@ -172,6 +190,32 @@ BOUND = (
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
     Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
+)
+
+_NOT_AT_WORK = "this task had nothing to do"
+TASKS = tuple(
+    Figure(title, "s", lambda r, name=f"task_{name}_s": metric(r.ok_records, name) or None, _NOT_AT_WORK)
+    for title, name in (
+        ("Load weights", "load_weights"),
+        ("Load cache", "load_cache"),
+        ("Store cache", "store_cache"),
+        ("Activations", "move_activations"),
+        ("Products", "products"),
+        ("Attention", "attention"),
+        ("Other", "other"),
+        ("Compute waits", "waiting"),
+    )
+)
+
+#: Of weights and cache, the part that was in memory, on the device or not, and what they were stored in.
+PLACEMENT = (
+    Figure("Weights in memory", "%", lambda r: _in_memory(r, "weights"), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights on disk", "%", lambda r: _on_disk(r, "weights"), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache in memory", "%", lambda r: _in_memory(r, "cache"), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache on disk", "%", lambda r: _on_disk(r, "cache"), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights", "bits", lambda r: _realised(r, "weight_bits"), _NO_PLACEMENT),
+    Figure("Cache", "bits", lambda r: _realised(r, "kv_bits"), _NO_PLACEMENT),
+    Figure("Schedule", "", lambda r: _realised(r, "schedule"), _NO_PLACEMENT, numeric=False),
 )
 
 

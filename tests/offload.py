@@ -49,7 +49,7 @@ def with_kernels(cache):
     return cache
 
 
-def load(model, cache, budget=None, max_sequence=64, engine=None, **policy):
+def load(model, cache, /, budget=None, max_sequence=64, engine=None, **policy):
     engine = engine or OffloadEngine()
     job = Job(cache, with_kernels(cache), max_sequence, max_sequence)
     report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)

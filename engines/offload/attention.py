@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,9 @@ from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import PAGE_TOKENS
 from engines.offload.rule import Rule
 from engines.offload.timeline import Timeline
+
+
+Aside = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,22 @@ class PackedAttention:
     """Appends the batch's keys and values to the cache, then attends by `kernel`.
 
     What is attended to is always what the cache holds, in its precision, whether it was computed in this pass or
-    an earlier one: so a result does not depend on how a prompt was cut into passes.
+    an earlier one: so a result does not depend on how a prompt was cut into passes. `keep`: see Rule. `aside` does the
+    work, and may do it beside others'.
     """
 
     def __init__(
-        self, cache: PagedCache, segments: Sequence[Segment], kernel: AttentionKernel, timeline: Timeline
+        self,
+        cache: PagedCache,
+        segments: Sequence[Segment],
+        kernel: AttentionKernel,
+        timeline: Timeline,
+        keep: float = 1.0,
+        aside: Aside = lambda work: work(),
     ) -> None:
         self._cache = cache
+        self._keep = keep
+        self._aside = aside
         self._kernel = kernel
         self._timeline = timeline
         longest = max(len(s.pages) for s in segments)
@@ -53,10 +65,14 @@ class PackedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
-        began = time.perf_counter()
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._pages, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
-        values[self._pages, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
-        out = self._kernel(query, keys, values, self._segments, rule)
-        self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
-        return out
+
+        def work() -> torch.Tensor:
+            began = time.perf_counter()
+            pages = self._cache.layer(layer)
+            self._cache.write(pages, self._pages, self._offsets, key, value)
+            out = self._kernel(query, pages, self._segments, replace(rule, keep=self._keep))
+            self._cache.leave(layer)
+            self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
+            return out
+
+        return self._aside(work)

@@ -17,7 +17,7 @@ class DryPass:
     def __init__(self, outputs: Mapping[str, int]) -> None:
         self._outputs = outputs
         self.order: list[str] = []
-        self.attended = 0  # matrices used before the last attention
+        self.attends: list[int] = []  # of each attention, how many matrices were used before it
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
@@ -54,6 +54,6 @@ class DryPass:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         self._layers.append(layer)
-        self.attended = len(self.order)
+        self.attends.append(len(self.order))
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,14 +12,25 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from engines.offload.gemm import Arithmetic, new_product
-from engines.offload.kernels import Product
+from engines.offload.gemm import new_product
+from engines.offload.kernels import Product, stored_view
 from engines.offload.layout import Block
 from engines.offload.model import PackedBatch, SeamedModel
-from engines.offload.schedule import Op, pass_ops
-from engines.offload.timeline import Timeline
+from engines.offload.schedule import Op, Turn, pass_ops, turns_of
+from engines.offload.storage import Storage
+from engines.offload.timeline import AWAITING, BETWEEN, Timeline
 from engines.offload.transfer import BlockStream
 from harness.api import HarnessError
+
+
+_PAUSED = object()
+
+
+@dataclass(frozen=True)
+class _Attending:
+    """What a batch has stopped for while its attention runs in a thread of its own."""
+
+    result: Future[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,27 +45,30 @@ class _Need:
 class Executor:
     """Runs passes of a model whose weight blocks are `resident` (stored bytes by index) or come from `stream`.
 
+    `products` are by how weights are stored.
+
     Every batch is a greenlet in `model(batch)`. It stops in `product`. When all have stopped, the rows of those that
     need the matrix whose turn it is are multiplied together, block by block as they come, and each is resumed with
     its part: a weight is read, and widened or cast, once for all batches.
+
+    With `turns` batches of one pass take turns around attention, where they stop in `aside`.
     """
 
     def __init__(
         self,
         model: SeamedModel,
         blocks: Sequence[Block],
-        stored: torch.dtype,
         resident: dict[int, torch.Tensor],
         stream: BlockStream,
-        arithmetic: Arithmetic,
+        products: Mapping[Storage, Product],
         timeline: Timeline,
+        turns: bool = False,
     ) -> None:
         self._model = model
         self._blocks = blocks
-        self._stored = stored
         self._resident = resident
         self._stream = stream
-        self._product = arithmetic.product
+        self._products = products
         self._timeline = timeline
         self._streamed = [i not in resident for i in range(len(blocks))]
         self._last = [a.matrix != b.matrix for a, b in pairwise(blocks)] + [True]
@@ -67,10 +82,18 @@ class Executor:
         self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._needed: set[str] = set()  # experts' matrices that some batch of this pass asks for
         self._decided: set[str] = set()  # mixtures whose experts are chosen in this pass
-        largest = max(b.shape[0] * b.shape[1] for b in blocks)
-        multiplied: torch.dtype = getattr(torch, arithmetic.weights)
-        self._cast = None if stored == multiplied else torch.empty(largest, dtype=multiplied)
+        self._turns: list[Turn] = []
+        if turns:
+            firsts = [0, *(i + 1 for i, ends in enumerate(self._last) if ends)]
+            spans = [range(a, b) for a, b in pairwise(firsts)]
+            self._turns = turns_of(spans, [m.group for m in model.matrices], model.attends, stream.slots)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if turns else None
         model.weights = self
+
+    def close(self) -> None:
+        """Ends the thread for attention. Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Logits of each batch. Inference mode is the caller's to enter: inside greenlets it would leak."""
@@ -80,50 +103,79 @@ class Executor:
         running = [greenlet(self._model) for _ in batches]
         given: list[Any] = list(batches)  # what each is resumed with
         needs: list[Any] = [None] * len(batches)  # what each has stopped for: a _Need, and at the end logits
-        raw = torch.empty(0)
+        raw: dict[int, torch.Tensor] = {}  # by block, what is in the ring
         joint: _Joint | None = None
-        if len(batches) not in self._ops:
-            self._ops[len(batches)] = pass_ops(self._streamed, self._last, len(batches), self._stream.slots)
-        for op in self._ops[len(batches)]:
+        ops = self._ops_for(len(batches))
+        for op, following in zip(ops, [*ops[1:], None], strict=True):
             began = time.perf_counter()
             block = self._blocks[op.block]
             if op.kind == "load":
                 if self._is_needed(block):
-                    raw = self._stream.next(block)
+                    raw[op.block] = self._stream.next(block)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":
                 if not self._is_needed(block):
                     continue
                 if joint is None:
-                    joint = self._joint(block.matrix, needs)
-                    given = joint.parts
-                joint.add(self._product, block, self._weight(op.block, raw))
-                if self._streamed[op.block]:
+                    joint = self._joint(block.matrix, needs, op.batch)
+                    given = [old if part is None else part for old, part in zip(given, joint.parts, strict=True)]
+                joint.add(self._products[block.stored], block, self._weight(op.block, raw))
+                if op.block in raw and op.batch in (-1, len(batches) - 1):
+                    del raw[op.block]
                     self._stream.release()
                 self._timeline.add("compute", block.matrix, began, time.perf_counter())
-            elif given[op.batch] is not None:
-                needs[op.batch] = running[op.batch].switch(given[op.batch])
-                given[op.batch] = None
+            elif op.kind == "run":
                 joint = None
-                self._timeline.add("compute", "between products", began, time.perf_counter())
+                if isinstance(needs[op.batch], _Attending):
+                    given[op.batch] = needs[op.batch].result.result()
+                    self._timeline.add("compute", AWAITING, began, time.perf_counter())
+                    began = time.perf_counter()
+                if given[op.batch] is None:
+                    continue
+                needs[op.batch] = running[op.batch].switch(given[op.batch])
+                if isinstance(needs[op.batch], _Attending) and (following is None or following.kind != "attend"):
+                    needs[op.batch] = running[op.batch].switch(needs[op.batch].result.result())
+                given[op.batch] = None
+                if following is None or following.kind != "run":
+                    for k in (k for k, need in enumerate(needs) if need is _PAUSED):
+                        needs[k] = running[k].switch()
+                self._timeline.add("compute", BETWEEN, began, time.perf_counter())
         return [torch.as_tensor(logits) for logits in needs]
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
         return torch.as_tensor(getcurrent().parent.switch(_Need(matrix, x, bias)))
 
+    def aside(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A batch's attention, beside what others compute; called inside its greenlet, which stops for it."""
+        if self._thread is None:
+            return work()
+        return torch.as_tensor(getcurrent().parent.switch(_Attending(self._thread.submit(_inferred, work))))
+
+    def pause(self) -> None:
+        """Lets the other batches come as far; called inside a batch's greenlet, which stops for it."""
+        getcurrent().parent.switch(_PAUSED)
+
     def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
         """Notes which experts a batch will ask for; called inside its greenlet, before it asks for the first."""
         self._needed.update(f"{stack}[{e}]" for stack in stacks for e in hit)
         return hit
 
-    def _joint(self, matrix: str, needs: Sequence[_Need]) -> _Joint:
-        """The product of `matrix` for all batches that have stopped for it, which are all unless it is an expert's."""
-        asking = [need if need.matrix == matrix else None for need in needs]
-        if None in asking and matrix not in self._mixture:
-            other = next(need.matrix for need in needs if need.matrix != matrix)
-            raise HarnessError(f"the model asks for {other}, its dry pass had {matrix} here")
+    def _ops_for(self, batches: int) -> list[Op]:
+        if batches not in self._ops:
+            turns = self._turns if batches > 1 else ()
+            self._ops[batches] = pass_ops(self._streamed, self._last, batches, self._stream.slots, turns)
+        return self._ops[batches]
+
+    def _joint(self, matrix: str, needs: Sequence[Any], batch: int) -> _Joint:
+        """The product of `matrix` for a batch, or for all that have stopped for it: all, unless it is an expert's."""
+        for k, need in enumerate(needs):
+            if batch in (-1, k) and need.matrix != matrix and matrix not in self._mixture:
+                raise HarnessError(f"the model asks for {need.matrix}, its dry pass had {matrix} here")
+        asking = [
+            need if batch in (-1, k) and need.matrix == matrix else None for k, need in enumerate(needs)
+        ]
         return _Joint(asking, self._outputs[matrix])
 
     def _is_needed(self, block: Block) -> bool:
@@ -136,11 +188,10 @@ class Executor:
             self._stream.leave_out([p for p, name in self._places.get(mixture, ()) if name not in self._needed])
         return block.matrix in self._needed
 
-    def _weight(self, index: int, raw: torch.Tensor) -> torch.Tensor:
-        """A block in the dtype that is multiplied."""
+    def _weight(self, index: int, raw: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """A block as it is stored."""
         block = self._blocks[index]
-        weight = self._resident.get(index, raw).view(self._stored).view(block.shape)
-        return weight if self._cast is None else self._cast[: weight.numel()].view(block.shape).copy_(weight)
+        return stored_view(raw[index] if index in raw else self._resident[index], block.stored, *block.shape)
 
 
 class _Joint:
@@ -180,6 +231,12 @@ class _Joint:
         self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)
         if last:
             self._out.copy_(self._sum if self._bias is None else self._sum.add_(self._bias))
+
+
+@torch.inference_mode()
+def _inferred(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Threads do not inherit the mode."""
+    return work()
 
 
 def _module(parameter: str) -> str:

@@ -7,19 +7,21 @@ torch's library after a cast, or by our kernel (kernels/product.cpp), which need
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from engines.offload.kernels import NoCompilerError, Product, compiled_product
-from engines.offload.layout import BLOCK_BYTES
-from harness.api import DTYPE_BYTES, Dtype, LocalModel, OffloadPolicy
+from engines.offload.kernels import Codec, Kernels, Product, stored_view
+from engines.offload.layout import BLOCK_VALUES
+from engines.offload.storage import Plain, Storage
+from harness.api import DTYPE_BYTES, Dtype
 
 #: Rows at which the choice is made: a pass of some prompts and many decoding sequences.
 _ROWS = 256
 _ROUNDS = 12
+#: Of a block that is measured the most rows; the blocks of narrow models are small.
+_HEIGHT = 4096
 #: Values between the rows of a product. Rows a power of two apart, as most models' are, fall into few sets of the
 #: CPU's caches: MKL multiplied 300 rows 15 % slower into such a matrix.
 _ROW_PAD = 16
@@ -27,28 +29,37 @@ _ROW_PAD = 16
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How this engine multiplies. `dtype`: of activations; `weights`: of the weights that `product` takes.
+    """How this engine multiplies with weights that are stored in one way. `dtype`: of activations.
 
-    `flops`: FLOP/s measured, with the cast of a block from its stored dtype where there is one.
+    `cast_bytes`: of the copies that are made of a block's value before its product; 0 where there are none. `flops`:
+    FLOP/s measured, with that copying.
     """
 
     name: str
     dtype: Dtype
-    weights: Dtype
     product: Product
-    flops: float = 0.0
+    cast_bytes: int
+    flops: float
 
 
-def choose(model: LocalModel, policy: OffloadPolicy, cache: Path) -> Arithmetic:
-    """The fastest way in the dtype asked for or, if none is, in the stored dtype and float32."""
-    asked = policy.compute_dtype
-    dtypes: list[Dtype] = [asked] if asked != "auto" else sorted({model.dtype, "float32"})
-    ways = [Arithmetic("torch", dtype, dtype, by_torch) for dtype in dtypes]
-    if "float32" in dtypes:
-        with suppress(NoCompilerError):  # the engine says so, where it chooses its attention
-            ways.append(Arithmetic("kernel", "float32", model.dtype, compiled_product(cache, torch.get_num_threads())))
-    width = min(model.shape.hidden, 2048)
-    return max((_measured(way, model.dtype, width) for way in ways), key=lambda way: way.flops)
+@dataclass(frozen=True)
+class _Way:
+    """A way to multiply: `product` makes it, with buffers of its own."""
+
+    name: str
+    dtype: Dtype
+    product: Callable[[], Product]
+    cast_bytes: int
+
+
+def choose(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kernels) -> Arithmetic:
+    """The fastest way with weights that are `stored` so, about `hidden` wide, and activations in one of `dtypes`."""
+    ways = [_by_library(stored, kernels.codec(stored), dtype) for dtype in dtypes]
+    if "float32" in dtypes and (compiled := kernels.product(stored)) is not None:
+        ways.append(_Way("kernel", "float32", lambda: compiled, 0))
+    rates = [_flops(way, stored, kernels.codec(stored), min(hidden, 2048)) for way in ways]
+    flops, way = max(zip(rates, ways, strict=True), key=lambda pair: pair[0])
+    return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, flops)
 
 
 def new_product(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
@@ -64,19 +75,53 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, 
         torch.addmm(start, x, weight.t(), out=out)
 
 
+def _by_library(stored: Storage, codec: Codec, dtype: Dtype) -> _Way:
+    """With the library that torch carries, after unpacking or a cast where there is something to unpack or to cast."""
+    if stored == Plain(dtype):
+        return _Way("torch", dtype, lambda: by_torch, 0)
+    if isinstance(stored, Plain):
+        return _Way("torch", dtype, lambda: _Widened(stored, codec, dtype), DTYPE_BYTES[dtype])
+    copies = 4 if dtype == "float32" else 4 + DTYPE_BYTES[dtype]
+    return _Way("torch", dtype, lambda: _Widened(stored, codec, dtype), copies)
+
+
+class _Widened:
+    """A product with a block that is first copied as values of the multiplied dtype."""
+
+    def __init__(self, stored: Storage, codec: Codec, dtype: Dtype) -> None:
+        self._codec = codec
+        self._across = not isinstance(stored, Plain) and stored.across
+        self._multiplied = getattr(torch, dtype)
+        self._unpacked = self._multiplied if isinstance(stored, Plain) else torch.float32
+        self._room = torch.empty(0, dtype=self._unpacked)  # for the largest block so far
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
+        shape = (x.shape[1], out.shape[1]) if self._across else (out.shape[1], x.shape[1])
+        if self._room.numel() < shape[0] * shape[1]:
+            self._room = torch.empty(0, dtype=self._unpacked)
+            self._room = torch.empty(shape[0] * shape[1], dtype=self._unpacked)
+        wide = self._room[: shape[0] * shape[1]].view(shape)
+        self._codec.unpack(weight, wide)
+        by_torch(x, (wide.t() if self._across else wide).to(self._multiplied), start, out)
+
+
 @torch.inference_mode()
-def _measured(way: Arithmetic, stored: Dtype, width: int) -> Arithmetic:
+def _flops(way: _Way, stored: Storage, codec: Codec, width: int) -> float:
     """FLOP/s over blocks that are multiplied in turn, with other work between them; the best of some rounds."""
-    height = BLOCK_BYTES // DTYPE_BYTES[stored] // width
-    blocks = torch.full((4, height, width), 0.01, dtype=getattr(torch, stored))
-    cast = torch.empty(height, width, dtype=getattr(torch, way.weights))
+    height = min(BLOCK_VALUES // width, _HEIGHT)
+    raw = codec.pack(torch.full((width, height) if _is_across(stored) else (height, width), 0.01)).view(torch.uint8)
+    blocks = [stored_view(raw.flatten().clone(), stored, height, width) for _ in range(4)]
     x = torch.full((_ROWS, width), 0.01, dtype=getattr(torch, way.dtype))
     out = torch.empty(_ROWS, height, dtype=x.dtype)
+    product = way.product()
     best = float("inf")
     for i in range(_ROUNDS):
         began = time.perf_counter()
-        weight = blocks[i % 4]
-        way.product(x, weight if way.weights == stored else cast.copy_(weight), None, out)
+        product(x, blocks[i % 4], None, out)
         out += 1  # with torch's threads, which must not be in the way
         best = min(best, time.perf_counter() - began)
-    return replace(way, flops=2 * _ROWS * width * height / best)
+    return 2 * _ROWS * width * height / best
+
+
+def _is_across(stored: Storage) -> bool:
+    return not isinstance(stored, Plain) and stored.across

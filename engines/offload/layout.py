@@ -6,11 +6,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engines.offload.storage import Grouped, Storage
+
 #: Direct I/O wants offsets, lengths and addresses at multiples of this.
 ALIGN = 4096
-#: Stored bytes of a block: large enough for the disk's full speed, small enough that its float32 copy stays in
-#: the CPU's last-level cache between the cast and the product.
-BLOCK_BYTES = 4 << 20
+#: The file of matrices that are in no decoder layer: the head, and projections beside embeddings.
+OUTSIDE = "outside"
+#: Values of a block: at most 4 MiB in 16 bits, whose float32 copy, where one is made, stays in the CPU's last-level
+#: cache until it is multiplied; of a small model fewer, so that a part of its weights can be placed by blocks.
+BLOCK_VALUES, _LEAST_VALUES = 2 << 20, 16 << 10
+_BLOCKS = 256
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,18 @@ class Matrix:
         """The parameter's name, with the number of the expert."""
         return self.parameter if self.expert is None else f"{self.parameter}[{self.expert}]"
 
+    @property
+    def in_layer(self) -> bool:
+        """Whether it is a decoder layer's."""
+        return self.group != OUTSIDE
+
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous part of a matrix in a file: W[start:stop, :] (axis 0) or W[:, start:stop] (axis 1), row-major."""
+    """A part of a matrix, contiguous in a file: W[start:stop, :] (axis 0) or W[:, start:stop] (axis 1).
+
+    `shape` is that part's own, whatever it is `stored` as.
+    """
 
     matrix: str
     axis: int
@@ -46,6 +59,7 @@ class Block:
     file: str
     offset: int
     nbytes: int
+    stored: Storage
 
     @property
     def span(self) -> int:
@@ -58,24 +72,32 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def blocks_of(matrices: Sequence[Matrix], itemsize: int, block_bytes: int = BLOCK_BYTES) -> list[Block]:
-    """The blocks of all matrices, in order, packed into one file a group with every block page-aligned."""
+def blocks_of(matrices: Sequence[Matrix], stored: Sequence[Storage], block_values: int | None = None) -> list[Block]:
+    """The blocks of all matrices, in order, packed into one file a group with every block page-aligned.
+
+    `stored` says how each matrix is.
+    """
+    total = sum(m.rows * m.columns for m in matrices)
+    size = block_values or min(BLOCK_VALUES, max(_LEAST_VALUES, total // _BLOCKS))
     ends: dict[str, int] = {}
     found = []
-    for matrix in matrices:
+    for matrix, how in zip(matrices, stored, strict=True):
         file = f"{matrix.group}.bin"
-        for axis, start, stop in _cuts(matrix, itemsize, block_bytes):
+        for axis, start, stop in _cuts(matrix, how, size):
             shape = (stop - start, matrix.columns) if axis == 0 else (matrix.rows, stop - start)
-            nbytes = shape[0] * shape[1] * itemsize
+            nbytes = how.matrix_bytes(*shape)
             offset = ends.get(file, 0)
-            found.append(Block(matrix.name, axis, start, stop, shape, file, offset, nbytes))
+            found.append(Block(matrix.name, axis, start, stop, shape, file, offset, nbytes, how))
             ends[file] = offset + aligned(nbytes)
     return found
 
 
-def _cuts(matrix: Matrix, itemsize: int, block_bytes: int) -> list[tuple[int, int, int]]:
+def _cuts(matrix: Matrix, stored: Storage, size: int) -> list[tuple[int, int, int]]:
     """(axis, start, stop) of each block. The longer side is cut: blocks near to squares reuse x and y best."""
     axis, length = (0, matrix.rows) if matrix.rows >= matrix.columns else (1, matrix.columns)
-    pieces = min(length, -(-matrix.rows * matrix.columns * itemsize // block_bytes))
-    bounds = [length * i // pieces for i in range(pieces + 1)]
+    along = 0 if isinstance(stored, Grouped) and stored.across else 1  # the axis that groups run along
+    grain = stored.grain if axis == along else 1
+    places = -(-length // grain)
+    pieces = min(places, -(-matrix.rows * matrix.columns // size))
+    bounds = [min(length, places * i // pieces * grain) for i in range(pieces + 1)]
     return [(axis, a, b) for a, b in itertools.pairwise(bounds)]

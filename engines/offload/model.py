@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from engines.offload.dry import DryPass
-from engines.offload.layout import Matrix
+from engines.offload.layout import OUTSIDE, Matrix
 from engines.offload.seams import DRY_SEAM, SEAM, Attention
 from engines.offload.table import Table
 from engines.requests import special_tokens
@@ -79,7 +79,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 class SeamedModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
-    `matrices` are in the order of use; `tables` are embeddings [entries, width]; `small` is all the rest.
+    `matrices` are in the order of use, of which `attends` come before each attention; `tables` are embeddings
+    [entries, width]; `small` is all the rest.
     Raises UnsupportedError, with the reason, for a model that the seams do not carry or that is not of `shape`.
     """
 
@@ -127,9 +128,18 @@ class SeamedModel:
             self._module.set_experts_implementation(SEAM)
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
-        self._after_attention = frozenset(dry.order[dry.attended :])
+        self.attends = dry.attends
+        self._after_attention = frozenset(dry.order[dry.attends[-1] :])
         self._refuse_what_is_not_streamed()
         self._module.set_attn_implementation(SEAM)
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers. Raises UnsupportedError where they are no plain list."""
+        lists = [m for m in self._module.modules() if isinstance(m, nn.ModuleList)]
+        found = [m for m in lists if len(m) == self._shape.num_layers]
+        if len(found) != 1:
+            raise UnsupportedError(f"{self._module.config.model_type}: its layers are no plain list")
+        return list(found[0])
 
     def bind(self, tables: Mapping[str, torch.Tensor], small: Mapping[str, torch.Tensor]) -> None:
         """Puts real tensors behind embeddings and small parameters."""
@@ -287,4 +297,4 @@ def _group(name: str) -> str:
     """The file a matrix belongs to: one for each decoder layer, one for all that is outside of them."""
     parts = name.split(".")
     number = next((p for p in parts if p.isdigit()), None)
-    return "outside" if number is None else f"layer-{int(number):05d}"
+    return OUTSIDE if number is None else f"layer-{int(number):05d}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from engines.offload.layout import aligned
+from engines.offload.storage import Storage
 from harness.api import ModelShape
 
 #: Tokens a page holds: half a page is lost per sequence, and a table entry is kept for each.
 PAGE_TOKENS = 8
+#: Of pages on disk the layers that are in memory at once: the one that is attended to, and the next.
+STAGES = 2
 
 
 def pages_for(tokens: int) -> int:
@@ -13,6 +17,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def page_bytes(shape: ModelShape, itemsize: int) -> int:
+def page_bytes(shape: ModelShape, stored: Storage) -> int:
     """Bytes of one page over all layers, keys and values."""
-    return PAGE_TOKENS * shape.kv_bytes_per_token(itemsize)
+    return PAGE_TOKENS * 2 * shape.num_layers * shape.num_kv_heads * stored.row_bytes(shape.head_dim)
+
+
+def record_bytes(shape: ModelShape, stored: Storage) -> int:
+    """Bytes of one layer's part of a page on disk, where direct I/O moves whole multiples."""
+    return aligned(page_bytes(shape, stored) // shape.num_layers)

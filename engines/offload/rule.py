@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,16 @@ class Rule:
     """What attention does with a layer's scores.
 
     `window`: a token sees itself and the `window` - 1 before it. `softcap` c: a score s becomes c * tanh(s / c).
-    `sinks` [heads] float32: a score in each head's softmax that belongs to no token (gpt-oss).
+    `sinks` [heads] float32: a score in each head's softmax that belongs to no token (gpt-oss). `keep`: the part of the
+    values it sees, rounded up, that a row takes: those with the largest shares, which stay as they are (FlexGen,
+    section 5, sparse attention).
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    keep: float = 1.0
 
     def visible(self, first: int, rows: int, seen: int) -> torch.Tensor:
         """Whether each of `rows` tokens from position `first` on sees each of `seen` tokens: bool [rows, seen]."""
@@ -44,5 +48,17 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Ru
         if rule.sinks is not None:
             sinks = rule.sinks[own].to(scores.dtype).view(-1, 1, 1).expand(-1, rows, 1)
             scores = torch.cat([scores, sinks], -1)
-        out[own] = scores.softmax(-1)[..., : len(k)] @ v
+        shares = scores.softmax(-1)[..., : len(k)]
+        if rule.keep < 1:
+            shares = _largest(shares, rule, first)
+        out[own] = shares @ v
     return out
+
+
+def _largest(shares: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
+    """The shares [heads, rows, seen] of rows from position `first` on that they take values for, and zeros."""
+    limit = rule.window or first + shares.shape[1]
+    sees = [min(first + i + 1, limit) for i in range(shares.shape[1])]
+    counts = torch.tensor([math.ceil(rule.keep * n) for n in sees]).view(-1, 1)
+    ranks = shares.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    return shares.where(ranks < counts, 0)

@@ -17,6 +17,7 @@ from engines.offload.model import PackedBatch
 from engines.offload.pages import pages_for
 from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import ActiveSequence
+from engines.offload.standin import Parking
 from engines.offload.tiers import Plan
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError, OffloadPolicy
@@ -36,8 +37,10 @@ class Runtime:
         plan: Plan,
         balance: int,
         timeline: Timeline,
+        parking: Parking | None = None,
     ) -> None:
         self._executor = executor
+        self._parking = parking
         self._cache = cache
         self._kernel = kernel
         self._policy = policy
@@ -65,13 +68,15 @@ class Runtime:
                 if arrival > now:
                     time.sleep(arrival - now)
                     continue
-                batches = batcher.next_pass(now)
+                batches = [part for batch in batcher.next_pass(now) for part in _split(batch, self._policy.nano_batches)]
                 if not batches:
                     raise HarnessError("no sequence can go on: the cache is too small for what was let in")
                 try:
                     done = self._pass(batcher, batches, began)
                 except BaseException:
                     self._cache.forget()  # pages were published that this pass should have filled
+                    if self._parking is not None:
+                        self._parking.forget()
                     raise
                 yield from done
         finally:
@@ -94,6 +99,8 @@ class Runtime:
                 sequence.start_s = time.perf_counter() - began
         wanted = [[len(p.sequence.wanted(p.count)) for p in batch] for batch in batches]
         done = []
+        parts = [(p.sequence.pages, p.sequence.cached, p.count) for batch in batches for p in batch]
+        self._cache.begin(parts, len(batches))
         with torch.inference_mode():
             logits = self._executor.run([self._pack(batch) for batch in batches])
             self.timeline.end_pass(sum(p.count for batch in batches for p in batch))
@@ -117,7 +124,8 @@ class Runtime:
             ids += sequence.tokens[start : start + part.count]
             positions += range(start, start + part.count)
             segments.append(Segment(part.count, start, tuple(sequence.pages)))
-        attention = PackedAttention(self._cache, segments, self._kernel, self.timeline)
+        keep, aside = self._policy.value_sparsity, self._executor.aside
+        attention = PackedAttention(self._cache, segments, self._kernel, self.timeline, keep, aside)
         return PackedBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows, dtype=torch.long), attention)
 
     def _batcher(self, sequences: Sequence[S], chunk: int) -> Batcher[S]:
@@ -129,3 +137,13 @@ class Runtime:
         together = max(1, min(plan.sequences, self._cache.pages // pages_for(int(mean) + 1)))
         rule = best_rule(work, self._cache.pages, plan.sequences, together, self._balance, chunk)
         return SweepBatcher(sequences, self._cache, plan.sequences, rule)
+
+
+def _split(batch: Sequence[Part[S]], count: int) -> list[list[Part[S]]]:
+    """A batch in at most `count` parts of about as many rows, in its order: who shares a page comes after who fills it."""
+    total, rows = sum(part.count for part in batch), 0
+    found: list[list[Part[S]]] = [[] for _ in range(count)]
+    for part in batch:
+        found[min(count - 1, count * (2 * rows + part.count) // (2 * total))].append(part)
+        rows += part.count
+    return [parts for parts in found if parts]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engines.offload.layout import Block
-from engines.offload.pages import page_bytes, pages_for
-from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
+from engines.offload.pages import STAGES, page_bytes, pages_for, record_bytes
+from engines.offload.storage import Storage
+from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 #: Buffers of the matrix library, allocator remains, thread stacks: measured up to 40 MB.
 SLACK_BYTES = 64 << 20
@@ -22,17 +24,17 @@ _WORK_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be placed: weight blocks, bytes of `small` tensors, item sizes, and the lengths of sequences.
+    """What is to be placed: weight blocks, bytes of `small` tensors, the cache, and the lengths of sequences.
 
-    `cast_bytes`: item size of the copy that a block is cast to before its product, 0 where there is none.
-    `attention`: bytes that attention holds beside its operands, and for each prompt row of a pass.
+    `compute_bytes`: of an activation's value. `cast_bytes`: of the largest copy that is made of a block before its
+    product, 0 where there is none. `cache`: how keys and values are stored. `attention`: bytes that attention holds beside its operands, and for each prompt row of a pass.
 
     A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
     """
 
     shape: ModelShape
     blocks: Sequence[Block]
-    stored_bytes: int
+    cache: Storage
     compute_bytes: int
     cast_bytes: int
     small: int
@@ -43,12 +45,14 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cache pages, sequences that run together, resident weight blocks, ring slots, prompt tokens a pass.
+    """Cache pages in memory and on disk, sequences that run together, resident weight blocks, ring slots, prompt
+    tokens a pass.
 
     `scored_rows` is how many rows may meet the head at once where whole continuations are scored.
     """
 
     pages: int
+    disk_pages: int
     sequences: int
     resident: frozenset[int]
     slots: int
@@ -62,10 +66,8 @@ def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
 
     Blocks of sequences must fit whole; a sweep runs as many sequences as fit, up to its batch size. What is left
     over keeps weights resident, unless the policy says how many. On a host without a device its RAM is the device
-    tier too. Raises InfeasibleError with the numbers and the nearest batch that would fit; UnsupportedError for
-    a cache or activations on disk.
+    tier too. Raises InfeasibleError with the numbers and the nearest batch that would fit.
     """
-    _refuse_disk(policy)
     return _Planner(demand, policy, budget).plan()
 
 
@@ -83,15 +85,18 @@ class _Planner:
         self._row = (8 * shape.hidden + 3 * shape.ffn) * demand.compute_bytes
         # of one row that meets the head: its logits and a copy
         self._logits = 2 * shape.vocab * 4
-        self._page = page_bytes(shape, demand.stored_bytes)
+        self._on_disk = 0.0 if policy.cache is None else policy.cache[2]
+        page = page_bytes(shape, demand.cache)
+        # a page on disk is in memory a few layers at a time
+        staged = STAGES * record_bytes(shape, demand.cache)
+        self._page = math.ceil((1 - self._on_disk) * page + self._on_disk * staged)
         largest = max(b.span for b in demand.blocks)
         rows = None if budget is None else budget * _WORK_SHARE / policy.num_gpu_batches / self._row
         self.slots = _within(_SLOTS, None if budget is None else budget * _RING_SHARE / largest)
         most = policy.gpu_batch_size * demand.max_sequence
         self.chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), most)
         self.ring = self.slots * largest
-        cast = max(b.shape[0] * b.shape[1] for b in demand.blocks) * demand.cast_bytes
-        self._other = demand.small + cast + SLACK_BYTES
+        self._other = demand.small + demand.cast_bytes + SLACK_BYTES
         self._weights = sum(b.nbytes for b in demand.blocks)
         self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
 
@@ -139,7 +144,9 @@ class _Planner:
         parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": self._other}
         words = " + ".join(f"{name} {_mib(nbytes)}" for name, nbytes in parts.items())
         scored = max(1, work // self._policy.num_gpu_batches // (self._row + self._logits))
-        return Plan(pages, sequences, resident, self.slots, self.chunk, scored, f"host memory: {words}; {note}")
+        on_disk = round(pages * self._on_disk)
+        words = f"host memory: {words}; {note}"
+        return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, scored, words)
 
     def _words(self, wanted: int) -> str:
         """Why `wanted` sequences do not fit, and what would."""
@@ -160,21 +167,16 @@ class _Planner:
         )
 
 
-def _refuse_disk(policy: OffloadPolicy) -> None:
-    for name in ("cache", "activations"):
-        asked = getattr(policy, name)
-        if asked is not None and asked[2]:
-            raise UnsupportedError(f"policy.{name} is {list(asked)}; engine offload keeps {name} in memory")
-
-
 def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:
     """As many blocks as `nbytes` hold, evenly over the pass, so that the disk is asked for the rest at an even pace."""
-
-    def spread(count: int) -> frozenset[int]:
-        return frozenset(len(blocks) * i // count for i in range(count))
-
-    count = _largest(len(blocks), lambda n: sum(blocks[i].nbytes for i in spread(n)) <= nbytes)
-    return spread(count) if count else frozenset()
+    share = nbytes / sum(b.nbytes for b in blocks)
+    chosen, taken, seen = set(), 0, 0
+    for i, block in enumerate(blocks):
+        seen += block.nbytes
+        if taken + block.nbytes <= share * seen:
+            chosen.add(i)
+            taken += block.nbytes
+    return frozenset(chosen)
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import EngineTrace, TraceEvent, union_length
 
-#: Lanes from top to bottom. Attention runs inside compute; a wait is compute standing still for a load.
-LANES = ("load", "wait", "compute", "attention")
+#: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a wait is compute standing still for a load.
+LANES = ("load", "cache", "activations", "wait", "compute", "attention")
+#: Spans of the compute lane that are no products: a batch runs on to its next one, or waits for its attention.
+BETWEEN, AWAITING = "between products", "waits for attention"
 _SHORTEST_S = 1e-4
 #: Spans of one name are drawn as one where no more time lies between them.
 _GAP_S = 1e-3
@@ -40,6 +42,7 @@ class Timeline:
         self.kept: tuple[Span, ...] = ()
         self.passes = self.rows = self.shared_tokens = 0
         self.wait_s = self.load_s = 0.0
+        self.tasks: dict[str, float] = {}
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """Notes one span."""
@@ -51,7 +54,9 @@ class Timeline:
         self.passes += 1
         self.rows += rows
         self.wait_s += sum(s.end_s - s.start_s for s in spans if s.lane == "wait")
-        self.load_s += union_length((s.start_s, s.end_s) for s in spans if s.lane == "load")
+        self.load_s += union_length((s.start_s, s.end_s) for s in spans if s.lane in ("load", "cache"))
+        for task, seconds in _tasks(spans).items():
+            self.tasks[task] = self.tasks.get(task, 0.0) + seconds
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
@@ -64,12 +69,36 @@ class Timeline:
             "disk_busy_s": self.load_s,
             "disk_wait_s": self.wait_s,
             "shared_prompt_tokens": float(self.shared_tokens),
+            **{f"{task}_s": seconds for task, seconds in self.tasks.items()},
         }
         if self.load_s:
             metrics["disk_hidden"] = max(0.0, 1.0 - self.wait_s / self.load_s)
         merged = [s for lane in LANES for s in _merged(s for s in self.kept if s.lane == lane)]
         origin = min((s.start_s for s in merged), default=0.0)
         return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))
+
+
+def _tasks(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds in which each task was at work, as FlexGen breaks a run down (table 8); what overlaps counts in both."""
+
+    def times(lane: str, *names: str, but: tuple[str, ...] = ()) -> list[tuple[float, float]]:
+        return [
+            (s.start_s, s.end_s) for s in spans
+            if s.lane == lane and s.name.startswith(names or ("",)) and s.name not in but
+        ]  # fmt: skip
+
+    attention, between = times("attention"), times("compute", BETWEEN)
+    outside = union_length([*attention, *between]) - union_length(attention)
+    return {
+        "task_load_weights": union_length(times("load")),
+        "task_load_cache": union_length(times("cache", "read")),
+        "task_store_cache": union_length(times("cache", "write")),
+        "task_move_activations": union_length(times("activations")),
+        "task_products": union_length(times("compute", but=(BETWEEN, AWAITING))),
+        "task_attention": union_length(attention),
+        "task_other": outside,
+        "task_waiting": union_length([*times("wait"), *times("compute", AWAITING)]),
+    }
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:

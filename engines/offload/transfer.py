@@ -6,12 +6,14 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from engines.offload.layout import Block
+from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError, direct_buffer
 
@@ -27,11 +29,22 @@ class BlockStream:
     many blocks as there are slots, across the end of a pass too, and read neighbours at once. `skip` goes past a
     block that turns out not to be needed, and `leave_out` says so in advance. The page cache is bypassed, where the
     file system allows it, so that it neither flatters nor takes memory. A reader's error is raised by `next`.
+    Without `ahead` a block is read when it is asked for, and nothing else happens meanwhile.
     """
 
-    def __init__(self, folder: Path, order: Sequence[Block], slots: int, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        order: Sequence[Block],
+        slots: int,
+        timeline: Timeline,
+        throttle: Throttle,
+        ahead: bool = True,
+    ) -> None:
         self._order = order
+        self._due = 1 << 62 if ahead else -1  # no reader begins a block beyond this one
         self._timeline = timeline
+        self._throttle = throttle
         self._slot_bytes = max((b.span for b in order), default=0)
         self.slots = min(slots, len(order))
         self._most = max(1, self.slots // _READS)  # blocks that one read takes
@@ -48,7 +61,7 @@ class BlockStream:
         self._ready: set[int] = set()
         self._left_out: set[int] = set()
         self._taken = 0  # blocks handed out or skipped
-        self._held: list[int] = []  # blocks handed out and not yet released
+        self._held: deque[int] = deque()  # blocks handed out and not yet released
         self._began = self._filled = time.perf_counter()
         self._failure: HarnessError | None = None
         self._closed = False
@@ -68,7 +81,9 @@ class BlockStream:
 
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
-        with self._lock:  # the last slots may stay free: a read waits until it can take all neighbours at once
+        with self._lock:
+            self._ask_for(self.slots - 1)
+            # the last slots may stay free: a read waits until it can take all neighbours at once
             self._wait_for(range(self._taken, self.slots - self._most + 1))
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
@@ -82,6 +97,7 @@ class BlockStream:
             raise HarnessError(f"the schedule asks for {block}, the stream has {due}")
         began = time.perf_counter()
         with self._lock:
+            self._ask_for(self._taken)
             self._wait_for((self._taken,))
             self._ready.discard(self._taken)
             self._held.append(self._taken)
@@ -91,10 +107,9 @@ class BlockStream:
         return self._tensor[start : start + block.nbytes]
 
     def release(self) -> None:
-        """What was handed out is no longer needed."""
+        """Of what was handed out the oldest is no longer needed."""
         with self._lock:
-            while self._held:
-                self._give_back(self._held.pop())
+            self._give_back(self._held.popleft())
 
     def skip(self) -> None:
         """The block that is due is not needed."""
@@ -117,7 +132,8 @@ class BlockStream:
 
     def align(self) -> None:
         """Goes on to the start of the order, where a pass that was broken off has left it elsewhere."""
-        self.release()
+        while self._held:
+            self.release()
         while self._order and self._taken % len(self._order):
             self.skip()
 
@@ -133,6 +149,12 @@ class BlockStream:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files = {}
+
+    def _ask_for(self, index: int) -> None:
+        """Readers may go as far as this block; the lock is held."""
+        if index > self._due:
+            self._due = index
+            self._freed.notify_all()
 
     def _wait_for(self, indices: Iterable[int]) -> None:
         """Returns with these blocks in the ring; the lock is held."""
@@ -196,8 +218,11 @@ class BlockStream:
         while self._next in self._left_out:
             self._left_out.discard(self._next)
             self._next += 1
+        if self._next > self._due:
+            return range(0)
         stop = self._next + 1
-        while stop < self._next + self._most and stop not in self._left_out and self._follows(stop):
+        end = min(self._due + 1, self._next + self._most)
+        while stop < end and stop not in self._left_out and self._follows(stop):
             stop += 1
         return range(self._next, stop) if stop - self._next <= len(self._free) else range(0)
 
@@ -222,11 +247,12 @@ class BlockStream:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
+        self._throttle.wait(offset - blocks[0].offset)
 
 
 def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]:
     """Descriptors by file name, and whether reads bypass the page cache; some file systems refuse that."""
-    direct = all(_reads_directly(folder / name) for name in names[:1])
+    direct = all(reads_directly(folder / name) for name in names[:1])
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     files: dict[str, int] = {}
     try:
@@ -239,8 +265,8 @@ def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]
     return files, direct
 
 
-def _reads_directly(path: Path) -> bool:
-    """Tried, because there are file systems that refuse at the first read only."""
+def reads_directly(path: Path) -> bool:
+    """Whether reads of a file can bypass the page cache; tried, as some file systems refuse at the first read only."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

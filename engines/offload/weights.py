@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 
 from engines import content, shards
 from engines.folders import build_once
+from engines.offload.kernels import Codec
 from engines.offload.layout import Block, Matrix
 from engines.offload.source import Source
+from engines.offload.storage import Plain, Storage
 from harness.api import HarnessError, LocalModel
 
 #: Part of a folder's name: raise it when the files of the same checkpoint are laid out differently.
@@ -83,6 +85,7 @@ def convert(
     source: Source,
     matrices: Sequence[Matrix],
     blocks: Sequence[Block],
+    codecs: Mapping[Storage, Codec],
     tables: Mapping[str, tuple[int, int]],
     small: Mapping[str, tuple[int, ...]],
     cache: Path,
@@ -90,7 +93,7 @@ def convert(
 ) -> Converted:
     """The converted form of `model`, written under `cache` on first use, a block at a time, then reused by content.
 
-    `blocks` are those of `matrices`, in order of use. Raises HarnessError for a checkpoint that does not fit the
+    `blocks` are those of `matrices`, in order of use, and `codecs` make what they are stored as. Raises HarnessError for a checkpoint that does not fit the
     model or holds NaN, DiskFullError where it cannot be written.
     """
     dtype = getattr(torch, model.dtype)
@@ -101,7 +104,7 @@ def convert(
     needed = sum(b.span for b in blocks) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
     def write(temporary: Path) -> None:
-        _Writer(temporary, source, dtype, needed, on_progress).write(matrices, blocks, tables, small)
+        _Writer(temporary, source, dtype, codecs, needed, on_progress).write(matrices, blocks, tables, small)
 
     converted = Converted(build_once(folder, "converted weights", needed, write), dtype, tuple(blocks), dict(tables))
     converted.check()
@@ -112,11 +115,18 @@ class _Writer:
     """Writes one converted checkpoint into an empty folder."""
 
     def __init__(
-        self, folder: Path, source: Source, dtype: torch.dtype, total: int, on_progress: Callable[[int, int], None]
+        self,
+        folder: Path,
+        source: Source,
+        dtype: torch.dtype,
+        codecs: Mapping[Storage, Codec],
+        total: int,
+        on_progress: Callable[[int, int], None],
     ) -> None:
         self._folder = folder
         self._source = source
         self._dtype = dtype
+        self._codecs = codecs
         self._total = total
         self._on_progress = on_progress
         self._done = 0
@@ -151,7 +161,10 @@ class _Writer:
             part = self._source.read(matrix.parameter, matrix.expert, shape, columns, rows).T
         else:
             part = self._source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
-        return _stored(matrix.name, part, self._dtype)
+        if isinstance(block.stored, Plain):
+            return _stored(matrix.name, part, self._dtype)
+        part = _stored(matrix.name, part, part.dtype)
+        return self._codecs[block.stored].pack(part.T if block.stored.across else part)
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
         data = tensor.contiguous().view(torch.uint8).numpy().tobytes()

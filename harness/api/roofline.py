@@ -16,24 +16,20 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from harness.api.common import DTYPE_BYTES, Dtype
 from harness.api.machine import HardwareProfile, LocalModel
 from harness.api.record import Bound
-from harness.api.spec import WorkloadSpec
+from harness.api.spec import RunSpec
 
 
 def roofline(
-    model: LocalModel,
-    workload: WorkloadSpec,
-    batch: int,
-    compute_dtype: str,
-    budget_bytes: int | None,
-    machine: HardwareProfile,
-    kv_bits: int = 16,
+    model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, machine: HardwareProfile
 ) -> Bound | None:
     """Best generated tokens/s for whole blocks of `batch` (or of all requests, where they are fewer).
 
-    None where a needed rate was not measured.
+    With the layers' weights and the cache in the policy's bits, and under the limits of `spec`. None where a needed rate was not measured.
     """
+    workload, policy, limits = spec.workload, spec.policy, spec.limits
     if workload.num_requests != "auto":
         batch = min(batch, workload.num_requests)
     curve = machine.gemm_flops.get(compute_dtype)
@@ -41,9 +37,12 @@ def roofline(
     shape = model.shape
     # Of n passes the first needs none of the cache, and the others s + n / 2 tokens of it on average.
     cached = batch * (prompt + generated / 2) * (generated - 1) / generated
-    weights = model.weight_bytes * (1 - shape.params_idle / shape.params_total)
-    needed = weights + cached * shape.kv_bytes_per_token(1) * kv_bits / 8
-    on_disk = 0 if budget_bytes is None else max(0, needed - budget_bytes)
+    in_layers = shape.params_per_layer * shape.num_layers
+    saved = DTYPE_BYTES[model.dtype] - _value_bytes(policy.weight_bits, policy.group_size, model.dtype)
+    weights = model.weight_bytes * (1 - shape.params_idle / shape.params_total) - in_layers * saved
+    key_or_value = _value_bytes(policy.kv_bits, policy.group_size, model.dtype)
+    needed = weights + cached * shape.kv_bytes_per_token(1) * key_or_value
+    on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory)
     if not curve or (on_disk and not machine.disk_read):
         return None
     prefill = shape.flops(batch * prompt, prompt / 2, batch)
@@ -51,9 +50,14 @@ def roofline(
     in_step = prefill / rate_at(curve, batch * prompt) + decode / rate_at(curve, batch)
     mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated)
     compute_s = min(in_step, mixed)
-    disk_s = generated * on_disk / max(machine.disk_read) if on_disk else 0.0
+    disk_s = generated * on_disk / min(max(machine.disk_read), limits.disk_bandwidth or math.inf) if on_disk else 0.0
     throughput = batch * generated / max(compute_s, disk_s)
     return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
+
+
+def _value_bytes(bits: int, group: int, dtype: Dtype) -> float:
+    """Bytes of a stored value; a group has a step and a least value of 16 bits each beside its codes."""
+    return DTYPE_BYTES[dtype] if bits == 16 else (bits + 32 / group) / 8
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:

@@ -50,7 +50,10 @@ class OffloadPolicy:
     """Where tensors live and in which order they are computed; what an engine cannot honour it refuses.
 
     Fractions (wg wc wd weights, cg cc cd KV cache, hg hc hd activations; device, host, disk) sum to 1 in
-    each triple; None leaves the placement to the engine. Bits of 16 mean the checkpoint's precision.
+    each triple; None leaves the placement to the engine. Bits of 16 mean the checkpoint's precision;
+    fewer are codes in groups of `group_size` values, of weights along a matrix's inputs or its outputs. Without
+    `overlap` transfers and arithmetic take turns. `nano_batches` are parts of a sweep's batch; with `nano_overlap` one
+    attends while another's products run.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -65,8 +68,12 @@ class OffloadPolicy:
     weight_bits: Literal[3, 4, 8, 16] = 16
     kv_bits: Literal[3, 4, 8, 16] = 16
     group_size: int = 64
+    weight_groups: Literal["input", "output"] = "input"
     cpu_attention: bool = False
     value_sparsity: float = 1.0
+    overlap: bool = True
+    nano_batches: int = 1
+    nano_overlap: bool = True
     prefill_chunk: int | None = None
     threads: int | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -78,7 +85,7 @@ class OffloadPolicy:
 
     def validate(self) -> None:
         """Raises HarnessError naming the first field that is out of range."""
-        for name in ("gpu_batch_size", "num_gpu_batches", "group_size"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "nano_batches"):
             if getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("prefill_chunk", "threads"):
@@ -107,13 +114,15 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class HardwareLimits:
-    """What the model's work may take, in bytes. None is no limit. Host memory counts the page cache."""
+    """What the model's work may take, in bytes, and bytes/s of the disk. None is no limit. Host memory counts the page
+    cache."""
 
     __pydantic_config__ = FORBID
 
     device_memory: int | None = None
     host_memory: int | None = None
     threads: int | None = None
+    disk_bandwidth: int | None = None
 
 
 @dataclass(frozen=True)

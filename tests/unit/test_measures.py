@@ -7,7 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.api import HardwareProfile, LocalModel, ModelShape, RequestTrace, WorkloadSpec, roofline, union_length
+from harness.api import (
+    HardwareLimits,
+    HardwareProfile,
+    LocalModel,
+    ModelShape,
+    ModelSpec,
+    OffloadPolicy,
+    RequestTrace,
+    RunSpec,
+    WorkloadSpec,
+    roofline,
+    union_length,
+)
 from harness.api.roofline import rate_at
 from harness.probes.latency import metrics, percentile
 
@@ -69,28 +81,37 @@ def profile(flops=1e9, disk=1e6):
     return HardwareProfile((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
 
 
+def bound(workload, batch, budget, machine, dtype="float32", model=MODEL, policy=OffloadPolicy(), disk=None):
+    limits = HardwareLimits(host_memory=budget, disk_bandwidth=disk)
+    return roofline(model, RunSpec("e", ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
+
+
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     workload = WorkloadSpec(prompt_len=8, gen_len=10)
-    found = roofline(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15))
+    found = bound(workload, 4, 100_000, profile(flops=1e15))
     cache = 4 * (8 + 5) * 9 / 10 * SHAPE.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
     disk_s = 10 * (300_000 + cache) / 1e6
     assert found.limited_by == "disk"
     assert found.disk_s == pytest.approx(disk_s)
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
-    quarter = roofline(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15), kv_bits=4)
-    assert quarter.disk_s == pytest.approx(10 * (300_000 + cache / 4) / 1e6)
+    packed = OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
+    found = bound(workload, 4, 100_000, profile(flops=1e15), policy=packed)
+    weights = 300_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
+    assert found.disk_s == pytest.approx(10 * (weights + cache * 8.5 / 16) / 1e6)
+    throttled = bound(workload, 4, 100_000, profile(flops=1e15), disk=500_000)
+    assert throttled.disk_s == pytest.approx(2 * disk_s)
 
 
 def test_experts_that_nobody_asks_for_need_not_be_read():
     workload, mixture = WorkloadSpec(prompt_len=8, gen_len=10), replace(SHAPE, params_idle=SHAPE.params_total // 2)
-    dense = roofline(MODEL, workload, 4, "float32", 100_000, profile(flops=1e15))
-    found = roofline(replace(MODEL, shape=mixture), workload, 4, "float32", 100_000, profile(flops=1e15))
+    dense = bound(workload, 4, 100_000, profile(flops=1e15))
+    found = bound(workload, 4, 100_000, profile(flops=1e15), model=replace(MODEL, shape=mixture))
     assert dense.disk_s - found.disk_s == pytest.approx(10 * 200_000 / 1e6)
 
 
 def test_a_fast_disk_bounds_by_arithmetic():
     workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    found = roofline(MODEL, workload, 4, "float32", 100_000, profile(flops=1e9, disk=1e15))
+    found = bound(workload, 4, 100_000, profile(flops=1e9, disk=1e15))
     by_hand = SHAPE.flops(32, 4, 4) / 1e9 + SHAPE.flops(4, 9, 4) / 1e9
     assert found.limited_by == "compute"
     assert found.compute_s == pytest.approx(by_hand)
@@ -98,21 +119,21 @@ def test_a_fast_disk_bounds_by_arithmetic():
 
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
     few = WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
-    assert roofline(MODEL, few, 64, "float32", None, profile()) == roofline(MODEL, few, 3, "float32", None, profile())
+    assert bound(few, 64, None, profile()) == bound(few, 3, None, profile())
 
 
 def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
     workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    assert roofline(MODEL, workload, 1, "float32", None, profile()).disk_s == 0
-    assert roofline(MODEL, workload, 1, "bfloat16", None, profile()) is None
-    assert roofline(MODEL, workload, 1, "float32", 1, HardwareProfile((), None, profile().gemm_flops)) is None
+    assert bound(workload, 1, None, profile()).disk_s == 0
+    assert bound(workload, 1, None, profile(), "bfloat16") is None
+    assert bound(workload, 1, 1, HardwareProfile((), None, profile().gemm_flops)) is None
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))
 def test_the_bound_never_falls_with_a_faster_machine_or_more_memory(batch, gen, disk, budget):
     workload = WorkloadSpec(prompt_len=16, gen_len=gen)
-    slow = roofline(MODEL, workload, batch, "float32", int(budget), profile(1e9, disk))
-    fast = roofline(MODEL, workload, batch, "float32", int(budget) * 2, profile(2e9, 2 * disk))
+    slow = bound(workload, batch, int(budget), profile(1e9, disk))
+    fast = bound(workload, batch, int(budget) * 2, profile(2e9, 2 * disk))
     assert fast.throughput_tok_s >= slow.throughput_tok_s * (1 - 1e-9)
 
 

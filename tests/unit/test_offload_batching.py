@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages, prompt_rows
-from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.pool import PagePool, page_names
 from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import Generation
-from harness.api import GenerationRequest, ModelShape, SamplingParams
+from harness.api import GenerationRequest, SamplingParams
 
-SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
 
 
 _others = itertools.count()
@@ -65,7 +63,7 @@ lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1
 @given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 64))
 def test_a_sweep_serves_everyone_within_the_cache(pairs, pages, size, chunk):
     sequences = [generation(p, n) for p, n in pairs]
-    cache = PagedCache(SHAPE, pages, torch.float32)
+    cache = PagePool(pages)
     held, rows = drive(SweepBatcher(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences)
     assert max(held) <= pages
     assert max(rows) <= size + chunk
@@ -75,7 +73,7 @@ def test_a_sweep_serves_everyone_within_the_cache(pairs, pages, size, chunk):
 @given(lengths, st.integers(12, 80), st.integers(1, 8), st.integers(1, 4), st.integers(1, 64))
 def test_blocks_serve_everyone_within_the_cache(pairs, pages, size, batches, chunk):
     sequences = [generation(p, n) for p, n in pairs]
-    cache = PagedCache(SHAPE, pages, torch.float32)
+    cache = PagePool(pages)
     held, _ = drive(BlockBatcher(sequences, cache, size, batches, chunk), sequences)
     assert max(held) <= pages
 
@@ -91,7 +89,7 @@ def test_the_predicted_peak_is_the_peak(pairs):
 def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
     """Memory follows the average context, not the longest."""
     prompt, new, count = 32, 64, 60
-    cache = PagedCache(SHAPE, 10 * pages_for(prompt + new), torch.float32)
+    cache = PagePool(10 * pages_for(prompt + new))
     sequences = [generation(prompt, new) for _ in range(count)]
     batcher = SweepBatcher(sequences, cache, 100, ChunkRule(8, 1, 64))
     running = []
@@ -107,7 +105,7 @@ def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
 
 def test_nobody_is_served_before_he_arrives():
     early, late = generation(4, 3), generation(4, 3, arrival=5.0)
-    batcher = SweepBatcher([late, early], PagedCache(SHAPE, 20, torch.float32), 8, ChunkRule(64, 1, 64))
+    batcher = SweepBatcher([late, early], PagePool(20), 8, ChunkRule(64, 1, 64))
     assert [p.sequence for p in batcher.next_pass(0.0)[0]] == [early]
     batcher.finish(early)
     assert batcher.next_pass(0.0) == []
@@ -126,7 +124,7 @@ class Rash(SweepBatcher):
 @given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
 def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, pages, size, chunk):
     sequences = [generation(p, n) for p, n in pairs]
-    cache = PagedCache(SHAPE, pages, torch.float32)
+    cache = PagePool(pages)
     held, _ = drive(Rash(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences, limit=200_000)
     assert max(held) <= pages
     assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
@@ -134,7 +132,7 @@ def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, pag
 
 def test_closing_gives_back_every_page():
     sequences = [generation(20, 5) for _ in range(4)]
-    cache = PagedCache(SHAPE, 40, torch.float32)
+    cache = PagePool(40)
     batcher = SweepBatcher(sequences, cache, 4, ChunkRule(64, 1, 64))
     batcher.next_pass(0.0)
     assert cache.free_pages < 40
@@ -158,7 +156,7 @@ def test_what_is_rehearsed_is_what_happens(pairs, pages, size, balance):
     times = []
     for rule in (found, first):
         sequences = [generation(p, n) for p, n in pairs]
-        _, rows = drive(SweepBatcher(sequences, PagedCache(SHAPE, pages, torch.float32), size, rule), sequences)
+        _, rows = drive(SweepBatcher(sequences, PagePool(pages), size, rule), sequences)
         times.append(sum(max(balance, r) for r in rows))
     if len(pairs) <= 4 * together:  # longer jobs are judged by their steady state
         assert times[0] <= times[1]

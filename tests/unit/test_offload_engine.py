@@ -23,9 +23,9 @@ from engines.offload.layout import blocks_of
 from engines.offload.model import SeamedModel
 from engines.offload.pages import pages_for
 from engines.offload.source import Source
+from engines.offload.storage import Plain
 from engines.offload.weights import convert
 from harness.api import (
-    DTYPE_BYTES,
     DiskFullError,
     GenerationRequest,
     HardwareLimits,
@@ -78,7 +78,7 @@ def cache(tmp_path_factory):
 @given(seed=st.integers(0, 1000), count=st.integers(1, 12), policy=policies())
 def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy):
     engine, _ = load(model, cache, **policy)
-    held = engine._runtime._cache.pages
+    held = engine._now.runtime._cache.pages
     requests = [r for r in requests_of(seed, count) if pages_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
@@ -104,7 +104,7 @@ def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
         out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=5, min_new_tokens=5)
     third = out[0, len(prompt) + 2].item()
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
-    engine._seamed.eos = (third,)
+    engine._now.seamed.eos = (third,)
     [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
     engine.close()
     assert result.finish_reason == "stop"
@@ -151,8 +151,8 @@ def test_logits_are_within_one_in_ten_thousand(model, reference, cache):
     ]
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4)
     seen = []
-    run = engine._runtime._executor.run
-    engine._runtime._executor.run = lambda batches: seen.extend(run(batches)) or seen[-len(batches) :]
+    run = engine._now.runtime._executor.run
+    engine._now.runtime._executor.run = lambda batches: seen.extend(run(batches)) or seen[-len(batches) :]
     scores = engine.score(pairs)
     engine.close()
     begin = reference.generation_config.bos_token_id
@@ -176,8 +176,8 @@ def test_logits_are_within_one_in_ten_thousand(model, reference, cache):
 def test_a_packed_pass_computes_no_padding(model, cache):
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=8)
     rows = []
-    run = engine._runtime._executor.run
-    engine._runtime._executor.run = lambda batches: rows.extend(len(b.ids) for b in batches) or run(batches)
+    run = engine._now.runtime._executor.run
+    engine._now.runtime._executor.run = lambda batches: rows.extend(len(b.ids) for b in batches) or run(batches)
     requests = requests_of(1, 6, eos=True)
     requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, ignore_eos=True)) for r in requests]
     list(engine.generate(requests))
@@ -196,9 +196,9 @@ def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache):
             model, cache, schedule=schedule, gpu_batch_size=2, num_gpu_batches=batches, weights=(0.0, 0.0, 1.0)
         )
         list(engine.generate(requests))
-        stream = engine._stream
+        stream = engine._now.runtime._executor._stream
         one_pass = sum(b.span for b in stream._order)
-        passes = engine._runtime.timeline.passes
+        passes = engine._now.runtime.timeline.passes
         assert report.weights_by_tier[1] == 0
         assert 0 <= stream.bytes_read - passes * one_pass <= stream.nbytes, "what is read beyond is read ahead"
         read[schedule] = passes * one_pass
@@ -226,6 +226,49 @@ def test_the_device_tier_is_memory_where_there_is_no_device(model, cache):
     assert report.policy.activations == (1, 0, 0)
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_activations_on_disk_change_nothing(model, reference, cache, share):
+    batches = {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 3}
+    engine, report = load(model, cache, activations=(0.0, 1 - share, share), **batches)
+    requests = requests_of(4, 9)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    parking = engine._now.runtime._parking
+    assert report.policy.activations[2] == share
+    assert parking.rows_on_disk / parking.rows == pytest.approx(share, abs=0.1)  # whole rows of small batches
+    engine.close()
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("policy", [{}, {"kv_bits": 8, "cache": (0.0, 0.5, 0.5)}, {"weights": (0.0, 0.3, 0.7)}], ids=str)
+def test_nano_batches_change_nothing(model, cache, policy, overlap):
+    requests = requests_of(5, 9)
+    found = []
+    for nano in (1, 2, 3):
+        engine, report = load(
+            model, cache, schedule="sweep", gpu_batch_size=6, nano_batches=nano, nano_overlap=overlap, **policy
+        )
+        assert report.policy.nano_batches == nano
+        found.append({r.id: r.tokens for r in engine.generate(requests)})
+        events = engine.trace().events
+        engine.close()
+    assert found[0] == found[1] == found[2]
+    assert any(e.cat == "attention" for e in events)
+
+
+def test_without_overlap_nothing_is_read_ahead(model, reference, cache):
+    more = {"weights": (0.0, 0.0, 1.0), "cache": (0.0, 0.0, 1.0)}
+    engine, _ = load(model, cache, schedule="zigzag", gpu_batch_size=2, num_gpu_batches=2, overlap=False, **more)
+    requests = requests_of(6, 4)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    spans = engine._now.runtime.timeline.kept
+    engine.close()
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    loads, products = ([s for s in spans if s.lane == lane] for lane in ("load", "compute"))
+    assert loads
+    assert not any(a.start_s < b.end_s and b.start_s < a.end_s for a in loads for b in products)
+
+
 def test_without_a_compiler_torch_does_all_of_it(model, reference, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     engine, report = load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=9)
@@ -238,7 +281,7 @@ def test_without_a_compiler_torch_does_all_of_it(model, reference, tmp_path, mon
 
 def test_closing_frees_what_was_resident(model, cache):
     engine, _ = load(model, cache, weights=(0.0, 1.0, 0.0))
-    held = weakref.ref(next(iter(engine._runtime._executor._resident.values())))
+    held = weakref.ref(next(iter(engine._now.runtime._executor._resident.values())))
     gc.disable()
     try:
         engine.close()
@@ -265,7 +308,7 @@ def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, c
 
 @pytest.mark.parametrize(
     "policy",
-    [{"weight_bits": 4}, {"kv_bits": 8}, {"cpu_attention": True}, {"value_sparsity": 0.5}, {"num_gpu_batches": 2}],
+    [{"cpu_attention": True}, {"nano_batches": 2}, {"num_gpu_batches": 2}, {"weight_bits": 4, "group_size": 48}],
 )
 def test_policies_it_cannot_honour_are_refused(model, cache, policy):
     with pytest.raises(UnsupportedError):
@@ -282,8 +325,8 @@ def seamed(model):
 def convert_into(model, cache, on_progress=lambda done, total: None):
     found = seamed(model)
     source = Source(model, found.prefix, found.aliases)
-    blocks = blocks_of(found.matrices, DTYPE_BYTES[model.dtype])
-    return convert(model, source, found.matrices, blocks, found.tables, found.small, cache, on_progress)
+    blocks = blocks_of(found.matrices, [Plain(model.dtype)] * len(found.matrices))
+    return convert(model, source, found.matrices, blocks, {}, found.tables, found.small, cache, on_progress)
 
 
 def test_conversion_keeps_every_weight(model, reference, tmp_path):
@@ -415,7 +458,7 @@ def test_requests_that_cannot_be_run_are_named_before_any_work(model, cache, pro
     good = GenerationRequest("good", (5, 6), SamplingParams(2))
     with pytest.raises(HarnessError, match=rf"request bad: .*{words}"):
         engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(new))])
-    assert engine._runtime.timeline.passes == 0
+    assert engine._now.runtime.timeline.passes == 0
     engine.close()
 
 

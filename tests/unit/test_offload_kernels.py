@@ -1,24 +1,27 @@
 """The compiled kernels against float64, and what they promise beside."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engines.offload import quantize
 from engines.offload.gemm import by_torch
-from engines.offload.kernels import (
-    NoCompilerError,
-    Segments,
-    compiled_attention,
-    compiled_product,
-    reference_attention,
-)
+from engines.offload.kernels import NoCompilerError, Segments
+from engines.offload.kernels.attention import compiled_attention, reference_attention
 from engines.offload.kernels.build import load, openmp
+from engines.offload.kernels.codec import plain_codec, reference_codec
+from engines.offload.kernels.product import compiled_product
+from engines.offload.layer_pages import LayerPages
 from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.rule import Rule
+from engines.offload.storage import Grouped, Plain
 from tests.offload import with_kernels
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 #: What a product is added to: one row for all such as a bias, the output itself.
 STARTS = ("nothing", "row", "out")
@@ -31,7 +34,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["torch", "kernel"])
 def product(request, cache):
-    return by_torch if request.param == "torch" else compiled_product(cache, threads=2)
+    return by_torch if request.param == "torch" else compiled_product(Plain("float32"), cache, threads=2)
 
 
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 50), st.sampled_from(STARTS), st.integers(0, 7))
@@ -53,19 +56,35 @@ def test_products_write_into_parts_of_larger_tensors(product, rows, columns, out
     assert torch.equal(whole[outside], before[outside])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_multiplies_weights_as_they_are_stored(cache, dtype):
     torch.manual_seed(0)
-    x, weight = torch.randn(50, 700), torch.randn(90, 700).to(dtype)
+    x, weight = torch.randn(50, 700), torch.randn(90, 700).to(getattr(torch, dtype))
     out = torch.empty(50, 90)
-    compiled_product(cache, threads=2)(x, weight, None, out)
+    compiled_product(Plain(dtype), cache, threads=2)(x, weight, None, out)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(50, 700, 90), (1, 2049, 33), (7, 1030, 16), (3, 5, 3)])
+def test_the_kernel_multiplies_quantized_weights(cache, bits, across, rows, columns, outputs):
+    torch.manual_seed(0)
+    how = Grouped(bits, 64, across)
+    x, weight = torch.randn(rows, columns), torch.randn(outputs, columns)
+    packed = quantize.pack(weight.T if across else weight, how)
+    stored = quantize.unpack(packed, outputs if across else columns, how)
+    exact = x.double() @ (stored.T if across else stored).double().T
+    start = torch.randn(rows, outputs)
+    out = start.clone()
+    compiled_product(how, cache, threads=2)(x, packed, out, out)
+    torch.testing.assert_close(out.double(), exact + start.double(), rtol=1e-5, atol=1e-4)
 
 
 @given(st.integers(1, 400), st.integers(1, 600), st.integers(1, 40), st.data())
 def test_a_row_does_not_depend_on_those_that_share_its_product(cache, rows, columns, outputs, data):
     """Bit for bit: so a request's result does not depend on what else runs."""
-    product = compiled_product(cache, threads=2)
+    product = compiled_product(Plain("bfloat16"), cache, threads=2)
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, columns), torch.randn(outputs, columns).bfloat16()
     together, alone = torch.empty(rows, outputs), torch.empty(1, outputs)
@@ -79,7 +98,7 @@ def test_nan_in_a_weight_is_not_hidden(cache):
     weight = torch.ones(20, 30)
     weight[3, 29] = torch.nan
     out = torch.empty(8, 20)
-    compiled_product(cache, threads=1)(torch.zeros(8, 30), weight, None, out)
+    compiled_product(Plain("float32"), cache, threads=1)(torch.zeros(8, 30), weight, None, out)
     assert out.isnan()[:, 3].all()
     assert out.isnan().sum() == 8
 
@@ -89,7 +108,7 @@ def test_nan_in_a_weight_is_not_hidden(cache):
 
 @pytest.fixture(scope="module")
 def compiled(cache):
-    return compiled_attention(cache, threads=2)
+    return compiled_attention(Plain("float32"), cache, threads=2)
 
 
 def packed(spans, pages):
@@ -118,26 +137,34 @@ def by_hand(query, keys, values, segments, rule):
                 if rule.softcap:
                     scores = rule.softcap * (scores / rule.softcap).tanh()
                 sink = rule.sinks[head].double().exp() if rule.sinks is not None else 0
-                out[row, head] = scores.exp() / (scores.exp().sum() + sink) @ v
+                shares = scores.exp() / (scores.exp().sum() + sink)
+                shares[shares.argsort(descending=True)[math.ceil(rule.keep * len(shares)) :]] = 0
+                out[row, head] = shares @ v
     return out
 
 
 SPANS = [(1, 0), (1, 2), (1, 8), (1, 39), (70, 0), (7, 5), (49, 30), (2, 0)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7), (2, 1, 80)])
-@pytest.mark.parametrize("more", [{}, {"window": 8}, {"softcap": 2.0}, {"window": 40, "softcap": 1.5, "sinks": True}])
-def test_attention_kernels_agree_with_float64(compiled, dtype, heads, kv_heads, dim, more):
+SHAPES = [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7), (2, 1, 80)]
+RULES = [{}, {"keep": 0.3}, {"keep": 0.1, "window": 30, "sinks": True}, {"window": 8}, {"softcap": 2.0}, {"window": 40, "softcap": 1.5, "sinks": True}]
+
+
+@pytest.mark.parametrize("stored", [*map(Plain, DTYPES), Grouped(4, 64), Grouped(8, 32), Grouped(3, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("more", RULES)
+def test_attention_kernels_agree_with_float64(cache, stored, heads, kv_heads, dim, more):
     torch.manual_seed(0)
     segments, pages = packed(SPANS, 100), 100
-    keys, values = (torch.randn(pages, kv_heads, PAGE_TOKENS, dim).to(dtype) for _ in range(2))
+    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
+    keys, values = (codec.pack(torch.randn(pages, kv_heads, PAGE_TOKENS, dim)) for _ in range(2))
     tokens = int(segments.starts[-1])
     query = torch.randn(tokens, heads, dim + 3)[..., :dim].transpose(0, 1)  # as a model gives it: a view
     rule = Rule(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
-    exact = by_hand(query, keys, values, segments, rule)
-    for kernel in (compiled, reference_attention):
-        found = kernel(query, keys, values, segments, rule)
+    wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
+    exact = by_hand(query, *wide, segments, rule)
+    for kernel in (compiled_attention(stored, cache, threads=2), reference_attention(codec)):
+        found = kernel(query, LayerPages(torch.stack([keys, values], 1)), segments, rule)
         # scores reach 10 and carry a few roundings of 6e-8 each, which their exponentials carry on
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
 
@@ -147,53 +174,70 @@ def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
     """Bit for bit: so a request's result does not depend on what else runs."""
     cut = data.draw(st.integers(2, length - 2))
     torch.manual_seed(length)
-    keys, values = (torch.randn(40, 2, PAGE_TOKENS, 48) for _ in range(2))
+    pages = LayerPages(torch.randn(40, 2, 2, PAGE_TOKENS, 48))
     query, rule = torch.randn(4, length, 48), Rule(0.2, window)
     whole = packed([(length, 0)], 40)
-    together = compiled(query, keys, values, whole, rule)
+    together = compiled(query, pages, whole, rule)
     for rows, before in ((slice(0, cut), 0), (slice(cut, length), cut)):
         part = Segments(torch.tensor([0, rows.stop - rows.start]).int(), torch.tensor([before]).int(), whole.table)
-        assert torch.equal(compiled(query[:, rows], keys, values, part, rule), together[rows])
+        assert torch.equal(compiled(query[:, rows], pages, part, rule), together[rows])
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1000.0])
 def test_softmax_of_scores_far_apart(compiled, spread):
     torch.manual_seed(0)
     segments = packed([(1, 60), (60, 0)], 40)
-    keys, values = (torch.randn(40, 1, PAGE_TOKENS, 16) for _ in range(2))
+    pages = LayerPages(torch.randn(40, 2, 1, PAGE_TOKENS, 16))
     query, rule = torch.randn(1, 61, 16) * spread, Rule(1.0)
-    exact = reference_attention(query.double(), keys.double(), values.double(), segments, rule)
-    found = compiled(query, keys, values, segments, rule)
+    reference = reference_attention(plain_codec(Plain("float32")))
+    exact = reference(query.double(), LayerPages(pages.rows.double()), segments, rule)
+    found = compiled(query, pages, segments, rule)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5 * spread)
 
 
-def test_half_precision_is_widened_exactly(compiled):
+def test_half_precision_is_widened_exactly(cache):
     """Every finite float16 as a value with weight one: subnormal numbers and both zeros included."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = bits[bits.isfinite()].view(-1, 1, 1, 1).expand(-1, 1, PAGE_TOKENS, 1).contiguous()
     count = len(finite)
     table = torch.arange(count, dtype=torch.int32).view(-1, 1)
     alone = Segments(torch.arange(count + 1).int(), torch.zeros(count, dtype=torch.int32), table)
-    found = compiled(torch.zeros(1, count, 1), torch.zeros_like(finite), finite, alone, Rule(1.0))
+    kernel = compiled_attention(Plain("float16"), cache, threads=2)
+    pages = LayerPages(torch.stack([torch.zeros_like(finite), finite], 1))
+    found = kernel(torch.zeros(1, count, 1), pages, alone, Rule(1.0))
     assert torch.equal(found.view(-1), finite[:, 0, 0, 0].float())
 
 
+def test_attention_reads_pages_where_they_are(cache):
+    """In memory or staged from disk, further apart there."""
+    torch.manual_seed(0)
+    segments, pages = packed(SPANS, 100), torch.randn(100, 2, 2, PAGE_TOKENS, 16)
+    query, rule = torch.randn(4, int(segments.starts[-1]), 16), Rule(0.3)
+    slots, room = torch.randperm(60), torch.empty(60, 3, 2, PAGE_TOKENS, 16)
+    room[:, :2][slots] = pages[40:]
+    split = LayerPages(pages[:40], room[:, :2], slots)
+    for kernel in (compiled_attention(Plain("float32"), cache, 2), reference_attention(plain_codec(Plain("float32")))):
+        whole = kernel(query, LayerPages(pages), segments, rule)
+        assert torch.equal(kernel(query, split, segments, rule), whole)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 50])
-def test_nan_in_the_cache_is_not_hidden(compiled, rows):
-    keys = torch.full((10, 1, PAGE_TOKENS, 8), torch.nan)
-    found = compiled(torch.ones(1, rows, 8), keys, keys, packed([(rows, 0)], 10), Rule(1.0))
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_nan_in_the_cache_is_not_hidden(compiled, rows, keep):
+    pages = LayerPages(torch.full((10, 2, 1, PAGE_TOKENS, 8), torch.nan))
+    found = compiled(torch.ones(1, rows, 8), pages, packed([(rows, 9)], 10), Rule(1.0, keep=keep))
     assert found.isnan().all()
 
 
 def test_no_compiler_is_said_and_survived(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(NoCompilerError, match="no-such-compiler"):
-        compiled_attention(tmp_path, 1)
+        compiled_attention(Plain("float32"), tmp_path, 1)
 
 
 def test_a_compiler_may_have_arguments(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "env g++")
-    product = compiled_product(tmp_path, threads=1)
+    product = compiled_product(Plain("float32"), tmp_path, threads=1)
     out = torch.empty(1, 16)
     product(torch.ones(1, 8), torch.ones(16, 8), None, out)
     assert (out == 8).all()

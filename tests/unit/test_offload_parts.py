@@ -1,6 +1,7 @@
 """The parts of the offload engine, each against what it must keep: layout, stream, schedule, memory, timeline."""
 
 import dataclasses
+import itertools
 import random
 import re
 import threading
@@ -15,7 +16,9 @@ from engines.offload.executor import _Joint, _Need
 from engines.offload.gemm import by_torch
 from engines.offload.layout import ALIGN, Matrix, blocks_of
 from engines.offload.pages import page_bytes, pages_for
-from engines.offload.schedule import pass_ops
+from engines.offload.schedule import pass_ops, turns_of
+from engines.offload.storage import Grouped, Plain
+from engines.offload.throttle import Throttle
 from engines.offload.tiers import SLACK_BYTES, Demand, place
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
@@ -24,7 +27,6 @@ from harness.api import (
     InfeasibleError,
     ModelShape,
     OffloadPolicy,
-    UnsupportedError,
 )
 
 SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
@@ -39,7 +41,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((64, 2048), (96, 2048), (96,)))
     exact = x.double() @ weight.double().T + bias.double()
     joint = _Joint([_Need("m", x[:24], bias), _Need("m", x[24:], bias)], 96)
-    for block in blocks_of([Matrix("m", 96, 2048, "f")], 2, 64 * 96 * 2):
+    for block in blocks_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
         joint.add(by_torch, block, weight[:, block.start : block.stop].contiguous())
 
     def off(found):
@@ -53,17 +55,18 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
 
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["a", "b"])), min_size=1, max_size=5),
-    st.integers(1, 40_000),
+    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(3, 32, across=True)]),
+    st.integers(1, 20_000),
 )
-def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, block_bytes):
+def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, block_values):
     matrices = [Matrix(f"m{i}", rows, columns, group) for i, (rows, columns, group) in enumerate(sizes)]
-    blocks = blocks_of(matrices, 2, block_bytes)
+    blocks = blocks_of(matrices, [stored] * len(matrices), block_values)
     for matrix in matrices:
         covered = torch.zeros(matrix.rows, matrix.columns, dtype=torch.int)
         for block in (b for b in blocks if b.matrix == matrix.name):
             part = covered[block.start : block.stop] if block.axis == 0 else covered[:, block.start : block.stop]
             assert tuple(part.shape) == block.shape
-            assert block.nbytes == 2 * part.numel() > 0
+            assert block.nbytes == stored.matrix_bytes(*block.shape) > 0
             part += 1
         assert (covered == 1).all()
     ends: dict[str, int] = {}
@@ -81,7 +84,7 @@ def files(tmp_path, request):
     """Ten blocks with known bytes in two files: those of one after the other, or alternating."""
     group = {"neighbours": lambda i: i // 5, "scattered": lambda i: i % 2}[request.param]
     matrices = [Matrix(f"m{i}", 50, 30 + i, f"group{group(i)}") for i in range(10)]
-    blocks = blocks_of(matrices, 4)
+    blocks = blocks_of(matrices, [Plain("float32")] * 10)
     for i, block in enumerate(blocks):
         with (tmp_path / block.file).open("r+b" if (tmp_path / block.file).exists() else "wb") as file:
             file.seek(block.offset)
@@ -90,7 +93,7 @@ def files(tmp_path, request):
 
 
 def stream_of(files, slots=3):
-    return BlockStream(files[0], files[1], slots, Timeline())
+    return BlockStream(files[0], files[1], slots, Timeline(), Throttle(None))
 
 
 def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
@@ -249,13 +252,57 @@ def test_a_load_waits_for_the_product_that_frees_its_slot():
     assert [(op.kind, op.block) for op in freeing] == [("multiply", 0), ("multiply", 1)]
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=6),
+    st.lists(st.integers(1, 3), min_size=6, max_size=6),
+    st.integers(2, 4),
+    st.integers(4, 20),
+    st.randoms(use_true_random=False),
+)
+def test_batches_take_turns_around_attention(layers, sizes, batches, slots, rng):
+    """Layers of some matrices before an attention and after it: order, dependencies and slots, for any number."""
+    groups, attends = [], []
+    for i, (before, after) in enumerate(layers):
+        groups += [f"layer-{i}"] * before
+        attends.append(len(groups))
+        groups += [f"layer-{i}"] * after
+    groups.append("outside")
+    blocks = [rng.choice(sizes) for _ in groups]
+    firsts = [sum(blocks[:i]) for i in range(len(blocks) + 1)]
+    spans = [range(a, b) for a, b in itertools.pairwise(firsts)]
+    last = [i + 1 in firsts for i in range(firsts[-1])]
+    streamed = [rng.random() < 0.7 for _ in last]
+    turns = turns_of(spans, groups, attends, slots)
+    ops = pass_ops(streamed, last, batches, slots, turns)
+    assert [op.block for op in ops if op.kind == "load"] == [i for i, on_disk in enumerate(streamed) if on_disk]
+    alone = {block for turn in turns for block in (*turn.before, *turn.after)}
+    for k in range(batches):
+        mine = [op.block for op in ops if op.kind == "multiply" and op.batch in (-1, k)]
+        assert mine == list(range(len(last))), "each batch meets each block once, in order"
+        assert len([op for op in ops if op.kind == "attend" and op.batch == k]) == len(turns)
+    assert {op.block for op in ops if op.kind == "multiply" and op.batch >= 0} == alone
+    held, most = set(), 0
+    for i, op in enumerate(ops):
+        assert all(0 <= j < i for j in op.after)
+        if op.kind == "load":
+            held.add(op.block)
+            most = max(most, len(held))
+        elif op.kind == "multiply" and op.batch in (-1, batches - 1):
+            held.discard(op.block)
+        elif op.kind == "attend":
+            following = next(j for j in range(i + 1, len(ops)) if ops[j].kind == "run" and i in ops[j].after)
+            between = [o for o in ops[i + 1 : following] if o.kind == "multiply"]
+            assert all(o.batch != op.batch for o in between), "what runs beside an attention is the others'"
+    assert most <= slots
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
 def demand(**changes):
-    blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], 4)
+    blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], [Plain("float32")] * 20)
     return dataclasses.replace(
-        Demand(SHAPE, blocks, 4, 4, 0, small=1000, attention=(0, 0), max_sequence=48, mean_sequence=40), **changes
+        Demand(SHAPE, blocks, Plain("float32"), 4, 0, small=1000, attention=(0, 0), max_sequence=48, mean_sequence=40), **changes
     )
 
 
@@ -285,7 +332,7 @@ def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
     rows = plan.sequences + batches * plan.chunk
     activations = rows * (SHAPE.hidden + SHAPE.ffn) * 4 + plan.sequences * SHAPE.vocab * 4
     ring = plan.slots * max(b.span for b in wanted.blocks)
-    cache = plan.pages * page_bytes(SHAPE, 4)
+    cache = plan.pages * page_bytes(SHAPE, Plain("float32"))
     assert cache + held + ring + activations + SLACK_BYTES <= mib * MIB
     assert plan.pages >= pages_for(48)
     if schedule == "sweep":
@@ -317,10 +364,30 @@ def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
     assert four.scored_rows == one.scored_rows
 
 
-@pytest.mark.parametrize("field", ["cache", "activations"])
-def test_only_weights_go_to_disk(field):
-    with pytest.raises(UnsupportedError, match=f"keeps {field} in memory"):
-        place(demand(), OffloadPolicy(**{field: (0.5, 0.25, 0.25)}), None)
+@given(
+    st.sampled_from([(768, 3072, 12, 50272), (2048, 8192, 24, 50272), (4096, 11008, 32, 32000), (576, 1536, 30, 49152)]),
+    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(8, 128, across=True)]),
+    st.floats(0, 1),
+)
+def test_the_part_of_the_weights_in_memory_is_the_one_asked_for_to_a_point(sizes, stored, share):
+    """Of models from 125 million to 7 billion parameters."""
+    hidden, ffn, layers, vocab = sizes
+    square = [(hidden, hidden)] * 4 + [(ffn, hidden), (hidden, ffn)]
+    matrices = [Matrix(f"{i}.{j}", *size, f"layer-{i}") for i in range(layers) for j, size in enumerate(square)]
+    matrices.append(Matrix("head", vocab, hidden, "outside"))
+    blocks = blocks_of(matrices, [stored] * (len(matrices) - 1) + [Plain("bfloat16")])
+    plan = place(demand(blocks=blocks), OffloadPolicy(weights=(0.0, share, 1 - share)), None)
+    total = sum(b.nbytes for b in blocks)
+    assert abs(sum(blocks[i].nbytes for i in plan.resident) / total - share) <= 0.01
+
+
+@given(st.floats(0, 1), st.integers(70, 400), st.sampled_from(["row", "sweep"]))
+def test_the_part_of_the_cache_on_disk_is_the_one_asked_for_to_a_page(share, mib, schedule):
+    policy = OffloadPolicy(schedule=schedule, gpu_batch_size=8, cache=(0.0, 1 - share, share))
+    plan = place(demand(), policy, mib * MIB)
+    pages = plan.pages + plan.disk_pages
+    assert abs(plan.disk_pages - share * pages) <= 1
+    assert pages >= pages_for(48)
 
 
 def test_without_a_device_its_tier_is_memory_too():
@@ -371,7 +438,9 @@ def test_the_kept_pass_becomes_chrome_trace_events():
         ("compute", "w0", 2e6, 1e6),
     ]
     assert {e.ph for e in trace.events} == {"X"}
-    assert trace.metrics == {
+    tasks = {name: value for name, value in trace.metrics.items() if name.startswith("task_") and value}
+    assert tasks == {"task_load_weights_s": 4, "task_products_s": 1, "task_waiting_s": 0.5}
+    assert {name: value for name, value in trace.metrics.items() if not name.startswith("task_")} == {
         "passes": 1, "rows_per_pass": 5, "disk_busy_s": 4, "disk_wait_s": 0.5,
         "shared_prompt_tokens": 0, "disk_hidden": pytest.approx(0.875)
     }  # fmt: skip

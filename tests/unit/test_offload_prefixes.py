@@ -79,17 +79,17 @@ def test_the_choices_of_a_question_are_scored_after_one_reading(engine, referenc
 
 def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference):
     requests = few_shot(4)
-    run, passes = engine._runtime._executor.run, iter(range(100))
+    run, passes = engine._now.runtime._executor.run, iter(range(100))
 
     def failing(batches):
         if next(passes) == 1:
             raise HarnessError("the disk is gone")
         return run(batches)
 
-    engine._runtime._executor.run = failing
+    engine._now.runtime._executor.run = failing
     with pytest.raises(HarnessError, match="the disk is gone"):
         list(engine.generate(requests))
-    engine._runtime._executor.run = run
+    engine._now.runtime._executor.run = run
     results = {r.id: r.tokens for r in engine.generate(requests)}
     assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
 

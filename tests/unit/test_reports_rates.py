@@ -30,7 +30,7 @@ def probe(disk, flops):
 
 
 def bound(machine):
-    return roofline(MODEL, SPEC.workload, 4, "float32", 100_000, machine)
+    return roofline(MODEL, SPEC, 4, "float32", machine)
 
 
 def record(repeat, machine, host="a", start="10:00:00", wall_s=60.0):

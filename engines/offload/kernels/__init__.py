@@ -1,24 +1,9 @@
-"""Kernels that torch has not: in C++, built once with the host's compiler, with a torch reference in their place."""
+"""Kernels that torch has not: in C++, built once with the host's compiler, with a reference in their place."""
 
-from engines.offload.kernels.attention import (
-    AttentionKernel,
-    Segments,
-    compiled_attention,
-    compiled_memory,
-    reference_attention,
-    reference_memory,
-)
+from engines.offload.kernels.attention import AttentionKernel, Segments
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.product import Product, compiled_product
+from engines.offload.kernels.codec import Codec, stored_view
+from engines.offload.kernels.host import Kernels
+from engines.offload.kernels.product import Product
 
-__all__ = [
-    "AttentionKernel",
-    "NoCompilerError",
-    "Product",
-    "Segments",
-    "compiled_attention",
-    "compiled_memory",
-    "compiled_product",
-    "reference_attention",
-    "reference_memory",
-]
+__all__ = ["AttentionKernel", "Codec", "Kernels", "NoCompilerError", "Product", "Segments", "stored_view"]

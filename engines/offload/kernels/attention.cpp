@@ -1,8 +1,10 @@
 // Attention of a packed batch over a paged key/value cache, in float32 arithmetic whatever the cache holds.
 //
-// q is [heads, tokens, dim] and out [tokens, heads, dim]; keys and values are [pages, kv_heads, page, dim]. Segment i
-// has the tokens starts[i] to starts[i + 1], which follow `cached[i]` others of its sequence on the pages of row i of
-// table [segments, max_pages]. Zero is no window, no soft-capping; null no sinks [heads]. What they mean is in rule.py.
+// q is [heads, tokens, dim] and out [tokens, heads, dim]. Segment i has the tokens starts[i] to starts[i + 1], which
+// follow `cached[i]` others of its sequence on the pages of row i of table [segments, max_pages]: addresses of keys
+// [kv_heads, page, dim], with as many values `values_after` bytes behind; packed, a row is `row_bytes` in the place of
+// dim values. `page` is a binary logarithm. Zero is no window, no soft-capping; null no sinks [heads]; `keep` of one all
+// values. What they mean is in rule.py.
 //
 // One work item is a segment and a key/value head. One row by itself is a few dot products; several, of a prompt or
 // of a group of heads, are two products with keys and values as panels. A row's result depends on its own query and
@@ -10,9 +12,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
-#include "panels.h"
+#include "packed.h"
 
 namespace {
 
@@ -22,6 +25,7 @@ constexpr int64_t kFew = 2;            // rows that are done one by one: panels 
 struct Rule {
   int64_t window;
   float scale, softcap;
+  double keep;
   const float* sinks;
 };
 
@@ -70,31 +74,69 @@ float dot(const float* a, const T* b, int64_t dim) {
   return add_up(sum);
 }
 
-// One row: `key` and `value` of a position point to what is stored of it.
-template <typename Key, typename Value>
-void single(const Rows& rows, int64_t i, int64_t dim, const Rule& rule, std::vector<float>& scratch, Key key, Value value) {
-  const int64_t position = rows.first + i * rows.step, low = begin(rule, position), base = low / kLanes * kLanes;
-  const int64_t count = (position + kLanes) / kLanes * kLanes - base;
-  scratch.resize(count);
-  float* scores = scratch.data();
-  const float* query = rows.query + i * rows.apart;
-  for (int64_t t = low; t <= position; ++t) scores[t - base] = dot(query, key(t), dim);
-  softmax(scores, low - base, position + 1 - base, count, rule, rows.head + i * (1 - rows.step));
-  float* out = rows.out + i * rows.out_apart;
+// sums[4] += p times the 32 values from a place on.
+template <typename T>
+void add_to(Lanes* sums, float p, const T* from) {
+  for (int64_t l = 0; l < 4; ++l) sums[l] += p * widen(from + l * kLanes);
+}
+
+template <int kBits>  // a group is no smaller, and begins at a multiple of 32
+void add_to(Lanes* sums, float p, const Packed<kBits>& from) {
+  const float step = p * from.step(), low = p * from.low();
+  const uint8_t* codes = from.here();
+  for (int64_t l = 0; l < 4; ++l) sums[l] += low + codes_at<kBits>(codes + l * kBits) * step;
+}
+
+// The positions whose values a row takes, in order: a part of those it sees, with the largest shares.
+void choose(const float* shares, int64_t count, double keep, std::vector<float>& sorted, std::vector<int32_t>& chosen) {
+  const int64_t wanted = std::min<int64_t>(count, std::ceil(keep * count));
+  sorted.assign(shares, shares + count);
+  std::nth_element(sorted.begin(), sorted.begin() + wanted - 1, sorted.end(), std::greater<float>());
+  const float least = sorted[wanted - 1];
+  int64_t equals = wanted - std::count_if(shares, shares + count, [=](float share) { return share > least; });
+  chosen.clear();
+  for (int64_t t = 0; t < count; ++t)
+    if (shares[t] > least || (shares[t] == least && equals-- > 0)) chosen.push_back(t);
+}
+
+// out[dim] = the sum of shares times values, over `count` positions that `at` gives, from `low` on.
+template <typename Value, typename At>
+void add_values(const float* shares, int64_t low, int64_t count, int64_t dim, Value value, At at, float* out) {
   int64_t j = 0;
   for (; j + 4 * kLanes <= dim; j += 4 * kLanes) {
     Lanes sums[4] = {};
-    for (int64_t t = low; t <= position; ++t) {
-      const auto from = value(t) + j;
-      for (int64_t l = 0; l < 4; ++l) sums[l] += scores[t - base] * widen(from + l * kLanes);
-    }
+    for (int64_t i = 0; i < count; ++i) add_to(sums, shares[at(i)], value(low + at(i)) + j);
     for (int64_t l = 0; l < 4; ++l) store(out + j + l * kLanes, sums[l]);
   }
-  for (; j < dim; ++j) {
-    float sum = 0;
-    for (int64_t t = low; t <= position; ++t) sum += scores[t - base] * widen(value(t) + j, 1)[0];
-    out[j] = sum;
+  for (; j < dim; j += kLanes) {
+    const int64_t width = std::min(kLanes, dim - j);
+    Lanes sum = {};
+    for (int64_t i = 0; i < count; ++i) sum += shares[at(i)] * widen(value(low + at(i)) + j, width);
+    std::memcpy(out + j, &sum, width * sizeof *out);
   }
+}
+
+// What `single` and `many` hold while they work.
+struct Scratch {
+  std::vector<float> scores, sorted;
+  std::vector<int32_t> chosen;
+};
+
+// One row: `key` and `value` of a position point to what is stored of it.
+template <typename Key, typename Value>
+void single(const Rows& rows, int64_t i, int64_t dim, const Rule& rule, Scratch& scratch, Key key, Value value) {
+  const int64_t position = rows.first + i * rows.step, low = begin(rule, position), base = low / kLanes * kLanes;
+  const int64_t count = (position + kLanes) / kLanes * kLanes - base, seen = position + 1 - low;
+  scratch.scores.resize(count);
+  float* scores = scratch.scores.data();
+  const float* query = rows.query + i * rows.apart;
+  for (int64_t t = low; t <= position; ++t) scores[t - base] = dot(query, key(t), dim);
+  softmax(scores, low - base, position + 1 - base, count, rule, rows.head + i * (1 - rows.step));
+  const float* shares = scores + low - base;
+  float* out = rows.out + i * rows.out_apart;
+  if (rule.keep >= 1 || std::isnan(shares[0])) return add_values(shares, low, seen, dim, value, [](int64_t t) { return t; }, out);
+  choose(shares, seen, rule.keep, scratch.sorted, scratch.chosen);
+  add_values(shares, low, scratch.chosen.size(), dim, value, [&](int64_t t) { return scratch.chosen[t]; }, out);
 }
 
 // Makes room for `count` floats; what was there need not be kept, nor be there beside it.
@@ -118,7 +160,7 @@ struct Panels {
     room(keys, wide * dim);
     room(values, count * columns);
     for (int64_t t = 0; t < count; t += kWidth)
-      unpack(std::min(kWidth, count - t), dim, keys.data() + t * dim, [&](int64_t i) { return key(low + t + i); });
+      unpack_any(std::min(kWidth, count - t), dim, keys.data() + t * dim, [&](int64_t i) { return key(low + t + i); });
     for (int64_t j = 0; j < columns; j += kLanes)
       for (int64_t t = 0; t < count; ++t) {
         const auto from_row = value(low + t) + j;
@@ -129,13 +171,13 @@ struct Panels {
 };
 
 // Several rows of one key/value head against its panels.
-void many(const Rows& rows, const Panels& panels, const Rule& rule, std::vector<float>& scratch) {
+void many(const Rows& rows, const Panels& panels, const Rule& rule, Scratch& scratch) {
   const int64_t dim = panels.dim, count = panels.high - panels.low;
   for (int64_t from = 0; from < rows.count; from += kBlock) {
     const int64_t size = std::min(kBlock, rows.count - from), earliest = rows.first + from * rows.step;
     const int64_t low = begin(rule, earliest) / kWidth * kWidth, high = earliest + (size - 1) * rows.step + 1;
     const int64_t wide = (high - low + kWidth - 1) / kWidth * kWidth;
-    float* scores = room(scratch, kBlock * wide);
+    float* scores = room(scratch.scores, kBlock * wide);
     for (int64_t t = 0; t < wide; t += kWidth)
       for (int64_t i = 0; i < size; i += kRows)
         last_tile<kRows>(std::min(kRows, size - i), rows.query + (from + i) * rows.apart, rows.apart,
@@ -154,38 +196,56 @@ void many(const Rows& rows, const Panels& panels, const Rule& rule, std::vector<
   }
 }
 
+// Rows of a page, stored value by value or packed.
 template <typename T>
-void attend(const float* q, int64_t q_head, int64_t q_row, const T* keys, const T* values, const int32_t* table,
-            const int32_t* cached, const int32_t* starts, float* out, int64_t segments, int64_t heads, int64_t kv_heads,
-            int64_t dim, int64_t page, int64_t max_pages, const Rule& rule, int threads) {
+struct Plain {
+  int64_t dim;
+
+  const T* row(int64_t page, int64_t i) const { return reinterpret_cast<const T*>(page) + i * dim; }
+};
+
+template <int kBits>
+struct Grouped {
+  int64_t dim, row_bytes;
+  int group;
+
+  Packed<kBits> row(int64_t page, int64_t i) const {
+    return {reinterpret_cast<const uint8_t*>(page) + i * row_bytes, dim, group};
+  }
+};
+
+template <typename Stored>
+void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, const int64_t* table,
+            int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, int64_t segments,
+            int64_t heads, int64_t kv_heads, int64_t dim, int page, int64_t max_pages, const Rule& rule, int threads) {
   const int64_t group = heads / kv_heads;
 #pragma omp parallel num_threads(threads)
   {
     Panels panels;
-    std::vector<float> scratch;
+    Scratch scratch;
 #pragma omp for schedule(dynamic)
     for (int64_t item = segments * kv_heads - 1; item >= 0; --item) {  // prompts, which take longest, come last
       const int64_t segment = item / kv_heads, kv_head = item % kv_heads, head = kv_head * group;
       const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment];
-      const int32_t* pages = table + segment * max_pages;
-      const auto stored = [=](const T* cache, int64_t t) {
-        return cache + ((pages[t / page] * kv_heads + kv_head) * page + t % page) * dim;
+      const int64_t* pages = table + segment * max_pages;
+      const int64_t first_row = kv_head << page, in_page = (int64_t{1} << page) - 1;
+      const auto key = [=](int64_t t) { return stored.row(pages[t >> page], first_row + (t & in_page)); };
+      const auto value = [=](int64_t t) {
+        return stored.row(pages[t >> page] + values_after, first_row + (t & in_page));
       };
-      const auto key = [=](int64_t t) { return stored(keys, t); };
-      const auto value = [=](int64_t t) { return stored(values, t); };
       const bool prompt = count > 1;
       const float* query = q + head * q_head + starts[segment] * q_row;
       float* result = out + (starts[segment] * heads + head) * dim;
       // a prompt's rows head by head; of one token the rows are the group's heads
       Rows rows{query, prompt ? q_row : q_head, prompt ? count : group, first, prompt, head, result,
                 prompt ? heads * dim : dim};
-      if (rows.count <= kFew && !prompt) {
-        for (int64_t i = 0; i < rows.count; ++i) single(rows, i, dim, rule, scratch, key, value);
-        continue;
-      }
-      panels.fill(begin(rule, first), first + count, dim, key, value);
-      for (int64_t g = 0; g < (prompt ? group : 1); ++g) {
-        many(rows, panels, rule, scratch);
+      const int64_t turns = prompt ? group : 1;
+      const bool one_by_one = rule.keep < 1 || (!prompt && rows.count <= kFew);
+      if (!one_by_one) panels.fill(begin(rule, first), first + count, dim, key, value);
+      for (int64_t g = 0; g < turns; ++g) {
+        if (!one_by_one) many(rows, panels, rule, scratch);
+        else
+          for (int64_t i = 0; i < rows.count; ++i) single(rows, i, dim, rule, scratch, key, value);
         rows.query += q_head, rows.out += dim, ++rows.head;
       }
     }
@@ -194,16 +254,19 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const T* keys, const 
 
 }  // namespace
 
-#define ATTEND(name, type)                                                                                           \
-  extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, const type* keys, const type* values, \
-                                const int32_t* table, const int32_t* cached, const int32_t* starts, float* out,      \
-                                int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int64_t page,        \
-                                int64_t max_pages, int64_t window, float scale, float softcap, const float* sinks,   \
-                                int threads) {                                                                       \
-    attend(q, q_head, q_row, keys, values, table, cached, starts, out, segments, heads, kv_heads, dim, page,         \
-           max_pages, {window, scale, softcap, sinks}, threads);                                                     \
+#define ATTEND(name, type, ...)                                                                                       \
+  extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, const int64_t* table,                  \
+                                int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
+                                int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page,             \
+                                int64_t max_pages, int64_t window, float scale, float softcap, double keep,           \
+                                const float* sinks, int threads, [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int group) {        \
+    attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, segments, heads, kv_heads, \
+           dim, page, max_pages, {window, scale, softcap, keep, sinks}, threads);                                     \
   }
 
-ATTEND(float32, float)
-ATTEND(bfloat16, BFloat16)
-ATTEND(float16, Float16)
+ATTEND(float32, Plain<float>, dim)
+ATTEND(bfloat16, Plain<BFloat16>, dim)
+ATTEND(float16, Plain<Float16>, dim)
+ATTEND(bits3, Grouped<3>, dim, row_bytes, group)
+ATTEND(bits4, Grouped<4>, dim, row_bytes, group)
+ATTEND(bits8, Grouped<8>, dim, row_bytes, group)

@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.offload.kernels.build import by_dtype
+from engines.offload.kernels.build import function
+from engines.offload.kernels.codec import Codec
+from engines.offload.layer_pages import LayerPages
 from engines.offload.rule import Rule, attend
+from engines.offload.storage import Storage
 from harness.api import ModelShape
 
 #: As in attention.cpp: rows whose scores are held together, and columns of a panel.
@@ -31,28 +34,38 @@ class Segments:
     table: torch.Tensor
 
 
-#: (query [heads, tokens, dim], keys, values [pages, kv_heads, page, dim], segments, rule) -> [tokens, heads, dim]
-AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, Rule], torch.Tensor]
+#: (query [heads, tokens, dim], pages, segments, rule) -> [tokens, heads, dim]
+AttentionKernel = Callable[[torch.Tensor, LayerPages, Segments, Rule], torch.Tensor]
 
 
-def reference_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segments: Segments, rule: Rule
-) -> torch.Tensor:
+def reference_attention(codec: Codec) -> AttentionKernel:
     """The definition, in torch, one segment at a time: by torch's fused attention where that can follow the rule."""
-    heads, tokens, dim = query.shape
-    out = query.new_empty(tokens, heads, dim)
-    starts: Sequence[int] = segments.starts.tolist()
-    for i, first in enumerate(segments.cached.tolist()):
-        rows = slice(starts[i], starts[i + 1])
-        seen = first + starts[i + 1] - starts[i]
-        pages = segments.table[i].long()
-        k, v = (c[pages].transpose(0, 1).flatten(1, 2)[:, :seen].to(query.dtype) for c in (keys, values))
-        out[rows] = _attend(query[:, rows], k, v, rule, first).transpose(0, 1)
-    return out
+
+    def wide(stored: torch.Tensor, seen: int, like: torch.Tensor) -> torch.Tensor:
+        """[n, kv_heads, page, ...] as values [kv_heads, seen, dim] of the query's dtype."""
+        found = stored.transpose(0, 1).flatten(1, 2)[:, :seen]
+        packed = stored.dtype == torch.uint8
+        out = torch.empty(found.shape[0] * seen, like.shape[2], dtype=torch.float32 if packed else like.dtype)
+        codec.unpack(found.flatten(0, 1).contiguous(), out)
+        return out.view(found.shape[0], seen, -1).to(like.dtype)
+
+    def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
+        heads, tokens, dim = query.shape
+        out = query.new_empty(tokens, heads, dim)
+        starts: Sequence[int] = segments.starts.tolist()
+        for i, first in enumerate(segments.cached.tolist()):
+            own = slice(starts[i], starts[i + 1])
+            seen = first + starts[i + 1] - starts[i]
+            keys, values = pages.gather(segments.table[i].long()).unbind(1)
+            attended = _attend(query[:, own], wide(keys, seen, query), wide(values, seen, query), rule, first)
+            out[own] = attended.transpose(0, 1)
+        return out
+
+    return attention
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
-    if rule.softcap is not None or rule.sinks is not None:
+    if rule.softcap is not None or rule.sinks is not None or rule.keep < 1:
         return attend(query, key, value, rule, first)
     rows, seen = query.shape[1], key.shape[1]
     plain = not first and (rule.window is None or rule.window >= seen)
@@ -67,35 +80,39 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: R
     )[0]
 
 
-def compiled_attention(cache: Path, threads: int) -> AttentionKernel:
+def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionKernel:
     """The C++ kernel on `threads` threads, in float32 arithmetic whatever the cache and the queries are in.
 
     Raises NoCompilerError where it cannot be built.
     """
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    arguments = [pointer, number, number, *[pointer] * 6, *[number] * 7,
-                 ctypes.c_float, ctypes.c_float, pointer, ctypes.c_int]  # fmt: skip
-    functions = by_dtype(Path(__file__).with_name("attention.cpp"), "attend", arguments, cache)
+    pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    arguments = [pointer, number, number, pointer, number, pointer, pointer, pointer, *[number] * 4, small, number,
+                 number, ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
+    kernel = function(Path(__file__).with_name("attention.cpp"), f"attend_{stored.name}", arguments, cache)
+    shift = _log2(stored.grain)
 
-    def attention(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segments: Segments, rule: Rule
-    ) -> torch.Tensor:
+    def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
         wide = query.float()
         wide = wide if wide.stride(2) == 1 else wide.contiguous()
         heads, tokens, dim = query.shape
-        _, kv_heads, page, _ = keys.shape
-        table, cached, starts = segments.table, segments.cached, segments.starts
-        assert all(t.is_contiguous() for t in (keys, values, table, cached, starts))
+        _, _, kv_heads, page, width = pages.rows.shape
+        cached, starts, table = segments.cached, segments.starts, pages.addresses(segments.table)
+        assert all(t.is_contiguous() for t in (pages.rows[:1], table, cached, starts))
+        assert width * pages.rows.itemsize == stored.row_bytes(dim)
         out = wide.new_empty(tokens, heads, dim)
-        functions[keys.dtype](
-            wide.data_ptr(), wide.stride(0), wide.stride(1), keys.data_ptr(), values.data_ptr(),
-            table.data_ptr(), cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
-            len(cached), heads, kv_heads, dim, page, table.shape[1], rule.window or 0, rule.scale, rule.softcap or 0.0,
-            None if rule.sinks is None else rule.sinks.data_ptr(), threads,
+        kernel(
+            wide.data_ptr(), wide.stride(0), wide.stride(1), table.data_ptr(),
+            pages.rows.stride(1) * pages.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
+            len(cached), heads, kv_heads, dim, _log2(page), table.shape[1], rule.window or 0, rule.scale,
+            rule.softcap or 0.0, rule.keep, None if rule.sinks is None else rule.sinks.data_ptr(), threads, width, shift,
         )  # fmt: skip
         return out.to(query.dtype)
 
     return attention
+
+
+def _log2(number: int) -> int:
+    return number.bit_length() - 1
 
 
 def compiled_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int, int]:
@@ -106,8 +123,9 @@ def compiled_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int,
     return threads * 4 * longest * (2 * -(-shape.head_dim // _WIDTH) * _WIDTH + _BLOCK), 0
 
 
-def reference_memory(shape: ModelShape, longest: int, stored_bytes: int, compute_bytes: int) -> tuple[int, int]:
-    """As `compiled_memory`, for the reference: one sequence's keys and values as attended to, scores and a mask."""
-    gathered = longest * 2 * shape.num_kv_heads * shape.head_dim * (stored_bytes + compute_bytes)
+def reference_memory(shape: ModelShape, longest: int, stored: Storage, compute_bytes: int) -> tuple[int, int]:
+    """As `compiled_memory`, for the reference: one sequence's keys and values as stored, in float32 and as attended to,
+    scores and a mask."""
+    values = shape.num_kv_heads * (stored.row_bytes(shape.head_dim) + shape.head_dim * (4 + compute_bytes))
     scores = 3 * shape.num_heads // shape.num_kv_heads * compute_bytes  # and their softmax, beside a copy with sinks
-    return gathered, longest * (scores + compute_bytes + 2)
+    return longest * 2 * values, longest * (scores + compute_bytes + 2)

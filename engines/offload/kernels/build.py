@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engines.compiler import command
 from engines.folders import build_once
 from harness.api import DiskFullError
@@ -20,7 +18,6 @@ from harness.api import DiskFullError
 #: Sums keep their order, so that a result depends on its own operands and on nothing that shares the call.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BYTES = 1 << 20
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 _OPENMP = re.compile(r"/lib(?:gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
@@ -50,14 +47,12 @@ def load(source: Path, cache: Path) -> ctypes.CDLL:
         raise NoCompilerError(f"{shlex.join(compiler)} cannot build {source.name}: {_reason(exc)}") from exc
 
 
-def by_dtype(source: Path, name: str, arguments: Sequence[Any], cache: Path) -> dict[torch.dtype, Any]:
-    """A source's functions `name`_<dtype>, which return nothing, by the dtype they are for. Raises as `load`."""
-    library = load(source, cache)
-    functions = {dtype: getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}") for dtype in _STORED}
-    for function in functions.values():
-        function.argtypes = list(arguments)
-        function.restype = None
-    return functions
+def function(source: Path, name: str, arguments: Sequence[Any], cache: Path) -> Any:
+    """A source's function of that name, which returns nothing. Raises as `load`."""
+    found = getattr(load(source, cache), name)
+    found.argtypes = list(arguments)
+    found.restype = None
+    return found
 
 
 def openmp(maps: str) -> str:

@@ -1,0 +1,200 @@
+"""`python -m engines.offload.kernels`: how fast the kernels of this host are, beside what they are held to."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from engines.offload import quantize
+from engines.offload.kernels.attention import Segments, compiled_attention
+from engines.offload.kernels.build import NoCompilerError
+from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
+from engines.offload.kernels.product import Product, compiled_product
+from engines.offload.layer_pages import LayerPages
+from engines.offload.pages import PAGE_TOKENS
+from engines.offload.rule import Rule
+from engines.offload.storage import Grouped, Plain, Storage
+
+_ROUNDS = 7
+_KINDS: Mapping[str, Storage] = {
+    "16 bit": Plain("bfloat16"),
+    "8 bit": Grouped(8, 64),
+    "4 bit": Grouped(4, 64),
+    "3 bit": Grouped(3, 64),
+}
+#: (name, sequences, heads, key/value heads, context), of 64 columns.
+_ATTENTIONS = (("multi-head, 512 tokens", 32, 32, 32, 512), ("multi-head, 2048 tokens", 8, 32, 32, 2048),
+               ("4 heads a group, 2048 tokens", 16, 32, 8, 2048))  # fmt: skip
+_DIM = 64
+#: One decoder layer of opt-1.3b: rows and columns of its matrices.
+_LAYER = ((2048, 2048),) * 4 + ((8192, 2048), (2048, 8192))
+
+Work = Callable[[], object]
+
+
+def main() -> None:
+    """Prints the table as Markdown; a few minutes on two cores. Exits with a line where there is no compiler."""
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        try:
+            lines = [*_attention(Path(folder), threads), "", *_product(Path(folder), threads), "",
+                     *_codecs(Path(folder), threads)]  # fmt: skip
+        except NoCompilerError as exc:
+            sys.exit(f"no compiled kernels here: {exc}")
+    sys.stdout.write(f"{os.cpu_count()} cores, {threads} threads; median of {_ROUNDS} interleaved rounds (lowest to "
+                     "highest)\n\n" + "\n".join(lines) + "\n")  # fmt: skip
+
+
+def _attention(cache: Path, threads: int) -> Iterator[str]:
+    yield "| attention of one new token | bytes | GB/s of them | of the bound | bound |"
+    yield "| --- | --- | --- | --- | --- |"
+    source = torch.zeros(1 << 26)
+    target = torch.empty_like(source)
+    square = torch.full((2048, 2048), 0.01)
+    out = torch.empty_like(square)
+    for name, sequences, heads, kv_heads, context in _ATTENTIONS:
+        values = 2 * sequences * kv_heads * context * _DIM
+        flops = 4 * sequences * heads * context * _DIM
+        work: dict[str, Work] = {
+            "copy": lambda: target.copy_(source),
+            "product": lambda: torch.mm(square, square, out=out),
+        }
+        for kind, stored in _KINDS.items():
+            work[kind] = _attend(stored, sequences, heads, kv_heads, context, cache, threads)
+        seconds = _times(work)
+        bandwidth = source.nbytes / statistics.median(seconds["copy"])
+        rate = 2 * 2048**3 / statistics.median(seconds["product"])
+        for kind, stored in _KINDS.items():
+            nbytes = values // _DIM * stored.row_bytes(_DIM)
+            bound = max(nbytes / bandwidth, flops / rate)
+            limit = f"copy {bandwidth / 1e9:.1f} GB/s" if nbytes / bandwidth > flops / rate else "multiply-adds"
+            median = statistics.median(seconds[kind])
+            yield (
+                f"| {name}, {kind} | {nbytes / 1e6:.0f} MB | {_spread(nbytes / 1e9, seconds[kind])} | "
+                f"{bound / median:.0%} | {limit} |"
+            )
+
+
+def _attend(
+    stored: Storage, sequences: int, heads: int, kv_heads: int, context: int, cache: Path, threads: int
+) -> Work:
+    kernel = compiled_attention(stored, cache, threads)
+    each = context // PAGE_TOKENS
+    codec = plain_codec(stored) if isinstance(stored, Plain) else compiled_codec(stored, cache, threads)
+    one = codec.pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, _DIM))
+    pages = LayerPages(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
+    table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
+    cached = torch.full((sequences,), context - 1, dtype=torch.int32)
+    segments = Segments(torch.arange(sequences + 1, dtype=torch.int32), cached, table)
+    query, rule = torch.randn(heads, sequences, _DIM), Rule(_DIM**-0.5)
+    return lambda: kernel(query, pages, segments, rule)
+
+
+def _product(cache: Path, threads: int) -> Iterator[str]:
+    """A layer's products, and what unpacking its weights alone takes: as products of no rows."""
+    yield "| one layer of opt-1.3b, 256 rows | GFLOP/s | unpacking, part of the float32 product |"
+    yield "| --- | --- | --- |"
+    kinds: dict[str, Storage] = {"32 bit": Plain("float32"), **_KINDS, "4 bit, groups across": Grouped(4, 64, True)}
+    layers = {kind: _layer(stored, cache, threads) for kind, stored in kinds.items()}
+    seconds = _times({f"{kind} {rows}": _multiply(layers[kind], rows) for kind in kinds for rows in (0, 256)})
+    flops = 2 * 256 * sum(n * k for n, k in _LAYER)
+    whole = statistics.median(seconds["32 bit 256"])
+    for kind in kinds:
+        unpacking = statistics.median(seconds[f"{kind} 0"]) / whole
+        yield f"| {kind} | {_spread(flops / 1e9, seconds[f'{kind} 256'])} | {unpacking:.1%} |"
+    yield ""
+    yield "| few rows | 16 bit | 4 bit | torch's int4 (bfloat16 activations) |"
+    yield "| --- | --- | --- | --- |"
+    fused = _fused()
+    for rows in (1, 4, 8, 16, 32):
+        work = {kind: _multiply(layers[kind], rows) for kind in ("16 bit", "4 bit")}
+        seconds = _times(work | {"fused": lambda rows=rows: fused(rows)})
+        found = " | ".join(f"{_spread(1e-3, seconds[kind], inverse=True)} ms" for kind in (*work, "fused"))
+        yield f"| {rows} | {found} |"
+
+
+def _layer(stored: Storage, cache: Path, threads: int) -> tuple[Product, Sequence[tuple[torch.Tensor, int, int]]]:
+    product = compiled_product(stored, cache, threads)
+    weights = []
+    for n, k in _LAYER:
+        weight = torch.randn(n, k) * 0.02
+        if isinstance(stored, Plain):
+            packed = weight.to(getattr(torch, stored.dtype))
+        else:
+            packed = compiled_codec(stored, cache, threads).pack(weight.T if stored.across else weight)
+        weights.append((packed, n, k))
+    return product, weights
+
+
+def _multiply(layer: tuple[Product, Sequence[tuple[torch.Tensor, int, int]]], rows: int) -> Work:
+    product, weights = layer
+    operands = [(torch.randn(rows, k), weight, torch.empty(rows, n)) for weight, n, k in weights]
+
+    def work() -> None:
+        for x, weight, out in operands:
+            product(x, weight, None, out)
+
+    return work
+
+
+def _fused() -> Callable[[int], object]:
+    """The same layer by torch's own product with 4-bit weights, which takes bfloat16 activations."""
+    operands = []
+    for n, k in _LAYER:
+        codes = torch.randint(0, 16, (n, k), dtype=torch.int32)
+        scales = torch.rand(k // 64, n, 2).bfloat16()
+        operands.append((torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), scales, k))
+
+    def work(rows: int) -> None:
+        for packed, scales, k in operands:
+            torch.ops.aten._weight_int4pack_mm_for_cpu(torch.ones(rows, k, dtype=torch.bfloat16), packed, 64, scales)
+
+    return work
+
+
+def _codecs(cache: Path, threads: int) -> Iterator[str]:
+    yield "| 4 bits, 4.2 million values | packing, million/s | unpacking, million/s |"
+    yield "| --- | --- | --- |"
+    how = Grouped(4, 64)
+    x = torch.randn(2048, 2048)
+    packed, out = quantize.pack(x, how), torch.empty_like(x)
+    ways: dict[str, Codec] = {"C++": compiled_codec(how, cache, threads), "torch": reference_codec(how)}
+    try:
+        ways["numba"] = numba_codec(how)
+    except ImportError:
+        yield "| numba is not installed | | |"
+    for name, codec in ways.items():
+        seconds = _times({
+            "pack": lambda codec=codec: codec.pack(x),
+            "unpack": lambda codec=codec: codec.unpack(packed, out),
+        })  # fmt: skip
+        yield f"| {name} | {_spread(x.numel() / 1e6, seconds['pack'])} | {_spread(x.numel() / 1e6, seconds['unpack'])} |"
+
+
+def _times(work: Mapping[str, Work]) -> dict[str, list[float]]:
+    """Seconds of each work, in rounds that take all in turn; the first round is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for i in range(_ROUNDS + 1):
+        for name, one in work.items():
+            began = time.perf_counter()
+            one()
+            if i:
+                found[name].append(time.perf_counter() - began)
+    return found
+
+
+def _spread(amount: float, seconds: Sequence[float], inverse: bool = False) -> str:
+    """`amount` a second, or seconds an `amount`: median, lowest and highest."""
+    rates = sorted(s / amount if inverse else amount / s for s in seconds)
+    return f"{statistics.median(rates):.3g} ({rates[0]:.3g} to {rates[-1]:.3g})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The kernels of this host: compiled where there is a compiler, else what stands in for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines.offload.kernels.attention import (
+    AttentionKernel,
+    compiled_attention,
+    compiled_memory,
+    reference_attention,
+    reference_memory,
+)
+from engines.offload.kernels.build import NoCompilerError
+from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
+from engines.offload.kernels.product import Product, compiled_product
+from engines.offload.storage import Plain, Storage
+from harness.api import ModelShape
+
+
+class Kernels:
+    """Kernels on `threads` threads, built under `cache` on first use. `note` says what is missing and why."""
+
+    def __init__(self, cache: Path, threads: int) -> None:
+        self._cache = cache
+        self._threads = threads
+        self.note = ""
+
+    def codec(self, stored: Storage) -> Codec:
+        """How values become what is stored, and back."""
+        if isinstance(stored, Plain):
+            return plain_codec(stored)
+        if not self.note:
+            try:
+                return compiled_codec(stored, self._cache, self._threads)
+            except NoCompilerError as exc:
+                self._miss(exc)
+        try:
+            return numba_codec(stored)
+        except ImportError:
+            return reference_codec(stored)
+
+    def product(self, stored: Storage) -> Product | None:
+        """Products in float32 with weights as they are stored, if there is a kernel."""
+        if not self.note:
+            try:
+                return compiled_product(stored, self._cache, self._threads)
+            except NoCompilerError as exc:
+                self._miss(exc)
+        return None
+
+    def attention(
+        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int
+    ) -> tuple[AttentionKernel, tuple[int, int]]:
+        """Attention over a cache that is `stored` so, and the memory that it holds beside its operands.
+
+        In bytes: fixed, and for each prompt row of a pass, for sequences of up to `longest` tokens.
+        """
+        if not self.note:
+            try:
+                kernel = compiled_attention(stored, self._cache, self._threads)
+                return kernel, compiled_memory(shape, longest, self._threads)
+            except NoCompilerError as exc:
+                self._miss(exc)
+        return reference_attention(self.codec(stored)), reference_memory(shape, longest, stored, compute_bytes)
+
+    def _miss(self, exc: NoCompilerError) -> None:
+        self.note = f"no kernels of our own, which are faster: {exc}"

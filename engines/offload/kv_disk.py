@@ -1,0 +1,211 @@
+"""Keys and values whose home is the disk: read a layer ahead of attention, and written back behind it."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engines.offload.pages import STAGES
+from engines.offload.throttle import Throttle
+from engines.offload.timeline import Timeline
+from engines.offload.transfer import reads_directly
+from harness.api import DiskFullError, HarnessError, direct_buffer
+
+_WORKERS = 2
+#: Bytes that one read or write takes at most, so that all workers have some.
+_PIECE = 2 << 20
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Pages that are neighbours in the file and in memory."""
+
+    page: int
+    slot: int
+    count: int
+
+
+class DiskPages:
+    """`pages` pages in a file without a name, each with a record of `record` bytes, a multiple of ALIGN, a layer.
+
+    The pages of a pass are staged in memory, one layer after the other. `start` says which they are; `staged` waits
+    for a layer; `done` says that all have attended to it, so that what is new in it is written back and its place is
+    free for the layer after the next. One thread keeps that order, so that a record is never read before it is
+    written. An error of it is raised by the next call. Without `ahead` a layer is read when it is asked for and written
+    before `done` returns.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: int,
+        pages: int,
+        record: int,
+        timeline: Timeline,
+        throttle: Throttle,
+        ahead: bool = True,
+    ) -> None:
+        self._layers = layers
+        self._ahead = STAGES if ahead else 0  # layers that are asked for before they are needed
+        self.pages = pages
+        self._record = record
+        self._timeline = timeline
+        self._throttle = throttle
+        self._file, self.direct = room_for(folder / "cache.pages", layers * pages * record, "cache")
+        self._memory = memoryview(direct_buffer(STAGES * pages * record))
+        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, pages * record)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._arrived = threading.Condition()
+        self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
+        self._first = 0  # of this pass
+        self._left = 0  # layers of this pass that are not yet asked for
+        self._read: list[_Run] = []
+        self._write: list[_Run] = []
+        self._failure: HarnessError | None = None
+        self.bytes_read = self.bytes_written = 0
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
+        self._keeper = threading.Thread(target=self._work, name="cache", daemon=True)
+        self._keeper.start()
+
+    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
+        """Begins a pass: `known` pages hold something, `touched` ones will. Where each is staged, by page: [pages]."""
+        read, write = set(known), set(touched)
+        slots = torch.zeros(self.pages, dtype=torch.long)
+        order = sorted(read | write)
+        slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
+        most = max(1, _PIECE // self._record)
+        place = {page: slot for slot, page in enumerate(order)}
+        self._read, self._write = ([*_runs(sorted(pages), place, most)] for pages in (read, write))
+        self._first += self._layers
+        self._left = self._layers
+        for _ in range(min(self._ahead, self._layers)):
+            self._ask()
+        return slots
+
+    def staged(self, layer: int) -> torch.Tensor:
+        """The records uint8 [pages * record] of this pass's pages in a layer, in the order of `start`."""
+        if self._layers - self._left <= layer:
+            self._ask()
+        self._wait(lambda: self._ready >= self._first + layer)
+        return self._stages[layer % STAGES]
+
+    def done(self, layer: int) -> None:
+        """All have attended to a layer."""
+        number, runs = self._first + layer, self._write
+
+        def write() -> None:
+            self._transfer("write", layer, runs)
+            with self._arrived:
+                self._written = number
+                self._arrived.notify()
+
+        self._jobs.put(write)
+        if not self._ahead:
+            self._wait(lambda: self._written >= number)
+        elif self._left:
+            self._ask()
+
+    def close(self) -> None:
+        """Ends the threads and gives the file's room back. Idempotent."""
+        if self._keeper.is_alive():
+            self._jobs.put(None)
+            self._keeper.join()
+        self._workers.shutdown()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Raises what went wrong meanwhile."""
+        began = time.perf_counter()
+        with self._arrived:
+            while not until() and self._failure is None:
+                self._arrived.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._timeline.add("wait", "stall", began, time.perf_counter())
+
+    def _ask(self) -> None:
+        """Has the next layer read."""
+        layer, runs, number = self._layers - self._left, self._read, self._first + self._layers - self._left
+        self._left -= 1
+
+        def read() -> None:
+            self._transfer("read", layer, runs)
+            with self._arrived:
+                self._ready = number
+                self._arrived.notify()
+
+        self._jobs.put(read)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._failure is not None:
+                continue
+            try:
+                job()
+            except Exception as exc:  # must reach whoever waits, whatever it is
+                with self._arrived:
+                    self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
+                    self._arrived.notify()
+
+    def _transfer(self, what: str, layer: int, runs: Sequence[_Run]) -> None:
+        began = time.perf_counter()
+        move = os.preadv if what == "read" else os.pwritev
+
+        def one(run: _Run) -> int:
+            start = (layer % STAGES * self.pages + run.slot) * self._record
+            view = self._memory[start : start + run.count * self._record]
+            offset = (layer * self.pages + run.page) * self._record
+            size = len(view)
+            while view:
+                count = move(self._file, [view], offset)
+                if count <= 0:
+                    raise HarnessError(f"cache on disk: {what} of {size} bytes at byte {offset} came to an end")
+                view, offset = view[count:], offset + count
+            self._throttle.wait(size)
+            return size
+
+        moved = sum(self._workers.map(one, runs))
+        if what == "read":
+            self.bytes_read += moved
+        else:
+            self.bytes_written += moved
+        if runs:
+            self._timeline.add("cache", f"{what} layer {layer}", began, time.perf_counter())
+
+
+def _runs(pages: Sequence[int], place: dict[int, int], most: int) -> Iterable[_Run]:
+    """Neighbours both in the file and in memory, at most `most` at a time."""
+    groups = itertools.groupby(enumerate(pages), key=lambda pair: (pair[1] - pair[0], place[pair[1]] - pair[0]))
+    for _, group in groups:
+        found = [page for _, page in group]
+        for i in range(0, len(found), most):
+            yield _Run(found[i], place[found[i]], len(found[i : i + most]))
+
+
+def room_for(path: Path, nbytes: int, what: str) -> tuple[int, bool]:
+    """A file of so many bytes that goes when it is closed, whatever becomes of this process; direct I/O if it can be."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, max(nbytes, mmap.PAGESIZE))
+            direct = reads_directly(path)
+            if direct:
+                os.close(descriptor)
+                descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+        finally:
+            path.unlink()
+    except OSError as exc:
+        raise DiskFullError(f"{path.parent}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
+    return descriptor, direct

@@ -1,0 +1,84 @@
+"""How a row of values is stored, one by one or quantized in groups: sizes only, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.api import DTYPE_BYTES, Dtype, UnsupportedError
+
+#: Bits of a quantized value, and values of a group, that there are kernels for.
+BITS, GROUPS = (3, 4, 8), (32, 64, 128)
+#: Values whose codes fill whole bytes at any number of bits.
+EIGHT = 8
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Values one by one in `dtype`."""
+
+    dtype: Dtype
+
+    @property
+    def name(self) -> str:
+        return self.dtype
+
+    @property
+    def grain(self) -> int:
+        """Between so many values a row can be cut."""
+        return 1
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of `columns` values."""
+        return columns * DTYPE_BYTES[self.dtype]
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight W[rows, columns]."""
+        return rows * self.row_bytes(columns)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Codes of `bits` in groups of `group` values, each with its step and its least value in float16.
+
+    quantize.py says what they mean. `across`: of weights W[outputs, inputs], the rows that are stored are W's columns,
+    so that groups run along the outputs, as FlexGen has them.
+    """
+
+    bits: int
+    group: int
+    across: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or self.group not in GROUPS:
+            raise UnsupportedError(
+                f"{self.bits} bits in groups of {self.group} are not quantized to; bits are one of "
+                f"{', '.join(map(str, BITS))}, groups of {', '.join(map(str, GROUPS))}"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"bits{self.bits}"
+
+    @property
+    def grain(self) -> int:
+        """Between so many values a row can be cut."""
+        return self.group
+
+    def groups(self, columns: int) -> int:
+        """Groups of a row of `columns` values; the last one may lack some."""
+        return -(-columns // self.group)
+
+    def code_bytes(self, columns: int) -> int:
+        """Bytes of a row's codes, which come first."""
+        return -(-columns // EIGHT) * self.bits
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of `columns` values."""
+        return self.code_bytes(columns) + 4 * self.groups(columns)
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight W[rows, columns]."""
+        return columns * self.row_bytes(rows) if self.across else rows * self.row_bytes(columns)
+
+
+Storage = Plain | Grouped

@@ -1,0 +1,64 @@
+"""What quantization costs a real model: WikiText perplexity of SmolLM2 at the bits of weights and cache.
+
+SmolLM2's file is itself of 4-bit groups of 32, so groups of 64 are a second, harsher quantization: the figures are an
+indication, not those of a model quantized once.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import transformers
+
+from engines.offload.engine import OffloadEngine
+from harness.api import HardwareLimits, Job, OffloadPolicy
+from tests.integration.test_smollm2 import gguf_file, model  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.slow
+TEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext2_raw" / "wiki.test.raw"
+#: Tokens of a window and windows: token-level perplexity, every window by itself.
+WINDOW, WINDOWS = 512, 16
+POLICIES = {
+    "exact": {},
+    "8 bit": {"weight_bits": 8, "kv_bits": 8},
+    "4 bit": {"weight_bits": 4, "kv_bits": 4},
+    "4 bit across": {"weight_bits": 4, "kv_bits": 4, "weight_groups": "output"},
+    "4 bit, 10 % of the values": {"weight_bits": 4, "kv_bits": 4, "value_sparsity": 0.1},
+    "3 bit": {"weight_bits": 3, "kv_bits": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def perplexity(model, tmp_path_factory):  # noqa: F811
+    if not TEXT.exists():
+        pytest.skip(f"no {TEXT.name}: the shared data are not here")
+    ids = transformers.AutoTokenizer.from_pretrained(model.path)(TEXT.read_text()[:60_000]).input_ids
+    windows = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(WINDOWS)]
+    assert len(windows[-1]) == WINDOW
+    cache = tmp_path_factory.mktemp("cache")
+    found = {}
+    for name, more in POLICIES.items():
+        engine = OffloadEngine()
+        policy = OffloadPolicy(schedule="sweep", gpu_batch_size=16, **more)
+        engine.load(model, policy, HardwareLimits(), Job(cache, cache, WINDOW + 1, WINDOW))
+        scores = engine.score([([], window) for window in windows])
+        found[name] = math.exp(-sum(s.log_likelihood for s in scores) / (WINDOW * WINDOWS))
+        engine.close()
+    print({name: round(value, 3) for name, value in found.items()})  # noqa: T201 - `pytest -s` shows the figures
+    return found
+
+
+def test_eight_bits_are_nearly_free(perplexity):
+    assert perplexity["8 bit"] <= 1.005 * perplexity["exact"]
+
+
+def test_four_bits_cost_little(perplexity):
+    assert perplexity["exact"] < perplexity["4 bit"] <= 1.15 * perplexity["exact"]
+
+
+def test_a_tenth_of_the_values_is_enough(perplexity):
+    assert perplexity["4 bit, 10 % of the values"] <= 1.01 * perplexity["4 bit"]
+
+
+def test_three_bits_are_clearly_worse(perplexity):
+    assert perplexity["3 bit"] > 1.5 * perplexity["4 bit"]

@@ -1,0 +1,183 @@
+"""Cache pages on disk: what comes back is what was written, in whatever order, and errors reach the caller."""
+
+import os
+import random
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from engines import checkpoints
+from engines.offload import kv_disk
+from engines.offload.kv_disk import DiskPages
+from engines.offload.pool import PagePool
+from engines.offload.throttle import Throttle
+from engines.offload.timeline import Timeline
+from harness.api import DiskFullError, HarnessError, InfeasibleError, ModelSpec
+from tests.offload import CONFIGS, load, requests_of, save
+
+RECORD = 4096
+
+
+def pages(folder, count=20, layers=5, throttle=None):
+    return DiskPages(folder, layers, count, RECORD, Timeline(), throttle or Throttle(None))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_what_was_written_comes_back(tmp_path, layers):
+    """Random passes: each page and layer keeps a counter that is checked and raised."""
+    disk, rng = pages(tmp_path, layers=layers), random.Random(0)
+    expected = {}
+    for _ in range(60):
+        touched = set(rng.sample(range(20), rng.randint(0, 12)))
+        known = {page for page in rng.sample(range(20), rng.randint(0, 20)) if (page, 0) in expected}
+        slots = disk.start(known, touched)
+        for layer in range(layers):
+            records = disk.staged(layer).view(20, RECORD)
+            for page in known | touched:
+                record = records[slots[page]]
+                if page in known:
+                    assert (record == expected[page, layer]).all()
+                if page in touched:
+                    value = rng.randrange(256)
+                    record.fill_(value)
+                    expected[page, layer] = value
+            disk.done(layer)
+    assert disk.bytes_read
+    assert disk.bytes_written
+    disk.close()
+    disk.close()
+
+
+def test_a_pass_that_is_broken_off_does_not_disturb_the_next(tmp_path):
+    disk = pages(tmp_path)
+    disk.start([], [3])
+    for layer in range(5):
+        disk.staged(layer).view(20, RECORD)[0].fill_(layer + 1)
+        disk.done(layer)
+    disk.start([3], [3])
+    disk.staged(0)
+    slots = disk.start([3], [])
+    for layer in range(5):
+        assert (disk.staged(layer).view(20, RECORD)[slots[3]] == layer + 1).all()
+        disk.done(layer)
+    disk.close()
+
+
+def test_nothing_is_left_of_it(tmp_path):
+    disk = pages(tmp_path)
+    assert not list(tmp_path.iterdir())
+    before = threading.active_count()
+    disk.close()
+    assert threading.active_count() < before
+
+
+def test_an_error_of_the_disk_is_raised_where_it_is_waited_for(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    disk = pages(tmp_path)
+    monkeypatch.setattr(kv_disk.os, "preadv", fail)
+    disk.start([0], [])
+    with pytest.raises(HarnessError, match="cache on disk: .*Input/output error"):
+        disk.staged(0)
+    disk.close()
+
+
+def test_a_disk_without_room_is_said_before_any_work(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(kv_disk.os, "posix_fallocate", full)
+    with pytest.raises(DiskFullError, match="no room for 409600 bytes of cache on disk"):
+        pages(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_throttled_disk_takes_its_time(tmp_path):
+    disk = pages(tmp_path, throttle=Throttle(20 * 5 * RECORD / 0.2))
+    disk.start(range(20), [])
+    began = time.perf_counter()
+    for layer in range(5):
+        disk.staged(layer)
+        disk.done(layer)
+    assert time.perf_counter() - began >= 0.15
+    disk.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.75, 1.0])
+def test_pages_are_taken_in_the_proportion_that_was_asked_for(share):
+    rng, on_disk = random.Random(1), round(200 * share)
+    pool, held = PagePool(200, on_disk), []
+    for _ in range(150):
+        held += pool.take(1)
+        assert abs(sum(page >= 200 - on_disk for page in held) - share * len(held)) <= 1
+    assert pool.taken_on_disk == sum(page >= 200 - on_disk for page in held)
+    for _ in range(200):
+        rng.shuffle(held)
+        pool.give_back([held.pop() for _ in range(rng.randint(0, len(held)))])
+        held += pool.take(rng.randint(0, pool.free_pages))
+        assert len(set(held)) == len(held)
+
+
+# ------------------------------------------------------------------------------------------------ in the engine
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request, tmp_path_factory):
+    return save(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.parametrize("policy", [{}, {"kv_bits": 4}], ids=str)
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
+def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy, share):
+    model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+    batches = {"num_gpu_batches": 2} if schedule == "zigzag" else {}
+    requests = requests_of(3, 7)
+    found = []
+    for cache in ((0.0, 1.0, 0.0), (0.0, 1 - share, share)):
+        engine, report = load(
+            model, folder / "cache", schedule=schedule, gpu_batch_size=2, prefill_chunk=7, cache=cache, **batches, **policy
+        )
+        assert report.policy.cache[2] == pytest.approx(cache[2], abs=0.05)
+        found.append({result.id: result.tokens for result in engine.generate(requests)})
+        again = {result.id: result.tokens for result in engine.generate(requests)}
+        assert again == found[-1]
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_cache_on_disk_lets_more_sequences_in(tmp_path):
+    """Of twelve layers two are in memory."""
+    folder = save(tmp_path / "deep", "opt", num_hidden_layers=12)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    fits = {}
+    for share in (0.0, 1.0):
+        policy = {"schedule": "row", "cache": (0.0, 1 - share, share), "weights": (0.0, 0.0, 1.0)}
+        fits[share] = 1
+        with suppress(InfeasibleError):
+            while True:
+                load(model, tmp_path, 90 << 20, gpu_batch_size=2 * fits[share], **policy)[0].close()
+                fits[share] *= 2
+    assert fits[1.0] >= 2 * fits[0.0]
+
+
+def test_an_answer_after_an_error_of_the_disk_is_not_given(folder, tmp_path, monkeypatch):
+    model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+    engine, _ = load(model, folder / "cache", schedule="sweep", gpu_batch_size=2, cache=(0.0, 0.0, 1.0))
+    requests = requests_of(3, 3)
+    real, calls = os.pwritev, []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) > 5:
+            raise OSError(5, "Input/output error")
+        return real(*args)
+
+    monkeypatch.setattr(kv_disk.os, "pwritev", fail)
+    with pytest.raises(HarnessError, match="cache on disk"):
+        list(engine.generate(requests))
+    engine.close()

@@ -1,0 +1,108 @@
+"""Group-wise quantization against its definition in float64, and the compiled ways against the one in torch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from engines.offload import quantize
+from engines.offload.kernels.codec import compiled_codec, numba_codec
+from engines.offload.storage import BITS, GROUPS, Grouped
+from harness.api import UnsupportedError
+from tests.offload import with_kernels
+
+HOWS = [Grouped(bits, group) for bits in BITS for group in GROUPS]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return with_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+def rows(elements=None, sides=300):
+    """Float32 matrices with anything in them that float32 has."""
+    elements = elements or st.floats(width=32)
+    return arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=sides), elements=elements)
+
+
+def in_half(x):
+    """How far float16's nearest may be: half a unit in the last place, of subnormal numbers 2^-24."""
+    return max(2**-11 * abs(x), 2**-25)
+
+
+def groups_of(x, how):
+    """[(row, columns)] of each group."""
+    return [(i, slice(j, min(j + how.group, x.shape[1]))) for i in range(len(x)) for j in range(0, x.shape[1], how.group)]
+
+
+@given(rows(st.floats(-1e4, 1e4, width=32)), st.sampled_from(HOWS))
+@example(np.full((1, 70), 3.0, np.float32), Grouped(4, 64))
+@example(np.array([[65504.0, -65504.0, 0.0]], np.float32), Grouped(3, 32))
+@example(np.array([[1e-8, 2e-8, 0.0]], np.float32), Grouped(8, 32))
+def test_values_come_back_as_near_as_the_step_allows(x, how):
+    found = quantize.unpack(quantize.pack(torch.from_numpy(x), how), x.shape[1], how).numpy()
+    for i, columns in groups_of(x, how):
+        exact = x[i, columns].astype(np.float64)
+        levels = (1 << how.bits) - 1
+        step = (exact.max() - exact.min()) / levels
+        # half a step, and what float16 moves the step, which is taken up to `levels` times, and the least value by
+        slack = step / 2 + levels * in_half(step) + in_half(exact.min())
+        assert np.abs(found[i, columns] - exact).max() <= slack * (1 + 1e-6) + 1e-6 * np.abs(exact).max()
+
+
+@given(rows(st.floats(-1e4, 1e4, width=32), sides=140), st.sampled_from(HOWS))
+def test_codes_are_the_nearest_in_float64(x, how):
+    packed = quantize.pack(torch.from_numpy(x), how)
+    step, low = (part.numpy().astype(np.float64) for part in quantize.pairs(torch.from_numpy(x), how))
+    found = quantize.unpack(packed, x.shape[1], how).numpy()
+    for i, columns in groups_of(x, how):
+        s, least = step[i, columns.start // how.group], low[i, columns.start // how.group]
+        codes = np.rint((x[i, columns] - least) / s).clip(0, (1 << how.bits) - 1) if s else 0.0
+        np.testing.assert_allclose(found[i, columns], least + codes * s, rtol=1e-6, atol=1e-6 * max(abs(least), s))
+
+
+@pytest.mark.parametrize("way", ["compiled", "numba"])
+@given(x=rows(), how=st.sampled_from(HOWS))
+@example(x=np.array([[0.0, -0.0, 0.0], [-0.0, -0.0, 0.0]], np.float32), how=Grouped(4, 32))
+@example(x=np.array([[-1e-9, 1e-7, 1e-40]], np.float32), how=Grouped(4, 32))
+@example(x=np.array([[3e38, -3e38, 1.0]], np.float32), how=Grouped(8, 32))
+def test_every_way_gives_the_same_bits(cache, way, x, how):
+    if way == "numba":
+        pytest.importorskip("numba")
+    codec = numba_codec(how) if way == "numba" else compiled_codec(how, cache, threads=2)
+    packed = quantize.pack(torch.from_numpy(x), how)
+    assert torch.equal(codec.pack(torch.from_numpy(x)), packed)
+    out = torch.empty(x.shape)
+    codec.unpack(packed, out)
+    torch.testing.assert_close(out, quantize.unpack(packed, x.shape[1], how), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("how", HOWS)
+def test_what_is_no_number_spoils_its_group_and_no_other(how, bad):
+    x = torch.randn(2, 3 * how.group)
+    x[1, how.group + 5] = bad
+    found = quantize.unpack(quantize.pack(x, how), x.shape[1], how)
+    spoilt = torch.zeros_like(x, dtype=torch.bool)
+    spoilt[1, how.group : 2 * how.group] = True
+    assert torch.equal(found.isnan(), spoilt)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_group_of_one_value_is_that_value(how):
+    x = torch.full((1, how.group + 3), 0.5)
+    assert torch.equal(quantize.unpack(quantize.pack(x, how), x.shape[1], how), x)
+
+
+def test_four_bits_in_groups_of_64_are_four_and_a_half():
+    assert Grouped(4, 64).row_bytes(2048) * 8 / 2048 == 4.5
+    assert Grouped(4, 64).row_bytes(70) == 36 + 2 * 4  # codes of 72 values; a second group for six of them
+    assert quantize.pack(torch.zeros(5, 70), Grouped(4, 64)).shape == (5, 44)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(5, 64), (4, 48), (16, 64)])
+def test_there_are_no_other_bits_and_groups(bits, group):
+    with pytest.raises(UnsupportedError, match="bits"):
+        Grouped(bits, group)

@@ -28,6 +28,7 @@ from harness.api import (
     LocalModel,
     OffloadPolicy,
     Score,
+    UnsupportedError,
 )
 
 
@@ -82,7 +83,9 @@ class CausalLMEngine(ABC):
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
         if limits.disk_bandwidth is not None:
-            raise UnsupportedError(f"engine {self.name} reads as fast as the disk does: it has no limits.disk_bandwidth")
+            raise UnsupportedError(
+                f"engine {self.name} reads as fast as the disk does: it has no limits.disk_bandwidth"
+            )
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype

@@ -118,6 +118,11 @@ def _method(row: CellSummary) -> str | None:
     return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"
 
 
+def _seconds_of(task: str) -> Callable[[CellSummary], float | None]:
+    """How long a task was at work; None where it had nothing to do."""
+    return lambda row: metric(row.ok_records, f"task_{task}_s") or None
+
+
 def _realised(row: CellSummary, name: str) -> Any:
     """A field of the policy as the engine carried it out, where it places anything."""
     loads = [r.load for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
@@ -194,7 +199,7 @@ BOUND = (
 
 _NOT_AT_WORK = "this task had nothing to do"
 TASKS = tuple(
-    Figure(title, "s", lambda r, name=f"task_{name}_s": metric(r.ok_records, name) or None, _NOT_AT_WORK)
+    Figure(title, "s", _seconds_of(name), _NOT_AT_WORK)
     for title, name in (
         ("Load weights", "load_weights"),
         ("Load cache", "load_cache"),

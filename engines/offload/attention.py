@@ -15,7 +15,6 @@ from engines.offload.pages import PAGE_TOKENS
 from engines.offload.rule import Rule
 from engines.offload.timeline import Timeline
 
-
 Aside = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 

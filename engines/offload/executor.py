@@ -22,7 +22,6 @@ from engines.offload.timeline import AWAITING, BETWEEN, Timeline
 from engines.offload.transfer import BlockStream
 from harness.api import HarnessError
 
-
 _PAUSED = object()
 
 
@@ -127,21 +126,27 @@ class Executor:
                 self._timeline.add("compute", block.matrix, began, time.perf_counter())
             elif op.kind == "run":
                 joint = None
-                if isinstance(needs[op.batch], _Attending):
-                    given[op.batch] = needs[op.batch].result.result()
-                    self._timeline.add("compute", AWAITING, began, time.perf_counter())
-                    began = time.perf_counter()
-                if given[op.batch] is None:
-                    continue
-                needs[op.batch] = running[op.batch].switch(given[op.batch])
-                if isinstance(needs[op.batch], _Attending) and (following is None or following.kind != "attend"):
-                    needs[op.batch] = running[op.batch].switch(needs[op.batch].result.result())
-                given[op.batch] = None
+                attends = following is not None and following.kind == "attend"
+                self._run_on(op.batch, attends, running, given, needs)
                 if following is None or following.kind != "run":
                     for k in (k for k, need in enumerate(needs) if need is _PAUSED):
                         needs[k] = running[k].switch()
-                self._timeline.add("compute", BETWEEN, began, time.perf_counter())
         return [torch.as_tensor(logits) for logits in needs]
+
+    def _run_on(self, k: int, attends: bool, running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
+        """Batch k goes on, if it has been given something, to its next need; `attends`: or to its attention."""
+        began = time.perf_counter()
+        if isinstance(needs[k], _Attending):
+            given[k] = needs[k].result.result()
+            self._timeline.add("compute", AWAITING, began, time.perf_counter())
+            began = time.perf_counter()
+        if given[k] is None:
+            return
+        needs[k] = running[k].switch(given[k])
+        if isinstance(needs[k], _Attending) and not attends:
+            needs[k] = running[k].switch(needs[k].result.result())
+        given[k] = None
+        self._timeline.add("compute", BETWEEN, began, time.perf_counter())
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
@@ -173,9 +178,7 @@ class Executor:
         for k, need in enumerate(needs):
             if batch in (-1, k) and need.matrix != matrix and matrix not in self._mixture:
                 raise HarnessError(f"the model asks for {need.matrix}, its dry pass had {matrix} here")
-        asking = [
-            need if batch in (-1, k) and need.matrix == matrix else None for k, need in enumerate(needs)
-        ]
+        asking = [need if batch in (-1, k) and need.matrix == matrix else None for k, need in enumerate(needs)]
         return _Joint(asking, self._outputs[matrix])
 
     def _is_needed(self, block: Block) -> bool:

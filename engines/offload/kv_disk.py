@@ -195,7 +195,7 @@ def _runs(pages: Sequence[int], place: dict[int, int], most: int) -> Iterable[_R
 
 
 def room_for(path: Path, nbytes: int, what: str) -> tuple[int, bool]:
-    """A file of so many bytes that goes when it is closed, whatever becomes of this process; direct I/O if it can be."""
+    """A file of so many bytes that goes when it is closed, whatever becomes of the process; direct I/O if it can be."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -11,7 +11,7 @@ import torch
 class LayerPages:
     """Keys and values as they are stored: `rows` [pages, 2, kv_heads, PAGE_TOKENS, head_dim or row_bytes].
 
-    Of each page the keys come first. Pages from len(rows) on are at `slots` [others] of `staged`, which is shaped alike.
+    Of each page the keys come first. Pages from len(rows) on are at `slots` [others] of `staged`, shaped alike.
     """
 
     rows: torch.Tensor

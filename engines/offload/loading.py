@@ -13,7 +13,7 @@ from engines.offload.executor import Executor
 from engines.offload.kernels import Kernels
 from engines.offload.kv_cache import PagedCache
 from engines.offload.kv_disk import DiskPages
-from engines.offload.layout import Block, blocks_of
+from engines.offload.layout import blocks_of
 from engines.offload.model import SeamedModel
 from engines.offload.pages import record_bytes
 from engines.offload.runtime import Runtime
@@ -75,7 +75,7 @@ class Loading:
                        f"products by {self._arithmetic.name}, {self._arithmetic.flops / 1e9:.0f} GFLOP/s"]  # fmt: skip
 
     def start(self, parts: ExitStack) -> Runtime:
-        """Converts the checkpoint on first use, binds what stays in memory and starts the streams; `parts` ends them."""
+        """Converts the checkpoint on first use, binds what stays in memory, starts the streams; `parts` ends them."""
         policy, plan, model, seamed = self._policy, self.plan, self._model, self.seamed
         converted = self._converted()
         seamed.bind({name: converted.table(name) for name in seamed.tables}, converted.small())

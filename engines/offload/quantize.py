@@ -36,7 +36,7 @@ def pairs(x: torch.Tensor, how: Grouped) -> tuple[torch.Tensor, torch.Tensor]:
     """The step and the least value, float16 [..., groups], of each group of float rows [..., columns]."""
     missing = -x.shape[-1] % how.group
     least, most = (
-        torch.nn.functional.pad(x.double(), (0, missing), value=end).unflatten(-1, (-1, how.group))
+        torch.nn.functional.pad(x.double(), (0, missing), value=end).reshape(*x.shape[:-1], -1, how.group)
         for end in (torch.inf, -torch.inf)
     )
     least, most = least.amin(-1), most.amax(-1)
@@ -50,7 +50,7 @@ def pairs(x: torch.Tensor, how: Grouped) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack(packed: torch.Tensor, columns: int, how: Grouped) -> torch.Tensor:
     """The float32 rows [..., columns] that uint8 [..., row_bytes] stand for."""
     pairs = 2 * how.groups(columns)
-    codes, step, low = packed.split([how.code_bytes(columns), pairs, pairs], -1)
+    codes, step, low = torch.split(packed, [how.code_bytes(columns), pairs, pairs], -1)
     values = _codes_of(codes, how.bits)[..., :columns].float()
     step, low = (halves(part).float().repeat_interleave(how.group, -1)[..., :columns] for part in (step, low))
     return low + values * step
@@ -67,10 +67,10 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    words = (codes.unflatten(-1, (-1, EIGHT)) << torch.arange(0, EIGHT * bits, bits)).sum(-1)
+    words = (codes.reshape(*codes.shape[:-1], -1, EIGHT) << torch.arange(0, EIGHT * bits, bits)).sum(-1)
     return (words[..., None] >> torch.arange(0, 8 * bits, 8) & 255).flatten(-2).to(torch.uint8)
 
 
 def _codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    words = (packed.unflatten(-1, (-1, bits)).long() << torch.arange(0, 8 * bits, 8)).sum(-1)
+    words = (packed.reshape(*packed.shape[:-1], -1, bits).long() << torch.arange(0, 8 * bits, 8)).sum(-1)
     return (words[..., None] >> torch.arange(0, EIGHT * bits, bits) & ((1 << bits) - 1)).flatten(-2)

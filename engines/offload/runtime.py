@@ -68,7 +68,9 @@ class Runtime:
                 if arrival > now:
                     time.sleep(arrival - now)
                     continue
-                batches = [part for batch in batcher.next_pass(now) for part in _split(batch, self._policy.nano_batches)]
+                batches = [
+                    part for batch in batcher.next_pass(now) for part in _split(batch, self._policy.nano_batches)
+                ]
                 if not batches:
                     raise HarnessError("no sequence can go on: the cache is too small for what was let in")
                 try:
@@ -140,7 +142,7 @@ class Runtime:
 
 
 def _split(batch: Sequence[Part[S]], count: int) -> list[list[Part[S]]]:
-    """A batch in at most `count` parts of about as many rows, in its order: who shares a page comes after who fills it."""
+    """A batch in at most `count` parts of about as many rows, in order: who shares a page comes after who fills it."""
     total, rows = sum(part.count for part in batch), 0
     found: list[list[Part[S]]] = [[] for _ in range(count)]
     for part in batch:

@@ -105,7 +105,7 @@ class Parking:
         slot = self._free.pop()
         if count:
             data = rows[:count].contiguous().view(torch.uint8).numpy().reshape(-1)
-            self._memory[: len(data)] = memoryview(data)
+            self._memory[: len(data)] = data.tobytes()
             self._move("write", os.pwritev, slot, len(data))
         return _Parked(slot, count, rows[count:].clone(), hidden.shape)
 
@@ -127,4 +127,3 @@ class Parking:
             raise HarnessError(f"activations on disk: {what} of {size} bytes came to an end")
         self._throttle.wait(size)
         self._timeline.add("activations", what, began, time.perf_counter())
-

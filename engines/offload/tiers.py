@@ -27,7 +27,8 @@ class Demand:
     """What is to be placed: weight blocks, bytes of `small` tensors, the cache, and the lengths of sequences.
 
     `compute_bytes`: of an activation's value. `cast_bytes`: of the largest copy that is made of a block before its
-    product, 0 where there is none. `cache`: how keys and values are stored. `attention`: bytes that attention holds beside its operands, and for each prompt row of a pass.
+    product, 0 where there is none. `cache`: how keys and values are stored. `attention`: bytes that attention holds
+    beside its operands, and for each prompt row of a pass.
 
     A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
     """

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from harness.api import EngineTrace, TraceEvent, union_length
 
-#: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a wait is compute standing still for a load.
+#: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a
+#: wait is compute standing still for a load.
 LANES = ("load", "cache", "activations", "wait", "compute", "attention")
 #: Spans of the compute lane that are no products: a batch runs on to its next one, or waits for its attention.
 BETWEEN, AWAITING = "between products", "waits for attention"

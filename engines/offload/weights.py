@@ -93,8 +93,8 @@ def convert(
 ) -> Converted:
     """The converted form of `model`, written under `cache` on first use, a block at a time, then reused by content.
 
-    `blocks` are those of `matrices`, in order of use, and `codecs` make what they are stored as. Raises HarnessError for a checkpoint that does not fit the
-    model or holds NaN, DiskFullError where it cannot be written.
+    `blocks` are those of `matrices`, in order of use, and `codecs` make what they are stored as. Raises HarnessError
+    for a checkpoint that does not fit the model or holds NaN, DiskFullError where it cannot be written.
     """
     dtype = getattr(torch, model.dtype)
     offload = cache / "offload"

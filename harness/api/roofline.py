@@ -27,7 +27,8 @@ def roofline(
 ) -> Bound | None:
     """Best generated tokens/s for whole blocks of `batch` (or of all requests, where they are fewer).
 
-    With the layers' weights and the cache in the policy's bits, and under the limits of `spec`. None where a needed rate was not measured.
+    With the layers' weights and the cache in the policy's bits, and under the limits of `spec`. None where a needed
+    rate was not measured.
     """
     workload, policy, limits = spec.workload, spec.policy, spec.limits
     if workload.num_requests != "auto":

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from harness.api.common import FORBID, HarnessError, Schedule, Status, Tune, UnsupportedError
 from harness.api.serial import to_json
@@ -158,10 +158,17 @@ class RunSpec:
     reference: bool = False
 
     _LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
+    #: Fields that came later: where they are left alone, what was measured before them is still the same.
+    _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "policy": {"weight_groups": "input", "overlap": True, "nano_batches": 1, "nano_overlap": True},
+        "limits": {"disk_bandwidth": None},
+    }
 
     def fingerprint(self) -> str:
         """Stable hash (16 hex digits) of all that is measured; labels, repeats and the timeout are left out."""
         body = {k: v for k, v in to_json(self).items() if k not in self._LABELS}
+        for section, later in self._LATER.items():
+            body[section] = {k: v for k, v in body[section].items() if k not in later or v != later[k]}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -81,7 +81,10 @@ def profile(flops=1e9, disk=1e6):
     return HardwareProfile((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
 
 
-def bound(workload, batch, budget, machine, dtype="float32", model=MODEL, policy=OffloadPolicy(), disk=None):
+EXACT = OffloadPolicy()
+
+
+def bound(workload, batch, budget, machine, dtype="float32", model=MODEL, policy=EXACT, disk=None):
     limits = HardwareLimits(host_memory=budget, disk_bandwidth=disk)
     return roofline(model, RunSpec("e", ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
 

@@ -14,8 +14,6 @@ from engines.offload.rehearsal import best_rule
 from engines.offload.sequences import Generation
 from harness.api import GenerationRequest, SamplingParams
 
-
-
 _others = itertools.count()
 
 

@@ -240,7 +240,9 @@ def test_activations_on_disk_change_nothing(model, reference, cache, share):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("policy", [{}, {"kv_bits": 8, "cache": (0.0, 0.5, 0.5)}, {"weights": (0.0, 0.3, 0.7)}], ids=str)
+@pytest.mark.parametrize(
+    "policy", [{}, {"kv_bits": 8, "cache": (0.0, 0.5, 0.5)}, {"weights": (0.0, 0.3, 0.7)}], ids=str
+)
 def test_nano_batches_change_nothing(model, cache, policy, overlap):
     requests = requests_of(5, 9)
     found = []

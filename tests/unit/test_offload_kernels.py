@@ -143,11 +143,18 @@ def by_hand(query, keys, values, segments, rule):
     return out
 
 
-SPANS = [(1, 0), (1, 2), (1, 8), (1, 39), (70, 0), (7, 5), (49, 30), (2, 0)]
+SPANS = [(1, 0), (1, 2), (1, 8), (1, 39), (50, 0), (7, 5), (17, 30), (2, 0)]
 
 
 SHAPES = [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7), (2, 1, 80)]
-RULES = [{}, {"keep": 0.3}, {"keep": 0.1, "window": 30, "sinks": True}, {"window": 8}, {"softcap": 2.0}, {"window": 40, "softcap": 1.5, "sinks": True}]
+RULES = [
+    {},
+    {"keep": 0.3},
+    {"keep": 0.1, "window": 30, "sinks": True},
+    {"window": 8},
+    {"softcap": 2.0},
+    {"window": 40, "softcap": 1.5, "sinks": True},
+]
 
 
 @pytest.mark.parametrize("stored", [*map(Plain, DTYPES), Grouped(4, 64), Grouped(8, 32), Grouped(3, 128)])

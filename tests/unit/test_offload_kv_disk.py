@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 
 import pytest
-import torch
 
 from engines import checkpoints
 from engines.offload import kv_disk
@@ -81,7 +80,7 @@ def test_an_error_of_the_disk_is_raised_where_it_is_waited_for(tmp_path, monkeyp
     disk = pages(tmp_path)
     monkeypatch.setattr(kv_disk.os, "preadv", fail)
     disk.start([0], [])
-    with pytest.raises(HarnessError, match="cache on disk: .*Input/output error"):
+    with pytest.raises(HarnessError, match=r"cache on disk: .*Input/output error"):
         disk.staged(0)
     disk.close()
 
@@ -140,7 +139,14 @@ def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy
     found = []
     for cache in ((0.0, 1.0, 0.0), (0.0, 1 - share, share)):
         engine, report = load(
-            model, folder / "cache", schedule=schedule, gpu_batch_size=2, prefill_chunk=7, cache=cache, **batches, **policy
+            model,
+            folder / "cache",
+            schedule=schedule,
+            gpu_batch_size=2,
+            prefill_chunk=7,
+            cache=cache,
+            **batches,
+            **policy,
         )
         assert report.policy.cache[2] == pytest.approx(cache[2], abs=0.05)
         found.append({result.id: result.tokens for result in engine.generate(requests)})

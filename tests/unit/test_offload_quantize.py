@@ -34,7 +34,9 @@ def in_half(x):
 
 def groups_of(x, how):
     """[(row, columns)] of each group."""
-    return [(i, slice(j, min(j + how.group, x.shape[1]))) for i in range(len(x)) for j in range(0, x.shape[1], how.group)]
+    return [
+        (i, slice(j, min(j + how.group, x.shape[1]))) for i in range(len(x)) for j in range(0, x.shape[1], how.group)
+    ]
 
 
 @given(rows(st.floats(-1e4, 1e4, width=32)), st.sampled_from(HOWS))

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,7 +116,7 @@ def _product(cache: Path, threads: int) -> Iterator[str]:
     fused = _fused()
     for rows in (1, 4, 8, 16, 32):
         work = {kind: _multiply(layers[kind], rows) for kind in ("16 bit", "4 bit")}
-        seconds = _times(work | {"fused": lambda rows=rows: fused(rows)})
+        seconds = _times(work | {"fused": partial(fused, rows)})
         found = " | ".join(f"{_spread(1e-3, seconds[kind], inverse=True)} ms" for kind in (*work, "fused"))
         yield f"| {rows} | {found} |"
 
@@ -172,10 +173,11 @@ def _codecs(cache: Path, threads: int) -> Iterator[str]:
         yield "| numba is not installed | | |"
     for name, codec in ways.items():
         seconds = _times({
-            "pack": lambda codec=codec: codec.pack(x),
-            "unpack": lambda codec=codec: codec.unpack(packed, out),
+            "pack": partial(codec.pack, x),
+            "unpack": partial(codec.unpack, packed, out),
         })  # fmt: skip
-        yield f"| {name} | {_spread(x.numel() / 1e6, seconds['pack'])} | {_spread(x.numel() / 1e6, seconds['unpack'])} |"
+        found = " | ".join(_spread(x.numel() / 1e6, seconds[verb]) for verb in ("pack", "unpack"))
+        yield f"| {name} | {found} |"
 
 
 def _times(work: Mapping[str, Work]) -> dict[str, list[float]]:

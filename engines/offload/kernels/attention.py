@@ -104,7 +104,8 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
             wide.data_ptr(), wide.stride(0), wide.stride(1), table.data_ptr(),
             pages.rows.stride(1) * pages.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
             len(cached), heads, kv_heads, dim, _log2(page), table.shape[1], rule.window or 0, rule.scale,
-            rule.softcap or 0.0, rule.keep, None if rule.sinks is None else rule.sinks.data_ptr(), threads, width, shift,
+            rule.softcap or 0.0, rule.keep, None if rule.sinks is None else rule.sinks.data_ptr(), threads, width,
+            shift,
         )  # fmt: skip
         return out.to(query.dtype)
 

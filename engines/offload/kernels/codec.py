@@ -1,4 +1,4 @@
-"""Values to what is stored and back, by the fastest way there is: C++, else numba, else torch; the bits are the same."""
+"""Values to what is stored and back, by the fastest way there is: C++, else numba, else torch; all to the same bits."""
 
 from __future__ import annotations
 

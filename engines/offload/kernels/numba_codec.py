@@ -27,12 +27,12 @@ def pack(x: torch.Tensor, how: Grouped) -> torch.Tensor:
 def unpack(packed: torch.Tensor, out: torch.Tensor, how: Grouped) -> None:
     """As quantize.unpack, of rows [rows, row_bytes] into float32 [rows, columns]."""
     pairs = 2 * how.groups(out.shape[1])
-    codes, step, low = packed.split([how.code_bytes(out.shape[1]), pairs, pairs], -1)
+    codes, step, low = torch.split(packed, [how.code_bytes(out.shape[1]), pairs, pairs], -1)
     steps, lows = (quantize.halves(part).float().numpy() for part in (step, low))
     _unpack(codes.numpy(), steps, lows, how.bits, how.group, out.numpy())
 
 
-@njit(parallel=True)  # type: ignore[misc]
+@njit(parallel=True)  # type: ignore[untyped-decorator]
 def _pack(x: _Floats, steps: _Floats, lows: _Floats, bits: int, group: int, out: _Bytes) -> None:
     most = (1 << bits) - 1
     for row in prange(x.shape[0]):
@@ -47,7 +47,7 @@ def _pack(x: _Floats, steps: _Floats, lows: _Floats, bits: int, group: int, out:
                 out[row, first // EIGHT * bits + i] = np.uint8((word >> np.uint64(8 * i)) & np.uint64(255))
 
 
-@njit(parallel=True)  # type: ignore[misc]
+@njit(parallel=True)  # type: ignore[untyped-decorator]
 def _unpack(codes: _Bytes, steps: _Floats, lows: _Floats, bits: int, group: int, out: _Floats) -> None:
     mask = np.uint64((1 << bits) - 1)
     for row in prange(out.shape[0]):

@@ -188,6 +188,7 @@ class BlockStream:
                     self._arrived.notify()
                     self._freed.notify_all()
                 return
+            ended = time.perf_counter()  # before anybody can go on with it
             with self._lock:
                 for i in run:
                     if i < self._taken:  # skipped while it was read
@@ -198,7 +199,7 @@ class BlockStream:
                 if run.start < self.slots:
                     self._filled = time.perf_counter()
                 self._arrived.notify()
-            self._timeline.add("load", blocks[0].matrix, began, time.perf_counter())
+            self._timeline.add("load", blocks[0].matrix, began, ended)
 
     def _claim(self) -> range:
         """The next blocks to read, once their slots are free; none when the stream is over."""

@@ -82,9 +82,9 @@ class BlockStream:
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
         with self._lock:
-            self._ask_for(self.slots - 1)
-            # the last slots may stay free: a read waits until it can take all neighbours at once
-            self._wait_for(range(self._taken, self.slots - self._most + 1))
+            last = self.slots - self._most  # later slots may stay free: a read waits until it can take all neighbours
+            self._ask_for(last)
+            self._wait_for(range(self._taken, last + 1))
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
     def next(self, block: Block) -> torch.Tensor:

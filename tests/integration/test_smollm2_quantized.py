@@ -12,7 +12,6 @@ import transformers
 
 from engines.offload.engine import OffloadEngine
 from harness.api import HardwareLimits, Job, OffloadPolicy
-from tests.integration.test_smollm2 import gguf_file, model  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.slow
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext2_raw" / "wiki.test.raw"
@@ -29,10 +28,10 @@ POLICIES = {
 
 
 @pytest.fixture(scope="module")
-def perplexity(model, tmp_path_factory):  # noqa: F811
+def perplexity(smollm2, tmp_path_factory):
     if not TEXT.exists():
         pytest.skip(f"no {TEXT.name}: the shared data are not here")
-    ids = transformers.AutoTokenizer.from_pretrained(model.path)(TEXT.read_text()[:60_000]).input_ids
+    ids = transformers.AutoTokenizer.from_pretrained(smollm2.path)(TEXT.read_text()[:60_000]).input_ids
     windows = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(WINDOWS)]
     assert len(windows[-1]) == WINDOW
     cache = tmp_path_factory.mktemp("cache")
@@ -40,9 +39,9 @@ def perplexity(model, tmp_path_factory):  # noqa: F811
     for name, more in POLICIES.items():
         engine = OffloadEngine()
         policy = OffloadPolicy(schedule="sweep", gpu_batch_size=16, **more)
-        engine.load(model, policy, HardwareLimits(), Job(cache, cache, WINDOW + 1, WINDOW))
+        engine.load(smollm2, policy, HardwareLimits(), Job(cache, cache, WINDOW + 1, WINDOW))
         scores = engine.score([([], window) for window in windows])
-        found[name] = math.exp(-sum(s.log_likelihood for s in scores) / (WINDOW * WINDOWS))
+        found[name] = math.exp(-sum(s.logprob for s in scores) / (WINDOW * WINDOWS))
         engine.close()
     print({name: round(value, 3) for name, value in found.items()})  # noqa: T201 - `pytest -s` shows the figures
     return found

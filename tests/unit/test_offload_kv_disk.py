@@ -129,8 +129,7 @@ def folder(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.mark.parametrize("share", [0.4, 1.0])
-@pytest.mark.parametrize("policy", [{}, {"kv_bits": 4}], ids=str)
+@pytest.mark.parametrize(("share", "policy"), [(0.4, {}), (1.0, {"kv_bits": 4})], ids=str)
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
 def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy, share):
     model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")

@@ -23,7 +23,7 @@ def cache(tmp_path_factory):
 
 def rows(elements=None, sides=300):
     """Float32 matrices with anything in them that float32 has."""
-    elements = elements or st.floats(width=32)
+    elements = st.floats(width=32) if elements is None else elements
     return arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=sides), elements=elements)
 
 

@@ -1,0 +1,161 @@
+"""The stream of weight blocks from disk: every block in order, no further than it may, and errors are heard."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from engines.offload.layout import Matrix, blocks_of
+from engines.offload.storage import Plain
+from engines.offload.throttle import Throttle
+from engines.offload.timeline import Timeline
+from engines.offload.transfer import BlockStream
+from harness.api import (
+    HarnessError,
+)
+
+
+@pytest.fixture(params=["neighbours", "scattered"])
+def files(tmp_path, request):
+    """Ten blocks with known bytes in two files: those of one after the other, or alternating."""
+    group = {"neighbours": lambda i: i // 5, "scattered": lambda i: i % 2}[request.param]
+    matrices = [Matrix(f"m{i}", 50, 30 + i, f"group{group(i)}") for i in range(10)]
+    blocks = blocks_of(matrices, [Plain("float32")] * 10)
+    for i, block in enumerate(blocks):
+        with (tmp_path / block.file).open("r+b" if (tmp_path / block.file).exists() else "wb") as file:
+            file.seek(block.offset)
+            file.write(bytes([i + 1]) * block.span)
+    return tmp_path, blocks
+
+
+def stream_of(files, slots=3, ahead=True):
+    return BlockStream(files[0], files[1], slots, Timeline(), Throttle(None), ahead)
+
+
+def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
+    stream = stream_of(files)
+    for _ in range(5):
+        for i, block in enumerate(files[1]):
+            data = stream.next(block)
+            assert data.shape == (block.nbytes,)
+            assert (data == i + 1).all()
+            stream.release()
+    stream.close()
+    stream.close()
+
+
+@pytest.mark.parametrize("slots", range(1, 12))
+def test_a_stream_of_any_depth_goes_on(files, slots):
+    stream = stream_of(files, slots)
+    assert stream.measure() > 0
+    for i, block in enumerate(files[1] * 3):
+        assert (stream.next(block) == i % 10 + 1).all()
+        stream.release()
+    stream.close()
+
+
+def test_a_stream_reads_no_further_than_its_slots(files):
+    stream = stream_of(files, slots=4)
+    stream.measure()
+    assert stream.bytes_read == sum(b.span for b in files[1][:4])
+    first = stream.next(files[1][0])
+    stream.next(files[1][1])
+    time.sleep(0.1)
+    assert (first == 1).all(), "a block stays until it is released"
+    assert stream.bytes_read == sum(b.span for b in files[1][:4])
+    stream.release()
+    stream.next(files[1][2])
+    stream.close()
+
+
+def test_what_is_skipped_is_not_waited_for_and_never_mistaken(files):
+    """Some of it announced, some not; over many passes, so that slots are used for other blocks again."""
+    rng = random.Random(0)
+    stream = stream_of(files)
+    for _ in range(30):
+        needed = {i for i in range(len(files[1])) if rng.random() < 0.4}
+        stream.leave_out([i for i in range(len(files[1])) if i not in needed and rng.random() < 0.7])
+        for i, block in enumerate(files[1]):
+            if i not in needed:
+                stream.skip()
+                continue
+            assert (stream.next(block) == i + 1).all()
+            stream.release()
+    stream.close()
+
+
+def test_what_is_left_out_is_not_read(files):
+    stream = stream_of(files)
+    stream.measure()
+    count = len(files[1])
+    for _ in range(50):
+        stream.leave_out(list(range(1, count)))
+        stream.next(files[1][0])
+        stream.release()
+        for _ in range(1, count):
+            stream.skip()
+    assert stream.bytes_read < 50 * sum(b.span for b in files[1]) / 2
+    stream.close()
+
+
+def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
+    folder, blocks = files
+    last = max((b for b in blocks if b.file == "group0.bin"), key=lambda b: b.offset)
+    with (folder / last.file).open("r+b") as file:
+        file.truncate(last.offset + 100)
+    stream = stream_of(files)
+    with pytest.raises(HarnessError, match=rf"group0.bin ends at byte {last.offset + 100}, {last.matrix} reaches"):
+        for block in blocks:
+            stream.next(block)
+            stream.release()
+    stream.close()
+
+
+def test_a_pass_that_was_broken_off_does_not_shift_the_next(files):
+    stream = stream_of(files)
+    for block in files[1][:7]:
+        stream.next(block)
+        stream.release()
+    stream.next(files[1][7])
+    with pytest.raises(HarnessError, match="the stream has"):
+        stream.next(files[1][0])
+    stream.align()
+    assert (stream.next(files[1][0]) == 1).all()
+    stream.close()
+
+
+def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("engines.offload.transfer.os.preadv", broken)
+    stream = stream_of(files)
+    with pytest.raises(HarnessError, match=r"reading group[01].bin at byte \d+ \(m\d\): Input/output error"):
+        stream.next(files[1][0])
+    stream.close()
+
+
+def test_closing_wakes_whoever_waits(files, monkeypatch):
+    gate = threading.Event()
+    real = BlockStream._fetch
+    monkeypatch.setattr(BlockStream, "_fetch", lambda self, *a: (gate.wait(5), real(self, *a)))
+    stream = stream_of(files)
+    threading.Timer(0.1, lambda: (gate.set(), stream.close())).start()
+    with pytest.raises(HarnessError, match="closed"):
+        for block in files[1] * 100:
+            stream.next(block)
+            stream.release()
+
+
+@pytest.mark.parametrize("slots", range(1, 12))
+def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(files, slots):
+    stream, blocks = stream_of(files, slots, ahead=False), files[1]
+    stream.measure()
+    for i, block in enumerate(blocks * 2):
+        stream.next(block)
+        with stream._lock:
+            assert stream.bytes_read == sum(b.span for b in (blocks * 2)[: stream._next])
+            assert stream._next <= max(i + 1, stream.slots)
+        stream.release()
+    stream.close()

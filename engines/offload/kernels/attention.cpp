@@ -6,21 +6,21 @@
 // dim values. `page` is a binary logarithm. Zero is no window, no soft-capping; null no sinks [heads]; `keep` of one all
 // values. What they mean is in rule.py.
 //
-// One work item is a segment and a key/value head. One row by itself is a few dot products; several, of a prompt or
-// of a group of heads, are two products with keys and values as panels. A row's result depends on its own query and
-// what it sees, in bits: not on where a prompt was cut, but where that leaves a row by itself.
+// One work item is a segment and a key/value head. The heads of one token read what is stored, a few at a time; the
+// rows of a prompt are two products with keys and values as panels. A row's result depends on its own query and what
+// it sees, in bits: not on where a prompt was cut, but where that leaves a row by itself.
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <vector>
 
-#include "packed.h"
+#include "few.h"
 
 namespace {
 
 constexpr int64_t kBlock = 8 * kRows;  // rows whose scores are held together
-constexpr int64_t kFew = 2;            // rows that are done one by one: panels would cost more than they save
+constexpr int64_t kMany = 16;          // heads in a group for which panels are worth while
 
 struct Rule {
   int64_t window;
@@ -65,28 +65,6 @@ void softmax(float* scores, int64_t low, int64_t high, int64_t count, const Rule
   for (int64_t t = 0; t < count; t += kLanes) store(scores + t, load(scores + t) * share);
 }
 
-template <typename T>
-float dot(const float* a, const T* b, int64_t dim) {
-  Lanes sum = {};
-  int64_t j = 0;
-  for (; j + kLanes <= dim; j += kLanes) sum += load(a + j) * widen(b + j);
-  if (j < dim) sum += widen(a + j, dim - j) * widen(b + j, dim - j);
-  return add_up(sum);
-}
-
-// sums[4] += p times the 32 values from a place on.
-template <typename T>
-void add_to(Lanes* sums, float p, const T* from) {
-  for (int64_t l = 0; l < 4; ++l) sums[l] += p * widen(from + l * kLanes);
-}
-
-template <int kBits>  // a group is no smaller, and begins at a multiple of 32
-void add_to(Lanes* sums, float p, const Packed<kBits>& from) {
-  const float step = p * from.step(), low = p * from.low();
-  const uint8_t* codes = from.here();
-  for (int64_t l = 0; l < 4; ++l) sums[l] += low + codes_at<kBits>(codes + l * kBits) * step;
-}
-
 // The positions whose values a row takes, in order: a part of those it sees, with the largest shares.
 void choose(const float* shares, int64_t count, double keep, std::vector<float>& sorted, std::vector<int32_t>& chosen) {
   const int64_t wanted = std::min<int64_t>(count, std::ceil(keep * count));
@@ -99,44 +77,77 @@ void choose(const float* shares, int64_t count, double keep, std::vector<float>&
     if (shares[t] > least || (shares[t] == least && equals-- > 0)) chosen.push_back(t);
 }
 
-// out[dim] = the sum of shares times values, over `count` positions that `at` gives, from `low` on.
-template <typename Value, typename At>
-void add_values(const float* shares, int64_t low, int64_t count, int64_t dim, Value value, At at, float* out) {
-  int64_t j = 0;
-  for (; j + 4 * kLanes <= dim; j += 4 * kLanes) {
-    Lanes sums[4] = {};
-    for (int64_t i = 0; i < count; ++i) add_to(sums, shares[at(i)], value(low + at(i)) + j);
-    for (int64_t l = 0; l < 4; ++l) store(out + j + l * kLanes, sums[l]);
-  }
-  for (; j < dim; j += kLanes) {
-    const int64_t width = std::min(kLanes, dim - j);
-    Lanes sum = {};
-    for (int64_t i = 0; i < count; ++i) sum += shares[at(i)] * widen(value(low + at(i)) + j, width);
-    std::memcpy(out + j, &sum, width * sizeof *out);
-  }
-}
-
-// What `single` and `many` hold while they work.
+// What `few` and `many` hold while they work.
 struct Scratch {
-  std::vector<float> scores, sorted;
+  std::vector<float> scores, sorted, shares;
   std::vector<int32_t> chosen;
 };
 
-// One row: `key` and `value` of a position point to what is stored of it.
-template <typename Key, typename Value>
-void single(const Rows& rows, int64_t i, int64_t dim, const Rule& rule, Scratch& scratch, Key key, Value value) {
+// Where the pages of one head are.
+struct Pages {
+  const int64_t* table;
+  int64_t keys, values;  // bytes from the begin of a page
+  int page;
+
+  const uint8_t* operator()(int64_t t, int64_t offset) const {
+    return reinterpret_cast<const uint8_t*>(table[t >> page] + offset);
+  }
+  int64_t rest(int64_t t) const { return (int64_t{1} << page) - in_page(t); }  // rows from t on
+  int64_t in_page(int64_t t) const { return t & ((int64_t{1} << page) - 1); }
+};
+
+// R rows of one position, from row i on.
+template <int R, typename Stored>
+void few(Few<R, Stored>& work, const Rows& rows, int64_t i, const Stored& stored, const Pages& pages, const Rule& rule,
+         Scratch& scratch) {
   const int64_t position = rows.first + i * rows.step, low = begin(rule, position), base = low / kLanes * kLanes;
   const int64_t count = (position + kLanes) / kLanes * kLanes - base, seen = position + 1 - low;
-  scratch.scores.resize(count);
-  float* scores = scratch.scores.data();
-  const float* query = rows.query + i * rows.apart;
-  for (int64_t t = low; t <= position; ++t) scores[t - base] = dot(query, key(t), dim);
-  softmax(scores, low - base, position + 1 - base, count, rule, rows.head + i * (1 - rows.step));
+  const int64_t last = position >> pages.page << pages.page, bytes = stored.row_bytes, page_bytes = bytes << pages.page;
+  const auto fetch_page = [&](int64_t t, int64_t offset) {  // ahead of its use
+    if (t <= last) fetch(pages(t, offset), page_bytes);
+  };
+  const auto fetch_first = [&](int64_t offset) {
+    for (int64_t k = 0; k < kFetch; ++k) fetch_page(low + (k << pages.page), offset);
+  };
+  fetch_first(pages.keys);
+  work.begin(rows.query + i * rows.apart, rows.apart);
+  scratch.scores.resize(R * count);
+  float *scores = scratch.scores.data(), *out = rows.out + i * rows.out_apart;
+  const auto each_page = [&](int64_t offset, auto visit) {
+    for (int64_t t = low; t <= position;) {
+      const int64_t size = std::min(pages.rest(t), position + 1 - t);
+      fetch_page(t + (kFetch << pages.page), offset);
+      visit(t, pages(t, offset) + pages.in_page(t) * bytes, size);
+      t += size;
+    }
+  };
+  each_page(pages.keys, [&](int64_t t, const uint8_t* from, int64_t size) {
+    work.score(from, size, scores + t - base, count);
+  });
+  fetch_first(pages.values);
+  for (int64_t r = 0; r < R; ++r)
+    softmax(scores + r * count, low - base, position + 1 - base, count, rule, rows.head + (i + r) * (1 - rows.step));
   const float* shares = scores + low - base;
-  float* out = rows.out + i * rows.out_apart;
-  if (rule.keep >= 1 || std::isnan(shares[0])) return add_values(shares, low, seen, dim, value, [](int64_t t) { return t; }, out);
-  choose(shares, seen, rule.keep, scratch.sorted, scratch.chosen);
-  add_values(shares, low, scratch.chosen.size(), dim, value, [&](int64_t t) { return scratch.chosen[t]; }, out);
+  if (rule.keep >= 1 || std::isnan(shares[0])) {
+    each_page(pages.values, [&](int64_t t, const uint8_t* from, int64_t size) {
+      work.take([=](int64_t k) { return from + k * bytes; }, size, scores + t - base, count);
+    });
+  } else if constexpr (R == 1) {  // each row chooses others
+    choose(shares, seen, rule.keep, scratch.sorted, scratch.chosen);
+    scratch.shares.clear();
+    for (const int32_t t : scratch.chosen) scratch.shares.push_back(shares[t]);
+    for (size_t k = 0, end = 0; k < scratch.chosen.size(); k = end) {  // page by page
+      const int64_t t = low + scratch.chosen[k];
+      while (end < scratch.chosen.size() && low + scratch.chosen[end] < t + pages.rest(t)) ++end;
+      const int32_t* chosen = scratch.chosen.data() + k;
+      const auto row = [&, chosen](int64_t n) {
+        const int64_t t = low + chosen[n];
+        return pages(t, pages.values) + pages.in_page(t) * bytes;
+      };
+      work.take(row, end - k, scratch.shares.data() + k, 0);
+    }
+  }
+  work.end(out, rows.out_apart);
 }
 
 // Makes room for `count` floats; what was there need not be kept, nor be there beside it.
@@ -196,24 +207,6 @@ void many(const Rows& rows, const Panels& panels, const Rule& rule, Scratch& scr
   }
 }
 
-// Rows of a page, stored value by value or packed.
-template <typename T>
-struct Plain {
-  int64_t dim;
-
-  const T* row(int64_t page, int64_t i) const { return reinterpret_cast<const T*>(page) + i * dim; }
-};
-
-template <int kBits>
-struct Grouped {
-  int64_t dim, row_bytes;
-  int group;
-
-  Packed<kBits> row(int64_t page, int64_t i) const {
-    return {reinterpret_cast<const uint8_t*>(page) + i * row_bytes, dim, group};
-  }
-};
-
 template <typename Stored>
 void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, const int64_t* table,
             int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, int64_t segments,
@@ -223,16 +216,17 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
   {
     Panels panels;
     Scratch scratch;
+    Few<1, Stored> one(stored, int64_t{1} << page);
+    Few<2, Stored> two(stored, int64_t{1} << page);
+    Few<4, Stored> four(stored, int64_t{1} << page);
 #pragma omp for schedule(dynamic)
     for (int64_t item = segments * kv_heads - 1; item >= 0; --item) {  // prompts, which take longest, come last
       const int64_t segment = item / kv_heads, kv_head = item % kv_heads, head = kv_head * group;
       const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment];
-      const int64_t* pages = table + segment * max_pages;
-      const int64_t first_row = kv_head << page, in_page = (int64_t{1} << page) - 1;
-      const auto key = [=](int64_t t) { return stored.row(pages[t >> page], first_row + (t & in_page)); };
-      const auto value = [=](int64_t t) {
-        return stored.row(pages[t >> page] + values_after, first_row + (t & in_page));
-      };
+      const int64_t bytes = stored.row_bytes, first_row = (kv_head << page) * bytes;
+      const Pages pages{table + segment * max_pages, first_row, first_row + values_after, page};
+      const auto key = [=](int64_t t) { return stored.place(pages(t, pages.keys) + pages.in_page(t) * bytes); };
+      const auto value = [=](int64_t t) { return stored.place(pages(t, pages.values) + pages.in_page(t) * bytes); };
       const bool prompt = count > 1;
       const float* query = q + head * q_head + starts[segment] * q_row;
       float* result = out + (starts[segment] * heads + head) * dim;
@@ -240,12 +234,16 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
       Rows rows{query, prompt ? q_row : q_head, prompt ? count : group, first, prompt, head, result,
                 prompt ? heads * dim : dim};
       const int64_t turns = prompt ? group : 1;
-      const bool one_by_one = rule.keep < 1 || (!prompt && rows.count <= kFew);
-      if (!one_by_one) panels.fill(begin(rule, first), first + count, dim, key, value);
+      const bool sparse = rule.keep < 1, in_panels = !sparse && (prompt || group >= kMany);
+      if (in_panels) panels.fill(begin(rule, first), first + count, dim, key, value);
       for (int64_t g = 0; g < turns; ++g) {
-        if (!one_by_one) many(rows, panels, rule, scratch);
-        else
-          for (int64_t i = 0; i < rows.count; ++i) single(rows, i, dim, rule, scratch, key, value);
+        if (in_panels) many(rows, panels, rule, scratch);
+        for (int64_t i = 0; !in_panels && i < rows.count;) {
+          const int64_t left = sparse ? 1 : rows.count - i;  // of a token's rows each would choose others
+          if (left >= 4) few(four, rows, i, stored, pages, rule, scratch), i += 4;
+          else if (left >= 2) few(two, rows, i, stored, pages, rule, scratch), i += 2;
+          else few(one, rows, i, stored, pages, rule, scratch), ++i;
+        }
         rows.query += q_head, rows.out += dim, ++rows.head;
       }
     }
@@ -259,14 +257,15 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
                                 int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
                                 int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page,             \
                                 int64_t max_pages, int64_t window, float scale, float softcap, double keep,           \
-                                const float* sinks, int threads, [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int group) {        \
+                                const float* sinks, int threads, [[maybe_unused]] int64_t row_bytes,                  \
+                                [[maybe_unused]] int group) {                                                         \
     attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, segments, heads, kv_heads, \
            dim, page, max_pages, {window, scale, softcap, keep, sinks}, threads);                                     \
   }
 
-ATTEND(float32, Plain<float>, dim)
-ATTEND(bfloat16, Plain<BFloat16>, dim)
-ATTEND(float16, Plain<Float16>, dim)
-ATTEND(bits3, Grouped<3>, dim, row_bytes, group)
-ATTEND(bits4, Grouped<4>, dim, row_bytes, group)
-ATTEND(bits8, Grouped<8>, dim, row_bytes, group)
+ATTEND(float32, PlainRows<float>, dim)
+ATTEND(bfloat16, PlainRows<BFloat16>, dim)
+ATTEND(float16, PlainRows<Float16>, dim)
+ATTEND(bits3, GroupedRows<3>, dim, row_bytes, group)
+ATTEND(bits4, GroupedRows<4>, dim, row_bytes, group)
+ATTEND(bits8, GroupedRows<8>, dim, row_bytes, group)

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 constexpr int64_t kLanes = 8;
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
@@ -26,23 +30,38 @@ inline Lanes load(const float* x) {
   return lanes;
 }
 
-inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
+inline Lanes spread(float x) { return Lanes{x, x, x, x, x, x, x, x}; }
 
-inline Bits load_bits(const void* x) {
-  HalfBits half;
-  std::memcpy(&half, x, sizeof half);
-  return __builtin_convertvector(half, Bits);
-}
+inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes); }
 
 inline Lanes widen(const float* x) { return load(x); }
 
-inline Lanes widen(const BFloat16* x) { return (Lanes)(load_bits(x) << 16); }  // the upper half of a float32
+inline Lanes widen(const BFloat16* x) {  // the upper half of a float32
+  HalfBits half;
+  std::memcpy(&half, x, sizeof half);
+#ifdef __AVX2__  // GCC 12 converts the two halves one by one
+  return (Lanes)((Bits)_mm256_cvtepu16_epi32((__m128i)half) << 16);
+#else
+  return (Lanes)(__builtin_convertvector(half, Bits) << 16);
+#endif
+}
 
-inline Lanes widen(const Float16* x) {  // the exponent is moved by a product, which makes subnormal numbers right too
-  const Bits bits = load_bits(x);
+// Eight float16 numbers.
+inline Lanes widen(HalfBits half) {
+#if defined(__F16C__) && defined(__AVX2__)
+  return (Lanes)_mm256_cvtph_ps((__m128i)half);
+#else  // the exponent is moved by a product, which makes subnormal numbers right too
+  const Bits bits = __builtin_convertvector(half, Bits);
   const Bits special = (Bits)((bits & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity and NaN
   const Lanes moved = (Lanes)((bits & 0x7fff) << 13) * 0x1p112f;
   return (Lanes)((Bits)moved | special | (bits & 0x8000) << 16);
+#endif
+}
+
+inline Lanes widen(const Float16* x) {
+  HalfBits half;
+  std::memcpy(&half, x, sizeof half);
+  return widen(half);
 }
 
 // The first `count` < kLanes values, and zeros.
@@ -54,9 +73,21 @@ inline Lanes widen(const T* x, int64_t count) {
 }
 
 inline float add_up(Lanes lanes) {
-  float total = 0;
-  for (int64_t i = 0; i < kLanes; ++i) total += lanes[i];
-  return total;
+  lanes += SHUFFLE(lanes, lanes, 4, 5, 6, 7, 0, 1, 2, 3);
+  lanes += SHUFFLE(lanes, lanes, 2, 3, 0, 1, 6, 7, 4, 5);
+  return lanes[0] + lanes[1];
+}
+
+// The sums of eight vectors.
+inline Lanes add_up(const Lanes* v) {
+  Lanes s[4], t[2];
+  for (int i = 0; i < 4; ++i, v += 2)
+    s[i] = SHUFFLE(v[0], v[1], 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(v[0], v[1], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int i = 0; i < 2; ++i) {
+    const Lanes a = s[2 * i], b = s[2 * i + 1];
+    t[i] = SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  return SHUFFLE(t[0], t[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(t[0], t[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
 // e^x to a unit in the last place, for x <= 0; what would be subnormal is zero, and NaN stays NaN.

@@ -1,8 +1,6 @@
 """Small random models, and what it takes to hold the offload engine against transformers with them."""
 
-import functools
 import random
-import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -35,17 +33,16 @@ def save(folder, kind, dtype=torch.float32, **changes):
     return folder
 
 
-@functools.cache
-def _kernels():
-    """Compiled once a session: it takes a compiler seconds."""
-    return tempfile.TemporaryDirectory(prefix="kernels-")
+#: Compiled once for all processes and sessions that find the same sources: it takes a compiler seconds.
+KERNELS = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
 
 
 def with_kernels(cache):
-    """The same cache folder, with the compiled kernels of this session in it."""
+    """The same cache folder, with compiled kernels in it."""
     Path(cache).mkdir(parents=True, exist_ok=True)
     if not (Path(cache) / "kernels").exists():
-        (Path(cache) / "kernels").symlink_to(_kernels().name)
+        KERNELS.mkdir(parents=True, exist_ok=True)
+        (Path(cache) / "kernels").symlink_to(KERNELS)
     return cache
 
 

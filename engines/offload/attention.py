@@ -66,12 +66,12 @@ class PackedAttention:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
 
         def work() -> torch.Tensor:
-            began = time.perf_counter()
             pages = self._cache.layer(layer)
+            began = time.perf_counter()  # not before: what the cache waits for has a lane of its own
             self._cache.write(pages, self._pages, self._offsets, key, value)
             out = self._kernel(query, pages, self._segments, replace(rule, keep=self._keep))
-            self._cache.leave(layer)
             self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
+            self._cache.leave(layer)
             return out
 
         return self._aside(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -86,8 +86,14 @@ class Executor:
             firsts = [0, *(i + 1 for i, ends in enumerate(self._last) if ends)]
             spans = [range(a, b) for a, b in pairwise(firsts)]
             self._turns = turns_of(spans, [m.group for m in model.matrices], model.attends, stream.slots)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if turns else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if self._turns else None
+        self._in_turns = False  # the batches of this pass
         model.weights = self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether there is a layer whose attention some batches can do while others multiply."""
+        return bool(self._turns)
 
     def close(self) -> None:
         """Ends the thread for attention. Idempotent."""
@@ -102,9 +108,18 @@ class Executor:
         running = [greenlet(self._model) for _ in batches]
         given: list[Any] = list(batches)  # what each is resumed with
         needs: list[Any] = [None] * len(batches)  # what each has stopped for: a _Need, and at the end logits
+        self._in_turns = self.takes_turns and len(batches) > 1
+        try:
+            self._run(self._ops_for(len(batches)), running, given, needs)
+        except BaseException:
+            wait(need.result for need in needs if isinstance(need, _Attending))  # its pages may have other owners next
+            raise
+        return [torch.as_tensor(logits) for logits in needs]
+
+    def _run(self, ops: Sequence[Op], running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
+        """The operations of a pass."""
         raw: dict[int, torch.Tensor] = {}  # by block, what is in the ring
         joint: _Joint | None = None
-        ops = self._ops_for(len(batches))
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             began = time.perf_counter()
             block = self._blocks[op.block]
@@ -120,7 +135,7 @@ class Executor:
                     joint = self._joint(block.matrix, needs, op.batch)
                     given = [old if part is None else part for old, part in zip(given, joint.parts, strict=True)]
                 joint.add(self._products[block.stored], block, self._weight(op.block, raw))
-                if op.block in raw and op.batch in (-1, len(batches) - 1):
+                if op.block in raw and op.batch in (-1, len(running) - 1):
                     del raw[op.block]
                     self._stream.release()
                 self._timeline.add("compute", block.matrix, began, time.perf_counter())
@@ -129,9 +144,7 @@ class Executor:
                 attends = following is not None and following.kind == "attend"
                 self._run_on(op.batch, attends, running, given, needs)
                 if following is None or following.kind != "run":
-                    for k in (k for k, need in enumerate(needs) if need is _PAUSED):
-                        needs[k] = running[k].switch()
-        return [torch.as_tensor(logits) for logits in needs]
+                    self._go_on(running, needs)
 
     def _run_on(self, k: int, attends: bool, running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
         """Batch k goes on, if it has been given something, to its next need; `attends`: or to its attention."""
@@ -148,13 +161,20 @@ class Executor:
         given[k] = None
         self._timeline.add("compute", BETWEEN, began, time.perf_counter())
 
+    def _go_on(self, running: Sequence[greenlet], needs: list[Any]) -> None:
+        """Those that have paused go on, as all others have come as far."""
+        for k in (k for k, need in enumerate(needs) if need is _PAUSED):
+            began = time.perf_counter()
+            needs[k] = running[k].switch()
+            self._timeline.add("compute", BETWEEN, began, time.perf_counter())
+
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
         return torch.as_tensor(getcurrent().parent.switch(_Need(matrix, x, bias)))
 
     def aside(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A batch's attention, beside what others compute; called inside its greenlet, which stops for it."""
-        if self._thread is None:
+        if self._thread is None or not self._in_turns:
             return work()
         return torch.as_tensor(getcurrent().parent.switch(_Attending(self._thread.submit(_inferred, work))))
 

@@ -79,9 +79,9 @@ def _by_library(stored: Storage, codec: Codec, dtype: Dtype) -> _Way:
     """With the library that torch carries, after unpacking or a cast where there is something to unpack or to cast."""
     if stored == Plain(dtype):
         return _Way("torch", dtype, lambda: by_torch, 0)
-    if isinstance(stored, Plain):
-        return _Way("torch", dtype, lambda: _Widened(stored, codec, dtype), DTYPE_BYTES[dtype])
-    copies = 4 if dtype == "float32" else 4 + DTYPE_BYTES[dtype]
+    copies = DTYPE_BYTES[dtype]
+    if not isinstance(stored, Plain) and dtype != "float32":
+        copies += 4
     return _Way("torch", dtype, lambda: _Widened(stored, codec, dtype), copies)
 
 
@@ -90,7 +90,7 @@ class _Widened:
 
     def __init__(self, stored: Storage, codec: Codec, dtype: Dtype) -> None:
         self._codec = codec
-        self._across = not isinstance(stored, Plain) and stored.across
+        self._across = _is_across(stored)
         self._multiplied = getattr(torch, dtype)
         self._unpacked = self._multiplied if isinstance(stored, Plain) else torch.float32
         self._room = torch.empty(0, dtype=self._unpacked)  # for the largest block so far

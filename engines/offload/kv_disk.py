@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 import queue
 import threading
 import time
@@ -15,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from engines.offload.disk_file import DiskFile
 from engines.offload.pages import STAGES
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
-from engines.offload.transfer import reads_directly
-from harness.api import DiskFullError, HarnessError, direct_buffer
+from harness.api import HarnessError, direct_buffer
 
 _WORKERS = 2
 #: Bytes that one read or write takes at most, so that all workers have some.
@@ -60,8 +58,8 @@ class DiskPages:
         self.pages = pages
         self._record = record
         self._timeline = timeline
-        self._throttle = throttle
-        self._file, self.direct = room_for(folder / "cache.pages", layers * pages * record, "cache")
+        self._file = DiskFile(folder, layers * pages * record, "cache", throttle)
+        self.direct = self._file.direct
         self._memory = memoryview(direct_buffer(STAGES * pages * record))
         self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, pages * record)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -121,9 +119,7 @@ class DiskPages:
             self._jobs.put(None)
             self._keeper.join()
         self._workers.shutdown()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Raises what went wrong meanwhile."""
@@ -161,19 +157,12 @@ class DiskPages:
 
     def _transfer(self, what: str, layer: int, runs: Sequence[_Run]) -> None:
         began = time.perf_counter()
-        move = os.preadv if what == "read" else os.pwritev
+        move = self._file.read if what == "read" else self._file.write
 
         def one(run: _Run) -> int:
             start = (layer % STAGES * self.pages + run.slot) * self._record
-            view = self._memory[start : start + run.count * self._record]
-            offset = (layer * self.pages + run.page) * self._record
-            size = len(view)
-            while view:
-                count = move(self._file, [view], offset)
-                if count <= 0:
-                    raise HarnessError(f"cache on disk: {what} of {size} bytes at byte {offset} came to an end")
-                view, offset = view[count:], offset + count
-            self._throttle.wait(size)
+            size = run.count * self._record
+            move(self._memory[start : start + size], (layer * self.pages + run.page) * self._record)
             return size
 
         moved = sum(self._workers.map(one, runs))
@@ -192,20 +181,3 @@ def _runs(pages: Sequence[int], place: dict[int, int], most: int) -> Iterable[_R
         found = [page for _, page in group]
         for i in range(0, len(found), most):
             yield _Run(found[i], place[found[i]], len(found[i : i + most]))
-
-
-def room_for(path: Path, nbytes: int, what: str) -> tuple[int, bool]:
-    """A file of so many bytes that goes when it is closed, whatever becomes of the process; direct I/O if it can be."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, max(nbytes, mmap.PAGESIZE))
-            direct = reads_directly(path)
-            if direct:
-                os.close(descriptor)
-                descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
-        finally:
-            path.unlink()
-    except OSError as exc:
-        raise DiskFullError(f"{path.parent}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
-    return descriptor, direct

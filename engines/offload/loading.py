@@ -51,19 +51,24 @@ class Loading:
             same = [self._arithmetic.dtype]
             self._ways[outside] = gemm.choose(outside, model.shape.hidden, same, self._kernels)
         self.seamed = SeamedModel(Path(model.path), model.shape, getattr(torch, self._arithmetic.dtype))
+        parks = policy.activations is not None and policy.activations[2] > 0
+        self._layers = self.seamed.layers() if parks else ()
         self._compute_bytes = DTYPE_BYTES[self._arithmetic.dtype]
         self._blocks = blocks_of(
             self.seamed.matrices, [layers if m.in_layer else outside for m in self.seamed.matrices]
         )
         self._attention, attention_memory = self._kernels.attention(
-            self._cached, model.shape, job.max_sequence, self._compute_bytes
+            self._cached, model.shape, job.max_sequence, self._compute_bytes, policy.value_sparsity < 1
         )
         demand = tiers.Demand(
             shape=model.shape,
             blocks=self._blocks,
             cache=self._cached,
             compute_bytes=self._compute_bytes,
-            cast_bytes=max(b.shape[0] * b.shape[1] * self._ways[b.stored].cast_bytes for b in self._blocks),
+            cast_bytes=sum(  # each way keeps its buffer
+                max(b.shape[0] * b.shape[1] for b in self._blocks if b.stored == stored) * way.cast_bytes
+                for stored, way in self._ways.items()
+            ),
             small=sum(torch.Size(s).numel() for s in self.seamed.small.values()) * self._compute_bytes,
             attention=attention_memory,
             max_sequence=job.max_sequence,
@@ -83,25 +88,28 @@ class Loading:
         timeline, throttle = Timeline(), Throttle(self._limits.disk_bandwidth)
         stream = BlockStream(converted.folder, self._streamed, plan.slots, timeline, throttle, policy.overlap)
         parts.callback(stream.close)
-        if not stream.direct:
-            self._notes.append("the file system refuses direct I/O: weights pass through the page cache")
+        self._note_direct(stream.direct, "weights pass")
         products = {how: way.product for how, way in self._ways.items()}
         turns = policy.nano_batches > 1 and policy.nano_overlap
         executor = Executor(seamed, self._blocks, resident, stream, products, timeline, turns)
         parts.callback(executor.close)
+        if turns and not executor.takes_turns:
+            self._notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
         disk = parking = None
         if plan.disk_pages:
             record = record_bytes(model.shape, self._cached)
             layers = model.shape.num_layers
             disk = DiskPages(self._job.scratch, layers, plan.disk_pages, record, timeline, throttle, policy.overlap)
             parts.callback(disk.close)
+            self._note_direct(disk.direct, "the cache on disk passes")
         if policy.activations is not None and policy.activations[2]:
             rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
             batches = policy.num_gpu_batches * policy.nano_batches
             width = model.shape.hidden * self._compute_bytes
-            parking = Parking(seamed.layers(), policy.activations[2], batches, rows, width, self._job.scratch, timeline,
+            parking = Parking(self._layers, policy.activations[2], batches, rows, width, self._job.scratch, timeline,
                               throttle, executor.pause)  # fmt: skip
             parts.callback(parking.close)
+            self._note_direct(parking.direct, "activations pass")
         cache = PagedCache(model.shape, plan.pages, self._cached, self._kernels.codec(self._cached), disk)
         balance = 1
         if self._streamed:
@@ -133,6 +141,10 @@ class Loading:
             steady_blocks=_SWEEP_BLOCKS if policy.schedule == "sweep" else 1,
             notes=tuple(filter(None, self._notes)),
         )
+
+    def _note_direct(self, direct: bool, what: str) -> None:
+        if not direct:
+            self._notes.append(f"the file system refuses direct I/O: {what} through the page cache")
 
     def _converted(self) -> Converted:
         seamed = self.seamed

@@ -142,7 +142,7 @@ class Runtime:
 
 
 def _split(batch: Sequence[Part[S]], count: int) -> list[list[Part[S]]]:
-    """A batch in at most `count` parts of about as many rows, in order: who shares a page comes after who fills it."""
+    """A batch in at most `count` parts of about as many rows, in order."""
     total, rows = sum(part.count for part in batch), 0
     found: list[list[Part[S]]] = [[] for _ in range(count)]
     for part in batch:

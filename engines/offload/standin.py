@@ -8,7 +8,6 @@ meet again at the next product; it is what a policy with activations on disk ask
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.offload.kv_disk import room_for
-from engines.offload.layout import ALIGN, aligned
+from engines.offload.disk_file import DiskFile
+from engines.offload.layout import aligned
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
-from harness.api import HarnessError, direct_buffer
+from harness.api import direct_buffer
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ class Parking:
         self._batches = batches
         self._free = list(range(batches))
         self._timeline = timeline
-        self._throttle = throttle
         self._pause = pause
-        self._file, _ = room_for(folder / "activations", batches * self._slot_bytes, "activations")
+        self._file = DiskFile(folder, batches * self._slot_bytes, "activations", throttle)
+        self.direct = self._file.direct
         self._memory = memoryview(direct_buffer(max(self._slot_bytes, mmap.PAGESIZE)))
         self.rows = self.rows_on_disk = 0
         self._hooks = [layer.register_forward_hook(self._leave) for layer in layers[:-1]]
@@ -73,9 +72,7 @@ class Parking:
         """Takes the hooks off and gives the file's room back. Idempotent."""
         for hook in self._hooks:
             hook.remove()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def forget(self) -> None:
         """What was parked by a pass that was broken off."""
@@ -85,13 +82,10 @@ class Parking:
         hidden = output[0] if isinstance(output, tuple) else output
         _parked.set(self._put(hidden))
         stand_in = torch.empty_like(hidden, device="meta")
-        del hidden
-        result = (stand_in, *output[1:]) if isinstance(output, tuple) else stand_in
-        del output
-        self._pause()
-        return result
+        return (stand_in, *output[1:]) if isinstance(output, tuple) else stand_in
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._pause()  # not before: a module holds what its hook is given until the hook returns
         hidden = self._get(_parked.get())
         if args:
             return (hidden, *args[1:]), kwargs
@@ -106,7 +100,7 @@ class Parking:
         if count:
             data = rows[:count].contiguous().view(torch.uint8).numpy().reshape(-1)
             self._memory[: len(data)] = data.tobytes()
-            self._move("write", os.pwritev, slot, len(data))
+            self._move("write", slot, len(data))
         return _Parked(slot, count, rows[count:].clone(), hidden.shape)
 
     def _get(self, parked: _Parked) -> torch.Tensor:
@@ -114,16 +108,14 @@ class Parking:
         hidden[0, parked.on_disk :] = parked.rest
         if parked.on_disk:
             nbytes = parked.on_disk * hidden.shape[2] * hidden.itemsize
-            self._move("read", os.preadv, parked.slot, nbytes)
+            self._move("read", parked.slot, nbytes)
             data = torch.frombuffer(self._memory, dtype=hidden.dtype, count=nbytes // hidden.itemsize)
             hidden[0, : parked.on_disk] = data.view(parked.on_disk, -1)
         self._free.append(parked.slot)
         return hidden
 
-    def _move(self, what: str, move: Callable[..., int], slot: int, nbytes: int) -> None:
+    def _move(self, what: str, slot: int, nbytes: int) -> None:
         began = time.perf_counter()
-        size = -(-nbytes // ALIGN) * ALIGN
-        if move(self._file, [self._memory[:size]], slot * self._slot_bytes) != size:
-            raise HarnessError(f"activations on disk: {what} of {size} bytes came to an end")
-        self._throttle.wait(size)
+        move = self._file.write if what == "write" else self._file.read
+        move(self._memory[: aligned(nbytes)], slot * self._slot_bytes)
         self._timeline.add("activations", what, began, time.perf_counter())

@@ -14,14 +14,16 @@ class Throttle:
         self._lock = threading.Lock()
         self._free_at = 0.0  # when the disk would have done all that was asked of it
 
-    def wait(self, nbytes: int) -> None:
-        """Called after a transfer, which then has taken as long as on a disk of that rate; never less than it took."""
+    def wait(self, nbytes: int, began: float) -> None:
+        """Called after a transfer that `began` at that time (`time.perf_counter`).
+
+        It then has taken as long as on a disk of that rate which was asked for it at that time; never less than it
+        took. An idle disk does not save up.
+        """
         if self._rate is None:
             return
-        took = nbytes / self._rate
         with self._lock:
-            # an idle disk does not save up: work begins when it is asked for, which was at most `took` ago
-            self._free_at = max(self._free_at, time.perf_counter() - took) + took
+            self._free_at = max(self._free_at, began) + nbytes / self._rate
             rest = self._free_at - time.perf_counter()
         if rest > 0:
             time.sleep(rest)

@@ -89,7 +89,8 @@ def _tasks(spans: Sequence[Span]) -> dict[str, float]:
         ]  # fmt: skip
 
     attention, between = times("attention"), times("compute", BETWEEN)
-    outside = union_length([*attention, *between]) - union_length(attention)
+    elsewhere = [*attention, *times("wait"), *times("activations")]  # what may lie inside of it
+    outside = union_length([*elsewhere, *between]) - union_length(elsewhere)
     return {
         "task_load_weights": union_length(times("load")),
         "task_load_cache": union_length(times("cache", "read")),

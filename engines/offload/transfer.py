@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from engines.offload.disk_file import reads_directly
 from engines.offload.layout import Block
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
@@ -82,6 +82,8 @@ class BlockStream:
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
         with self._lock:
+            if self._due < 0:  # nothing has been asked for before
+                self._began = time.perf_counter()
             last = self.slots - self._most  # later slots may stay free: a read waits until it can take all neighbours
             self._ask_for(last)
             self._wait_for(range(self._taken, last + 1))
@@ -98,6 +100,7 @@ class BlockStream:
         began = time.perf_counter()
         with self._lock:
             self._ask_for(self._taken)
+            self._wake()
             self._wait_for((self._taken,))
             self._ready.discard(self._taken)
             self._held.append(self._taken)
@@ -225,6 +228,8 @@ class BlockStream:
         end = min(self._due + 1, self._next + self._most)
         while stop < end and stop not in self._left_out and self._follows(stop):
             stop += 1
+        if self._next == self._taken:  # somebody waits for it, and may hold all other slots until it is there
+            stop = min(stop, self._next + len(self._free))
         return range(self._next, stop) if stop - self._next <= len(self._free) else range(0)
 
     def _follows(self, index: int) -> bool:
@@ -236,7 +241,7 @@ class BlockStream:
         """Reads neighbouring blocks, each into its slot."""
         starts = [slot * self._slot_bytes for slot in slots]
         views = [self._memory[start : start + b.span] for start, b in zip(starts, blocks, strict=True)]
-        descriptor, offset = self._files[blocks[0].file], blocks[0].offset
+        descriptor, offset, began = self._files[blocks[0].file], blocks[0].offset, time.perf_counter()
         while views:
             count = os.preadv(descriptor, views, offset)
             if count <= 0:
@@ -248,7 +253,7 @@ class BlockStream:
                 count -= len(views.pop(0))
             if count:
                 views[0] = views[0][count:]
-        self._throttle.wait(offset - blocks[0].offset)
+        self._throttle.wait(offset - blocks[0].offset, began)
 
 
 def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]:
@@ -264,21 +269,6 @@ def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]
             os.close(descriptor)
         raise
     return files, direct
-
-
-def reads_directly(path: Path) -> bool:
-    """Whether reads of a file can bypass the page cache; tried, as some file systems refuse at the first read only."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        os.preadv(descriptor, [direct_buffer(mmap.PAGESIZE)], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _words(block: Block, exc: Exception) -> str:

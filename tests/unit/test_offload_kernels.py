@@ -176,6 +176,23 @@ def test_attention_kernels_agree_with_float64(cache, stored, heads, kv_heads, di
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.parametrize("stored", [Plain("bfloat16"), Grouped(4, 32), Grouped(4, 128), Grouped(3, 32), Grouped(8, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 120), (20, 1, 40), (2, 2, 96), (5, 1, 20)])
+@pytest.mark.parametrize("keep", [1.0, 0.3])
+def test_heads_and_columns_of_any_number(cache, stored, heads, kv_heads, dim, keep):
+    torch.manual_seed(0)
+    segments, pages = packed([(1, 37), (1, 8), (3, 5)], 20), 20
+    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
+    keys, values = (codec.pack(torch.randn(pages, kv_heads, PAGE_TOKENS, dim)) for _ in range(2))
+    query = torch.randn(heads, int(segments.starts[-1]), dim)
+    wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
+    exact = by_hand(query, *wide, segments, Rule(0.1, keep=keep))
+    found = compiled_attention(stored, cache, threads=2)(
+        query, LayerPages(torch.stack([keys, values], 1)), segments, Rule(0.1, keep=keep)
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
+
+
 @given(st.integers(4, 120), st.sampled_from([None, 5, 33]), st.data())
 def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
     """Bit for bit: so a request's result does not depend on what else runs."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from engines import checkpoints
-from engines.offload import kv_disk
+from engines.offload import disk_file
 from engines.offload.kv_disk import DiskPages
 from engines.offload.pool import PagePool
 from engines.offload.throttle import Throttle
@@ -78,7 +78,7 @@ def test_an_error_of_the_disk_is_raised_where_it_is_waited_for(tmp_path, monkeyp
         raise OSError(5, "Input/output error")
 
     disk = pages(tmp_path)
-    monkeypatch.setattr(kv_disk.os, "preadv", fail)
+    monkeypatch.setattr(disk_file.os, "preadv", fail)
     disk.start([0], [])
     with pytest.raises(HarnessError, match=r"cache on disk: .*Input/output error"):
         disk.staged(0)
@@ -89,7 +89,7 @@ def test_a_disk_without_room_is_said_before_any_work(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(kv_disk.os, "posix_fallocate", full)
+    monkeypatch.setattr(disk_file.os, "posix_fallocate", full)
     with pytest.raises(DiskFullError, match="no room for 409600 bytes of cache on disk"):
         pages(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -102,7 +102,7 @@ def test_a_throttled_disk_takes_its_time(tmp_path):
     for layer in range(5):
         disk.staged(layer)
         disk.done(layer)
-    assert time.perf_counter() - began >= 0.15
+    assert time.perf_counter() - began >= 0.19
     disk.close()
 
 
@@ -182,7 +182,7 @@ def test_an_answer_after_an_error_of_the_disk_is_not_given(folder, tmp_path, mon
             raise OSError(5, "Input/output error")
         return real(*args)
 
-    monkeypatch.setattr(kv_disk.os, "pwritev", fail)
+    monkeypatch.setattr(disk_file.os, "pwritev", fail)
     with pytest.raises(HarnessError, match="cache on disk"):
         list(engine.generate(requests))
     engine.close()

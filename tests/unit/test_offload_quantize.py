@@ -73,7 +73,7 @@ def test_codes_are_the_nearest_in_float64(x, how):
 def test_every_way_gives_the_same_bits(cache, way, x, how):
     if way == "numba":
         pytest.importorskip("numba")
-    codec = numba_codec(how) if way == "numba" else compiled_codec(how, cache, threads=2)
+    codec = numba_codec(how, threads=2) if way == "numba" else compiled_codec(how, cache, threads=2)
     packed = quantize.pack(torch.from_numpy(x), how)
     assert torch.equal(codec.pack(torch.from_numpy(x)), packed)
     out = torch.empty(x.shape)

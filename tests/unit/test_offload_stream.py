@@ -159,3 +159,17 @@ def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(fi
             assert stream._next <= max(i + 1, stream.slots)
         stream.release()
     stream.close()
+
+
+@pytest.mark.parametrize("slots", range(2, 12))
+def test_all_slots_may_be_held_but_one(files, slots):
+    """A read of several neighbours waits for slots, but not where somebody waits for its first block."""
+    stream, blocks = stream_of(files, slots), files[1]
+    for rounds in range(3):
+        for first in range(0, len(blocks), slots):
+            held = blocks[first : first + slots]
+            for block in held:
+                assert stream.next(block)[0] == blocks.index(block) + 1, rounds
+            for _ in held:
+                stream.release()
+    stream.close()

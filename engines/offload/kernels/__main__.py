@@ -168,7 +168,7 @@ def _codecs(cache: Path, threads: int) -> Iterator[str]:
     packed, out = quantize.pack(x, how), torch.empty_like(x)
     ways: dict[str, Codec] = {"C++": compiled_codec(how, cache, threads), "torch": reference_codec(how)}
     try:
-        ways["numba"] = numba_codec(how)
+        ways["numba"] = numba_codec(how, threads)
     except ImportError:
         yield "| numba is not installed | | |"
     for name, codec in ways.items():

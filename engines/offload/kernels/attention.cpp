@@ -8,7 +8,8 @@
 //
 // One work item is a segment and a key/value head. The heads of one token read what is stored, a few at a time; the
 // rows of a prompt are two products with keys and values as panels. A row's result depends on its own query and what
-// it sees, in bits: not on where a prompt was cut, but where that leaves a row by itself.
+// it sees, in bits, as long as values are finite: not on where a prompt was cut, but where that leaves a row by itself.
+// Rows that take a part of the values are done one by one, and large groups of heads as the rows of a prompt are.
 
 #include <algorithm>
 #include <cmath>

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engines.offload.kernels.build import function
 from engines.offload.kernels.codec import Codec
 from engines.offload.layer_pages import LayerPages
+from engines.offload.pages import PAGE_TOKENS
 from engines.offload.rule import Rule, attend
 from engines.offload.storage import Storage
 from harness.api import ModelShape
@@ -88,6 +89,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, number, number, pointer, number, pointer, pointer, pointer, *[number] * 4, small, number,
                  number, ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
+    assert PAGE_TOKENS % 8 == 0 and PAGE_TOKENS & (PAGE_TOKENS - 1) == 0  # the kernel takes eight rows at a time
     kernel = function(Path(__file__).with_name("attention.cpp"), f"attend_{stored.name}", arguments, cache)
     shift = _log2(stored.grain)
 
@@ -124,9 +126,12 @@ def compiled_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int,
     return threads * 4 * longest * (2 * -(-shape.head_dim // _WIDTH) * _WIDTH + _BLOCK), 0
 
 
-def reference_memory(shape: ModelShape, longest: int, stored: Storage, compute_bytes: int) -> tuple[int, int]:
+def reference_memory(
+    shape: ModelShape, longest: int, stored: Storage, compute_bytes: int, sparse: bool
+) -> tuple[int, int]:
     """As `compiled_memory`, for the reference: one sequence's keys and values as stored, in float32 and as attended to,
-    scores and a mask."""
+    scores, a mask, and for sparse values two orders of the scores."""
     values = shape.num_kv_heads * (stored.row_bytes(shape.head_dim) + shape.head_dim * (4 + compute_bytes))
-    scores = 3 * shape.num_heads // shape.num_kv_heads * compute_bytes  # and their softmax, beside a copy with sinks
+    of_score = 3 * compute_bytes + (2 * 8 + compute_bytes if sparse else 0)  # a softmax, beside a copy with sinks
+    scores = shape.num_heads // shape.num_kv_heads * of_score
     return longest * 2 * values, longest * (scores + compute_bytes + 2)

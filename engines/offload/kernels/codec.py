@@ -51,11 +51,13 @@ def reference_codec(how: Grouped) -> Codec:
     return Codec(lambda x: quantize.pack(x, how), unpack)
 
 
-def numba_codec(how: Grouped) -> Codec:
-    """numba's. Raises ImportError where that is not installed."""
+def numba_codec(how: Grouped, threads: int) -> Codec:
+    """numba's, on `threads` threads. Raises ImportError where that is not installed."""
     from engines.offload.kernels import numba_codec as compiled  # it is optional
 
-    return Codec(lambda x: compiled.pack(x, how), lambda packed, out: compiled.unpack(packed, out, how))
+    return Codec(
+        lambda x: compiled.pack(x, how, threads), lambda packed, out: compiled.unpack(packed, out, how, threads)
+    )
 
 
 def compiled_codec(how: Grouped, cache: Path, threads: int) -> Codec:

@@ -36,7 +36,7 @@ class Kernels:
             except NoCompilerError as exc:
                 self._miss(exc)
         try:
-            return numba_codec(stored)
+            return numba_codec(stored, self._threads)
         except ImportError:
             return reference_codec(stored)
 
@@ -50,11 +50,12 @@ class Kernels:
         return None
 
     def attention(
-        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int
+        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
     ) -> tuple[AttentionKernel, tuple[int, int]]:
         """Attention over a cache that is `stored` so, and the memory that it holds beside its operands.
 
-        In bytes: fixed, and for each prompt row of a pass, for sequences of up to `longest` tokens.
+        In bytes: fixed, and for each prompt row of a pass, for sequences of up to `longest` tokens. `sparse`: rows take
+        a part of the values only.
         """
         if not self.note:
             try:
@@ -62,7 +63,7 @@ class Kernels:
                 return kernel, compiled_memory(shape, longest, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
-        return reference_attention(self.codec(stored)), reference_memory(shape, longest, stored, compute_bytes)
+        return reference_attention(self.codec(stored)), reference_memory(shape, longest, stored, compute_bytes, sparse)
 
     def _miss(self, exc: NoCompilerError) -> None:
         self.note = f"no kernels of our own, which are faster: {exc}"

@@ -13,6 +13,7 @@ constexpr int64_t kLanes = 8;
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));  // AVX2 makes floats of signed ones only
 typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
 
 #ifdef __clang__
@@ -100,7 +101,6 @@ inline Lanes exp(Lanes x) {
   for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     y = y * r + c;
   y = y * r * r + r + 1.0f;
-  typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
   const Lanes power = (Lanes)((__builtin_convertvector(n, Integers) + 127) << 23);
   const Bits tiny = (Bits)(x < -87.0f);
   return (Lanes)((Bits)(y * power) & ~tiny);

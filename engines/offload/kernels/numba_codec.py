@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,24 +15,30 @@ from engines.offload.storage import EIGHT, Grouped
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
+#: Some of numba's threading layers end the process when two threads enter.
+_one_at_a_time = threading.Lock()
 
 
-def pack(x: torch.Tensor, how: Grouped) -> torch.Tensor:
+def pack(x: torch.Tensor, how: Grouped, threads: int) -> torch.Tensor:
     """As quantize.pack."""
     step, low = quantize.pairs(x, how)
     columns = x.shape[-1]
     codes = torch.empty(*x.shape[:-1], how.code_bytes(columns), dtype=torch.uint8)
     flat, steps, lows = (part.float().reshape(-1, part.shape[-1]).numpy() for part in (x, step, low))
-    _pack(flat, steps, lows, how.bits, how.group, codes.view(-1, codes.shape[-1]).numpy())
+    with _one_at_a_time:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        _pack(flat, steps, lows, how.bits, how.group, codes.view(-1, codes.shape[-1]).numpy())
     return torch.cat([codes, quantize.raw(step), quantize.raw(low)], -1)
 
 
-def unpack(packed: torch.Tensor, out: torch.Tensor, how: Grouped) -> None:
+def unpack(packed: torch.Tensor, out: torch.Tensor, how: Grouped, threads: int) -> None:
     """As quantize.unpack, of rows [rows, row_bytes] into float32 [rows, columns]."""
     pairs = 2 * how.groups(out.shape[1])
     codes, step, low = torch.split(packed, [how.code_bytes(out.shape[1]), pairs, pairs], -1)
     steps, lows = (quantize.halves(part).float().numpy() for part in (step, low))
-    _unpack(codes.numpy(), steps, lows, how.bits, how.group, out.numpy())
+    with _one_at_a_time:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        _unpack(codes.numpy(), steps, lows, how.bits, how.group, out.numpy())
 
 
 @njit(parallel=True)  # type: ignore[untyped-decorator]

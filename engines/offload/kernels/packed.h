@@ -6,8 +6,6 @@
 
 #include "panels.h"
 
-typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));  // AVX2 makes floats of signed ones only
-
 // Eight bytes.
 inline Integers widen_bytes(const uint8_t* from) {
 #ifdef __AVX2__  // what GCC makes of the other takes three times as long
@@ -26,7 +24,8 @@ inline float widen_one(const uint8_t* half) {
   return widen(bits)[0];
 }
 
-// The codes of eight values, from the first `kBits` bytes on. Four bytes are always read: where codes end, steps follow.
+// The codes of eight values, from the first `kBits` bytes on. Four bytes are read for three bits
+// too: where codes end, steps follow.
 template <int kBits>
 inline Lanes codes_at(const uint8_t* from) {
   if constexpr (kBits == 8) {
@@ -66,7 +65,7 @@ inline Lanes widen(const Packed<kBits>& from) {
   return from.low() + codes_at<kBits>(from.here()) * from.step();
 }
 
-// The first `count` < kLanes values, and zeros.
+// The first `count` values, and zeros.
 template <int kBits>
 inline Lanes widen(const Packed<kBits>& from, int64_t count) {
   if (count <= 0) return Lanes{};

@@ -90,3 +90,11 @@ def requests_of(seed, count, eos=True):
         )
         for i in range(count)
     ]
+
+
+def hadamard(size):
+    """Sylvester's matrix, orthogonal: float32 [size, size], of a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return matrix / size**0.5

@@ -12,6 +12,7 @@ import torch
 from engines.offload.kernels import AttentionKernel, Segments
 from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import PAGE_TOKENS
+from engines.offload.rotation import turn
 from engines.offload.rule import Rule
 from engines.offload.timeline import Timeline
 
@@ -32,7 +33,7 @@ class PackedAttention:
 
     What is attended to is always what the cache holds, in its precision, whether it was computed in this pass or
     an earlier one: so a result does not depend on how a prompt was cut into passes. `keep`: see Rule. `aside` does the
-    work, and may do it beside others'.
+    work, and may do it beside others'. `turned`: keys and values are stored as rotation.py turns them.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class PackedAttention:
         timeline: Timeline,
         keep: float = 1.0,
         aside: Aside = lambda work: work(),
+        turned: bool = False,
     ) -> None:
         self._cache = cache
         self._keep = keep
         self._aside = aside
+        self._turned = turned
         self._kernel = kernel
         self._timeline = timeline
         longest = max(len(s.pages) for s in segments)
@@ -68,8 +71,12 @@ class PackedAttention:
         def work() -> torch.Tensor:
             pages = self._cache.layer(layer)
             began = time.perf_counter()  # not before: what the cache waits for has a lane of its own
-            self._cache.write(pages, self._pages, self._offsets, key, value)
-            out = self._kernel(query, pages, self._segments, replace(rule, keep=self._keep))
+            new = (turn(key), turn(value)) if self._turned else (key, value)
+            self._cache.write(pages, self._pages, self._offsets, *new)
+            asking = turn(query) if self._turned else query
+            out = self._kernel(asking, pages, self._segments, replace(rule, keep=self._keep))
+            if self._turned:
+                out = turn(out).to(query.dtype)
             self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
             self._cache.leave(layer)
             return out

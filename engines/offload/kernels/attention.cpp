@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "few.h"
@@ -137,6 +138,9 @@ void few(Few<R, Stored>& work, const Rows& rows, int64_t i, const Stored& stored
     choose(shares, seen, rule.keep, scratch.sorted, scratch.chosen);
     scratch.shares.clear();
     for (const int32_t t : scratch.chosen) scratch.shares.push_back(shares[t]);
+    const float all = std::accumulate(shares, shares + seen, 0.0f);
+    const float grown = all / std::accumulate(scratch.shares.begin(), scratch.shares.end(), 0.0f);
+    for (float& share : scratch.shares) share *= grown;
     for (size_t k = 0, end = 0; k < scratch.chosen.size(); k = end) {  // page by page
       const int64_t t = low + scratch.chosen[k];
       while (end < scratch.chosen.size() && low + scratch.chosen[end] < t + pages.rest(t)) ++end;

@@ -1,0 +1,26 @@
+"""Turning keys and values: orthogonal, its own inverse, the same bits whatever is turned with a row."""
+
+import pytest
+import torch
+
+from engines.offload.rotation import turn
+from tests.offload import hadamard
+
+
+@pytest.mark.parametrize(("columns", "size"), [(1, 1), (7, 1), (24, 8), (64, 64), (80, 16), (128, 128)])
+def test_it_is_a_hadamard_matrix_in_parts(columns, size):
+    x = torch.randn(3, 5, columns)
+    matrix = torch.block_diag(*[hadamard(size)] * (columns // size))
+    torch.testing.assert_close(turn(x).double(), x.double() @ matrix.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turn(turn(x)), x, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_is_turned_by_itself():
+    x = torch.randn(50, 64).bfloat16()
+    assert torch.equal(turn(x)[17], turn(x[17]))
+
+
+def test_one_large_column_no_longer_decides_the_step():
+    x = torch.randn(100, 64)
+    x[:, 3] += 40
+    assert (turn(x).amax(1) - turn(x).amin(1)).max() < 0.6 * (x.amax(1) - x.amin(1)).min()

@@ -268,9 +268,17 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
            dim, page, max_pages, {window, scale, softcap, keep, sinks}, threads);                                     \
   }
 
+// One kind at a time: all of them take a compiler a quarter of a minute.
+#if defined(STORED_float32)
 ATTEND(float32, PlainRows<float>, dim)
+#elif defined(STORED_bfloat16)
 ATTEND(bfloat16, PlainRows<BFloat16>, dim)
+#elif defined(STORED_float16)
 ATTEND(float16, PlainRows<Float16>, dim)
+#elif defined(STORED_bits3)
 ATTEND(bits3, GroupedRows<3>, dim, row_bytes, group)
+#elif defined(STORED_bits4)
 ATTEND(bits4, GroupedRows<4>, dim, row_bytes, group)
+#elif defined(STORED_bits8)
 ATTEND(bits8, GroupedRows<8>, dim, row_bytes, group)
+#endif

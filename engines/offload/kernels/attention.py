@@ -90,7 +90,8 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     arguments = [pointer, number, number, pointer, number, pointer, pointer, pointer, *[number] * 4, small, number,
                  number, ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
     assert PAGE_TOKENS % 8 == 0 and PAGE_TOKENS & (PAGE_TOKENS - 1) == 0  # the kernel takes eight rows at a time
-    kernel = function(Path(__file__).with_name("attention.cpp"), f"attend_{stored.name}", arguments, cache)
+    source, name = Path(__file__).with_name("attention.cpp"), stored.name
+    kernel = function(source, f"attend_{name}", arguments, cache, f"STORED_{name}")
     shift = _log2(stored.grain)
 
     def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:

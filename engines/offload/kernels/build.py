@@ -27,27 +27,30 @@ class NoCompilerError(Exception):
     """The host cannot build a kernel; the text says why."""
 
 
-def load(source: Path, cache: Path) -> ctypes.CDLL:
-    """The shared library of `source`. Raises NoCompilerError; the caller has another way."""
+def load(source: Path, cache: Path, define: str = "") -> ctypes.CDLL:
+    """The shared library of `source`, compiled with the macro `define` if there is one.
+
+    Raises NoCompilerError; the caller has another way.
+    """
     compiler = command()
     if not compiler:
         raise NoCompilerError("no C++ compiler found")
-    return _load(source, cache, tuple(compiler))
+    return _load(source, cache, tuple(compiler), (f"-D{define}",) if define else ())
 
 
 @functools.cache
-def _load(source: Path, cache: Path, compiler: Sequence[str]) -> ctypes.CDLL:
+def _load(source: Path, cache: Path, compiler: Sequence[str], macros: Sequence[str]) -> ctypes.CDLL:
     link = openmp(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
         texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
-        words = shlex.join([*compiler, *_FLAGS, link]).encode()
+        words = shlex.join([*compiler, *_FLAGS, *macros, link]).encode()
         key = hashlib.sha256(b"\n".join([*texts, version, _cpu(), words]))
         folder = cache / "kernels" / f"{source.stem}-{key.hexdigest()[:16]}"
 
         def build(temporary: Path) -> None:
             part, whole = str(temporary / "kernel.o"), str(temporary / "kernel.so")
-            for step in (["-c", *_FLAGS, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
+            for step in (["-c", *_FLAGS, *macros, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
                 subprocess.run([*compiler, *step], capture_output=True, check=True, timeout=600)
 
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
@@ -55,9 +58,9 @@ def _load(source: Path, cache: Path, compiler: Sequence[str]) -> ctypes.CDLL:
         raise NoCompilerError(f"{shlex.join(compiler)} cannot build {source.name}: {_reason(exc)}") from exc
 
 
-def function(source: Path, name: str, arguments: Sequence[Any], cache: Path) -> Any:
+def function(source: Path, name: str, arguments: Sequence[Any], cache: Path, define: str = "") -> Any:
     """A source's function of that name, which returns nothing. Raises as `load`."""
-    found = getattr(load(source, cache), name)
+    found = getattr(load(source, cache, define), name)
     found.argtypes = list(arguments)
     found.restype = None
     return found

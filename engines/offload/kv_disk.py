@@ -103,9 +103,7 @@ class DiskPages:
 
         def write() -> None:
             self._transfer("write", layer, runs)
-            with self._arrived:
-                self._written = number
-                self._arrived.notify()
+            self._written = number
 
         self._jobs.put(write)
         if not self._ahead:
@@ -138,9 +136,7 @@ class DiskPages:
 
         def read() -> None:
             self._transfer("read", layer, runs)
-            with self._arrived:
-                self._ready = number
-                self._arrived.notify()
+            self._ready = number
 
         self._jobs.put(read)
 
@@ -151,9 +147,9 @@ class DiskPages:
             try:
                 job()
             except Exception as exc:  # must reach whoever waits, whatever it is
-                with self._arrived:
-                    self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
-                    self._arrived.notify()
+                self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
+            with self._arrived:  # whoever waits looks at what has changed with this lock held, and so misses nothing
+                self._arrived.notify()
 
     def _transfer(self, what: str, layer: int, runs: Sequence[_Run]) -> None:
         began = time.perf_counter()

@@ -2,8 +2,9 @@
 
 Keys have columns that are many times as large as the others, and so would decide the steps of their groups. Turned by
 an orthogonal matrix all columns are about as large, and nothing else changes: a product of two turned vectors is that
-of the vectors, and a sum of turned values is turned back. On SmolLM2 that takes two thirds of what a 4-bit cache costs
-in perplexity. Source: QuaRot (Ashkboos et al. 2024), section 4, at run time and without a change of weights.
+of the vectors, and a sum of turned values is turned back. What a cache of few bits then costs a real model is held by
+tests/integration/test_smollm2_quantized.py. Source: QuaRot (Ashkboos et al. 2024), section 4, at run time and without a
+change of weights.
 """
 
 from __future__ import annotations

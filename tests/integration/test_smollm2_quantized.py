@@ -44,7 +44,6 @@ def perplexity(smollm2, tmp_path_factory):
         scores = engine.score([([], window) for window in windows])
         found[name] = math.exp(-sum(s.logprob for s in scores) / (WINDOW * WINDOWS))
         engine.close()
-    print({name: round(value, 3) for name, value in found.items()})  # noqa: T201 - `pytest -s` shows the figures
     return found
 
 

@@ -41,7 +41,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor, how: Grouped, threads: int) 
         _unpack(codes.numpy(), steps, lows, how.bits, how.group, out.numpy())
 
 
-@njit(parallel=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True)
 def _pack(x: _Floats, steps: _Floats, lows: _Floats, bits: int, group: int, out: _Bytes) -> None:
     most = (1 << bits) - 1
     for row in prange(x.shape[0]):
@@ -56,7 +56,7 @@ def _pack(x: _Floats, steps: _Floats, lows: _Floats, bits: int, group: int, out:
                 out[row, first // EIGHT * bits + i] = np.uint8((word >> np.uint64(8 * i)) & np.uint64(255))
 
 
-@njit(parallel=True)  # type: ignore[untyped-decorator]
+@njit(parallel=True)
 def _unpack(codes: _Bytes, steps: _Floats, lows: _Floats, bits: int, group: int, out: _Floats) -> None:
     mask = np.uint64((1 << bits) - 1)
     for row in prange(out.shape[0]):

@@ -6,30 +6,23 @@
 // dim values. `page` is a binary logarithm. Zero is no window, no soft-capping; null no sinks [heads]; `keep` of one all
 // values. What they mean is in rule.py.
 //
-// One work item is a segment and a key/value head. The heads of one token read what is stored, a few at a time; the
-// rows of a prompt are two products with keys and values as panels. A row's result depends on its own query and what
-// it sees, in bits, as long as values are finite: not on where a prompt was cut, but where that leaves a row by itself.
+// The heads of one token read what is stored, page by page and many at once; the rows of a prompt are two products with
+// keys and values as panels. A row's result depends on its own query and what it sees, in bits, as long as values are finite: not on where a prompt was cut, but where that leaves a row by itself.
 // Rows that take a part of the values are done one by one, and large groups of heads as the rows of a prompt are.
 
 #include <algorithm>
-#include <cmath>
-#include <functional>
 #include <numeric>
 #include <vector>
 
 #include "few.h"
+#include "rule.h"
 
 namespace {
 
 constexpr int64_t kBlock = 8 * kRows;  // rows whose scores are held together
 constexpr int64_t kMany = 16;          // heads in a group for which panels are worth while
-
-struct Rule {
-  int64_t window;
-  float scale, softcap;
-  double keep;
-  const float* sinks;
-};
+constexpr int64_t kScores = 1 << 17;   // of rows that are done together: half of a second-level cache
+constexpr int64_t kShare = 4;          // pieces of work that each thread should find
 
 // A few rows of queries: row i is at `query + i * apart`, position `first + i * step`, and of head `head + i * (1 - step)`.
 struct Rows {
@@ -39,56 +32,23 @@ struct Rows {
   int64_t out_apart;
 };
 
-// What a row at `position` sees begins here.
-int64_t begin(const Rule& rule, int64_t position) {
-  return rule.window ? std::max<int64_t>(0, position - rule.window + 1) : 0;
+// Makes room for `count` floats; what was there need not be kept, nor be there beside it.
+float* room(std::vector<float>& held, int64_t count) {
+  if (held.capacity() < static_cast<size_t>(count)) std::vector<float>().swap(held);
+  held.resize(count);
+  return held.data();
 }
 
-// Softmax over scores[low, high); what else lies in [0, count), a whole number of lanes, becomes zero.
-void softmax(float* scores, int64_t low, int64_t high, int64_t count, const Rule& rule, int64_t head) {
-  for (int64_t t = 0; t < count; t += kLanes) store(scores + t, load(scores + t) * rule.scale);
-  if (rule.softcap)
-    for (int64_t t = low; t < high; ++t) scores[t] = rule.softcap * std::tanh(scores[t] / rule.softcap);
-  std::fill(scores, scores + low, -INFINITY);
-  std::fill(scores + high, scores + count, -INFINITY);
-  Lanes tops = load(scores), sums = {};
-  for (int64_t t = kLanes; t < count; t += kLanes) {
-    const Lanes next = load(scores + t);
-    tops = next > tops ? next : tops;
-  }
-  float top = rule.sinks ? rule.sinks[head] : -INFINITY;
-  for (int64_t i = 0; i < kLanes; ++i) top = std::max(top, tops[i]);
-  for (int64_t t = 0; t < count; t += kLanes) {
-    const Lanes next = exp(load(scores + t) - top);
-    store(scores + t, next);
-    sums += next;
-  }
-  const float share = 1 / (add_up(sums) + (rule.sinks ? std::exp(rule.sinks[head] - top) : 0.0f));
-  for (int64_t t = 0; t < count; t += kLanes) store(scores + t, load(scores + t) * share);
-}
-
-// The positions whose values a row takes, in order: a part of those it sees, with the largest shares.
-void choose(const float* shares, int64_t count, double keep, std::vector<float>& sorted, std::vector<int32_t>& chosen) {
-  const int64_t wanted = std::min<int64_t>(count, std::ceil(keep * count));
-  sorted.assign(shares, shares + count);
-  std::nth_element(sorted.begin(), sorted.begin() + wanted - 1, sorted.end(), std::greater<float>());
-  const float least = sorted[wanted - 1];
-  int64_t equals = wanted - std::count_if(shares, shares + count, [=](float share) { return share > least; });
-  chosen.clear();
-  for (int64_t t = 0; t < count; ++t)
-    if (shares[t] > least || (shares[t] == least && equals-- > 0)) chosen.push_back(t);
-}
-
-// What `few` and `many` hold while they work.
+// What one thread holds while it works.
 struct Scratch {
   std::vector<float> scores, sorted, shares;
   std::vector<int32_t> chosen;
 };
 
-// Where the pages of one head are.
+// Where the pages of a segment are. Those of one head after the other lie `head_bytes` apart.
 struct Pages {
   const int64_t* table;
-  int64_t keys, values;  // bytes from the begin of a page
+  int64_t keys, values, head_bytes;  // bytes from the begin of a page to its first head's
   int page;
 
   const uint8_t* operator()(int64_t t, int64_t offset) const {
@@ -98,69 +58,100 @@ struct Pages {
   int64_t in_page(int64_t t) const { return t & ((int64_t{1} << page) - 1); }
 };
 
-// R rows of one position, from row i on.
-template <int R, typename Stored>
-void few(Few<R, Stored>& work, const Rows& rows, int64_t i, const Stored& stored, const Pages& pages, const Rule& rule,
-         Scratch& scratch) {
-  const int64_t position = rows.first + i * rows.step, low = begin(rule, position), base = low / kLanes * kLanes;
-  const int64_t count = (position + kLanes) / kLanes * kLanes - base, seen = position + 1 - low;
-  const int64_t last = position >> pages.page << pages.page, bytes = stored.row_bytes, page_bytes = bytes << pages.page;
-  const auto fetch_page = [&](int64_t t, int64_t offset) {  // ahead of its use
-    if (t <= last) fetch(pages(t, offset), page_bytes);
-  };
-  const auto fetch_first = [&](int64_t offset) {
-    for (int64_t k = 0; k < kFetch; ++k) fetch_page(low + (k << pages.page), offset);
-  };
-  fetch_first(pages.keys);
-  work.begin(rows.query + i * rows.apart, rows.apart);
-  scratch.scores.resize(R * count);
-  float *scores = scratch.scores.data(), *out = rows.out + i * rows.out_apart;
-  const auto each_page = [&](int64_t offset, auto visit) {
+// One token's rows of some key/value heads, next to each other: on a page their keys are, and so are their values.
+template <typename Stored>
+class Token {
+ public:
+  // For up to `kv_heads` of them with `group` rows each; `alone`: rows do not share what is read.
+  Token(const Stored& stored, int page, int64_t kv_heads, int64_t group, bool alone)
+      : bytes_(stored.row_bytes), group_(group), fours_(alone ? 0 : group / 4), twos_(alone ? 0 : group % 4 / 2),
+        four_(kv_heads * fours_, {stored, int64_t{1} << page}), two_(kv_heads * twos_, {stored, int64_t{1} << page}),
+        one_(kv_heads * (group - 4 * fours_ - 2 * twos_), {stored, int64_t{1} << page}) {}
+
+  // Row r is at `query + r * apart`, what it gets goes to `out + r * out_apart`. It is of head `head` + r.
+  void attend(const float* query, int64_t apart, float* out, int64_t out_apart, int64_t position, int64_t kv_heads,
+              int64_t head, const Pages& pages, const Rule& rule, Scratch& scratch) {
+    const int64_t low = begin(rule, position), base = low / kLanes * kLanes, rows = kv_heads * group_;
+    const int64_t count = (position + kLanes) / kLanes * kLanes - base;
+    float* scores = room(scratch.scores, rows * count);
+    each(0, kv_heads, [&](auto& work, int64_t row) { work.begin(query + row * apart, apart); });
+    each_page(pages, pages.keys, low, position, kv_heads, [&](int64_t h, int64_t t, const uint8_t* from, int64_t size) {
+      each(h, h + 1, [&](auto& work, int64_t row) { work.score(from, size, scores + row * count + t - base, count); });
+    });
+    for (int64_t row = 0; row < rows; ++row)
+      softmax(scores + row * count, low - base, position + 1 - base, count, rule, head + row);
+    if (rule.keep < 1)
+      for (int64_t row = 0; row < rows; ++row)
+        take_part(one_[row], pages, row / group_, scores + row * count + low - base, low, position, rule.keep, scratch);
+    else
+      each_page(pages, pages.values, low, position, kv_heads, [&](int64_t h, int64_t t, const uint8_t* from, int64_t size) {
+        const auto at = [=](int64_t k) { return from + k * bytes_; };
+        each(h, h + 1, [&](auto& work, int64_t row) { work.take(at, size, scores + row * count + t - base, count); });
+      });
+    each(0, kv_heads, [&](auto& work, int64_t row) { work.end(out + row * out_apart, out_apart); });
+  }
+
+ private:
+  // visit(work, first row of it) for the rows of heads from `first` to `last`.
+  template <typename Visit>
+  void each(int64_t first, int64_t last, Visit visit) {
+    const int64_t ones = group_ - 4 * fours_ - 2 * twos_;
+    for (int64_t h = first; h < last; ++h) {
+      int64_t row = h * group_;
+      for (int64_t i = 0; i < fours_; ++i, row += 4) visit(four_[h * fours_ + i], row);
+      for (int64_t i = 0; i < twos_; ++i, row += 2) visit(two_[h * twos_ + i], row);
+      for (int64_t i = 0; i < ones; ++i, ++row) visit(one_[h * ones + i], row);
+    }
+  }
+
+  // visit(head, position, its row, rows that follow) page by page, each page's heads in turn; what comes next is fetched.
+  template <typename Visit>
+  void each_page(const Pages& pages, int64_t offset, int64_t low, int64_t position, int64_t kv_heads, Visit visit) const {
+    const int64_t last = position >> pages.page;
+    int64_t page = low >> pages.page, head = 0;  // what is fetched next
+    const auto fetch_next = [&] {
+      if (page > last) return;
+      fetch(pages(page << pages.page, offset + head * pages.head_bytes), pages.head_bytes);
+      if (++head == kv_heads) head = 0, ++page;
+    };
+    for (int64_t i = 0; i < kFetch; ++i) fetch_next();
     for (int64_t t = low; t <= position;) {
       const int64_t size = std::min(pages.rest(t), position + 1 - t);
-      fetch_page(t + (kFetch << pages.page), offset);
-      visit(t, pages(t, offset) + pages.in_page(t) * bytes, size);
+      const uint8_t* from = pages(t, offset) + pages.in_page(t) * bytes_;
+      for (int64_t h = 0; h < kv_heads; ++h, from += pages.head_bytes) {
+        fetch_next();
+        visit(h, t, from, size);
+      }
       t += size;
     }
-  };
-  each_page(pages.keys, [&](int64_t t, const uint8_t* from, int64_t size) {
-    work.score(from, size, scores + t - base, count);
-  });
-  fetch_first(pages.values);
-  for (int64_t r = 0; r < R; ++r)
-    softmax(scores + r * count, low - base, position + 1 - base, count, rule, rows.head + (i + r) * (1 - rows.step));
-  const float* shares = scores + low - base;
-  if (rule.keep >= 1 || std::isnan(shares[0])) {
-    each_page(pages.values, [&](int64_t t, const uint8_t* from, int64_t size) {
-      work.take([=](int64_t k) { return from + k * bytes; }, size, scores + t - base, count);
-    });
-  } else if constexpr (R == 1) {  // each row chooses others
-    choose(shares, seen, rule.keep, scratch.sorted, scratch.chosen);
+  }
+
+  // Takes a part of the values, those with the largest of `shares`, which are from position `low` on.
+  void take_part(Few<1, Stored>& work, const Pages& pages, int64_t kv_head, const float* shares, int64_t low,
+                 int64_t position, double keep, Scratch& scratch) const {
+    const int64_t seen = position + 1 - low, offset = pages.values + kv_head * pages.head_bytes;
+    const auto at = [&](int64_t t) { return pages(t, offset) + pages.in_page(t) * bytes_; };
+    std::vector<int32_t>& chosen = scratch.chosen;
+    if (std::isnan(shares[0])) chosen.resize(seen), std::iota(chosen.begin(), chosen.end(), 0);
+    else choose(shares, seen, keep, scratch.sorted, chosen);
     scratch.shares.clear();
-    for (const int32_t t : scratch.chosen) scratch.shares.push_back(shares[t]);
+    for (const int32_t t : chosen) scratch.shares.push_back(shares[t]);
     const float all = std::accumulate(shares, shares + seen, 0.0f);
     const float grown = all / std::accumulate(scratch.shares.begin(), scratch.shares.end(), 0.0f);
     for (float& share : scratch.shares) share *= grown;
-    for (size_t k = 0, end = 0; k < scratch.chosen.size(); k = end) {  // page by page
-      const int64_t t = low + scratch.chosen[k];
-      while (end < scratch.chosen.size() && low + scratch.chosen[end] < t + pages.rest(t)) ++end;
-      const int32_t* chosen = scratch.chosen.data() + k;
-      const auto row = [&, chosen](int64_t n) {
-        const int64_t t = low + chosen[n];
-        return pages(t, pages.values) + pages.in_page(t) * bytes;
-      };
+    for (size_t k = 0, end = 0; k < chosen.size(); k = end) {  // page by page
+      const int64_t t = low + chosen[k];
+      while (end < chosen.size() && low + chosen[end] < t + pages.rest(t)) ++end;
+      const auto row = [&, k](int64_t n) { return at(low + chosen[k + n]); };
       work.take(row, end - k, scratch.shares.data() + k, 0);
     }
   }
-  work.end(out, rows.out_apart);
-}
 
-// Makes room for `count` floats; what was there need not be kept, nor be there beside it.
-float* room(std::vector<float>& held, int64_t count) {
-  if (held.capacity() < static_cast<size_t>(count)) std::vector<float>().swap(held);
-  held.resize(count);
-  return held.data();
-}
+  int64_t bytes_, group_, fours_, twos_;
+  std::vector<Few<4, Stored>> four_;
+  std::vector<Few<2, Stored>> two_;
+  std::vector<Few<1, Stored>> one_;
+};
 
 // Keys and values of positions `low`, a multiple of kWidth, up to `high` as panels: keys by kWidth positions, [dim]
 // each, values by kWidth columns, [positions] each.
@@ -217,40 +208,44 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
             int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, int64_t segments,
             int64_t heads, int64_t kv_heads, int64_t dim, int page, int64_t max_pages, const Rule& rule, int threads) {
   const int64_t group = heads / kv_heads;
+  const bool sparse = rule.keep < 1, wide = group >= kMany && !sparse;
+  // pieces of work: a segment's key/value heads from one to another
+  struct Item {
+    int64_t segment, first, last;
+  };
+  std::vector<Item> items;
+  // of one token many heads at once, since what they read lies in one piece
+  const int64_t longest = max_pages << page, rows = std::min(kBlock, kScores / longest);
+  const int64_t several = std::max<int64_t>(1, std::min(rows / group, segments * kv_heads / (kShare * threads)));
+  for (int64_t segment = segments - 1; segment >= 0; --segment) {  // prompts, which take longest, come last
+    const int64_t size = wide || starts[segment + 1] - starts[segment] > 1 ? 1 : several;
+    for (int64_t h = 0; h < kv_heads; h += size) items.push_back({segment, h, std::min(kv_heads, h + size)});
+  }
 #pragma omp parallel num_threads(threads)
   {
     Panels panels;
     Scratch scratch;
-    Few<1, Stored> one(stored, int64_t{1} << page);
-    Few<2, Stored> two(stored, int64_t{1} << page);
-    Few<4, Stored> four(stored, int64_t{1} << page);
+    Token<Stored> token(stored, page, several, group, sparse);
 #pragma omp for schedule(dynamic)
-    for (int64_t item = segments * kv_heads - 1; item >= 0; --item) {  // prompts, which take longest, come last
-      const int64_t segment = item / kv_heads, kv_head = item % kv_heads, head = kv_head * group;
-      const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment];
-      const int64_t bytes = stored.row_bytes, first_row = (kv_head << page) * bytes;
-      const Pages pages{table + segment * max_pages, first_row, first_row + values_after, page};
-      const auto key = [=](int64_t t) { return stored.place(pages(t, pages.keys) + pages.in_page(t) * bytes); };
-      const auto value = [=](int64_t t) { return stored.place(pages(t, pages.values) + pages.in_page(t) * bytes); };
-      const bool prompt = count > 1;
+    for (size_t i = 0; i < items.size(); ++i) {
+      const auto [segment, kv_head, last] = items[i];
+      const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment], head = kv_head * group;
+      const int64_t bytes = stored.row_bytes, of_head = bytes << page, first_row = kv_head * of_head;
+      const Pages pages{table + segment * max_pages, first_row, first_row + values_after, of_head, page};
       const float* query = q + head * q_head + starts[segment] * q_row;
       float* result = out + (starts[segment] * heads + head) * dim;
-      // a prompt's rows head by head; of one token the rows are the group's heads
-      Rows rows{query, prompt ? q_row : q_head, prompt ? count : group, first, prompt, head, result,
-                prompt ? heads * dim : dim};
-      const int64_t turns = prompt ? group : 1;
-      const bool sparse = rule.keep < 1, in_panels = !sparse && (prompt || group >= kMany);
-      if (in_panels) panels.fill(begin(rule, first), first + count, dim, key, value);
-      for (int64_t g = 0; g < turns; ++g) {
-        if (in_panels) many(rows, panels, rule, scratch);
-        for (int64_t i = 0; !in_panels && i < rows.count;) {
-          const int64_t left = sparse ? 1 : rows.count - i;  // of a token's rows each would choose others
-          if (left >= 4) few(four, rows, i, stored, pages, rule, scratch), i += 4;
-          else if (left >= 2) few(two, rows, i, stored, pages, rule, scratch), i += 2;
-          else few(one, rows, i, stored, pages, rule, scratch), ++i;
-        }
-        rows.query += q_head, rows.out += dim, ++rows.head;
+      if (!wide && (sparse || count == 1)) {
+        for (int64_t k = 0; k < count; ++k, query += q_row, result += heads * dim)
+          token.attend(query, q_head, result, dim, first + k, last - kv_head, head, pages, rule, scratch);
+        continue;
       }
+      const auto key = [=](int64_t t) { return stored.place(pages(t, pages.keys) + pages.in_page(t) * bytes); };
+      const auto value = [=](int64_t t) { return stored.place(pages(t, pages.values) + pages.in_page(t) * bytes); };
+      panels.fill(begin(rule, first), first + count, dim, key, value);
+      if (count == 1) many({query, q_head, group, first, 0, head, result, dim}, panels, rule, scratch);
+      else
+        for (int64_t g = 0; g < group; ++g)  // a prompt's rows head by head
+          many({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim}, panels, rule, scratch);
     }
   }
 }

@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int64_t kUnit = 2 * kLanes;
-constexpr int64_t kFetch = 4;  // pages ahead
+constexpr int64_t kFetch = 4;  // parts ahead, of a page those of one head
 
 struct Unit {
   Lanes a, b;

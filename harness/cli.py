@@ -210,15 +210,72 @@ def validate(suites: tuple[str, ...], as_json: bool) -> None:
         sys.exit(0 if all(right) else EXIT_USAGE)
 
 
+@cli.command()
+@click.argument("model")
+@click.option("--prompt-len", required=True, type=click.IntRange(1), help="Tokens of each prompt.")
+@click.option("--gen-len", required=True, type=click.IntRange(1), help="Tokens that each request generates.")
+@click.option("--hardware", required=True, metavar="H", help="A shipped profile (harness ls hardware), or a file.")
+@click.option(
+    "--engine", default="offload", show_default=True, help="offload, flexgen_ref, accelerate, deepspeed_zero."
+)
+@click.option("--schedule", "schedules", multiple=True, type=click.Choice(["row", "zigzag", "sweep"]),
+              help="Only this order; may be repeated.")  # fmt: skip
+@click.option("--quantize", default="none", show_default=True, metavar="Q",
+              help="none, auto (16, 8 or 4 bits), bits such as 4, or of weights and cache such as 4:16.")  # fmt: skip
+@click.option(
+    "--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Most seconds a block may take."
+)
+@click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(
+    model: str, prompt_len: int, gen_len: int, hardware: str, engine: str, schedules: tuple[str, ...], quantize: str,
+    latency: float | None, policy: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Say what a machine will do with MODEL before anything is downloaded, and by which policy.
+
+    \b
+    Examples:
+      harness plan facebook/opt-175b --prompt-len 512 --gen-len 32 --hardware t4_gcp --quantize auto
+      harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
+    """
+    from harness.api import InfeasibleError
+
+    with _one_line_errors():
+        from harness import planning
+
+        try:
+            found = planning.make(model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy)
+        except InfeasibleError as exc:
+            click.echo(f"harness: {exc}", err=True)
+            sys.exit(EXIT_INFEASIBLE)
+        planning.show(found, as_json)
+
+
+@cli.command("check-model")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_model(as_json: bool) -> None:
+    """Compare the performance model with published figures: those it was fitted on, and those it never saw."""
+    with _one_line_errors():
+        from harness import planning
+
+        planning.show_published(as_json)
+
+
 @cli.command("ls")
-@click.argument("what", type=click.Choice(["engines", "suites", "models"]))
+@click.argument("what", type=click.Choice(["engines", "suites", "models", "hardware"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(what: str, as_json: bool) -> None:
-    """List engines (and what each lacks here), shipped suites, or built-in model shapes."""
+    """List engines (and what each lacks here), shipped suites, built-in model shapes, or hardware profiles."""
     with _one_line_errors():
         from harness import listing
 
-        listing.show({"engines": listing.engines, "suites": listing.suites, "models": listing.models}[what](), as_json)
+        rows = {
+            "engines": listing.engines,
+            "suites": listing.suites,
+            "models": listing.models,
+            "hardware": listing.hardware,
+        }
+        listing.show(rows[what](), as_json)
 
 
 @cli.command()

@@ -81,6 +81,25 @@ def models() -> list[Row]:
     ]
 
 
+def hardware() -> list[Row]:
+    """The shipped hardware profiles, by which plans are made."""
+    from harness import hardware as profiles
+
+    rows = []
+    for name in profiles.names():
+        p = profiles.load(name)
+        device = f"{p.devices} x {p.device.name}, {p.device.memory / 2**30:.0f} GiB" if p.device else "none"
+        rows.append(
+            {
+                "hardware": name,
+                "device": device,
+                "host": f"{p.host.memory / 2**30:.0f} GiB",
+                "description": p.description,
+            }
+        )
+    return rows
+
+
 def diagnose(cache: Path) -> list[Row]:
     """Checks with state ok, limited (still works, less well) or problem."""
     found = []

@@ -67,6 +67,9 @@ _EVICT = "engines.checkpoints:evict"
 _GEMM_RATES = "engines.calibrate:gemm_rates"
 _SHAPES = "engines.shapes:CATALOGUE"
 _TINY = "engines.shapes:tiny"
+_PLAN = "engines.planning.plan:plan"
+_NESTED = "engines.planning.plan:nested"
+_PUBLISHED = "engines.planning.published:table"
 
 
 def engine_entry(name: str) -> EngineEntry:
@@ -142,6 +145,21 @@ def gemm_rates(*args: Any, **kwargs: Any) -> Any:
 def tiny_model(family: str) -> str:
     """engines.shapes.tiny: the id of a negligible model that runs the family's code."""
     return cast(str, resolve(_TINY)(family))
+
+
+def plan(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """engines.planning.plan.plan: the best policy for a machine, or what a given one will do."""
+    return cast(dict[str, Any], resolve(_PLAN)(*args, **kwargs))
+
+
+def nested_policy(policy: dict[str, Any]) -> dict[str, Any]:
+    """engines.planning.plan.nested: wg wc wd and so on as triples."""
+    return cast(dict[str, Any], resolve(_NESTED)(policy))
+
+
+def published(*args: Any) -> list[dict[str, Any]]:
+    """engines.planning.published.table: published figures beside predictions."""
+    return cast(list[dict[str, Any]], resolve(_PUBLISHED)(*args))
 
 
 def shapes() -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from harness import provenance, registry
 from harness.api import (
-    HardwareProfile,
     HarnessError,
     Launcher,
     LaunchRequest,
     LocalModel,
+    MachineRates,
     ModelSpec,
     RunRecord,
     RunSpec,
@@ -84,7 +84,7 @@ class Runner:
         self._store = Store(out)
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
-        self._machine: dict[tuple[str, int | None], tuple[float, HardwareProfile | None]] = {}
+        self._machine: dict[tuple[str, int | None], tuple[float, MachineRates | None]] = {}
         self._dropped: set[str] = set()
 
     def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
@@ -254,7 +254,7 @@ class Runner:
     def _engine_versions(self, cell: RunSpec) -> dict[str, str]:
         return provenance.package_versions(registry.engine_entry(cell.engine).requires)
 
-    def _machine_rates(self, step: Step, model: LocalModel) -> HardwareProfile | None:
+    def _machine_rates(self, step: Step, model: LocalModel) -> MachineRates | None:
         """Rates measured at most a minute before the launch, so that they drift with what they bound."""
         if not self._suite.machine_probe or not model.path:
             return None

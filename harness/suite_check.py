@@ -13,11 +13,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.api import (
     HardwareLimits,
+    HardwareProfile,
     HardwareRequirements,
     HarnessError,
+    Link,
     ModelSpec,
     OffloadPolicy,
+    Processor,
     RunSpec,
+    Storage,
     WorkloadSpec,
 )
 from harness.cell_names import MAX_CELL_NAME, NAME_RULE, SAFE_NAME
@@ -52,6 +56,11 @@ _FIELDS = {
     "policy": OffloadPolicy,
     "limits": HardwareLimits,
     "requires": HardwareRequirements,
+    "hardware": HardwareProfile,
+    "device": Processor,
+    "host": Processor,
+    "link": Link,
+    "disk": Storage,
 }
 _FRACTIONS = "three fractions (device, host, disk)"
 _WANTED = {  # by pydantic's type of error
@@ -81,6 +90,8 @@ class Header:
 
 _HEADER = TypeAdapter(Header)
 _RUN_SPEC = TypeAdapter(RunSpec)
+_HARDWARE = TypeAdapter(HardwareProfile)
+_POLICY = TypeAdapter(OffloadPolicy)
 
 
 def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
@@ -120,6 +131,20 @@ def header(node: Node) -> Header:
     checked = _typed(_HEADER, node, "suite")
     raise_all(_out_of_range(checked, node, _HEADER_RANGES))
     _require_name(checked.name, node, MAX_SUITE_NAME)
+    return checked
+
+
+def hardware(node: Node) -> HardwareProfile:
+    """The profile in `node`, its figures not checked. Raises HarnessError with a line for each problem."""
+    if not isinstance(node.value, dict):
+        raise node.error(f"a hardware profile is a mapping of keys, got {shown(node.value)}")
+    return _typed(_HARDWARE, node, "hardware")
+
+
+def policy(node: Node) -> OffloadPolicy:
+    """The policy in `node`. Raises HarnessError with a line for each problem."""
+    checked = _typed(_POLICY, node, "policy")
+    checked.validate()
     return checked
 
 
@@ -169,7 +194,7 @@ def _typed(adapter: TypeAdapter[T], node: Node, where: str) -> T:
         found = node.trace(location)
         path = _dotted(location[: len(found) - 1])
         if kind == "unexpected_keyword_argument":
-            section = str(location[-2])
+            section = str(location[-2]) if len(location) > 1 else where
             known = [field.name for field in fields(_FIELDS[section])]
             problems.append(unknown_key(found[-1], str(location[-1]), known, section))
         elif kind == "missing" and isinstance(location[-1], str):

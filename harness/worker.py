@@ -135,7 +135,7 @@ def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure_machine(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Disk bandwidth and GEMM rates of this moment; see HardwareProfile."""
+    """Disk bandwidth and GEMM rates of this moment; see MachineRates."""
     k, n = request["gemm_shape"]
     disk = sequential_read_rate(Path(request["folder"]))
     rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])

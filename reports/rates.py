@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from harness.api import HardwareProfile, RunRecord, roofline
+from harness.api import MachineRates, RunRecord, roofline
 
 #: A probe that began later than this after a launch says nothing of it.
 _SOON_S = 180.0
@@ -26,7 +26,7 @@ def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
     for record in records:
         if record.machine and (start := _start_s(record)) is not None:
             probed.setdefault(_products(record), []).append((start, record))
-    after: dict[int, HardwareProfile] = {}
+    after: dict[int, MachineRates] = {}
     for sharing in probed.values():
         in_time = sorted(sharing, key=lambda found: found[0])
         for (start, record), (next_start, following) in itertools.pairwise(in_time):
@@ -35,7 +35,7 @@ def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
     return [_rebound(record, after.get(id(record))) for record in records]
 
 
-def _rebound(record: RunRecord, after: HardwareProfile | None) -> RunRecord:
+def _rebound(record: RunRecord, after: MachineRates | None) -> RunRecord:
     spec, load, model, before = record.spec, record.load, record.model, record.machine
     if not (before and after and record.bound and load and model):
         return record
@@ -43,7 +43,7 @@ def _rebound(record: RunRecord, after: HardwareProfile | None) -> RunRecord:
     return replace(record, bound=found or record.bound)
 
 
-def _between(before: HardwareProfile, after: HardwareProfile) -> HardwareProfile:
+def _between(before: MachineRates, after: MachineRates) -> MachineRates:
     """The mean of two probes, by the best samples of each; what one of them lacks is the other's."""
     products = {
         dtype: {
@@ -52,7 +52,7 @@ def _between(before: HardwareProfile, after: HardwareProfile) -> HardwareProfile
         }
         for dtype, curve in before.gemm_flops.items()
     }
-    return HardwareProfile(_mean_of_best(before.disk_read, after.disk_read), before.gemm_shape, products)
+    return MachineRates(_mean_of_best(before.disk_read, after.disk_read), before.gemm_shape, products)
 
 
 def _mean_of_best(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:

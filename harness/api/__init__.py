@@ -9,6 +9,7 @@ from harness.api.common import (
     DTYPE_BYTES,
     FINAL_STATUSES,
     SCHEMA_VERSION,
+    Bits,
     DiskFullError,
     Dtype,
     HarnessError,
@@ -33,11 +34,12 @@ from harness.api.engine import (
     TraceEvent,
     Workload,
 )
+from harness.api.hardware import HardwareProfile, Link, Processor, Storage
 from harness.api.intervals import union_length
 from harness.api.lines import parse_record
 from harness.api.machine import (
-    HardwareProfile,
     LocalModel,
+    MachineRates,
     ModelShape,
 )
 from harness.api.record import (
@@ -72,6 +74,7 @@ __all__ = [
     "DTYPE_BYTES",
     "FINAL_STATUSES",
     "SCHEMA_VERSION",
+    "Bits",
     "Bound",
     "Capabilities",
     "DiskFullError",
@@ -89,8 +92,10 @@ __all__ = [
     "Job",
     "LaunchRequest",
     "Launcher",
+    "Link",
     "LoadReport",
     "LocalModel",
+    "MachineRates",
     "Measurement",
     "MemoryLimit",
     "ModelShape",
@@ -98,6 +103,7 @@ __all__ = [
     "OffloadPolicy",
     "Phase",
     "Probe",
+    "Processor",
     "RequestTrace",
     "RunRecord",
     "RunSpec",
@@ -105,6 +111,7 @@ __all__ = [
     "Schedule",
     "Score",
     "Status",
+    "Storage",
     "SuiteSpec",
     "TokenLogprob",
     "TraceEvent",

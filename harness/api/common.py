@@ -25,6 +25,8 @@ FINAL_STATUSES: frozenset[str] = frozenset({"ok", "oom_device", "oom_host", "tim
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 Schedule = Literal["row", "zigzag", "sweep"]
+#: Of a stored value; 16 is the checkpoint's precision.
+Bits = Literal[3, 4, 8, 16]
 Tune = Literal["none", "max_batch"]
 
 FORBID = {"extra": "forbid"}  # read by pydantic where a suite file is validated; inert otherwise

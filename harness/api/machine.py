@@ -56,8 +56,8 @@ class LocalModel:
 
 
 @dataclass(frozen=True)
-class HardwareProfile:
-    """Capacities and measured curves of one machine.
+class MachineRates:
+    """What one machine could do just before a launch, for the launch's bound.
 
     `gemm_flops[dtype][rows]` is FLOP/s of x[rows, k] @ W[k, n] at the `gemm_shape` (k, n); missing means
     not measured. Bandwidths are bytes/s. Each curve carries every sample.

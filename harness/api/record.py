@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from harness.api.common import SCHEMA_VERSION, Status
 from harness.api.engine import LoadReport, TraceEvent
-from harness.api.machine import HardwareProfile, LocalModel
+from harness.api.machine import LocalModel, MachineRates
 from harness.api.spec import RunSpec
 
 Phase = Literal["load", "generate"]
@@ -107,7 +107,7 @@ class RunRecord:
     measurements: tuple[Measurement, ...] = ()
     memory: MemoryLimit | None = None
     bound: Bound | None = None
-    machine: HardwareProfile | None = None
+    machine: MachineRates | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
     trace: tuple[TraceEvent, ...] = ()
@@ -148,7 +148,7 @@ class Launcher(Protocol):
         threads: int | None,
         workdir: Path,
         log: Path,
-    ) -> HardwareProfile:
+    ) -> MachineRates:
         """Disk bandwidth on the model's files and GEMM rates at its shape, of this moment."""
         ...
 

@@ -17,14 +17,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from harness.api.common import DTYPE_BYTES, Dtype
-from harness.api.machine import HardwareProfile, LocalModel
+from harness.api.machine import LocalModel, MachineRates
 from harness.api.record import Bound
 from harness.api.spec import RunSpec
 
 
-def roofline(
-    model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, machine: HardwareProfile
-) -> Bound | None:
+def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, machine: MachineRates) -> Bound | None:
     """Best generated tokens/s for whole blocks of `batch` (or of all requests, where they are fewer).
 
     With the layers' weights and the cache in the policy's bits, and under the limits of `spec`. None where a needed

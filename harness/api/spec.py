@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from harness.api.common import FORBID, HarnessError, Schedule, Status, Tune, UnsupportedError
+from harness.api.common import FORBID, Bits, HarnessError, Schedule, Status, Tune, UnsupportedError
 from harness.api.serial import to_json
 
 
@@ -65,8 +65,8 @@ class OffloadPolicy:
     weights: tuple[float, float, float] | None = None
     cache: tuple[float, float, float] | None = None
     activations: tuple[float, float, float] | None = None
-    weight_bits: Literal[3, 4, 8, 16] = 16
-    kv_bits: Literal[3, 4, 8, 16] = 16
+    weight_bits: Bits = 16
+    kv_bits: Bits = 16
     group_size: int = 64
     weight_groups: Literal["input", "output"] = "input"
     cpu_attention: bool = False

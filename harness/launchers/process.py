@@ -12,9 +12,9 @@ from pathlib import Path
 from harness import provenance, registry
 from harness.api import (
     EventSink,
-    HardwareProfile,
     LaunchRequest,
     LocalModel,
+    MachineRates,
     MemoryLimit,
     ModelSpec,
     RunRecord,
@@ -91,7 +91,7 @@ class ProcessLauncher:
         threads: int | None,
         workdir: Path,
         log: Path,
-    ) -> HardwareProfile:
+    ) -> MachineRates:
         """Disk bandwidth on the model's own files and GEMM rates at its shape, now; empty where not measurable."""
         body = {
             "kind": "machine",
@@ -103,7 +103,7 @@ class ProcessLauncher:
         }
         outcome = run_task(Task(body, workdir, log, _HELPER_TIMEOUT_S, threads=threads))
         found = (outcome.result or {}).get("found", {})
-        return from_json(HardwareProfile, found | {"measured_at": provenance.now()})
+        return from_json(MachineRates, found | {"measured_at": provenance.now()})
 
     def _idle_bytes(self, request: LaunchRequest) -> int | tuple[Status, str]:
         """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.

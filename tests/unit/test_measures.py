@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from harness.api import (
     HardwareLimits,
-    HardwareProfile,
     LocalModel,
+    MachineRates,
     ModelShape,
     ModelSpec,
     OffloadPolicy,
@@ -78,7 +78,7 @@ MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, dtype="bfloat16", digest="d
 
 
 def profile(flops=1e9, disk=1e6):
-    return HardwareProfile((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
+    return MachineRates((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
 
 
 EXACT = OffloadPolicy()
@@ -129,7 +129,7 @@ def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
     workload = WorkloadSpec(prompt_len=8, gen_len=2)
     assert bound(workload, 1, None, profile()).disk_s == 0
     assert bound(workload, 1, None, profile(), "bfloat16") is None
-    assert bound(workload, 1, 1, HardwareProfile((), None, profile().gemm_flops)) is None
+    assert bound(workload, 1, 1, MachineRates((), None, profile().gemm_flops)) is None
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))

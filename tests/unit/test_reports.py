@@ -17,9 +17,9 @@ import pytest
 from harness.api import (
     Bound,
     HardwareLimits,
-    HardwareProfile,
     HarnessError,
     LoadReport,
+    MachineRates,
     Measurement,
     MemoryLimit,
     ModelSpec,
@@ -112,7 +112,7 @@ def record(
         ),
         memory=MemoryLimit("cgroup-v2", GIB // 2, GIB, 3 * GIB // 2, 5 * GIB // 4, True),
         bound=Bound(4.0, 6.4, 16.0, "disk"),
-        machine=HardwareProfile(
+        machine=MachineRates(
             (2.0e9, 2.1e9 + repeat * 1e8),
             (2048, 8192),
             {"float32": {"1": (8e9,), "64": (210e9,), "256": (400e9,)}, "bfloat16": {"64": (510e9,)}},
@@ -390,7 +390,7 @@ def hostile_records() -> list[RunRecord]:
         "command": HOSTILE,
         "tuning": (Trial(1, "error", None, HOSTILE),),
     }
-    machine = HardwareProfile((1.0,), (1, 1), {HOSTILE: {HOSTILE: (1.0,)}}, HOSTILE)
+    machine = MachineRates((1.0,), (1, 1), {HOSTILE: {HOSTILE: (1.0,)}}, HOSTILE)
     load = LoadReport(1, 1, 1, OffloadPolicy(), HOSTILE, (0, 0, 0))
     memory = MemoryLimit(HOSTILE, 1, 1, 1, 1)
     reference = cell(HOSTILE, reference=True, seed=2, model=spec.model)

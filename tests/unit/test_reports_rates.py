@@ -6,9 +6,9 @@ import pytest
 
 from harness.api import (
     HardwareLimits,
-    HardwareProfile,
     LoadReport,
     LocalModel,
+    MachineRates,
     ModelShape,
     ModelSpec,
     OffloadPolicy,
@@ -26,7 +26,7 @@ SPEC = RunSpec("e", ModelSpec("m"), WorkloadSpec(prompt_len=8, gen_len=10), limi
 
 
 def probe(disk, flops):
-    return HardwareProfile((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
+    return MachineRates((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
 
 
 def bound(machine):
@@ -52,7 +52,7 @@ def test_a_launch_is_held_to_the_mean_of_the_probes_before_and_after_it():
 
 
 def test_of_a_probe_the_best_samples_count():
-    noisy = HardwareProfile((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
+    noisy = MachineRates((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
     found = bounds(record(0, noisy), record(1, probe(1e6, 1e9), start="10:01:30"))
     assert found[0] == pytest.approx(bound(probe(2e6, 1e9)).throughput_tok_s)
 

@@ -1,0 +1,74 @@
+"""Seconds that a machine takes for products, attention, unpacking and transfers, by rooflines and curves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+from harness.api import HardwareProfile, Link, Processor
+
+#: Bytes that a kernel moves to unpack a value into 16 bits, beside the packed ones.
+_UNPACKED_BYTES = 2.0
+
+
+class Machine:
+    """One profile's rates. What a part lacks is derived from its flops and bandwidth."""
+
+    def __init__(self, profile: HardwareProfile) -> None:
+        self.profile = profile
+        #: Where dense products run: the device, or the host where there is none.
+        self.dense = profile.device or profile.host
+        self.host = profile.host
+        self._curve = _points(self.dense.flops)
+
+    @property
+    def has_device(self) -> bool:
+        return self.profile.device is not None
+
+    @cached_property
+    def link(self) -> Link:
+        """Between host and device. Only where there is a device."""
+        assert self.profile.link is not None
+        return self.profile.link
+
+    def products(self, rows: float, params: float, weight_bytes: float) -> float:
+        """x[rows, k] times matrices of `params` values, which are `weight_bytes` in the dense processor's memory."""
+        if not rows:
+            return 0.0
+        return max(2 * rows * params / self.flops(rows), weight_bytes / self.dense.bandwidth)
+
+    def flops(self, rows: float) -> float:
+        """FLOP/s of dense products."""
+        return interpolate(self._curve, rows)
+
+    def batched(self, flops: float) -> float:
+        """A prompt's attention: products of the heads."""
+        return flops / (self.dense.batched_flops or self._curve[-1][1] / 2)
+
+
+def attention_rate(processor: Processor, bits: int) -> float:
+    """Bytes/s of what is stored that attention of one token reads there; the memory's bandwidth if not measured."""
+    curve = _points(processor.attention)
+    return interpolate(curve, bits) if curve else processor.bandwidth
+
+
+def unpack_rate(processor: Processor, bits: float) -> float:
+    """Values/s that a kernel unpacks there; what the memory's bandwidth allows if not measured."""
+    return processor.dequantize or processor.bandwidth / (_UNPACKED_BYTES + bits / 8)
+
+
+def interpolate(points: list[tuple[float, float]], x: float) -> float:
+    """The value at `x`, straight between points on logarithmic axes, flat beyond their ends."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp(math.log(y0) + share * math.log(y1 / y0))
+    return points[-1][1]
+
+
+def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:
+    return sorted((float(at), value) for at, value in curve.items())

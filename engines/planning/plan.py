@@ -1,0 +1,164 @@
+"""`harness plan`: a policy that can be run as it stands, or the numbers that say why there is none, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from engines.planning.predict import Planner, Prediction
+from engines.planning.search import Candidate, Wanted, search, used_parts
+from engines.planning.style import STYLES
+from engines.planning.work import Lengths
+from engines.shapes import shape
+from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+
+#: Rejected alternatives that are listed.
+_LISTED = 8
+_KINDS = {"weights": "w", "cache": "c", "activations": "h"}
+_PLACES = "gcd"
+
+
+def plan(
+    model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
+    schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]], latency_s: float | None,
+    policy: OffloadPolicy | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The plan: the best policy, or what a given one will do.
+
+    `bits`: of weights and cache, that may be chosen. Raises HarnessError for what cannot be planned, and
+    InfeasibleError with the bytes that each tier lacks.
+    """
+    planner = _planner(model, prompt_len, gen_len, profile, engine)
+    if policy is not None:
+        chosen, rejected = _given(planner, policy), []
+    else:
+        wanted = Wanted(schedules=_offered(engine, schedules), bits=bits, latency_s=latency_s)
+        found = search(planner, wanted)
+        if found.best is None:
+            raise InfeasibleError(_nothing_fits(planner, wanted))
+        chosen = found.best
+        rejected = [_rejected(*item) for item in found.rejected[:_LISTED]]
+    return {
+        "model": model,
+        "hardware": profile.name,
+        "engine": engine,
+        "prompt_len": prompt_len,
+        "gen_len": gen_len,
+        "policy": flat(chosen.policy),
+        "predicted": _predicted(chosen.prediction),
+        "rejected": rejected,
+    }
+
+
+def flat(policy: OffloadPolicy) -> dict[str, Any]:
+    """A policy with its fractions by name: wg wc wd, cg cc cd, hg hc hd."""
+    names = ("gpu_batch_size", "num_gpu_batches", "schedule", "weight_bits", "kv_bits", "group_size", "cpu_attention",
+             "prefill_chunk", "threads", "overlap")  # fmt: skip
+    found = {name: getattr(policy, name) for name in names}
+    for kind, letter in _KINDS.items():
+        fractions = getattr(policy, kind)
+        if fractions is not None:
+            found |= {letter + place: fraction for place, fraction in zip(_PLACES, fractions, strict=True)}
+    return found
+
+
+def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way round: wg wc wd become `weights`, and so on; what is named as in a suite stays.
+
+    Raises HarnessError where only some of three fractions are given.
+    """
+    left = dict(policy)
+    for kind, letter in _KINDS.items():
+        names = [letter + place for place in _PLACES]
+        given = [name for name in names if name in left]
+        if given and len(given) < len(names):
+            raise HarnessError(f"policy has {', '.join(given)} without {', '.join(n for n in names if n not in given)}")
+        if given:
+            left[kind] = [left.pop(name) for name in names]
+    return left
+
+
+def _planner(model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str) -> Planner:
+    found = shape(model)
+    if min(prompt_len, gen_len) < 1:
+        raise HarnessError("a plan needs at least one token of prompt and one to generate")
+    if prompt_len + gen_len > found.max_context:
+        raise HarnessError(f"{prompt_len} + {gen_len} tokens are more than {model} takes, {found.max_context}")
+    if engine not in STYLES:
+        raise HarnessError(f"no plans are made for engine {engine!r} (known: {', '.join(STYLES)})")
+    if profile.device is None:
+        raise HarnessError(f"hardware {profile.name} has no device: plans for CPUs alone are not made yet")
+    return Planner(found, Lengths(prompt_len, gen_len), profile, engine)
+
+
+def _offered(engine: str, schedules: Sequence[Schedule]) -> Sequence[Schedule]:
+    """Of the schedules those that an engine has."""
+    offered = STYLES[engine].schedules
+    found = [schedule for schedule in schedules if schedule in offered]
+    if not found:
+        raise HarnessError(f"engine {engine} has no schedule {', '.join(schedules)} (it has {', '.join(offered)})")
+    return found
+
+
+def _given(planner: Planner, policy: OffloadPolicy) -> Candidate:
+    if policy.schedule not in planner.style.schedules:
+        raise HarnessError(
+            f"the engine has no schedule {policy.schedule} (it has {', '.join(planner.style.schedules)})"
+        )
+    prediction = planner.predict(planner.placed(policy))
+    if lacking := planner.lacking(prediction):
+        raise InfeasibleError(f"infeasible on {planner.profile.name}: {_shortage(lacking)}; {_remedy(planner, policy)}")
+    return Candidate(planner.placed(policy), prediction)
+
+
+def _remedy(planner: Planner, policy: OffloadPolicy) -> str:
+    """The smallest change to a policy that makes it fit."""
+    for size in range(policy.gpu_batch_size - 1, 0, -1):
+        fewer = replace(policy, gpu_batch_size=size)
+        if not planner.lacking(planner.predict(planner.placed(fewer))):
+            return f"gpu_batch_size {size} would fit"
+    best = search(planner, Wanted(schedules=[policy.schedule], bits=[(policy.weight_bits, policy.kv_bits)])).best
+    if best is None:
+        return f"no placement of {policy.weight_bits}-bit weights and {policy.kv_bits}-bit cache fits"
+    return f"another placement would: {flat(best.policy)}"
+
+
+def _nothing_fits(planner: Planner, wanted: Wanted) -> str:
+    """Why not even one sequence fits, or not under the constraints."""
+    where = f"infeasible on {planner.profile.name}: "
+    free = search(planner, replace(wanted, latency_s=None))
+    if free.best is not None:
+        blocks = [free.best, *(candidate for _, candidate, _ in free.rejected if candidate)]
+        soonest = min(candidate.prediction.block_latency_s for candidate in blocks)
+        return f"{where}no policy ends a block within {wanted.latency_s:g} s; {soonest:.3g} s was the least found"
+    weight_bits, kv_bits = min(wanted.bits)
+    disk = (0.0, 0.0, 1.0)
+    one = OffloadPolicy(weights=disk, cache=disk, activations=disk, weight_bits=weight_bits, kv_bits=kv_bits)
+    lacking = planner.lacking(planner.predict(one))
+    return f"{where}one sequence, with all of it on disk: {_shortage(lacking)}"
+
+
+def _shortage(lacking: Mapping[str, float]) -> str:
+    return ", ".join(f"{tier} memory lacks {short:,.0f} bytes" if tier != "disk" else f"disk lacks {short:,.0f} bytes"
+                     for tier, short in lacking.items()) or "nothing is lacking"  # fmt: skip
+
+
+def _predicted(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "throughput_tok_s": prediction.throughput_tok_s,
+        "prefill_s": prediction.prefill_s,
+        "decode_s": prediction.decode_s,
+        "block_latency_s": prediction.block_latency_s,
+        "bottleneck": prediction.bottleneck,
+        "fraction_of_roofline": prediction.fraction_of_roofline,
+        "peak_bytes": asdict(prediction.peak),
+        "busy": dict(used_parts(prediction)),
+    }
+
+
+def _rejected(name: str, candidate: Candidate | None, reason: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": name, "reason": reason}
+    if candidate is not None:
+        found |= {"throughput_tok_s": candidate.prediction.throughput_tok_s, "policy": flat(candidate.policy)}
+    return found

@@ -1,0 +1,129 @@
+"""What a policy will do on a machine: throughput, latency, the resource that limits it, and the memory it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from engines.planning.closed_form import RESOURCES, Layers, Pass, Seconds, averaged, pass_seconds
+from engines.planning.machine import Machine
+from engines.planning.memory import Peak, capacity, peak, rows
+from engines.planning.placement import place
+from engines.planning.style import STYLES, realised_weights
+from engines.planning.work import Lengths, cache_bytes, parts, weight_bytes
+from harness.api import HardwareProfile, ModelShape, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one block of sequences, from its first token to its last; of a sweep, of a block's worth in its steady state.
+
+    `prefill_s` and `decode_s` add up to `block_latency_s`; a sweep has no phases, and its `decode_s` is all.
+    `used`: seconds that each resource works. `bound_tok_s`: what the machine's arithmetic, and its disk for what
+    memory cannot hold, allow whatever the policy.
+    """
+
+    throughput_tok_s: float
+    prefill_s: float
+    decode_s: float
+    block_latency_s: float
+    bottleneck: str
+    bound_tok_s: float
+    peak: Peak
+    used: Mapping[str, float]
+
+    @property
+    def fraction_of_roofline(self) -> float:
+        return self.throughput_tok_s / self.bound_tok_s
+
+
+class Planner:
+    """Predictions for one model, job, machine and engine."""
+
+    def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str) -> None:
+        self.shape = shape
+        self.lengths = lengths
+        self.profile = profile
+        self.style = STYLES[engine]
+        self.machine = Machine(profile)
+        self._parts = parts(shape)
+
+    def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
+        """Of a policy that names all fractions, whether it fits or not. `page_cache`: whether there is one."""
+        style = self.style if policy.overlap else replace(self.style, overlap="turns")
+        assert policy.cache is not None
+        assert policy.activations is not None
+        placed = realised_weights(self.shape, policy, style)
+        needs = peak(rows(self.shape, policy, self.lengths), placed, policy.cache, policy.activations)
+        layers = Layers(self.shape, policy, self.machine, style, self._read(needs, page_cache))
+        separate = (
+            style.parallel_attention
+            and self.machine.has_device
+            and (policy.num_gpu_batches > 1 or policy.nano_batches > 1)
+        )
+
+        def spent(works: Sequence[Pass]) -> tuple[float, Seconds]:
+            return pass_seconds(layers, self._parts, works, policy.num_gpu_batches, style, separate)
+
+        prompt, steps = self.lengths.prompt, self.lengths.generated
+        batch = policy.gpu_batch_size
+        if policy.schedule == "sweep":
+            chunk = Pass(batch * prompt / steps, prompt / 2, batch / steps, True)
+            seconds, used = spent([Pass(batch, prompt + steps / 2, batch, False), chunk])
+            prefill, decode, used = 0.0, seconds * steps, used * steps
+        else:
+            prefill, first = spent([Pass(batch * prompt, prompt / 2, batch, True)])
+            step = averaged(lambda c: spent([Pass(batch, c, batch, False)])[0], prompt, prompt + steps - 1)
+            _, middle = spent([Pass(batch, prompt + steps / 2, batch, False)])
+            decode, used = step * (steps - 1), first + middle * (steps - 1)
+        tokens = policy.block_size * steps
+        by_resource = dict(zip(RESOURCES, used.values, strict=True))
+        return Prediction(
+            throughput_tok_s=tokens / (prefill + decode),
+            prefill_s=prefill,
+            decode_s=decode,
+            block_latency_s=prefill + decode,
+            bottleneck=max(by_resource, key=lambda name: by_resource[name]),
+            bound_tok_s=self._bound(policy),
+            peak=needs,
+            used=by_resource,
+        )
+
+    def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """The policy with the best fractions where it names none; where none fit, with all on disk."""
+        if policy.weights and policy.cache and policy.activations:
+            return policy
+        lowest = (0.0, 0.0, 1.0)
+        return place(self.shape, policy, self.lengths, self.machine, self.style) or replace(
+            policy,
+            weights=policy.weights or lowest,
+            cache=policy.cache or lowest,
+            activations=policy.activations or lowest,
+        )
+
+    def lacking(self, prediction: Prediction) -> Mapping[str, float]:
+        """Bytes that each tier is short of for it."""
+        return prediction.peak.lacking(capacity(self.profile))
+
+    def _read(self, needs: Peak, page_cache: bool) -> float:
+        """Bytes/s at which what is on disk comes: the memory's, where the page cache holds all of it."""
+        disk, host = self.profile.disk, self.profile.host
+        if self.style.direct:
+            return disk.read
+        if not page_cache:
+            return disk.read * self.style.uncached_share
+        return host.bandwidth if 0 < needs.disk < host.memory - needs.host else disk.read
+
+    def _bound(self, policy: OffloadPolicy) -> float:
+        """Of a block: all its arithmetic at the best rate there is, and the disk for what is left of weights and cache
+        when all memory is full of them, once a pass."""
+        machine, prompt, steps = self.machine, self.lengths.prompt, self.lengths.generated
+        block = policy.block_size
+        flops = self.shape.flops(block * prompt, prompt / 2, block)
+        flops += (steps - 1) * self.shape.flops(block, prompt + steps / 2, block)
+        arithmetic = flops / max(machine.dense.flops.values())
+        room = capacity(self.profile)
+        weights = sum(weight_bytes(part, policy) * part.count for part in self._parts)
+        cache = block * (prompt + steps / 2) * cache_bytes(self.shape, policy) * self.shape.num_layers
+        on_disk = max(0.0, weights + cache - room.device - room.host)
+        return block * steps / max(arithmetic, steps * on_disk / self.profile.disk.read)

@@ -1,0 +1,222 @@
+"""Published throughputs, and how far the model is from them.
+
+The figures are in published/: FlexGen (Sheng et al. 2023), tables 4, 14 to 16 and 21; LM-Offload (Wu et al. 2024),
+table 3. A figure counts as an interval of half its last digit to both sides. Cells that constants were fitted on are
+marked: they are no evidence.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engines.planning.predict import Planner
+from engines.planning.work import Lengths
+from engines.shapes import shape
+from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
+
+_FOLDER = Path(__file__).with_name("published")
+#: LM-Offload's host has 240 GB beside the device's 40: what its table says used more cannot have run there.
+_LM_OFFLOAD_GB = 280
+#: Its GPU batches, of which it gives only the product with their number.
+_LM_OFFLOAD_BATCH = 64
+#: The cells that constants were fitted on, by label.
+FITTED: frozenset[str] = frozenset({
+    "14-16 flexgen 6.7b 512+32 2x1 w100/0 c100/0",
+    "14-16 flexgen 30b 512+32 64x2 w20/80 c0/100",
+    "14-16 flexgen 175b 512+32 32x8 w0/50 c0/0",
+    "14-16 flexgen_c 6.7b 512+32 72x1 w100/0 c100/0",
+    "14-16 flexgen_c 30b 512+32 16x20 w20/80 c0/100",
+    "14-16 flexgen_c 175b 512+32 48x3 w0/100 c0/100",
+    "14-16 accelerate 30b 512+32 8x1 w0/100 c100/0",
+    "14-16 deepspeed 30b 512+32 4x1 w0/100 c100/0",
+    "4 no CPU compute (30b) 30b 512+32 48x3 w20/80 c0/100",
+    "21 grid 30b 512+32 48x1 w20/80 c0/100",
+    "21 grid 30b 512+32 32x8 w0/0 c0/0",
+    "LM-Offload 3 flexgen 30b 64+8 64x28 w55/45 c0/100",
+    "LM-Offload 3 flexgen 30b 64+128 64x10 w55/45 c0/100",
+    "LM-Offload 3 lm_offload 30b 64+32 64x21 w55/45 c0/100",
+    "LM-Offload 3 lm_offload 66b 64+8 65x12 w23/77 c0/100",
+    "LM-Offload 3 zero_inference 30b 64+32 64x1 w100/0 c0/100",
+    "LM-Offload 1 device attention 30b 64+128 64x10 w55/45 c0/100",
+    "LM-Offload 1 device attention, weights in 4 bits 30b 64+128 64x10 w55/45 c0/100",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One published figure, as text: its last digit says how exact it is. None: out of memory."""
+
+    table: str
+    name: str
+    hardware: str
+    model: str
+    engine: str
+    lengths: Lengths
+    policy: OffloadPolicy
+    figure: str | None
+    page_cache: bool = True
+    fitted: bool = False
+
+    @property
+    def label(self) -> str:
+        """What tells it from the others: table, system, model, lengths, batches and what is not on disk."""
+        policy = self.policy
+        assert policy.weights and policy.cache
+        device, host = (round(100 * part) for part in policy.weights[:2])
+        cached = "/".join(f"{100 * part:.0f}" for part in policy.cache[:2])
+        lengths = f"{self.lengths.prompt}+{self.lengths.generated}"
+        size = self.model.rpartition("-")[2]
+        batches = f"{policy.gpu_batch_size}x{policy.num_gpu_batches}"
+        return f"{self.table} {self.name} {size} {lengths} {batches} w{device}/{host} c{cached}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A figure and its prediction. `error`: relative, from the nearer end of the figure's interval; None where the
+    figure is that there was not enough memory. `fits`: whether the model says that there is enough."""
+
+    cell: Cell
+    predicted: float
+    error: float | None
+    fits: bool
+
+
+def evaluate(cells: list[Cell], profiles: Mapping[str, HardwareProfile]) -> list[Outcome]:
+    """Each cell's prediction on its machine."""
+    found = []
+    for cell in cells:
+        planner = Planner(shape(cell.model), cell.lengths, profiles[cell.hardware], cell.engine)
+        prediction = planner.predict(cell.policy, cell.page_cache)
+        error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
+        found.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.lacking(prediction)))
+    return found
+
+
+def error_of(predicted: float, figure: str) -> float:
+    """How far a prediction is from a figure's interval, relative to the interval's nearer end."""
+    half = 0.5 * 10.0 ** -len(figure.partition(".")[2])
+    low, high = float(figure) - half, float(figure) + half
+    return predicted / high - 1 if predicted > high else predicted / low - 1 if predicted < low else 0.0
+
+
+def cells() -> list[Cell]:
+    """All published cells, in the order of the tables."""
+    found = [*_flexgen(), *_ablation(), *_lm_offload()]
+    return [replace(cell, fitted=cell.label in FITTED) for cell in found]
+
+
+def _flexgen() -> Iterator[Cell]:
+    engines = {
+        "accelerate": "accelerate",
+        "deepspeed": "deepspeed_zero",
+        "flexgen": "flexgen_ref",
+        "flexgen_c": "flexgen_ref",
+    }
+    for row in _rows("flexgen_throughput_t4"):
+        engine, bits = engines[row["system"]], 4 if row["system"] == "flexgen_c" else 16
+        policy = _policy(row, weight_bits=bits, kv_bits=bits, cpu_attention=engine == "flexgen_ref" and bits == 16)
+        lengths = Lengths(int(row["prompt_len"]), int(row["gen_len"]))
+        if engine == "flexgen_ref" and bits == 16 and (row["model"], lengths.prompt) == ("opt-30b", 512):
+            # its latency is of 128 sequences: the policy of the paper's first version (see the file)
+            policy = replace(policy, gpu_batch_size=64, num_gpu_batches=2)
+        yield Cell(
+            "14-16",
+            row["system"],
+            "t4_gcp",
+            f"facebook/{row['model']}",
+            engine,
+            lengths,
+            policy,
+            row["throughput"] or None,
+        )
+
+
+def _ablation() -> Iterator[Cell]:
+    for row in _rows("flexgen_ablation_t4"):
+        for model in ("opt-30b", "opt-175b"):
+            figure = row[f"{model}_tok_s"]
+            if not figure:
+                continue
+            policy = _policy(row, cpu_attention="no CPU" not in row["case"], overlap="no overlap" not in row["case"])
+            page_cache = row["table"] == "4"  # table 21 ran without
+            known = None if figure == "OOM" else figure
+            yield Cell(row["table"], row["case"], "t4_gcp", f"facebook/{model}", "flexgen_ref", Lengths(512, 32),
+                       policy, known, page_cache)  # fmt: skip
+
+
+def _lm_offload() -> Iterator[Cell]:
+    engines = {"flexgen": "flexgen_ref", "zero_inference": "deepspeed_zero", "lm_offload": "lm_offload"}
+    for row in _rows("lm_offload_a100"):
+        if float(row["mem_gb"]) > _LM_OFFLOAD_GB:
+            continue
+        batches = max(1, round(int(row["batch"]) / _LM_OFFLOAD_BATCH))
+        row |= {"gpu_batch_size": str(round(int(row["batch"]) / batches)), "num_gpu_batches": str(batches)}
+        row |= {f"{kind}c": str(100 - float(row[f"{kind}g"])) for kind in "wch"}
+        name, model = row["system"], f"facebook/{row['model']}"
+        policy = _policy(row, cpu_attention=name == "flexgen", weight_bits=4 if name == "zero_inference" else 16,
+                         kv_bits=4 if name == "lm_offload" else 16)  # fmt: skip
+        yield Cell(
+            "LM-Offload 3",
+            name,
+            "a100_40g",
+            model,
+            engines[name],
+            Lengths(64, int(row["gen_len"])),
+            policy,
+            row["throughput"],
+        )
+    yield from _lm_offload_comparisons()
+
+
+def _lm_offload_comparisons() -> Iterator[Cell]:
+    """What quantization gives and takes: OPT-30B, 64+128, 640 sequences."""
+    base = OffloadPolicy(64, 10, "zigzag", (0.55, 0.45, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0), cpu_attention=False)
+    compared: tuple[tuple[str, Bits, Bits, bool, str], ...] = (
+        ("host attention", 16, 16, True, "41"),
+        ("device attention", 16, 16, False, "46"),
+        ("device attention, weights in 4 bits", 4, 16, False, "35"),
+        ("device attention, cache in 4 bits", 16, 4, False, "82"),
+        ("device attention, both in 4 bits", 4, 4, False, "55"),
+    )
+    for name, weight_bits, kv_bits, on_host, figure in compared:
+        policy = replace(base, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=on_host)
+        engine = "flexgen_ref" if on_host else "lm_offload"
+        yield Cell("LM-Offload 1", name, "a100_40g", "facebook/opt-30b", engine, Lengths(64, 128), policy, figure)
+
+
+def _policy(row: Mapping[str, str], **settings: Any) -> OffloadPolicy:
+    schedule: Schedule = "row" if int(row["num_gpu_batches"]) == 1 else "zigzag"
+    return OffloadPolicy(
+        int(row["gpu_batch_size"]), int(row["num_gpu_batches"]), schedule, _fractions(row, "w"), _fractions(row, "c"),
+        _fractions(row, "h"), **settings,
+    )  # fmt: skip
+
+
+def _fractions(row: Mapping[str, str], kind: str) -> tuple[float, float, float]:
+    device, host = float(row[f"{kind}g"]) / 100, float(row[f"{kind}c"]) / 100
+    return device, host, max(0.0, 1 - device - host)
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with (_FOLDER / f"{name}.csv").open(encoding="utf-8") as file:
+        yield from csv.DictReader(line for line in file if not line.startswith("#"))
+
+
+def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
+    """Each published figure with its prediction, as plain data."""
+    return [
+        {
+            "hardware": o.cell.hardware,
+            "engine": o.cell.engine,
+            "cell": o.cell.label,
+            "published": o.cell.figure or "out of memory",
+            "predicted": f"{o.predicted:.3g}" if o.fits else f"{o.predicted:.3g}, does not fit",
+            "error": o.error,
+            "fitted": o.cell.fitted,
+        }
+        for o in evaluate(cells(), profiles)
+    ]

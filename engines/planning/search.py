@@ -1,0 +1,197 @@
+"""The best policy for a machine: batches, order and bits are tried, fractions are a linear programme for each.
+
+Source: FlexGen (Sheng et al. 2023), section 4.3; the bits and the host's attention decided by the model of their cost
+as in LM-Offload (Wu et al. 2024), section 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from engines.planning.placement import place
+from engines.planning.predict import Planner, Prediction
+from engines.planning.work import Fractions
+from harness.api import Bits, OffloadPolicy, Schedule
+
+_BATCHES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    64,
+    80,
+    96,
+    128,
+    160,
+    192,
+    256,
+    320,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+)
+_NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
+#: Of the lists, what is tried first; from the best of it the search climbs.
+_STRIDE = 3
+#: Throughputs that differ by less are taken to be the same.
+_ALIKE = 0.01
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What may be chosen, and what must hold.
+
+    `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last.
+    """
+
+    schedules: Sequence[Schedule] = get_args(Schedule)
+    bits: Sequence[tuple[Bits, Bits]] = ((16, 16),)
+    cpu_attention: Sequence[bool] = (False, True)
+    latency_s: float | None = None
+    throughput_tok_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy that can be run as it stands, and what it will do."""
+
+    policy: OffloadPolicy
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best policy, or none; and of each other kind (order, bits, attention) its best with the reason it lost."""
+
+    best: Candidate | None
+    rejected: Sequence[tuple[str, Candidate | None, str]]
+
+
+def search(planner: Planner, wanted: Wanted) -> Found:
+    """The policy of the highest throughput under all constraints."""
+    kinds = list(_kinds(wanted))
+    found = [(_name(kind), _best(planner, kind, wanted)) for kind in kinds]
+    fitting = [candidate for _, candidate in found if candidate is not None]
+    best = max(fitting, key=lambda c: c.prediction.throughput_tok_s, default=None)
+    rejected = [
+        (name, candidate, _reason(candidate, best))
+        for name, candidate in found
+        if candidate is not best or best is None
+    ]
+    rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
+    return Found(best, rejected)
+
+
+def _kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
+    for schedule, (weight_bits, kv_bits), attention in itertools.product(
+        wanted.schedules, wanted.bits, wanted.cpu_attention
+    ):
+        yield OffloadPolicy(schedule=schedule, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=attention)
+
+
+def _best(planner: Planner, kind: OffloadPolicy, wanted: Wanted) -> Candidate | None:
+    """Over batches and their number: from the best of a coarse grid uphill."""
+    numbers = _NUMBERS if kind.schedule == "zigzag" else (1,)
+    tried: dict[tuple[int, int], Candidate | None] = {}
+
+    def score(at: tuple[int, int]) -> float:
+        if at not in tried:
+            policy = replace(kind, gpu_batch_size=_BATCHES[at[0]], num_gpu_batches=numbers[at[1]])
+            tried[at] = _candidate(planner, policy, wanted)
+        candidate = tried[at]
+        return candidate.prediction.throughput_tok_s if candidate else 0.0
+
+    sizes = (range(0, len(_BATCHES), _STRIDE), range(0, len(numbers), _STRIDE))
+    at = max(itertools.product(*sizes), key=score)
+    while (better := max(_around(at, len(_BATCHES), len(numbers)), key=score)) != at and score(better) > score(at):
+        at = better
+    return _soonest(tried.values())
+
+
+def _soonest(tried: Iterable[Candidate | None]) -> Candidate | None:
+    """Of those that are as fast as the best, but for a hundredth, the one whose block is done first."""
+    found = [candidate for candidate in tried if candidate is not None]
+    most = max((c.prediction.throughput_tok_s for c in found), default=0.0)
+    alike = [c for c in found if c.prediction.throughput_tok_s >= (1 - _ALIKE) * most]
+    return min(alike, key=lambda c: c.prediction.block_latency_s, default=None)
+
+
+def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int, int]]:
+    near = itertools.product(range(at[0] - 1, at[0] + 2), range(at[1] - 1, at[1] + 2))
+    return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
+
+
+def _candidate(planner: Planner, policy: OffloadPolicy, wanted: Wanted) -> Candidate | None:
+    """The policy with its best fractions, if there are any that fit and that do what is wanted."""
+    placed = place(planner.shape, policy, planner.lengths, planner.machine, planner.style)
+    if placed is None:
+        return None
+    for runnable in _downwards(placed):
+        prediction = planner.predict(runnable)
+        if not planner.lacking(prediction):
+            break
+    else:
+        return None
+    if wanted.latency_s is not None and prediction.block_latency_s > wanted.latency_s:
+        return None
+    if wanted.throughput_tok_s is not None and prediction.throughput_tok_s < wanted.throughput_tok_s:
+        return None
+    return Candidate(runnable, prediction)
+
+
+def _downwards(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
+    """The policy, and those with a few percents of weights or cache a tier lower: what rounding may take."""
+    assert policy.weights is not None
+    assert policy.cache is not None
+    yield policy
+    for part in (0.01, 0.02, 0.04):
+        for weights in _lower(policy.weights, part):
+            yield replace(policy, weights=weights)
+        for cache in _lower(policy.cache, part):
+            yield replace(policy, cache=cache)
+
+
+def _lower(fractions: Fractions, part: float) -> Iterator[Fractions]:
+    device, host, disk = fractions
+    moved = min(host, part)
+    yield device, host - moved, disk + moved
+    moved = min(device, part)
+    yield device - moved, host + moved, disk
+
+
+def _name(kind: OffloadPolicy) -> str:
+    bits = (
+        "exact"
+        if kind.weight_bits == kind.kv_bits == 16
+        else f"weights {kind.weight_bits} bit, cache {kind.kv_bits} bit"
+    )
+    return f"{kind.schedule}, {bits}, attention on the {'host' if kind.cpu_attention else 'device'}"
+
+
+def _reason(candidate: Candidate | None, best: Candidate | None) -> str:
+    if candidate is None:
+        return "no batch fits the memory and the constraints"
+    assert best is not None
+    behind = 1 - candidate.prediction.throughput_tok_s / best.prediction.throughput_tok_s
+    return f"{behind:.0%} slower; limited by {candidate.prediction.bottleneck}"
+
+
+def used_parts(prediction: Prediction) -> Mapping[str, float]:
+    """Of each resource how much of the time it works."""
+    whole = prediction.prefill_s + prediction.decode_s
+    return {name: seconds / whole for name, seconds in prediction.used.items()}

@@ -1,0 +1,87 @@
+"""What a model's layers ask of a machine: bytes, values and operations of each half layer and of the model's ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.api import ModelShape, OffloadPolicy
+
+#: Of device, host and disk.
+Fractions = tuple[float, float, float]
+
+#: Bytes of a value in the checkpoint's 16 bits, and of a group's step and least value.
+VALUE_BYTES, GROUP_BYTES = 2.0, 4.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A job of equal requests: prompt and generated tokens of each."""
+
+    prompt: int
+    generated: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens that are cached of a request at its end: the last one generated is not."""
+        return self.prompt + self.generated - 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a model between whose matrices nothing else is loaded: half a layer, or an end.
+
+    `params`: values of its matrices, of which there are `matrices`, taken to be of one size; `count`: how many parts
+    there are; `quantized`: whether a policy's bits apply.
+    """
+
+    name: str
+    params: int
+    count: int
+    matrices: int
+    attends: bool = False
+    quantized: bool = True
+    last: bool = False
+
+
+def parts(shape: ModelShape) -> list[Part]:
+    """Attention, feed-forward and head. Embeddings are looked up, and small beside the rest."""
+    attention = shape.hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
+    head = shape.hidden * shape.vocab
+    rest = shape.params_per_layer - attention
+    return [
+        Part("attention", attention, shape.num_layers, 4, attends=True),
+        Part("feed-forward", rest, shape.num_layers, max(1, round(rest / (shape.hidden * shape.ffn)))),
+        Part("head", head, 1, 1, quantized=False, last=True),
+    ]
+
+
+def by_whole_matrices(part: Part, fractions: Fractions) -> Fractions:
+    """What becomes of fractions where a matrix is in one place: where its middle falls, from disk to host to device.
+
+    Source: FlexGen's code, `init_weight_list`.
+    """
+    _, host, disk = fractions
+    middles = [(i + 0.5) / part.matrices for i in range(part.matrices)]
+    on_disk = sum(middle < disk for middle in middles) / part.matrices
+    away = sum(middle < disk + host for middle in middles) / part.matrices
+    return 1 - away, away - on_disk, on_disk
+
+
+def value_bytes(bits: int, group: int) -> float:
+    """Bytes of a stored value, with its part of the group's step and least value."""
+    return VALUE_BYTES if bits == 16 else bits / 8 + GROUP_BYTES / group
+
+
+def weight_bytes(part: Part, policy: OffloadPolicy) -> float:
+    """Bytes of a part as it is stored."""
+    return part.params * (value_bytes(policy.weight_bits, policy.group_size) if part.quantized else VALUE_BYTES)
+
+
+def cache_values(shape: ModelShape) -> int:
+    """Values of keys and values that a token adds in a layer."""
+    return 2 * shape.num_kv_heads * shape.head_dim
+
+
+def cache_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:
+    """Bytes that a token adds to the cache in a layer, as they are stored."""
+    return cache_values(shape) * value_bytes(policy.kv_bits, policy.group_size)

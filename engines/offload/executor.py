@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from engines.offload.gemm import new_product
+from engines.offload.gemm import new_product, rows_for
 from engines.offload.kernels import Product, stored_view
 from engines.offload.layout import Block
 from engines.offload.model import PackedBatch, SeamedModel
@@ -225,10 +225,12 @@ class _Joint:
         self._bias = asking[0].bias
         rows = sum(len(need.x) for need in asking)
         self._x = asking[0].x
-        if len(asking) > 1:
-            self._x = new_product(rows, self._x.shape[1], self._x)
-            torch.cat([need.x for need in asking], out=self._x)
-        self._out = new_product(rows, outputs, self._x)
+        multiplied = rows_for(rows, self._x.dtype)
+        if len(asking) > 1 or multiplied > rows:
+            self._x = new_product(multiplied, self._x.shape[1], self._x)
+            torch.cat([need.x for need in asking], out=self._x[:rows])
+            self._x[rows:] = 0
+        self._out = new_product(multiplied, outputs, self._x)
         self._sum: torch.Tensor | None = None
         self.parts: list[torch.Tensor | None] = []
         start = 0

@@ -62,6 +62,17 @@ def choose(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kerne
     return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, flops)
 
 
+def rows_for(rows: int, dtype: torch.dtype) -> int:
+    """How many rows to multiply where there are `rows`: in 16 bits one of few numbers.
+
+    There oneDNN makes code for each number of rows it meets, up to half a megabyte, and the process keeps it.
+    """
+    if dtype == torch.float32 or rows < 2:
+        return rows
+    grain = 64 if rows > 256 else 32 if rows > 32 else 1 << (rows - 1).bit_length()
+    return -(-rows // grain) * grain
+
+
 def new_product(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
     """Room for a product [rows, outputs], its rows a little apart, of the same dtype as `like`."""
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
@@ -93,16 +104,22 @@ class _Widened:
         self._across = _is_across(stored)
         self._multiplied = getattr(torch, dtype)
         self._unpacked = self._multiplied if isinstance(stored, Plain) else torch.float32
-        self._room = torch.empty(0, dtype=self._unpacked)  # for the largest block so far
+        # for the largest block so far
+        self._room = torch.empty(0, dtype=self._unpacked)
+        self._narrow = torch.empty(0, dtype=self._multiplied)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
         shape = (x.shape[1], out.shape[1]) if self._across else (out.shape[1], x.shape[1])
-        if self._room.numel() < shape[0] * shape[1]:
-            self._room = torch.empty(0, dtype=self._unpacked)
-            self._room = torch.empty(shape[0] * shape[1], dtype=self._unpacked)
-        wide = self._room[: shape[0] * shape[1]].view(shape)
-        self._codec.unpack(weight, wide)
-        by_torch(x, (wide.t() if self._across else wide).to(self._multiplied), start, out)
+        count = shape[0] * shape[1]
+        if self._room.numel() < count:
+            self._room = self._narrow = torch.empty(0)  # before there are others
+            self._room = torch.empty(count, dtype=self._unpacked)
+            self._narrow = torch.empty(count if self._unpacked != self._multiplied else 0, dtype=self._multiplied)
+        values = self._room[:count].view(shape)
+        self._codec.unpack(weight, values)
+        if self._narrow.numel():
+            values = self._narrow[:count].view(shape).copy_(values)
+        by_torch(x, values.t() if self._across else values, start, out)
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.executor import _Joint, _Need
-from engines.offload.gemm import by_torch
+from engines.offload.gemm import by_torch, rows_for
 from engines.offload.layout import ALIGN, Matrix, blocks_of
 from engines.offload.schedule import pass_ops, turns_of
 from engines.offload.storage import Grouped, Plain
@@ -187,3 +187,11 @@ def test_the_kept_pass_becomes_chrome_trace_events():
         "passes": 1, "rows_per_pass": 5, "disk_busy_s": 4, "disk_wait_s": 0.5,
         "shared_prompt_tokens": 0, "disk_hidden": pytest.approx(0.875)
     }  # fmt: skip
+
+
+def test_products_in_16_bits_have_few_numbers_of_rows() -> None:
+    """Each number costs oneDNN half a megabyte for good."""
+    sizes = {rows: rows_for(rows, torch.bfloat16) for rows in range(1, 1025)}
+    assert all(rows <= size <= max(32, 1.97 * rows) for rows, size in sizes.items())
+    assert len(set(sizes.values())) <= 25
+    assert all(rows_for(rows, torch.float32) == rows for rows in (1, 7, 33, 300))

@@ -33,7 +33,7 @@ class Cell:
 
 
 def _batch(spec: RunSpec) -> str:
-    return "max_batch" if spec.tune == "max_batch" else f"b{spec.policy.gpu_batch_size}x{spec.policy.num_gpu_batches}"
+    return f"b{spec.policy.gpu_batch_size}x{spec.policy.num_gpu_batches}" if spec.tune == "none" else spec.tune
 
 
 def _lengths(spec: RunSpec) -> str:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from harness.cli_errors import (
+    EXIT_FAILED,
+    EXIT_HARDWARE,
+    EXIT_INFEASIBLE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    drop_stdout,
+    one_line_errors,
+)
+from harness.cli_plan import calibrate, check_model, plan
+
 if TYPE_CHECKING:
     from harness.api import RunSpec, SuiteSpec
 
-EXIT_FAILED, EXIT_USAGE, EXIT_HARDWARE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -35,11 +42,16 @@ def cli() -> None:
       harness validate suites/*.yaml              check suite files
       harness ls engines                          what can be compared on this machine
       harness report results/quickstart           write the report again from its records
+      harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp
       harness generate --model M --input prompts.jsonl --output answers.jsonl
 
     Exit codes: 0 ok; 1 a cell or a line of a job failed; 2 bad usage or suite; 3 the hardware does not meet the
     suite; 4 the limits are too small; 130 interrupted (run the same command again to go on).
     """
+
+
+for _command in (plan, calibrate, check_model):
+    cli.add_command(_command)
 
 
 @cli.command()
@@ -50,12 +62,15 @@ def cli() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="K=V", help="Override in every cell: policy.schedule=row.")
 @click.option("--shard", metavar="I/N", help="Run the I-th of N disjoint parts of the suite (1-based).")
 @click.option("--fresh", is_flag=True, help="Start over: earlier records are set aside, not resumed.")
+@click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
+@click.option("--hardware", default="local", show_default=True, metavar="H", help="With --simulate: see harness plan.")
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the cells as JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and remembered searches [$HARNESS_CACHE].")
 def run(
     suite: str, out: Path | None, engines: tuple[str, ...], names: tuple[str, ...], overrides: tuple[str, ...],
-    shard: str | None, fresh: bool, dry_run: bool, as_json: bool, cache_dir: Path | None,
+    shard: str | None, fresh: bool, simulate: bool, hardware: str, dry_run: bool, as_json: bool,
+    cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Run SUITE (a file, or the name of a shipped suite) and write records and a report.
 
@@ -66,10 +81,11 @@ def run(
       harness run suites/quickstart.yaml
       harness run suites/cpu_offload.yaml --engine accelerate --set repeats=1 --out /tmp/try
       harness run suites/cpu_offload.yaml --shard 1/2
+      harness run suites/opt175b_t4.yaml --simulate --hardware t4_gcp
     """
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run; a run's data are in its records.jsonl")
-    with _one_line_errors():
+    with one_line_errors():
         from harness.config import load_suite
         from harness.registry import ENGINES
 
@@ -82,6 +98,8 @@ def run(
         if not cells:
             click.echo(f"shard {shard} holds no cells of {loaded.name}: nothing to do", err=True)
             return
+        if simulate:
+            sys.exit(_simulate(loaded, cells, path, overrides, out, cache_dir, hardware))
         sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh))
 
 
@@ -128,6 +146,28 @@ def _run(
     return EXIT_FAILED if failed else 0
 
 
+def _simulate(
+    suite: SuiteSpec, cells: list[RunSpec], path: Path, overrides: tuple[str, ...],
+    out: Path | None, cache: Path | None, hardware: str,
+) -> int:  # fmt: skip
+    from harness.runner import default_cache
+    from harness.simulation import simulate
+    from reports.build import build
+
+    out = out or Path("results") / f"{suite.name}-{Path(hardware).stem}-simulated"
+    command = ["harness", "run", path.name if path.is_absolute() else str(path), *_as_options(overrides)]
+    command += ["--simulate", "--hardware", hardware]
+    records = simulate(cells, path, out, hardware, cache or default_cache(), shlex.join(command))
+    written = build([out])
+    with contextlib.suppress(BrokenPipeError):
+        _print_summary(records)
+    click.echo("report: " + ", ".join(str(p) for p in written), err=True)
+    for record in records:
+        if record.status not in ("ok", record.spec.expect):
+            click.echo(f"{record.status}: {record.spec.name}: {record.reason}", err=True)
+    return 0
+
+
 @cli.command()
 @click.option("--model", required=True, help="A folder of safetensors, a GGUF file, or a hub id.")
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
@@ -162,7 +202,7 @@ def generate(
     """
     from harness.api import InfeasibleError
 
-    with _one_line_errors():
+    with one_line_errors():
         from harness import generate as job
         from harness.batch_input import BatchJob
         from harness.job_progress import make_job_progress
@@ -205,60 +245,9 @@ def validate(suites: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps(result) if as_json else text, err=not as_json and not result["ok"])
         return bool(result["ok"])
 
-    with _one_line_errors():
+    with one_line_errors():
         right = [check(name) for name in suites]  # all of them, not only up to the first mistake
         sys.exit(0 if all(right) else EXIT_USAGE)
-
-
-@cli.command()
-@click.argument("model")
-@click.option("--prompt-len", required=True, type=click.IntRange(1), help="Tokens of each prompt.")
-@click.option("--gen-len", required=True, type=click.IntRange(1), help="Tokens that each request generates.")
-@click.option("--hardware", required=True, metavar="H", help="A shipped profile (harness ls hardware), or a file.")
-@click.option(
-    "--engine", default="offload", show_default=True, help="offload, flexgen_ref, accelerate, deepspeed_zero."
-)
-@click.option("--schedule", "schedules", multiple=True, type=click.Choice(["row", "zigzag", "sweep"]),
-              help="Only this order; may be repeated.")  # fmt: skip
-@click.option("--quantize", default="none", show_default=True, metavar="Q",
-              help="none, auto (16, 8 or 4 bits), bits such as 4, or of weights and cache such as 4:16.")  # fmt: skip
-@click.option(
-    "--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Most seconds a block may take."
-)
-@click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan(
-    model: str, prompt_len: int, gen_len: int, hardware: str, engine: str, schedules: tuple[str, ...], quantize: str,
-    latency: float | None, policy: str | None, as_json: bool,
-) -> None:  # fmt: skip
-    """Say what a machine will do with MODEL before anything is downloaded, and by which policy.
-
-    \b
-    Examples:
-      harness plan facebook/opt-175b --prompt-len 512 --gen-len 32 --hardware t4_gcp --quantize auto
-      harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
-    """
-    from harness.api import InfeasibleError
-
-    with _one_line_errors():
-        from harness import planning
-
-        try:
-            found = planning.make(model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy)
-        except InfeasibleError as exc:
-            click.echo(f"harness: {exc}", err=True)
-            sys.exit(EXIT_INFEASIBLE)
-        planning.show(found, as_json)
-
-
-@cli.command("check-model")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check_model(as_json: bool) -> None:
-    """Compare the performance model with published figures: those it was fitted on, and those it never saw."""
-    with _one_line_errors():
-        from harness import planning
-
-        planning.show_published(as_json)
 
 
 @cli.command("ls")
@@ -266,7 +255,7 @@ def check_model(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(what: str, as_json: bool) -> None:
     """List engines (and what each lacks here), shipped suites, built-in model shapes, or hardware profiles."""
-    with _one_line_errors():
+    with one_line_errors():
         from harness import listing
 
         rows = {
@@ -283,7 +272,7 @@ def list_(what: str, as_json: bool) -> None:
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="The cache folder to look at [$HARNESS_CACHE].")
 def doctor(as_json: bool, cache_dir: Path | None) -> None:
     """Say what this machine can measure, and what stands in the way."""
-    with _one_line_errors():
+    with one_line_errors():
         from harness import listing
         from harness.runner import default_cache
 
@@ -297,7 +286,7 @@ def doctor(as_json: bool, cache_dir: Path | None) -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the report [default: the first DIR].")
 def report(dirs: tuple[Path, ...], out: Path | None) -> None:
     """Write report.html, report.md and report.csv from the records in DIRS."""
-    with _one_line_errors():
+    with one_line_errors():
         from reports.build import build
 
         for path in build(list(dirs), out):
@@ -347,7 +336,7 @@ def _print_cells(cells: list[RunSpec], as_json: bool) -> None:
             click.echo(json.dumps(to_json(cell) | {"fingerprint": cell.fingerprint()}))
         else:
             shape = f"{cell.workload.prompt_len}+{cell.workload.gen_len}"
-            batch = "max batch" if cell.tune == "max_batch" else f"batch {cell.policy.block_size}"
+            batch = f"batch {cell.policy.block_size}" if cell.tune == "none" else cell.tune.replace("_", " ")
             notes = [
                 n for n, on in ((f"expect {cell.expect}", cell.expect != "ok"), ("reference", cell.reference)) if on
             ]
@@ -375,34 +364,6 @@ def _as_options(overrides: tuple[str, ...]) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A HarnessError becomes its line on stderr and exit code 2; Ctrl-C exit code 130."""
-    from harness.api import HarnessError
-
-    try:
-        yield
-    except HarnessError as exc:
-        click.echo(f"harness: {exc}", err=True)
-        sys.exit(EXIT_USAGE)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        _drop_stdout()
-        sys.exit(0)
-    except OSError as exc:
-        if exc.filename is not None or exc.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):  # not our stdout
-            raise
-        _drop_stdout()
-        click.echo(f"harness: cannot print: {exc.strerror or exc}", err=True)
-        sys.exit(EXIT_USAGE)
-
-
-def _drop_stdout() -> None:
-    """Nobody reads it any more, or nobody can: what is left in it must not fail again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -421,7 +382,7 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _drop_stdout()
+        drop_stdout()
         sys.exit(0)
 
 

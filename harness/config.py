@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from harness import suite_check, yaml_source
-from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec
+from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec, Tune
 from harness.cell_names import Cell, find_twins, name_cells
 from harness.registry import ENGINES
 from harness.units import parse_duration, parse_size
@@ -29,6 +29,7 @@ MAX_CELLS = 10_000
 MAX_LAUNCHES = 100_000
 MAX_VALUES = 2_000_000  # of all cells together
 
+_TUNED = tuple(tune for tune in get_args(Tune) if tune != "none")
 _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
 _DEFAULTS = (
     *("engine", "options", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune"),
@@ -181,10 +182,10 @@ def _layer(node: Node) -> Node:
 
 def _policy(policy: Node) -> list[Node]:
     """A policy, less the ways in which it can ask for tuning, and the tuning."""
-    if policy.value == "max_batch":
+    if policy.value in _TUNED:
         return [_under(policy, "tune")]
     if isinstance(policy.value, str):
-        raise policy.error(f"unknown policy {shown(policy.value)}; expected 'max_batch' or a mapping")
+        raise policy.error(f"unknown policy {shown(policy.value)}; expected {', '.join(_TUNED)} or a mapping")
     search = policy.entries.get("max_batch")
     if search is None:
         return [_under(policy, "policy")]

@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,11 +28,11 @@ _QUANTIZE = re.compile(r"(3|4|8|16)(?::(3|4|8|16))?")
 
 def make(
     model: str, prompt_len: int, gen_len: int, profile: str, engine: str, schedules: Sequence[str], quantize: str,
-    latency_s: float | None, policy: str | None,
+    latency_s: float | None, policy: str | None, cache: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """The plan; see engines.planning.plan. Raises HarnessError for what cannot be read."""
     return registry.plan(
-        model, prompt_len, gen_len, hardware.load(profile), engine,
+        model, prompt_len, gen_len, hardware.load(profile, cache), engine,
         schedules=schedules or ("row", "zigzag", "sweep"), bits=_bits(quantize), latency_s=latency_s,
         policy=None if policy is None else _policy(policy),
     )  # fmt: skip

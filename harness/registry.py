@@ -8,7 +8,17 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any, cast
 
-from harness.api import Engine, GenerationRequest, HarnessError, LocalModel, ModelShape, Workload
+from harness.api import (
+    Engine,
+    GenerationRequest,
+    HardwareProfile,
+    HarnessError,
+    LocalModel,
+    ModelShape,
+    RunRecord,
+    RunSpec,
+    Workload,
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,10 @@ _EVICT = "engines.checkpoints:evict"
 _GEMM_RATES = "engines.calibrate:gemm_rates"
 _SHAPES = "engines.shapes:CATALOGUE"
 _TINY = "engines.shapes:tiny"
+_CALIBRATE = "engines.offload.calibrate:measure"
 _PLAN = "engines.planning.plan:plan"
+_SIMULATE = "engines.planning.simulated:simulate"
+_SEARCH = "engines.planning.simulated:searched"
 _NESTED = "engines.planning.plan:nested"
 _PUBLISHED = "engines.planning.published:table"
 
@@ -147,9 +160,24 @@ def tiny_model(family: str) -> str:
     return cast(str, resolve(_TINY)(family))
 
 
+def calibrate(*args: Any) -> HardwareProfile:
+    """engines.offload.calibrate.measure: a profile of this host."""
+    return cast(HardwareProfile, resolve(_CALIBRATE)(*args))
+
+
 def plan(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """engines.planning.plan.plan: the best policy for a machine, or what a given one will do."""
     return cast(dict[str, Any], resolve(_PLAN)(*args, **kwargs))
+
+
+def simulate(spec: RunSpec, profile: HardwareProfile) -> RunRecord:
+    """engines.planning.simulated.simulate: one cell, predicted."""
+    return cast(RunRecord, resolve(_SIMULATE)(spec, profile))
+
+
+def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> RunSpec:
+    """engines.planning.simulated.searched: the cell with the policy that is best for it on that machine."""
+    return cast(RunSpec, resolve(_SEARCH)(spec, shape, profile))
 
 
 def nested_policy(policy: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from harness import provenance, registry
+from harness import hardware, provenance, registry
 from harness.api import (
     HarnessError,
+    InfeasibleError,
     Launcher,
     LaunchRequest,
     LocalModel,
@@ -187,7 +188,12 @@ class Runner:
         model = self._model(step)
         if not isinstance(model, LocalModel):
             return _refused(step, *model)
-        spec, trials = self._with_batch(step, model)
+        if cell.tune.startswith("search"):
+            try:
+                cell = registry.searched(cell, model.shape, hardware.load("local", self._cache))
+            except HarnessError as exc:
+                return _refused(step, "infeasible" if isinstance(exc, InfeasibleError) else "error", str(exc))
+        spec, trials = self._with_batch(step, cell, model)
         if spec is None:
             statuses = ", ".join(f"batch {t.gpu_batch_size}: {t.status}" for t in trials)
             last = trials[-1]
@@ -224,9 +230,8 @@ class Runner:
             )
         return self._models[key]
 
-    def _with_batch(self, step: Step, model: LocalModel) -> tuple[RunSpec | None, tuple[Trial, ...]]:
+    def _with_batch(self, step: Step, cell: RunSpec, model: LocalModel) -> tuple[RunSpec | None, tuple[Trial, ...]]:
         """The cell with a settled batch and the trials that settled it; None where no batch survives."""
-        cell = step.cell
         if cell.tune == "none":
             return cell, ()
         key = cell.fingerprint()

@@ -227,6 +227,16 @@ class ChunkRule:
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
+def split(batch: Sequence[Part[S]], count: int) -> list[list[Part[S]]]:
+    """A batch in at most `count` parts of about as many rows, in order."""
+    total, rows = sum(part.count for part in batch), 0
+    found: list[list[Part[S]]] = [[] for _ in range(count)]
+    for part in batch:
+        found[min(count - 1, count * (2 * rows + part.count) // (2 * total))].append(part)
+        rows += part.count
+    return [parts for parts in found if parts]
+
+
 def prompt_rows(missing: int, left: int, room: int) -> int:
     """How many of a prompt's `missing` rows go into a pass that has room for `left` more of all prompts' `room`.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.offload.storage import Grouped, Storage
+from harness.api import ModelShape
 
 #: Direct I/O wants offsets, lengths and addresses at multiples of this.
 ALIGN = 4096
@@ -65,6 +66,25 @@ class Block:
     def span(self) -> int:
         """Bytes to read: `nbytes` rounded up to whole pages."""
         return aligned(self.nbytes)
+
+
+def matrices_of(shape: ModelShape) -> list[Matrix]:
+    """A decoder's matrices as its sizes tell: attention's queries, keys, values and output, a feed-forward's, the head.
+
+    What a model really has, and in which order, its own dry pass says (dry.py); this is for plans.
+    """
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = [("q", queries, shape.hidden), ("k", keys, shape.hidden), ("v", keys, shape.hidden),
+                 ("o", shape.hidden, queries)]  # fmt: skip
+    rest = shape.params_per_layer - sum(rows * columns for _, rows, columns in attention)
+    ups = max(1, round(rest / (shape.hidden * shape.ffn)) - 1)
+    forward = [*((f"up{i}", shape.ffn, shape.hidden) for i in range(ups)), ("down", shape.hidden, shape.ffn)]
+    found = [
+        Matrix(f"layers.{layer}.{name}", rows, columns, f"layer{layer}")
+        for layer in range(shape.num_layers)
+        for name, rows, columns in (*attention, *forward)
+    ]
+    return [*found, Matrix("head", shape.vocab, shape.hidden, OUTSIDE)]
 
 
 def aligned(nbytes: int) -> int:

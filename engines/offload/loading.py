@@ -19,7 +19,7 @@ from engines.offload.pages import record_bytes
 from engines.offload.runtime import Runtime
 from engines.offload.source import Source
 from engines.offload.standin import Parking
-from engines.offload.storage import Grouped, Plain, Storage
+from engines.offload.storage import storages
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
@@ -42,7 +42,7 @@ class Loading:
         self._limits = limits
         self._job = job
         self._kernels = Kernels(job.cache, torch.get_num_threads())
-        layers, outside, self._cached = _stored(model.dtype, policy)
+        layers, outside, self._cached = storages(model.dtype, policy)
         asked = policy.compute_dtype
         dtypes: list[Dtype] = [asked] if asked != "auto" else sorted({model.dtype, "float32"})
         self._arithmetic = gemm.choose(layers, model.shape.hidden, dtypes, self._kernels)
@@ -159,16 +159,3 @@ def _realised(asked: tuple[float, float, float] | None, on_disk: float) -> tuple
     device, host, _ = asked or (0.0, 1.0, 0.0)
     on_device = (1 - on_disk) * device / (device + host) if device else 0.0
     return (on_device, 1 - on_disk - on_device, on_disk)
-
-
-def _stored(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Storage]:
-    """How the decoder layers' weights are stored, those outside of them, and keys and values.
-
-    The head keeps the checkpoint's precision, as embeddings do: it is small beside the layers, and what is lost there
-    is in every logit.
-    """
-    plain = Plain(dtype)
-    layers: Storage = plain
-    if policy.weight_bits != 16:
-        layers = Grouped(policy.weight_bits, policy.group_size, across=policy.weight_groups == "output")
-    return layers, plain, plain if policy.kv_bits == 16 else Grouped(policy.kv_bits, policy.group_size)

@@ -9,14 +9,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
-from engines.offload.batching import ChunkRule, SweepBatcher
+from engines.offload.batching import Batcher, BlockBatcher, ChunkRule, SweepBatcher, Waiting
+from engines.offload.pages import pages_for
 from engines.offload.pool import PagePool
+from engines.offload.tiers import Plan
+from harness.api import OffloadPolicy
+
+S = TypeVar("S", bound=Waiting)
 
 #: Parts of the balance up to which prompts may fill a pass; the first of equals is taken.
 _SHARES = (1.0, 0.5, 0.25, 0.0)
 #: Of a long job so many times the sequences that run together are played.
 _BLOCKS = 4
+
+
+def batcher_for(
+    sequences: Sequence[S], cache: PagePool, policy: OffloadPolicy, plan: Plan, balance: int, chunk: int
+) -> Batcher[S]:
+    """Who forms the passes of a job: blocks in step, or a sweep under the rule that is best for it.
+
+    `balance`: rows at which a pass computes as long as its weights take to load; `chunk`: prompt tokens a batch and
+    pass.
+    """
+    if policy.schedule != "sweep":
+        return BlockBatcher(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk)
+    work = [(s.tokens, s.steps_left) for s in sequences]
+    mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
+    together = max(1, min(plan.sequences, cache.pages // pages_for(int(mean) + 1)))
+    rule = best_rule(work, cache.pages, plan.sequences, together, balance, chunk)
+    return SweepBatcher(sequences, cache, plan.sequences, rule)
 
 
 def best_rule(
@@ -39,7 +62,7 @@ def _pace(
     work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, rule: ChunkRule, balance: int, to_the_end: bool
 ) -> float:
     """Steps per unit of time, to the end or, where more would follow, until the last one is let in."""
-    sequences = [_Numbers(tokens, steps) for tokens, steps in work]
+    sequences = [Numbers(tokens, steps) for tokens, steps in work]
     batcher = SweepBatcher(sequences, PagePool(pages), size, rule)
     done, time = 0, 0
     while batcher.waiting if not to_the_end else batcher.next_arrival_s is not None:
@@ -48,21 +71,21 @@ def _pace(
             break
         time += max(balance, sum(part.count for part in parts))
         for part in parts:
-            if part.sequence.advance(part.count):
+            if part.sequence.advance(part.count, time):
                 done += 1
                 if not part.sequence.steps_left:
                     batcher.finish(part.sequence)
     return done / max(1, time)
 
 
-class _Numbers:
-    """A sequence that generates nothing but zeros."""
+class Numbers:
+    """A sequence that generates nothing but zeros. `times`: when."""
 
-    arrival_s = 0.0
-
-    def __init__(self, tokens: Sequence[int], steps: int) -> None:
+    def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
         self.tokens = list(tokens)
         self.steps_left = steps
+        self.arrival_s = arrival_s
+        self.times: list[float] = []
         self.cached = 0
         self.pages: list[int] = []
 
@@ -73,11 +96,16 @@ class _Numbers:
     def restart(self) -> None:
         self.cached = 0
 
-    def advance(self, count: int) -> bool:
-        """Whether `count` more tokens make a step."""
+    def wants(self, count: int) -> bool:
+        """Whether `count` more tokens end in one whose logits are wanted."""
+        return self.cached + count == len(self.tokens)
+
+    def advance(self, count: int, now: float) -> bool:
+        """Whether `count` more tokens, which are done now, make a step."""
         self.cached += count
         if self.cached < len(self.tokens):
             return False
         self.tokens.append(0)
+        self.times.append(now)
         self.steps_left -= 1
         return True

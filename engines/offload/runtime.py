@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 
 from engines.offload.attention import PackedAttention, Segment
-from engines.offload.batching import Batcher, BlockBatcher, Part, SweepBatcher
+from engines.offload.batching import Batcher, Part, split
 from engines.offload.executor import Executor
 from engines.offload.kernels import AttentionKernel
 from engines.offload.kv_cache import PagedCache
 from engines.offload.model import PackedBatch
 from engines.offload.pages import pages_for
-from engines.offload.rehearsal import best_rule
+from engines.offload.rehearsal import batcher_for
 from engines.offload.sequences import ActiveSequence
 from engines.offload.standin import Parking
 from engines.offload.tiers import Plan
@@ -60,7 +60,8 @@ class Runtime:
             return
         self.timeline.clear()
         began = time.perf_counter()
-        batcher = self._batcher(sequences, min(chunk or self._plan.chunk, self._plan.chunk))
+        most = min(chunk or self._plan.chunk, self._plan.chunk)
+        batcher = batcher_for(sequences, self._cache, self._policy, self._plan, self._balance, most)
         self._busy = True
         try:
             while (arrival := batcher.next_arrival_s) is not None:
@@ -68,9 +69,7 @@ class Runtime:
                 if arrival > now:
                     time.sleep(arrival - now)
                     continue
-                batches = [
-                    part for batch in batcher.next_pass(now) for part in _split(batch, self._policy.nano_batches)
-                ]
+                batches = [part for batch in batcher.next_pass(now) for part in split(batch, self._policy.nano_batches)]
                 if not batches:
                     raise HarnessError("no sequence can go on: the cache is too small for what was let in")
                 try:
@@ -131,23 +130,3 @@ class Runtime:
             self._cache, segments, self._kernel, self.timeline, keep, self._executor.aside, turned
         )
         return PackedBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows, dtype=torch.long), attention)
-
-    def _batcher(self, sequences: Sequence[S], chunk: int) -> Batcher[S]:
-        policy, plan = self._policy, self._plan
-        if policy.schedule != "sweep":
-            return BlockBatcher(sequences, self._cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk)
-        work = [(s.tokens, s.steps_left) for s in sequences]
-        mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
-        together = max(1, min(plan.sequences, self._cache.pages // pages_for(int(mean) + 1)))
-        rule = best_rule(work, self._cache.pages, plan.sequences, together, self._balance, chunk)
-        return SweepBatcher(sequences, self._cache, plan.sequences, rule)
-
-
-def _split(batch: Sequence[Part[S]], count: int) -> list[list[Part[S]]]:
-    """A batch in at most `count` parts of about as many rows, in order."""
-    total, rows = sum(part.count for part in batch), 0
-    found: list[list[Part[S]]] = [[] for _ in range(count)]
-    for part in batch:
-        found[min(count - 1, count * (2 * rows + part.count) // (2 * total))].append(part)
-        rows += part.count
-    return [parts for parts in found if parts]

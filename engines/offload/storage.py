@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.api import DTYPE_BYTES, Dtype, UnsupportedError
+from harness.api import DTYPE_BYTES, Dtype, OffloadPolicy, UnsupportedError
 
 #: Bits of a quantized value, and values of a group, that there are kernels for.
 BITS, GROUPS = (3, 4, 8), (32, 64, 128)
@@ -82,3 +82,16 @@ class Grouped:
 
 
 Storage = Plain | Grouped
+
+
+def storages(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Storage]:
+    """How the decoder layers' weights are stored, those outside of them, and keys and values.
+
+    The head keeps the checkpoint's precision, as embeddings do: it is small beside the layers, and what is lost there
+    is in every logit.
+    """
+    plain = Plain(dtype)
+    layers: Storage = plain
+    if policy.weight_bits != 16:
+        layers = Grouped(policy.weight_bits, policy.group_size, across=policy.weight_groups == "output")
+    return layers, plain, plain if policy.kv_bits == 16 else Grouped(policy.kv_bits, policy.group_size)

@@ -20,6 +20,8 @@ _RING_SHARE = 1 / 16
 #: Prompt tokens of a batch and pass where the policy does not say, and the share of a budget for their activations.
 _CHUNK = (32, 512)
 _WORK_SHARE = 1 / 8
+#: As in kernels/attention.cpp: rows whose scores are held together, and columns of a panel.
+_BLOCK, _WIDTH = 48, 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Plan:
     """Cache pages in memory and on disk, sequences that run together, resident weight blocks, ring slots, prompt
     tokens a pass.
 
-    `scored_rows` is how many rows may meet the head at once where whole continuations are scored.
+    `bytes` is what all of it takes; `scored_rows` is how many rows may meet the head at once where whole continuations
+    are scored.
     """
 
     pages: int
@@ -59,6 +62,7 @@ class Plan:
     slots: int
     chunk: int
     scored_rows: int
+    bytes: int
     note: str
 
 
@@ -70,6 +74,14 @@ def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
     tier too. Raises InfeasibleError with the numbers and the nearest batch that would fit.
     """
     return _Planner(demand, policy, budget).plan()
+
+
+def attention_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int, int]:
+    """Bytes that the compiled kernel of attention holds beside its operands, and for each prompt row of a pass.
+
+    For sequences of `longest` tokens.
+    """
+    return threads * 4 * longest * (2 * -(-shape.head_dim // _WIDTH) * _WIDTH + _BLOCK), 0
 
 
 class _Planner:
@@ -147,7 +159,8 @@ class _Planner:
         scored = max(1, work // self._policy.num_gpu_batches // (self._row + self._logits))
         on_disk = round(pages * self._on_disk)
         words = f"host memory: {words}; {note}"
-        return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, scored, words)
+        whole = sum(parts.values())
+        return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, scored, whole, words)
 
     def _words(self, wanted: int) -> str:
         """Why `wanted` sequences do not fit, and what would."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from engines.planning.host_only import HostPlanner
 from engines.planning.predict import Planner, Prediction
 from engines.planning.search import Candidate, Wanted, search, used_parts
 from engines.planning.style import STYLES
@@ -33,11 +34,13 @@ def plan(
     if policy is not None:
         chosen, rejected = _given(planner, policy), []
     else:
-        wanted = Wanted(schedules=_offered(engine, schedules), bits=bits, latency_s=latency_s)
+        attention = (False,) if profile.device is None else (False, True)
+        offered = _offered(engine, schedules)
+        wanted = Wanted(schedules=offered, bits=bits, cpu_attention=attention, latency_s=latency_s)
         found = search(planner, wanted)
         if found.best is None:
             raise InfeasibleError(_nothing_fits(planner, wanted))
-        chosen = found.best
+        chosen = replace(found.best, policy=planner.placed(found.best.policy))
         rejected = [_rejected(*item) for item in found.rejected[:_LISTED]]
     return {
         "model": model,
@@ -79,7 +82,7 @@ def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def _planner(model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str) -> Planner:
+def _planner(model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str) -> Planner | HostPlanner:
     found = shape(model)
     if min(prompt_len, gen_len) < 1:
         raise HarnessError("a plan needs at least one token of prompt and one to generate")
@@ -87,9 +90,12 @@ def _planner(model: str, prompt_len: int, gen_len: int, profile: HardwareProfile
         raise HarnessError(f"{prompt_len} + {gen_len} tokens are more than {model} takes, {found.max_context}")
     if engine not in STYLES:
         raise HarnessError(f"no plans are made for engine {engine!r} (known: {', '.join(STYLES)})")
+    lengths = Lengths(prompt_len, gen_len)
     if profile.device is None:
-        raise HarnessError(f"hardware {profile.name} has no device: plans for CPUs alone are not made yet")
-    return Planner(found, Lengths(prompt_len, gen_len), profile, engine)
+        if engine != "offload":
+            raise HarnessError(f"hardware {profile.name} has no device: only offload is planned there, not {engine}")
+        return HostPlanner(found, lengths, profile)
+    return Planner(found, lengths, profile, engine)
 
 
 def _offered(engine: str, schedules: Sequence[Schedule]) -> Sequence[Schedule]:
@@ -101,18 +107,18 @@ def _offered(engine: str, schedules: Sequence[Schedule]) -> Sequence[Schedule]:
     return found
 
 
-def _given(planner: Planner, policy: OffloadPolicy) -> Candidate:
+def _given(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Candidate:
     if policy.schedule not in planner.style.schedules:
         raise HarnessError(
             f"the engine has no schedule {policy.schedule} (it has {', '.join(planner.style.schedules)})"
         )
     prediction = planner.predict(planner.placed(policy))
     if lacking := planner.lacking(prediction):
-        raise InfeasibleError(f"infeasible on {planner.profile.name}: {_shortage(lacking)}; {_remedy(planner, policy)}")
+        raise InfeasibleError(f"infeasible on {planner.profile.name}: {shortage(lacking)}; {_remedy(planner, policy)}")
     return Candidate(planner.placed(policy), prediction)
 
 
-def _remedy(planner: Planner, policy: OffloadPolicy) -> str:
+def _remedy(planner: Planner | HostPlanner, policy: OffloadPolicy) -> str:
     """The smallest change to a policy that makes it fit."""
     for size in range(policy.gpu_batch_size - 1, 0, -1):
         fewer = replace(policy, gpu_batch_size=size)
@@ -124,7 +130,7 @@ def _remedy(planner: Planner, policy: OffloadPolicy) -> str:
     return f"another placement would: {flat(best.policy)}"
 
 
-def _nothing_fits(planner: Planner, wanted: Wanted) -> str:
+def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> str:
     """Why not even one sequence fits, or not under the constraints."""
     where = f"infeasible on {planner.profile.name}: "
     free = search(planner, replace(wanted, latency_s=None))
@@ -136,10 +142,11 @@ def _nothing_fits(planner: Planner, wanted: Wanted) -> str:
     disk = (0.0, 0.0, 1.0)
     one = OffloadPolicy(weights=disk, cache=disk, activations=disk, weight_bits=weight_bits, kv_bits=kv_bits)
     lacking = planner.lacking(planner.predict(one))
-    return f"{where}one sequence, with all of it on disk: {_shortage(lacking)}"
+    return f"{where}one sequence, with all of it on disk: {shortage(lacking)}"
 
 
-def _shortage(lacking: Mapping[str, float]) -> str:
+def shortage(lacking: Mapping[str, float]) -> str:
+    """What is lacking, in words."""
     return ", ".join(f"{tier} memory lacks {short:,.0f} bytes" if tier != "disk" else f"disk lacks {short:,.0f} bytes"
                      for tier, short in lacking.items()) or "nothing is lacking"  # fmt: skip
 

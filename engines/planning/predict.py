@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engines.planning.closed_form import RESOURCES, Layers, Pass, Seconds, averaged, pass_seconds
@@ -10,7 +10,7 @@ from engines.planning.machine import Machine
 from engines.planning.memory import Peak, capacity, peak, rows
 from engines.planning.placement import place
 from engines.planning.style import STYLES, realised_weights
-from engines.planning.work import Lengths, cache_bytes, parts, weight_bytes
+from engines.planning.work import Fractions, Lengths, cache_bytes, parts, weight_bytes
 from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
 
@@ -84,10 +84,13 @@ class Planner:
             decode_s=decode,
             block_latency_s=prefill + decode,
             bottleneck=max(by_resource, key=lambda name: by_resource[name]),
-            bound_tok_s=self._bound(policy),
+            bound_tok_s=bound_tok_s(self.shape, self.lengths, policy, self.machine, policy.block_size),
             peak=needs,
             used=by_resource,
         )
+
+    #: The closed form is both: there is no schedule of the engine's for devices to run in virtual time yet.
+    estimate = predict
 
     def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the best fractions where it names none; where none fit, with all on disk."""
@@ -100,6 +103,12 @@ class Planner:
             cache=policy.cache or lowest,
             activations=policy.activations or lowest,
         )
+
+    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
+        """The policy with its best fractions, as the engine can realise them, if there are any that fit."""
+        found = place(self.shape, policy, self.lengths, self.machine, self.style)
+        fitting = (p for p in (_downwards(found) if found else ()) if not self.lacking(self.predict(p)))
+        return next(fitting, None)
 
     def lacking(self, prediction: Prediction) -> Mapping[str, float]:
         """Bytes that each tier is short of for it."""
@@ -114,16 +123,36 @@ class Planner:
             return disk.read * self.style.uncached_share
         return host.bandwidth if 0 < needs.disk < host.memory - needs.host else disk.read
 
-    def _bound(self, policy: OffloadPolicy) -> float:
-        """Of a block: all its arithmetic at the best rate there is, and the disk for what is left of weights and cache
-        when all memory is full of them, once a pass."""
-        machine, prompt, steps = self.machine, self.lengths.prompt, self.lengths.generated
-        block = policy.block_size
-        flops = self.shape.flops(block * prompt, prompt / 2, block)
-        flops += (steps - 1) * self.shape.flops(block, prompt + steps / 2, block)
-        arithmetic = flops / max(machine.dense.flops.values())
-        room = capacity(self.profile)
-        weights = sum(weight_bytes(part, policy) * part.count for part in self._parts)
-        cache = block * (prompt + steps / 2) * cache_bytes(self.shape, policy) * self.shape.num_layers
-        on_disk = max(0.0, weights + cache - room.device - room.host)
-        return block * steps / max(arithmetic, steps * on_disk / self.profile.disk.read)
+
+def bound_tok_s(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: Machine, block: int) -> float:
+    """Of a block: all its arithmetic at the best rate there is, and the disk for what is left of weights and cache when
+    all memory is full of them, once a pass."""
+    prompt, steps = lengths.prompt, lengths.generated
+    flops = shape.flops(block * prompt, prompt / 2, block)
+    flops += (steps - 1) * shape.flops(block, prompt + steps / 2, block)
+    arithmetic = flops / max(machine.dense.flops.values())
+    room = capacity(machine.profile)
+    weights = sum(weight_bytes(part, policy) * part.count for part in parts(shape))
+    cache = block * (prompt + steps / 2) * cache_bytes(shape, policy) * shape.num_layers
+    on_disk = max(0.0, weights + cache - room.device - room.host)
+    return block * steps / max(arithmetic, steps * on_disk / machine.profile.disk.read)
+
+
+def _downwards(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
+    """The policy, and those with a few percents of weights or cache a tier lower: what rounding may take."""
+    assert policy.weights is not None
+    assert policy.cache is not None
+    yield policy
+    for part in (0.01, 0.02, 0.04):
+        for weights in _lower(policy.weights, part):
+            yield replace(policy, weights=weights)
+        for cache in _lower(policy.cache, part):
+            yield replace(policy, cache=cache)
+
+
+def _lower(fractions: Fractions, part: float) -> Iterator[Fractions]:
+    device, host, disk = fractions
+    moved = min(host, part)
+    yield device, host - moved, disk + moved
+    moved = min(device, part)
+    yield device - moved, host + moved, disk

@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Protocol, get_args
 
-from engines.planning.placement import place
-from engines.planning.predict import Planner, Prediction
-from engines.planning.work import Fractions
+from engines.planning.predict import Prediction
 from harness.api import Bits, OffloadPolicy, Schedule
 
 _BATCHES = (
@@ -48,6 +46,8 @@ _BATCHES = (
 _NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 #: Of the lists, what is tried first; from the best of it the search climbs.
 _STRIDE = 3
+#: Kinds whose estimates are behind by less are predicted.
+_CLOSE = 0.1
 #: Throughputs that differ by less are taken to be the same.
 _ALIKE = 0.01
 
@@ -64,6 +64,16 @@ class Wanted:
     cpu_attention: Sequence[bool] = (False, True)
     latency_s: float | None = None
     throughput_tok_s: float | None = None
+
+
+class Planner(Protocol):
+    """What makes predictions; see predict.py and host_only.py."""
+
+    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None: ...
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction: ...
+
+    def predict(self, policy: OffloadPolicy) -> Prediction: ...
 
 
 @dataclass(frozen=True)
@@ -83,16 +93,17 @@ class Found:
 
 
 def search(planner: Planner, wanted: Wanted) -> Found:
-    """The policy of the highest throughput under all constraints."""
-    kinds = list(_kinds(wanted))
-    found = [(_name(kind), _best(planner, kind, wanted)) for kind in kinds]
-    fitting = [candidate for _, candidate in found if candidate is not None]
-    best = max(fitting, key=lambda c: c.prediction.throughput_tok_s, default=None)
-    rejected = [
-        (name, candidate, _reason(candidate, best))
-        for name, candidate in found
-        if candidate is not best or best is None
-    ]
+    """The policy of the highest throughput under all constraints.
+
+    By estimates; of kinds whose best are nearly as good as the best of all the predictions decide.
+    """
+    found = {_name(kind): _best(planner, kind, wanted) for kind in _kinds(wanted)}
+    most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
+    for name, candidate in found.items():
+        if candidate is not None and candidate.prediction.throughput_tok_s >= (1 - _CLOSE) * most:
+            found[name] = Candidate(candidate.policy, planner.predict(candidate.policy))
+    best = _soonest(c for c in found.values() if c and c.prediction.throughput_tok_s >= (1 - _CLOSE) * most)
+    rejected = [(name, c, _reason(c, best)) for name, c in found.items() if c is None or c is not best]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return Found(best, rejected)
 
@@ -138,40 +149,15 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
 
 def _candidate(planner: Planner, policy: OffloadPolicy, wanted: Wanted) -> Candidate | None:
     """The policy with its best fractions, if there are any that fit and that do what is wanted."""
-    placed = place(planner.shape, policy, planner.lengths, planner.machine, planner.style)
-    if placed is None:
+    runnable = planner.runnable(policy)
+    if runnable is None:
         return None
-    for runnable in _downwards(placed):
-        prediction = planner.predict(runnable)
-        if not planner.lacking(prediction):
-            break
-    else:
-        return None
+    prediction = planner.estimate(runnable)
     if wanted.latency_s is not None and prediction.block_latency_s > wanted.latency_s:
         return None
     if wanted.throughput_tok_s is not None and prediction.throughput_tok_s < wanted.throughput_tok_s:
         return None
     return Candidate(runnable, prediction)
-
-
-def _downwards(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
-    """The policy, and those with a few percents of weights or cache a tier lower: what rounding may take."""
-    assert policy.weights is not None
-    assert policy.cache is not None
-    yield policy
-    for part in (0.01, 0.02, 0.04):
-        for weights in _lower(policy.weights, part):
-            yield replace(policy, weights=weights)
-        for cache in _lower(policy.cache, part):
-            yield replace(policy, cache=cache)
-
-
-def _lower(fractions: Fractions, part: float) -> Iterator[Fractions]:
-    device, host, disk = fractions
-    moved = min(host, part)
-    yield device, host - moved, disk + moved
-    moved = min(device, part)
-    yield device - moved, host + moved, disk
 
 
 def _name(kind: OffloadPolicy) -> str:

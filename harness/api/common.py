@@ -27,7 +27,9 @@ DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 Schedule = Literal["row", "zigzag", "sweep"]
 #: Of a stored value; 16 is the checkpoint's precision.
 Bits = Literal[3, 4, 8, 16]
-Tune = Literal["none", "max_batch"]
+#: How a cell's batch is settled: as given, the largest that survives, or by a plan, with
+#: its placement, and with its bits.
+Tune = Literal["none", "max_batch", "search", "search_bits"]
 
 FORBID = {"extra": "forbid"}  # read by pydantic where a suite file is validated; inert otherwise
 

@@ -22,6 +22,7 @@ class Processor:
     one token reads, by bits; `dequantize`: values/s unpacked by a kernel; all of them derived from `flops` and
     `bandwidth` where they are missing. `attention_call_s`: seconds around one sequence's head in the attention of an
     engine that calls a library for it. `memory`: bytes that programs can have.
+    `by_threads`: FLOP/s at 256 rows on so many threads.
     """
 
     __pydantic_config__ = FORBID
@@ -35,6 +36,7 @@ class Processor:
     dequantize: float | None = None
     attention_call_s: float | None = None
     cores: int = 1
+    by_threads: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class HardwareProfile:
             raise HarnessError(f"hardware {self.name}: device, link and devices come together, or not at all")
         for name in ("device", "host"):
             processor = getattr(self, name)
-            for curve in () if processor is None else (processor.flops, processor.attention):
+            for curve in () if processor is None else (processor.flops, processor.attention, processor.by_threads):
                 if unknown := next((key for key in curve if not (key.isdecimal() and 0 < int(key) < 1 << 31)), None):
                     raise HarnessError(
                         f"hardware {self.name}: {name} has a rate at {unknown!r}, which is no whole number"

@@ -1,12 +1,17 @@
-"""Hardware profiles: those that are shipped, and a user's own files."""
+"""Hardware profiles: those that are shipped, a user's own files, and what was measured on this host."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
+import os
 from pathlib import Path
 
-from harness import suite_check, yaml_source
-from harness.api import HardwareProfile, HarnessError
+import yaml
+
+from harness import provenance, suite_check, yaml_source
+from harness.api import HardwareProfile, HarnessError, to_json
 
 _FOLDER = Path(__file__).parent
 
@@ -16,18 +21,59 @@ def names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
-def load(name: str) -> HardwareProfile:
-    """A shipped profile by its name, or a file's.
+def load(name: str, cache: Path | None = None) -> HardwareProfile:
+    """A shipped profile by its name, a file's, or `local`: what `harness calibrate` has left in `cache`.
 
-    Raises HarnessError for a name or file that there is not, and for each figure that is missing, absurd or unknown.
+    Raises HarnessError for a name or file that there is not, for each figure that is missing, absurd or unknown, and
+    for a local profile that is another machine's.
     """
     path = Path(name)
-    if not path.suffix and len(path.parts) == 1:
+    if name == "local" and cache is not None:
+        path = local_path(cache)
+        if not path.exists():
+            raise HarnessError("no profile of this host yet: run `harness calibrate`, or name one of "
+                               f"{', '.join(names())} by --hardware")  # fmt: skip
+    elif not path.suffix and len(path.parts) == 1:
         path = _FOLDER / f"{name}.yaml"
         if name not in names():
-            near = difflib.get_close_matches(name, names(), 1)
+            near = difflib.get_close_matches(name, names(), 1, 0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise HarnessError(f"no hardware profile {name!r}{hint} (shipped: {', '.join(names())}; or give a file)")
     profile = suite_check.hardware(yaml_source.read(path))
     profile.validate()
+    if name == "local" and profile.host_id != host_id():
+        raise HarnessError(f"{path} was measured on another machine: run `harness calibrate` again")
     return profile
+
+
+def local_path(cache: Path) -> Path:
+    """Where this host's own profile is kept."""
+    return cache / "hardware.yaml"
+
+
+def host_id() -> str:
+    """Of the hardware this runs on, as far as rates depend on it."""
+    machine = provenance.machine()
+    known = {key: machine[key] for key in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def require_writable(path: Path) -> None:
+    """Raises HarnessError for a file that `save` could not write: before minutes are spent on its content."""
+    folder = path.absolute().parent
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise HarnessError(f"{path} cannot be written: give another file by --out")
+
+
+def save(profile: HardwareProfile, path: Path) -> None:
+    """Writes a profile; a file that was there stays whole until the new one is."""
+    text = yaml.safe_dump(to_json(profile), sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as exc:
+        temporary.unlink(missing_ok=True)
+        raise HarnessError(f"{path} cannot be written: {exc.strerror or exc}") from None

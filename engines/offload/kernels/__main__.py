@@ -6,7 +6,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,10 @@ from pathlib import Path
 import torch
 
 from engines.offload import quantize
-from engines.offload.kernels.attention import Segments, compiled_attention
+from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, interleaved
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
+from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, reference_codec
 from engines.offload.kernels.product import Product, compiled_product
-from engines.offload.layer_pages import LayerPages
-from engines.offload.pages import PAGE_TOKENS
-from engines.offload.rule import Rule
 from engines.offload.storage import Grouped, Plain, Storage
 
 _ROUNDS = 7
@@ -33,11 +29,8 @@ _KINDS: Mapping[str, Storage] = {
 #: (name, sequences, heads, key/value heads, context), of 64 columns.
 _ATTENTIONS = (("multi-head, 512 tokens", 32, 32, 32, 512), ("multi-head, 2048 tokens", 8, 32, 32, 2048),
                ("4 heads a group, 2048 tokens", 16, 32, 8, 2048))  # fmt: skip
-_DIM = 64
 #: One decoder layer of opt-1.3b: rows and columns of its matrices.
 _LAYER = ((2048, 2048),) * 4 + ((8192, 2048), (2048, 8192))
-
-Work = Callable[[], object]
 
 
 def main() -> None:
@@ -61,19 +54,19 @@ def _attention(cache: Path, threads: int) -> Iterator[str]:
     square = torch.full((2048, 2048), 0.01)
     out = torch.empty_like(square)
     for name, sequences, heads, kv_heads, context in _ATTENTIONS:
-        values = 2 * sequences * kv_heads * context * _DIM
-        flops = 4 * sequences * heads * context * _DIM
+        values = 2 * sequences * kv_heads * context * DIM
+        flops = 4 * sequences * heads * context * DIM
         work: dict[str, Work] = {
             "copy": lambda: target.copy_(source),
             "product": lambda: torch.mm(square, square, out=out),
         }
         for kind, stored in _KINDS.items():
-            work[kind] = _attend(stored, sequences, heads, kv_heads, context, cache, threads)
-        seconds = _times(work)
+            work[kind] = attention_of_one_token(stored, sequences, heads, kv_heads, context, cache, threads)
+        seconds = interleaved(work, _ROUNDS)
         bandwidth = source.nbytes / statistics.median(seconds["copy"])
         rate = 2 * 2048**3 / statistics.median(seconds["product"])
         for kind, stored in _KINDS.items():
-            nbytes = values // _DIM * stored.row_bytes(_DIM)
+            nbytes = values // DIM * stored.row_bytes(DIM)
             bound = max(nbytes / bandwidth, flops / rate)
             limit = f"copy {bandwidth / 1e9:.1f} GB/s" if nbytes / bandwidth > flops / rate else "multiply-adds"
             median = statistics.median(seconds[kind])
@@ -83,28 +76,15 @@ def _attention(cache: Path, threads: int) -> Iterator[str]:
             )
 
 
-def _attend(
-    stored: Storage, sequences: int, heads: int, kv_heads: int, context: int, cache: Path, threads: int
-) -> Work:
-    kernel = compiled_attention(stored, cache, threads)
-    each = context // PAGE_TOKENS
-    codec = plain_codec(stored) if isinstance(stored, Plain) else compiled_codec(stored, cache, threads)
-    one = codec.pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, _DIM))
-    pages = LayerPages(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
-    table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
-    cached = torch.full((sequences,), context - 1, dtype=torch.int32)
-    segments = Segments(torch.arange(sequences + 1, dtype=torch.int32), cached, table)
-    query, rule = torch.randn(heads, sequences, _DIM), Rule(_DIM**-0.5)
-    return lambda: kernel(query, pages, segments, rule)
-
-
 def _product(cache: Path, threads: int) -> Iterator[str]:
     """A layer's products, and what unpacking its weights alone takes: as products of no rows."""
     yield "| one layer of opt-1.3b, 256 rows | GFLOP/s | unpacking, part of the float32 product |"
     yield "| --- | --- | --- |"
     kinds: dict[str, Storage] = {"32 bit": Plain("float32"), **_KINDS, "4 bit, groups across": Grouped(4, 64, True)}
     layers = {kind: _layer(stored, cache, threads) for kind, stored in kinds.items()}
-    seconds = _times({f"{kind} {rows}": _multiply(layers[kind], rows) for kind in kinds for rows in (0, 256)})
+    seconds = interleaved(
+        {f"{kind} {rows}": _multiply(layers[kind], rows) for kind in kinds for rows in (0, 256)}, _ROUNDS
+    )
     flops = 2 * 256 * sum(n * k for n, k in _LAYER)
     whole = statistics.median(seconds["32 bit 256"])
     for kind in kinds:
@@ -116,7 +96,7 @@ def _product(cache: Path, threads: int) -> Iterator[str]:
     fused = _fused()
     for rows in (1, 4, 8, 16, 32):
         work = {kind: _multiply(layers[kind], rows) for kind in ("16 bit", "4 bit")}
-        seconds = _times(work | {"fused": partial(fused, rows)})
+        seconds = interleaved(work | {"fused": partial(fused, rows)}, _ROUNDS)
         found = " | ".join(f"{_spread(1e-3, seconds[kind], inverse=True)} ms" for kind in (*work, "fused"))
         yield f"| {rows} | {found} |"
 
@@ -172,24 +152,9 @@ def _codecs(cache: Path, threads: int) -> Iterator[str]:
     except ImportError:
         yield "| numba is not installed | | |"
     for name, codec in ways.items():
-        seconds = _times({
-            "pack": partial(codec.pack, x),
-            "unpack": partial(codec.unpack, packed, out),
-        })  # fmt: skip
+        seconds = interleaved({"pack": partial(codec.pack, x), "unpack": partial(codec.unpack, packed, out)}, _ROUNDS)
         found = " | ".join(_spread(x.numel() / 1e6, seconds[verb]) for verb in ("pack", "unpack"))
         yield f"| {name} | {found} |"
-
-
-def _times(work: Mapping[str, Work]) -> dict[str, list[float]]:
-    """Seconds of each work, in rounds that take all in turn; the first round is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in work}
-    for i in range(_ROUNDS + 1):
-        for name, one in work.items():
-            began = time.perf_counter()
-            one()
-            if i:
-                found[name].append(time.perf_counter() - began)
-    return found
 
 
 def _spread(amount: float, seconds: Sequence[float], inverse: bool = False) -> str:

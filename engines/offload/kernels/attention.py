@@ -18,9 +18,6 @@ from engines.offload.rule import Rule, attend
 from engines.offload.storage import Storage
 from harness.api import ModelShape
 
-#: As in attention.cpp: rows whose scores are held together, and columns of a panel.
-_BLOCK, _WIDTH = 48, 16
-
 
 @dataclass(frozen=True)
 class Segments:
@@ -119,19 +116,11 @@ def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
-def compiled_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int, int]:
-    """Bytes that the compiled kernel holds beside its operands, and for each prompt row of a pass.
-
-    For sequences of `longest` tokens.
-    """
-    return threads * 4 * longest * (2 * -(-shape.head_dim // _WIDTH) * _WIDTH + _BLOCK), 0
-
-
 def reference_memory(
     shape: ModelShape, longest: int, stored: Storage, compute_bytes: int, sparse: bool
 ) -> tuple[int, int]:
-    """As `compiled_memory`, for the reference: one sequence's keys and values as stored, in float32 and as attended to,
-    scores, a mask, and for sparse values two orders of the scores."""
+    """As `tiers.attention_memory`, for the reference: one sequence's keys and values as stored, in float32 and as
+    attended to, scores, a mask, and for sparse values two orders of the scores."""
     values = shape.num_kv_heads * (stored.row_bytes(shape.head_dim) + shape.head_dim * (4 + compute_bytes))
     of_score = 3 * compute_bytes + (2 * 8 + compute_bytes if sparse else 0)  # a softmax, beside a copy with sinks
     scores = shape.num_heads // shape.num_kv_heads * of_score

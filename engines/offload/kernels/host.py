@@ -7,7 +7,6 @@ from pathlib import Path
 from engines.offload.kernels.attention import (
     AttentionKernel,
     compiled_attention,
-    compiled_memory,
     reference_attention,
     reference_memory,
 )
@@ -15,6 +14,7 @@ from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
 from engines.offload.kernels.product import Product, compiled_product
 from engines.offload.storage import Plain, Storage
+from engines.offload.tiers import attention_memory
 from harness.api import ModelShape
 
 
@@ -60,7 +60,7 @@ class Kernels:
         if not self.note:
             try:
                 kernel = compiled_attention(stored, self._cache, self._threads)
-                return kernel, compiled_memory(shape, longest, self._threads)
+                return kernel, attention_memory(shape, longest, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
         return reference_attention(self.codec(stored)), reference_memory(shape, longest, stored, compute_bytes, sparse)

@@ -1,0 +1,181 @@
+"""Measures this host for plans: the rates of its memory, disk and arithmetic, each with its spread."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from engines.offload import gemm
+from engines.offload.kernels import Kernels, stored_view
+from engines.offload.kernels.bench import attention_of_one_token, seconds_of
+from engines.offload.layout import BLOCK_VALUES
+from engines.offload.storage import Grouped, Plain, Storage
+from harness.api import Dtype, HardwareProfile, Processor, direct_buffer
+from harness.api import Storage as Disk
+
+#: Rows of a pass at which products are measured.
+_ROWS = (1, 4, 16, 64, 256, 1024)
+#: Columns of the blocks that are multiplied, and bytes of them all: more than a CPU's caches hold.
+_WIDTH, _ROTATED = 2048, 256 << 20
+_PIECE = 16 << 20
+_BITS: Mapping[str, Storage] = {
+    "16": Plain("bfloat16"), "8": Grouped(8, 64), "4": Grouped(4, 64), "3": Grouped(3, 64)
+}  # fmt: skip
+#: Sequences, heads, key/value heads and tokens of the attention that is measured, of 64 columns.
+_ATTENTION = (32, 32, 32, 512)
+
+Report = Callable[[str], None]
+
+
+def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareProfile:
+    """A profile of this host; in under a minute where it is `quick`, else in a few. Disk rates are of `folder`.
+
+    `report` is told what is being measured.
+    """
+    samples: dict[str, list[float]] = {}
+    rounds = 3 if quick else 7
+    threads = torch.get_num_threads()
+    kernels = Kernels(cache, threads)
+    with torch.inference_mode():
+        report("memory")
+        samples["host.bandwidth"] = _copies(rounds)
+        report("products")
+        product = _chosen(kernels)
+        for rows in _ROWS:
+            samples[f"host.flops.{rows}"] = _products(product, rows, rounds)
+        report("attention")
+        for bits, stored in _BITS.items():
+            samples[f"host.attention.{bits}"] = _attention(stored, cache, threads, rounds)
+        report("unpacking")
+        samples["host.dequantize"] = _unpacking(kernels, rounds)
+        report("threads")
+        for count in _counts(threads):
+            samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
+    report("disk")
+    size = (256 if quick else 1024) << 20
+    samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
+    rates = {path: statistics.median(found) for path, found in samples.items()}
+    memory = psutil.virtual_memory().total
+    return HardwareProfile(
+        name="local",
+        description=f"measured {time.strftime('%Y-%m-%d')}, products by {product.name} in {product.dtype}",
+        host=Processor(
+            name=platform.processor() or platform.machine(),
+            memory=float(memory),
+            bandwidth=rates["host.bandwidth"],
+            flops=_curve(rates, "host.flops."),
+            attention=_curve(rates, "host.attention."),
+            dequantize=rates["host.dequantize"],
+            cores=threads,
+            by_threads=_curve(rates, "host.by_threads."),
+        ),
+        disk=Disk(float(psutil.disk_usage(str(folder)).free), rates["disk.read"], rates["disk.write"]),
+        sources=dict.fromkeys(rates, "measured, the median") | {"host.memory": "what the system reports"},
+        spread={path: (min(found), max(found)) for path, found in samples.items()},
+    )
+
+
+def _curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {path.removeprefix(prefix): rate for path, rate in rates.items() if path.startswith(prefix)}
+
+
+def _counts(threads: int) -> list[int]:
+    """Powers of two up to the number of threads, and that."""
+    return sorted({*(1 << i for i in range(threads.bit_length()) if 1 << i < threads), threads})
+
+
+def _copies(rounds: int) -> list[float]:
+    """Bytes/s of one-way copies."""
+    source = torch.ones(1 << 26)
+    target = torch.ones_like(source)
+    return [source.nbytes / s for s in seconds_of(lambda: target.copy_(source), rounds)]
+
+
+def _chosen(kernels: Kernels) -> gemm.Arithmetic:
+    """How the engine would multiply weights in 16 bits here."""
+    dtypes: Sequence[Dtype] = ("bfloat16", "float32")
+    return gemm.choose(Plain("bfloat16"), _WIDTH, dtypes, kernels)
+
+
+def _products(way: gemm.Arithmetic, rows: int, rounds: int) -> list[float]:
+    """FLOP/s with blocks that take turns, as none comes from a cache when a model runs."""
+    height = BLOCK_VALUES // _WIDTH
+    weight = torch.full((height, _WIDTH), 0.01, dtype=torch.bfloat16)
+    blocks = [stored_view(weight.clone().view(torch.uint8).flatten(), Plain("bfloat16"), height, _WIDTH)
+              for _ in range(_ROTATED // weight.nbytes)]  # fmt: skip
+    counted = gemm.rows_for(rows, getattr(torch, way.dtype))
+    x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
+    out = gemm.new_product(counted, height, x)
+    turns = itertools.cycle(blocks)
+
+    def some() -> None:
+        for _ in range(16):
+            way.product(x, next(turns), None, out)
+
+    return [16 * 2 * rows * height * _WIDTH / s for s in seconds_of(some, rounds)]
+
+
+def _attention(stored: Storage, cache: Path, threads: int, rounds: int) -> list[float]:
+    """Bytes/s of keys and values as they are stored."""
+    sequences, _, kv_heads, context = _ATTENTION
+    nbytes = 2 * sequences * kv_heads * context * stored.row_bytes(64)
+    work = attention_of_one_token(stored, *_ATTENTION, cache, threads)
+    return [nbytes / s for s in seconds_of(work, rounds)]
+
+
+def _unpacking(kernels: Kernels, rounds: int) -> list[float]:
+    """Values/s of weights in 4 bits."""
+    codec = kernels.codec(Grouped(4, 64))
+    packed, out = codec.pack(torch.randn(2048, 2048)), torch.empty(2048, 2048)
+    return [out.numel() / s for s in seconds_of(lambda: codec.unpack(packed, out), rounds)]
+
+
+def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:
+    """FLOP/s at 256 rows on so many threads."""
+    torch.set_num_threads(count)
+    try:
+        return _products(_chosen(Kernels(cache, count)), 256, rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Bytes/s written and read past the page cache, in large pieces one after the other."""
+    buffer = direct_buffer(_PIECE)
+    buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # a disk may shrink what repeats
+    written, found = [], []
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        flags = getattr(os, "O_DIRECT", 0)
+        descriptor = _open(file.name, os.O_RDWR | flags) or os.open(file.name, os.O_RDWR)
+        try:
+            for _ in range(2):
+                began = time.perf_counter()
+                for offset in range(0, size, _PIECE):
+                    os.pwritev(descriptor, [buffer], offset)
+                os.fsync(descriptor)
+                written.append(size / (time.perf_counter() - began))
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            for _ in range(rounds):
+                began = time.perf_counter()
+                for offset in range(0, size, _PIECE):
+                    os.preadv(descriptor, [buffer], offset)
+                found.append(size / (time.perf_counter() - began))
+        finally:
+            os.close(descriptor)
+    return written, found
+
+
+def _open(name: str, flags: int) -> int | None:
+    try:
+        return os.open(name, flags)
+    except OSError:  # a file system without direct I/O
+        return None

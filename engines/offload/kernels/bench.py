@@ -1,0 +1,56 @@
+"""Pieces of work that measure kernels, for the table of kernels and for calibration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from engines.offload.kernels.attention import Segments, compiled_attention
+from engines.offload.kernels.codec import compiled_codec, plain_codec
+from engines.offload.layer_pages import LayerPages
+from engines.offload.pages import PAGE_TOKENS
+from engines.offload.rule import Rule
+from engines.offload.storage import Plain, Storage
+
+Work = Callable[[], object]
+#: Columns of a head.
+DIM = 64
+
+
+def attention_of_one_token(
+    stored: Storage, sequences: int, heads: int, kv_heads: int, context: int, cache: Path, threads: int
+) -> Work:
+    """Attention of one new token of each sequence to `context` cached ones, on pages in no order.
+
+    Raises NoCompilerError.
+    """
+    kernel = compiled_attention(stored, cache, threads)
+    each = context // PAGE_TOKENS
+    codec = plain_codec(stored) if isinstance(stored, Plain) else compiled_codec(stored, cache, threads)
+    one = codec.pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, DIM))
+    pages = LayerPages(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
+    table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
+    cached = torch.full((sequences,), context - 1, dtype=torch.int32)
+    segments = Segments(torch.arange(sequences + 1, dtype=torch.int32), cached, table)
+    query, rule = torch.randn(heads, sequences, DIM), Rule(DIM**-0.5)
+    return lambda: kernel(query, pages, segments, rule)
+
+
+def seconds_of(work: Work, rounds: int) -> list[float]:
+    """Seconds of each round; one before them is not counted."""
+    return interleaved({"": work}, rounds)[""]
+
+
+def interleaved(work: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each work, in rounds that take all in turn; the first round is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for i in range(rounds + 1):
+        for name, one in work.items():
+            began = time.perf_counter()
+            one()
+            if i:
+                found[name].append(time.perf_counter() - began)
+    return found

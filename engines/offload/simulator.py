@@ -1,0 +1,157 @@
+"""The engine in virtual time: its own plan, batches and operations, with seconds from a model of the machine.
+
+Everything that decides is the engine's: tiers.py places, batching.py forms passes, schedule.py orders operations.
+Only what an operation takes is asked of the machine. On a host without a device attention shares the cores with
+products, so both are one resource.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines.offload.batching import Part, split
+from engines.offload.layout import OUTSIDE, Block
+from engines.offload.pool import PagePool
+from engines.offload.rehearsal import Numbers, batcher_for
+from engines.offload.schedule import Op, Turn, pass_ops
+from engines.offload.storage import Plain, Storage
+from engines.offload.tiers import Plan
+from engines.offload.timeline import BETWEEN, Timeline
+from engines.planning.machine import Machine, attention_rate, unpack_rate
+from harness.api import HarnessError, ModelShape, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model as the engine would load it: blocks in their order, how the cache is stored, and what goes where."""
+
+    shape: ModelShape
+    blocks: Sequence[Block]
+    cache: Storage
+    plan: Plan
+
+    @property
+    def streamed(self) -> list[bool]:
+        """Which blocks are on disk."""
+        return [i not in self.plan.resident for i in range(len(self.blocks))]
+
+
+class Simulator:
+    """One model on one machine under one policy.
+
+    `read`: bytes/s of the disk, if less than the machine's. `attends_after`: matrices of a layer before its attention.
+    """
+
+    def __init__(
+        self, placed: Placed, policy: OffloadPolicy, machine: Machine, attends_after: int, read: float = math.inf
+    ) -> None:
+        self._placed = placed
+        self._policy = policy
+        self._machine = machine
+        self._read = min(read, machine.profile.disk.read)
+        self._streamed = placed.streamed
+        names = [block.matrix for block in placed.blocks]
+        self._last = [name != following for name, following in zip(names, [*names[1:], ""], strict=True)]
+        ends = [i for i, last in enumerate(self._last) if last]
+        layers = placed.shape.num_layers
+        each = (len(ends) - 1) // layers  # the head is a matrix too
+        self._attends = {ends[layer * each + attends_after - 1] for layer in range(layers)}
+        self._ops: dict[int, list[Op]] = {}
+        self.timeline = Timeline()
+        self._cores = self._disk = 0.0  # when each is free
+        self._freed: deque[float] = deque()  # when slots became free, in the order in which they are taken again
+        self._loads = 0
+
+    def run(self, sequences: Sequence[Numbers]) -> None:
+        """Runs a job; each sequence keeps the times of its tokens.
+
+        Raises HarnessError where the cache can hold none of what is left.
+        """
+        plan = self._placed.plan
+        pool = PagePool(plan.pages + plan.disk_pages, plan.disk_pages)
+        batcher = batcher_for(sequences, pool, self._policy, plan, self._balance(), plan.chunk)
+        while (arrival := batcher.next_arrival_s) is not None:
+            self._cores = max(self._cores, arrival)
+            parts = [p for batch in batcher.next_pass(self._cores) for p in split(batch, self._policy.nano_batches)]
+            if not parts:
+                raise HarnessError("no sequence can go on: the cache is too small for what was let in")
+            self._pass(parts)
+            for part in (p for batch in parts for p in batch):
+                if part.sequence.advance(part.count, self._cores) and not part.sequence.steps_left:
+                    batcher.finish(part.sequence)
+        self.timeline.shared_tokens = batcher.shared_tokens
+
+    def _balance(self) -> int:
+        streamed = sum(b.nbytes for b, on_disk in zip(self._placed.blocks, self._streamed, strict=True) if on_disk)
+        if not streamed:
+            return 1
+        return int(streamed / self._read * self._machine.flops(256) / self._placed.shape.flops(1, 0, 0))
+
+    def _pass(self, batches: Sequence[Sequence[Part[Numbers]]]) -> None:
+        rows = [sum(part.count for part in batch) for batch in batches]
+        wanted = [sum(part.sequence.wants(part.count) for part in batch) for batch in batches]
+        attention = [sum(map(self._attention, batch)) for batch in batches]
+        arrived: dict[int, float] = {}
+        for op in self._ops_of(len(batches)):
+            block = self._placed.blocks[op.block]
+            if op.kind == "load":
+                arrived[op.block] = self._load(block)
+            elif op.kind == "multiply":
+                counts = wanted if block.file.startswith(OUTSIDE) else rows
+                count = sum(counts) if op.batch < 0 else counts[op.batch]
+                self._wait(arrived.get(op.block, 0.0))
+                self._compute(block.matrix, self._product(block, count))
+                if op.block in arrived and op.batch in (-1, len(batches) - 1):
+                    self._freed.append(self._cores)
+            elif op.kind == "attend" or op.block in self._attends:
+                began = self._cores
+                self._compute(BETWEEN, attention[op.batch])
+                self.timeline.add("attention", "attention", began, self._cores)
+        self.timeline.end_pass(sum(rows))
+
+    def _ops_of(self, batches: int) -> list[Op]:
+        if batches not in self._ops:
+            turns: tuple[Turn, ...] = ()
+            slots = self._placed.plan.slots
+            self._ops[batches] = pass_ops(self._streamed, self._last, batches, slots, turns)
+        return self._ops[batches]
+
+    def _load(self, block: Block) -> float:
+        """When a block will be there: read as soon as the disk and a slot are free."""
+        free = self._freed.popleft() if self._loads >= self._placed.plan.slots else 0.0
+        self._loads += 1
+        if not self._policy.overlap:
+            free = self._cores
+        began = max(self._disk, free)
+        self._disk = began + block.span / self._read
+        self.timeline.add("load", block.matrix, began, self._disk)
+        return self._disk
+
+    def _wait(self, until: float) -> None:
+        if until > self._cores:
+            self.timeline.add("wait", "wait", self._cores, until)
+            self._cores = until
+
+    def _compute(self, name: str, seconds: float) -> None:
+        self.timeline.add("compute", name, self._cores, self._cores + seconds)
+        self._cores += seconds
+
+    def _product(self, block: Block, rows: int) -> float:
+        if not rows:
+            return 0.0
+        values = block.shape[0] * block.shape[1]
+        seconds = self._machine.products(rows, values, block.nbytes)
+        packed = not isinstance(block.stored, Plain)
+        return seconds + (values / unpack_rate(self._machine.host, self._policy.weight_bits) if packed else 0.0)
+
+    def _attention(self, part: Part[Numbers]) -> float:
+        """One sequence's, in one layer."""
+        shape, seen = self._placed.shape, part.sequence.cached + part.count
+        if part.count > 1:
+            pairs = part.count * (part.sequence.cached + part.count / 2)
+            return self._machine.batched(4 * pairs * shape.num_heads * shape.head_dim)
+        stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
+        return stored / attention_rate(self._machine.host, self._policy.kv_bits)

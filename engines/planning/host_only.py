@@ -1,0 +1,148 @@
+"""Plans for machines without a device: the engine's own placement, and its schedule in virtual time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from engines.offload.layout import blocks_of, matrices_of
+from engines.offload.rehearsal import Numbers
+from engines.offload.simulator import Placed, Simulator
+from engines.offload.storage import storages
+from engines.offload.tiers import Demand, attention_memory, place
+from engines.planning.machine import Machine
+from engines.planning.memory import Peak
+from engines.planning.predict import Planner, Prediction, bound_tok_s
+from engines.planning.style import STYLES
+from engines.planning.work import Lengths
+from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
+
+#: Matrices of a layer that come before its attention: queries, keys and values.
+BEFORE_ATTENTION = 3
+#: Small tensors of a layer, norms and biases, in hidden sizes.
+_SMALL = 16
+#: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
+_BLOCKS = 1024
+#: Blocks of requests in a job that is long enough for a steady state.
+_LONG = 3
+#: Of the host's memory what the system and idle processes take.
+_SYSTEM = 1.5e9
+
+
+class HostPlanner:
+    """Predictions for one model, job and machine without a device; our engine only.
+
+    `requests`: how many, None for a job long enough to tell the throughput of a longer one.
+    """
+
+    def __init__(
+        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, requests: int | None = None,
+        budget: float | None = None,
+    ) -> None:  # fmt: skip
+        self.shape = shape
+        self.lengths = lengths
+        self.profile = profile
+        self.style = STYLES["offload"]
+        self._machine = Machine(profile)
+        self._closed_form = Planner(shape, lengths, profile, "offload")
+        self._requests = requests
+        self._found: dict[OffloadPolicy, Placed] = {}
+        self._budget = int(budget if budget is not None else profile.host.memory - _SYSTEM)
+
+    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
+        """The policy itself, if it fits."""
+        try:
+            self._placed(policy)
+        except InfeasibleError:
+            return None
+        return policy
+
+    def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
+        found = self._placed(policy)
+        whole = sum(block.nbytes for block in found.blocks)
+        on_disk = sum(b.nbytes for b, streamed in zip(found.blocks, found.streamed, strict=True) if streamed) / whole
+        return replace(
+            policy,
+            weights=(0.0, 1 - on_disk, on_disk),
+            cache=policy.cache or (0.0, 1.0, 0.0),
+            activations=policy.activations or (0.0, 1.0, 0.0),
+        )
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        """In closed form. Raises InfeasibleError for a policy that does not fit."""
+        realised = self.placed(policy)
+        if policy.schedule == "sweep":
+            realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
+        return self._closed_form.predict(realised)
+
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""
+        found = self._placed(policy)
+        simulator = Simulator(found, policy, self._machine, BEFORE_ATTENTION)
+        count = self._requests or (found.plan.sequences * (_LONG if policy.schedule == "sweep" else 1))
+        sequences = sequences_of([self.lengths] * count)
+        simulator.run(sequences)
+        whole = max(s.times[-1] for s in sequences)
+        in_step = policy.schedule != "sweep" and count <= policy.block_size
+        prefill = max(s.times[0] for s in sequences) if in_step else 0.0
+        timeline = simulator.timeline
+        busy = timeline.tasks["task_products"] + timeline.tasks["task_attention"]
+        streamed = sum(b.nbytes for b, s in zip(found.blocks, found.streamed, strict=True) if s)
+        block = statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
+        return Prediction(
+            throughput_tok_s=count * self.lengths.generated / whole,
+            prefill_s=prefill,
+            decode_s=whole - prefill,
+            block_latency_s=whole if in_step else block,
+            bottleneck="host" if busy > timeline.load_s else "disk",
+            bound_tok_s=bound_tok_s(self.shape, self.lengths, policy, self._machine, found.plan.sequences),
+            peak=Peak(0.0, float(found.plan.bytes), float(streamed)),
+            used={"host": busy, "disk": timeline.load_s},
+        )
+
+    def lacking(self, prediction: Prediction) -> Mapping[str, float]:
+        """Nothing: what does not fit is not placed."""
+        return {}
+
+    def _placed(self, policy: OffloadPolicy) -> Placed:
+        if policy not in self._found:
+            threads = policy.threads or self.profile.host.cores
+            self._found[policy] = placed(self.shape, policy, [self.lengths], self._budget, threads)
+        return self._found[policy]
+
+
+def placed(
+    shape: ModelShape, policy: OffloadPolicy, requests: Sequence[Lengths], budget: int | None, threads: int,
+    dtype: Dtype = "bfloat16", compute_dtype: Dtype = "float32",
+) -> Placed:  # fmt: skip
+    """What the engine would place where for such requests within `budget` bytes. Raises InfeasibleError as it does."""
+    layers, outside, cache = storages(dtype, policy)
+    matrices = matrices_of(shape)
+    how = [layers if m.in_layer else outside for m in matrices]
+    values = sum(m.rows * m.columns for m in matrices)
+    blocks = blocks_of(matrices, how)
+    if len(blocks) > _BLOCKS:
+        blocks = blocks_of(matrices, how, values // _BLOCKS)
+    longest = max(r.prompt + r.generated for r in requests)
+    mean = sum(r.prompt + r.generated / 2 for r in requests) / len(requests)
+    largest = max(b.shape[0] * b.shape[1] for b in blocks)
+    kernel = compute_dtype == "float32"
+    demand = Demand(
+        shape=shape,
+        blocks=blocks,
+        cache=cache,
+        compute_bytes=DTYPE_BYTES[compute_dtype],
+        cast_bytes=0 if kernel or policy.weight_bits == 16 else largest * (4 + DTYPE_BYTES[compute_dtype]),
+        small=_SMALL * shape.hidden * shape.num_layers * DTYPE_BYTES[compute_dtype],
+        attention=attention_memory(shape, longest, threads),
+        max_sequence=longest,
+        mean_sequence=int(mean),
+    )
+    return Placed(shape, blocks, cache, place(demand, policy, budget))
+
+
+def sequences_of(requests: Sequence[Lengths]) -> list[Numbers]:
+    """Requests as numbers; no two begin alike."""
+    return [Numbers([i + 1] * r.prompt, r.generated) for i, r in enumerate(requests)]

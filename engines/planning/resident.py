@@ -1,0 +1,74 @@
+"""Models that fit the devices: operations of a pass of mixed requests, and the most tokens a second there can be.
+
+Source: NanoFlow (Zhu et al. 2025), section 3 and table 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.planning.work import VALUE_BYTES, Lengths, cache_values
+from harness.api import ModelShape
+
+
+@dataclass(frozen=True)
+class Devices:
+    """`count` devices of so many FLOP/s and bytes/s of memory each, and bytes/s that each sends to others."""
+
+    count: int
+    flops: float
+    bandwidth: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What an operation asks for in one pass, over all layers and devices together."""
+
+    name: str
+    flops: float
+    memory_bytes: float
+    network_bytes: float = 0.0
+
+    def seconds(self, devices: Devices) -> tuple[float, float, float]:
+        """By arithmetic, memory and network."""
+        each = (self.flops / devices.flops, self.memory_bytes / devices.bandwidth, self.network_bytes / devices.network)
+        return each[0] / devices.count, each[1] / devices.count, each[2] / devices.count
+
+
+def requests_of(dense_batch: float, lengths: Lengths) -> float:
+    """Requests that decode in a pass of `dense_batch` rows, where one ends for each that begins."""
+    return dense_batch * (lengths.generated + 1) / (lengths.prompt + lengths.generated)
+
+
+def operations(shape: ModelShape, lengths: Lengths, dense_batch: int, devices: Devices) -> list[Operation]:
+    """The operations of a pass of a LLaMA-like model, split over the devices by heads and columns."""
+    layers, hidden = shape.num_layers, shape.hidden
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    decoding = requests_of(dense_batch, lengths)
+    prompts = dense_batch - decoding
+
+    def product(name: str, inputs: int, outputs: int, params: int) -> Operation:
+        moved = VALUE_BYTES * layers * (params + dense_batch * (inputs + outputs))
+        return Operation(name, 2.0 * dense_batch * params * layers, moved)
+
+    context = lengths.prompt + lengths.generated / 2
+    cached = VALUE_BYTES * cache_values(shape) * layers
+    # partial sums of two products a layer, gathered and scattered: twice to and from every other device
+    sent = 4 * dense_batch * hidden * VALUE_BYTES * layers * (devices.count - 1)
+    return [
+        product("GEMM-KQV", hidden, queries + 2 * keys, hidden * (queries + 2 * keys)),
+        product("GEMM-O", queries, hidden, queries * hidden),
+        product("GEMM-UG", hidden, 2 * shape.ffn, 2 * hidden * shape.ffn),
+        product("GEMM-D", shape.ffn, hidden, hidden * shape.ffn),
+        Operation("DecodeAttention", 4 * decoding * context * queries * layers,
+                  decoding * (context * cached + 2 * VALUE_BYTES * queries * layers)),
+        Operation("PrefillAttention", 4 * prompts * lengths.prompt * queries * layers,
+                  prompts * (cached + 2 * VALUE_BYTES * queries * layers)),
+        Operation("Communication", dense_batch * hidden * layers * 2.0 * (devices.count - 1), sent, sent),
+    ]  # fmt: skip
+
+
+def optimal_tok_s(devices: Devices, params: float) -> float:
+    """Tokens a second, of prompts and generated together, if arithmetic never waits. Source: equation 5."""
+    return devices.count * devices.flops / (2 * params)

@@ -1,0 +1,189 @@
+"""A cell of a suite on a machine that is not here: the same record as a run's, with predicted figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engines.planning.host_only import HostPlanner
+from engines.planning.plan import shortage
+from engines.planning.predict import Planner, Prediction
+from engines.planning.search import Wanted, search
+from engines.planning.style import STYLES
+from engines.planning.work import Lengths, parts, weight_bytes
+from engines.shapes import shape as shape_of
+from harness.api import (
+    Bits,
+    Bound,
+    HardwareLimits,
+    HardwareProfile,
+    HarnessError,
+    InfeasibleError,
+    LoadReport,
+    LocalModel,
+    MemoryLimit,
+    ModelShape,
+    OffloadPolicy,
+    RunRecord,
+    RunSpec,
+)
+
+#: Of weights and cache, where bits are searched too.
+_BITS: tuple[Bits, ...] = (16, 8, 4)
+#: The largest batch that is looked for.
+_CEILING = 4096
+
+
+def simulate(spec: RunSpec, profile: HardwareProfile) -> RunRecord:
+    """One cell, predicted. What has no model of its way of working, or of its size, is skipped with the reason."""
+    try:
+        shape = shape_of(spec.model.id)
+        if spec.engine not in STYLES:
+            raise HarnessError(f"engine {spec.engine} has no performance model (those that have: {', '.join(STYLES)})")
+        job = spec.workload
+        if job.prompt_len + job.gen_len > shape.max_context:
+            raise HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
+                               f"{shape.max_context}")  # fmt: skip
+        return _Cell(spec, shape, limited(profile, spec.limits)).record()
+    except InfeasibleError as exc:
+        return RunRecord(spec, "", 0, "infeasible", str(exc), simulated=True)
+    except HarnessError as exc:
+        return RunRecord(spec, "", 0, "skipped", str(exc), simulated=True)
+
+
+def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> RunSpec:
+    """The cell with the policy that is best for it; on a CPU the engine itself keeps what is left over of weights.
+
+    Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits.
+    """
+    cell = _Cell(spec, shape, limited(profile, spec.limits))
+    return replace(spec, policy=cell.best(), tune="none")
+
+
+def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
+    """The machine as a cell may use it."""
+    host, device, disk = profile.host, profile.device, profile.disk
+    if limits.host_memory is not None:
+        host = replace(host, memory=min(host.memory, limits.host_memory))
+    if limits.device_memory is not None and device is not None:
+        device = replace(device, memory=min(device.memory, limits.device_memory))
+    if limits.disk_bandwidth is not None:
+        disk = replace(disk, read=min(disk.read, limits.disk_bandwidth), write=min(disk.write, limits.disk_bandwidth))
+    return replace(profile, host=host, device=device, disk=disk)
+
+
+class _Cell:
+    """One cell on one machine."""
+
+    def __init__(self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> None:
+        self._spec = spec
+        self._shape = shape
+        self._profile = profile
+        lengths = Lengths(spec.workload.prompt_len, spec.workload.gen_len)
+        self._planner: Planner | HostPlanner
+        if profile.device is None:
+            if spec.engine != "offload":
+                raise HarnessError(f"hardware {profile.name} has no device: only offload is predicted there")
+            asked = spec.workload.num_requests
+            # what the limit leaves is all for the model's work; without one the system needs some
+            budget = profile.host.memory if spec.limits.host_memory is not None else None
+            self._planner = HostPlanner(shape, lengths, profile, None if asked == "auto" else asked, budget)
+        else:
+            self._planner = Planner(shape, lengths, profile, spec.engine)
+        if spec.policy.schedule not in self._planner.style.schedules:
+            raise HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
+
+    def record(self) -> RunRecord:
+        """Raises InfeasibleError with the bytes that are lacking."""
+        policy = self._settled()
+        prediction = self._planner.predict(policy)
+        if lacking := self._planner.lacking(prediction):
+            raise InfeasibleError(f"infeasible on {self._profile.name}: {shortage(lacking)}")
+        spec, model = self._spec, self._model()
+        budget = spec.limits.host_memory
+        peak = MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True)
+        dense = prediction.bottleneck in ("device", "host")
+        seconds = prediction.prefill_s + prediction.decode_s
+        bound = Bound(prediction.bound_tok_s, seconds, prediction.used.get("disk", 0.0), "compute" if dense else "disk")
+        return RunRecord(
+            spec, "", 0, "ok", load=self._load(policy, model), metrics=self._metrics(policy, prediction), memory=peak,
+            bound=bound, model=model, simulated=True,
+        )  # fmt: skip
+
+    def _settled(self) -> OffloadPolicy:
+        """The cell's policy with its batch and all its fractions."""
+        spec, planner = self._spec, self._planner
+        if spec.tune.startswith("search"):
+            return planner.placed(self.best())
+        if spec.tune == "max_batch":
+            return self._largest()
+        return planner.placed(spec.policy)
+
+    def best(self) -> OffloadPolicy:
+        """The policy that the search finds in the cell's order. Raises InfeasibleError where none fits."""
+        policy = self._spec.policy
+        bits: list[tuple[Bits, Bits]] = [(policy.weight_bits, policy.kv_bits)]
+        if self._spec.tune == "search_bits":
+            bits = [(weights, cache) for weights in _BITS for cache in _BITS]
+        attention = (policy.cpu_attention,) if self._profile.device is None else (False, True)
+        found = search(self._planner, Wanted([policy.schedule], bits, attention)).best
+        if found is None:
+            raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits")
+        return found.policy
+
+    def _largest(self) -> OffloadPolicy:
+        """With the largest batch that fits, in steps of a quarter at most, as a measured search finds it."""
+        fitting = None
+        size = 1
+        while size <= _CEILING:
+            policy = self._planner.placed(replace(self._spec.policy, gpu_batch_size=size))
+            if self._planner.lacking(self._planner.predict(policy)):
+                break
+            fitting = policy
+            size += max(1, size // 4)
+        if fitting is None:
+            one = self._planner.placed(replace(self._spec.policy, gpu_batch_size=1))
+            lacking = self._planner.lacking(self._planner.predict(one))
+            raise InfeasibleError(f"infeasible on {self._profile.name} even at batch 1: {shortage(lacking)}")
+        return fitting
+
+    def _model(self) -> LocalModel:
+        dtype = "float16" if self._spec.model.dtype == "auto" else self._spec.model.dtype
+        return LocalModel(self._spec.model.id, self._shape, 2 * self._shape.params_total, dtype, "")
+
+    def _load(self, policy: OffloadPolicy, model: LocalModel) -> LoadReport:
+        assert policy.weights is not None
+        whole = sum(weight_bytes(part, policy) * part.count for part in parts(self._shape))
+        by_tier = tuple(int(part * whole) for part in policy.weights)
+        return LoadReport(
+            vocab=self._shape.vocab,
+            max_context=self._shape.max_context,
+            block_size=policy.block_size,
+            policy=policy,
+            compute_dtype=model.dtype,
+            weights_by_tier=(by_tier[0], by_tier[1], by_tier[2]),
+            notes=(f"predicted for {self._profile.name}",),
+        )
+
+    def _metrics(self, policy: OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:
+        """Of whole blocks; a sweep has no phases."""
+        job, asked = self._spec.workload, self._spec.workload.num_requests
+        count = policy.block_size if asked == "auto" else asked
+        generated, total = count * job.gen_len, count * job.gen_len / prediction.throughput_tok_s
+        blocks = count / policy.block_size
+        phased = policy.schedule != "sweep"
+        decoded = policy.block_size * (job.gen_len - 1)
+        return {
+            "generation_throughput_tok_s": prediction.throughput_tok_s,
+            "decode_throughput_tok_s": decoded / prediction.decode_s if phased and decoded else None,
+            "total_throughput_tok_s": (count * job.prompt_len + generated) / total,
+            "total_s": total,
+            "prefill_s": blocks * prediction.prefill_s if phased else None,
+            "decode_s": blocks * prediction.decode_s if phased else None,
+            "block_latency_s": prediction.block_latency_s,
+            "num_requests": float(count),
+            "prompt_tokens": float(count * job.prompt_len),
+            "generated_tokens": float(generated),
+            "padding_tokens": 0.0,
+            **{f"{name}_busy_s": blocks * seconds for name, seconds in prediction.used.items()},
+        }

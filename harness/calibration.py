@@ -1,0 +1,41 @@
+"""What `harness calibrate` measures, keeps and prints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from harness import hardware, registry
+from harness.api import HardwareProfile
+from harness.listing import show
+
+
+def calibrate(out: Path | None, quick: bool, cache: Path) -> tuple[HardwareProfile, Path]:
+    """Measures this host and writes its profile. Raises HarnessError where that cannot be written."""
+    path = out or hardware.local_path(cache)
+    hardware.require_writable(path)
+    cache.mkdir(parents=True, exist_ok=True)
+    found = registry.calibrate(cache, cache, quick, lambda what: click.echo(f"measuring {what}", err=True))
+    profile = dataclasses.replace(found, host_id=hardware.host_id())
+    profile.validate()
+    hardware.save(profile, path)
+    return profile, path
+
+
+def show_profile(profile: HardwareProfile) -> None:
+    """Prints the measured rates with their spread."""
+    rows = []
+    for path, (low, high) in profile.spread.items():
+        value = _at(profile, path)
+        rows.append({"rate": path, "median a second": f"{value:.3g}", "lowest": f"{low:.3g}", "highest": f"{high:.3g}"})
+    show(rows, False)
+
+
+def _at(profile: HardwareProfile, path: str) -> float:
+    part: object = profile
+    for name in path.split("."):
+        part = part[name] if isinstance(part, dict) else getattr(part, name)
+    assert isinstance(part, float)
+    return part

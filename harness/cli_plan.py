@@ -1,0 +1,88 @@
+"""The commands about plans: plan, calibrate, check-model. Imports are made inside them, as in cli.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
+
+
+@click.command()
+@click.argument("model")
+@click.option("--prompt-len", required=True, type=click.IntRange(1), help="Tokens of each prompt.")
+@click.option("--gen-len", required=True, type=click.IntRange(1), help="Tokens that each request generates.")
+@click.option("--hardware", default="local", show_default=True, metavar="H",
+              help="A shipped profile (harness ls hardware), a file, or local: what was calibrated.")  # fmt: skip
+@click.option(
+    "--engine", default="offload", show_default=True, help="offload, flexgen_ref, accelerate, deepspeed_zero."
+)
+@click.option("--schedule", "schedules", multiple=True, type=click.Choice(["row", "zigzag", "sweep"]),
+              help="Only this order; may be repeated.")  # fmt: skip
+@click.option("--quantize", default="none", show_default=True, metavar="Q",
+              help="none, auto (16, 8 or 4 bits), bits such as 4, or of weights and cache such as 4:16.")  # fmt: skip
+@click.option(
+    "--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Most seconds a block may take."
+)
+@click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the local profile is kept [$HARNESS_CACHE].")
+def plan(
+    model: str, prompt_len: int, gen_len: int, hardware: str, engine: str, schedules: tuple[str, ...], quantize: str,
+    latency: float | None, policy: str | None, as_json: bool, cache_dir: Path | None,
+) -> None:  # fmt: skip
+    """Say what a machine will do with MODEL before anything is downloaded, and by which policy.
+
+    \b
+    Examples:
+      harness plan facebook/opt-175b --prompt-len 512 --gen-len 32 --hardware t4_gcp --quantize auto
+      harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
+    """
+    from harness.api import InfeasibleError
+
+    with one_line_errors():
+        from harness import planning
+        from harness.runner import default_cache
+
+        cache = cache_dir or default_cache()
+        try:
+            found = planning.make(
+                model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, cache
+            )
+        except InfeasibleError as exc:
+            click.echo(f"harness: {exc}", err=True)
+            sys.exit(EXIT_INFEASIBLE)
+        planning.show(found, as_json)
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), help="The profile to write [default: the local one].")
+@click.option("--quick", is_flag=True, help="In under a minute, with fewer rounds.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="The disk to measure, and compiled kernels.")
+def calibrate(out: Path | None, quick: bool, cache_dir: Path | None) -> None:
+    """Measure this host for plans: memory, disk and arithmetic. Leave it alone meanwhile.
+
+    \b
+    Examples:
+      harness calibrate                    in a few minutes; `harness plan` uses it from then on
+      harness calibrate --quick --out here.yaml
+    """
+    with one_line_errors():
+        from harness import calibration
+        from harness.runner import default_cache
+
+        profile, path = calibration.calibrate(out, quick, cache_dir or default_cache())
+        calibration.show_profile(profile)
+        click.echo(f"profile: {path}", err=True)
+
+
+@click.command("check-model")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check_model(as_json: bool) -> None:
+    """Compare the performance model with published figures: those it was fitted on, and those it never saw."""
+    with one_line_errors():
+        from harness import planning
+
+        planning.show_published(as_json)

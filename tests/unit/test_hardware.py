@@ -1,0 +1,63 @@
+"""Hardware profiles: what is shipped holds together, and what is wrong is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import hardware
+from harness.api import HarnessError
+
+
+def test_every_figure_of_a_shipped_profile_has_a_source() -> None:
+    assert len(hardware.names()) >= 3
+    for name in hardware.names():
+        profile = hardware.load(name)
+        assert profile.name == name
+        sources = profile.sources
+        for part in ("device", "host"):
+            processor = getattr(profile, part)
+            figures = ("memory", "bandwidth", "flops", "batched_flops", "attention", "dequantize", "attention_call_s")
+            for figure in figures if processor is not None else ():
+                if getattr(processor, figure):
+                    assert f"{part}.{figure}" in sources or part in sources, (name, part, figure)
+        assert any(key.startswith("disk") for key in sources)
+        assert set(profile.fitted) <= set(sources)
+
+
+GOOD = (
+    'name: x\ndescription: ""\nhost: {name: h, memory: 1.0e+10, bandwidth: 1.0e+10, flops: {"256": 1.0e+11}}\n'
+    "disk: {capacity: 1.0e+12, read: 1.0e+9, write: 1.0e+9}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("read: 1.0e+9", "read: -1.0", "disk.read is -1.0; it must be a positive number"),
+        ("read: 1.0e+9", "read: 0", "disk.read is 0"),
+        ("memory: 1.0e+10", "memory: 1.0e+30", "host.memory is 1e"),
+        ("read: 1.0e+9, ", "", "missing key 'read'"),
+        ("read: 1.0e+9", "reed: 1.0e+9", "unknown key 'reed'"),
+        ("read: 1.0e+9", "read: fast", "expected a number"),
+        ('"256": 1.0e+11', "", "host.flops is empty"),
+        ('"256"', '"many"', "has a rate at 'many'"),
+        ("name: x", "name: x\ndevices: 1", "device, link and devices come together"),
+    ],
+)
+def test_a_wrong_figure_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+    assert hardware.load(str(path)).host.memory == 1e10
+    assert old in GOOD
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(HarnessError) as caught:
+        hardware.load(str(path))
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == (2 if new.startswith("reed") else 1)  # one for each problem
+
+
+def test_an_unknown_profile_has_a_nearest_name() -> None:
+    with pytest.raises(HarnessError, match=r"did you mean 't4_gcp'\? \(shipped: "):
+        hardware.load("t4_gpc")

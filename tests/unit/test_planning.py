@@ -1,0 +1,305 @@
+"""Plans against published figures, brute force and what must hold on any machine."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
+
+from engines.planning import published
+from engines.planning.memory import capacity, peak, rows
+from engines.planning.plan import flat, nested, plan
+from engines.planning.predict import Planner
+from engines.planning.resident import Devices, operations, optimal_tok_s
+from engines.planning.search import Wanted, search
+from engines.planning.work import Lengths, by_whole_matrices, parts
+from engines.shapes import CATALOGUE, shape
+from harness import hardware
+from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+
+OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
+PROFILES = {name: hardware.load(name) for name in hardware.names()}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[published.Outcome]:
+    return published.evaluate(published.cells(), PROFILES)
+
+
+def unseen(outcomes: list[published.Outcome], machine: str, *engines: str) -> list[published.Outcome]:
+    """What no constant was fitted on."""
+    return [
+        o for o in outcomes
+        if o.cell.hardware == machine and o.cell.engine in engines and not o.cell.fitted and o.error is not None
+    ]  # fmt: skip
+
+
+def median(outcomes: list[published.Outcome]) -> float:
+    return statistics.median(abs(o.error or 0.0) for o in outcomes)
+
+
+# ------------------------------------------------------------------------------------------------ published figures
+
+
+def test_errors_on_cells_that_nothing_was_fitted_on(outcomes: list[published.Outcome]) -> None:
+    assert median(unseen(outcomes, "t4_gcp", "flexgen_ref")) <= 0.15
+    assert median(unseen(outcomes, "t4_gcp", "accelerate")) <= 0.30
+    assert median(unseen(outcomes, "t4_gcp", "deepspeed_zero")) <= 0.30
+    for engine in ("flexgen_ref", "deepspeed_zero", "lm_offload"):
+        assert median(unseen(outcomes, "a100_40g", engine)) <= 0.20
+
+
+def test_at_most_a_third_of_the_cells_is_fitted(outcomes: list[published.Outcome]) -> None:
+    for machine in ("t4_gcp", "a100_40g"):
+        cells = [o.cell for o in outcomes if o.cell.hardware == machine and o.error is not None]
+        assert 0 < sum(cell.fitted for cell in cells) <= len(cells) / 3
+    labels = {cell.label for cell in published.cells()}
+    assert labels >= published.FITTED
+    assert len(labels) == len(published.cells())
+
+
+def test_predictions_rank_as_the_figures_do(outcomes: list[published.Outcome]) -> None:
+    t4 = unseen(outcomes, "t4_gcp", "flexgen_ref", "accelerate", "deepspeed_zero")
+    assert len(t4) >= 45
+    assert spearmanr([o.predicted for o in t4], [float(o.cell.figure or 0) for o in t4]).statistic >= 0.97
+
+
+def test_what_ran_fits_and_what_ran_out_of_memory_does_not(outcomes: list[published.Outcome]) -> None:
+    t4 = [o for o in outcomes if o.cell.hardware == "t4_gcp"]
+    assert [o.cell.label for o in t4 if o.cell.figure and not o.fits] == []
+    tables = [o for o in t4 if o.cell.table in ("4", "21") and o.cell.figure is None]
+    assert len(tables) == 6
+    assert not any(o.fits for o in tables)
+
+
+def test_what_quantization_and_the_hosts_attention_change_has_the_right_sign(
+    outcomes: list[published.Outcome],
+) -> None:
+    compared = {o.cell.name: o for o in outcomes if o.cell.table == "LM-Offload 1"}
+    assert len(compared) == 5
+    for one, other in itertools.combinations(compared.values(), 2):
+        assert (one.predicted > other.predicted) == (float(one.cell.figure or 0) > float(other.cell.figure or 0))
+
+
+def test_a_figure_is_an_interval_of_half_its_last_digit() -> None:
+    assert published.error_of(0.0149, "0.01") == 0
+    assert published.error_of(0.0165, "0.01") == pytest.approx(0.1)
+    assert published.error_of(0.45, "1") == pytest.approx(-0.1)
+
+
+def test_nanoflows_table_and_optimum() -> None:
+    devices = Devices(8, 312e12, 2e12, 300e9)
+    found = {o.name: o for o in operations(shape("meta-llama/Llama-2-70b-hf"), Lengths(512, 1024), 2048, devices)}
+    path = Path(published.__file__).with_name("published") / "nanoflow_a100.csv"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    table = list(csv.DictReader(lines))
+    assert len(table) == len(found) == 7
+    for row in table:
+        one = found[row["op"]]
+        seconds = [1e3 * s for s in one.seconds(devices)]
+        mine = [one.flops / 1e9, one.memory_bytes / 1e9, one.network_bytes / 1e9, *seconds]
+        names = ("compute_gflop", "mem_gb", "net_gb", "t_compute_ms", "t_mem_ms", "t_net_ms")
+        for value, name in zip(mine, names, strict=True):
+            assert value == pytest.approx(float(row[name]), rel=0.10, abs=0.006)
+    assert round(optimal_tok_s(devices, 70e9) - 0.5) == 17828
+
+
+# ------------------------------------------------------------------------------------------------ invariants
+
+machines = st.sampled_from(["t4_gcp", "a100_40g"])
+fractions = st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.8, 0.0), (0.0, 1.0, 0.0), (0.0, 0.5, 0.5), (0.0, 0.0, 1.0)])
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> OffloadPolicy:
+    schedule: Schedule = draw(st.sampled_from(["row", "zigzag", "sweep"]))
+    bits = st.sampled_from([16, 8, 4])
+    return OffloadPolicy(
+        gpu_batch_size=draw(st.sampled_from([1, 8, 48])),
+        num_gpu_batches=draw(st.sampled_from([2, 8])) if schedule == "zigzag" else 1,
+        schedule=schedule,
+        weights=draw(fractions),
+        cache=draw(fractions),
+        activations=draw(fractions),
+        weight_bits=draw(bits),
+        kv_bits=draw(bits),
+        cpu_attention=draw(st.booleans()),
+        overlap=draw(st.booleans()),
+    )
+
+
+def faster(profile: HardwareProfile) -> Iterator[HardwareProfile]:
+    """The machine with one thing twice as fast."""
+    assert profile.device is not None
+    assert profile.link is not None
+    yield replace(profile, disk=replace(profile.disk, read=2 * profile.disk.read))
+    yield replace(profile, disk=replace(profile.disk, write=2 * profile.disk.write))
+    yield replace(profile, link=replace(profile.link, h2d=2 * profile.link.h2d))
+    yield replace(profile, link=replace(profile.link, d2h=2 * profile.link.d2h))
+    yield replace(profile, device=replace(profile.device, bandwidth=2 * profile.device.bandwidth))
+    flops = {rows: 2 * rate for rows, rate in profile.device.flops.items()}
+    yield replace(profile, device=replace(profile.device, flops=flops))
+
+
+@given(machines, policies())
+@settings(max_examples=60, deadline=None)
+def test_a_faster_part_never_makes_a_policy_slower(machine: str, policy: OffloadPolicy) -> None:
+    profile, lengths = PROFILES[machine], Lengths(512, 32)
+    before = Planner(shape(OPT_30B), lengths, profile, "offload").predict(policy).throughput_tok_s
+    for other in faster(profile):
+        after = Planner(shape(OPT_30B), lengths, other, "offload").predict(policy).throughput_tok_s
+        assert after >= before * (1 - 1e-9)
+
+
+@given(policies())
+@settings(max_examples=60, deadline=None)
+def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(policy: OffloadPolicy) -> None:
+    planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    apart = planner.predict(replace(policy, overlap=False)).throughput_tok_s
+    together = planner.predict(replace(policy, overlap=True)).throughput_tok_s
+    assert apart * (1 - 1e-9) <= together <= 5 * apart
+
+
+@given(st.sampled_from(["t4_gcp", "a100_40g"]), st.sampled_from([(16, 16), (4, 16), (4, 4)]), st.booleans(),
+       st.sampled_from([("row", 4, 1), ("zigzag", 32, 4), ("sweep", 64, 1)]))  # fmt: skip
+@settings(max_examples=12, deadline=None)
+def test_no_placement_of_a_grid_is_better_than_the_programmes(
+    machine: str, bits: tuple[int, int], on_host: bool, how: tuple[Schedule, int, int]
+) -> None:
+    planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], "offload")
+    schedule, batch, batches = how
+    kind = OffloadPolicy(batch, batches, schedule, weight_bits=bits[0], kv_bits=bits[1], cpu_attention=on_host)  # type: ignore[arg-type]
+    found = planner.runnable(kind)
+    assert found is not None
+    best = planner.predict(found).throughput_tok_s
+    steps = [(a / 4, b / 4, (4 - a - b) / 4) for a in range(5) for b in range(5 - a)]
+    ends = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0)]
+    for weights, cache, activations in itertools.product(steps, steps, ends):
+        policy = replace(kind, weights=weights, cache=cache, activations=activations)
+        prediction = planner.predict(policy)
+        if not planner.lacking(prediction):
+            assert prediction.throughput_tok_s <= best * 1.03  # whole percents are what is realised
+
+
+@given(policies())
+@settings(max_examples=60, deadline=None)
+def test_memory_rows_are_linear_and_count_everything_once(policy: OffloadPolicy) -> None:
+    model, lengths = shape(OPT_30B), Lengths(512, 32)
+    needs = rows(model, policy, lengths)
+    assert policy.weights and policy.cache and policy.activations
+    found = peak(needs, policy.weights, policy.cache, policy.activations)
+    one = needs[0]
+    kinds = zip(
+        (one.weights, one.cache, one.activations), (policy.weights, policy.cache, policy.activations), strict=True
+    )
+    assert found.device >= sum(row[0] * place[0] for row, place in kinds)
+    total = found.device + found.host + found.disk
+    weights = sum(part.params * part.count for part in parts(model)) * (2 if policy.weight_bits == 16 else 0.5)
+    assert total >= weights
+
+
+def test_whole_matrices_go_where_their_middles_fall() -> None:
+    """FlexGen's own rounding: of four matrices 20 % is one, of two none; the disk comes first."""
+    attention, forward = parts(shape(OPT_30B))[:2]
+    assert (attention.matrices, forward.matrices) == (4, 2)
+    assert by_whole_matrices(attention, (0.2, 0.8, 0.0)) == (0.25, 0.75, 0.0)
+    assert by_whole_matrices(forward, (0.2, 0.8, 0.0)) == (0.0, 1.0, 0.0)
+    assert by_whole_matrices(attention, (0.0, 0.5, 0.5)) == (0.0, 0.5, 0.5)
+
+
+# ------------------------------------------------------------------------------------------------ search and plans
+
+
+@pytest.mark.parametrize("engine", ["offload", "flexgen_ref"])
+def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: str) -> None:
+    """By the model's own word: what the paper's search found is within the space."""
+    for cell in published.cells():
+        if cell.table == "14-16" and cell.name == "flexgen" and cell.lengths.prompt == 512:
+            planner = Planner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine)
+            found = search(planner, Wanted(schedules=("row", "zigzag"))).best
+            assert found is not None
+            theirs = planner.predict(cell.policy).throughput_tok_s
+            assert found.prediction.throughput_tok_s >= 0.97 * theirs
+
+
+def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
+    planner = Planner(shape(OPT_175B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    found = search(planner, Wanted(schedules=("sweep",), bits=((4, 4),))).best
+    assert found is not None
+    assert found.prediction.bottleneck == "device"
+    assert 2.5 < found.prediction.throughput_tok_s < 4.2
+
+
+def test_a_latency_is_kept() -> None:
+    planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    last = 0.0
+    for latency in (200, 500, 1500):
+        found = search(planner, Wanted(latency_s=latency)).best
+        assert found is not None
+        assert found.prediction.block_latency_s <= latency
+        assert found.prediction.throughput_tok_s >= last
+        last = found.prediction.throughput_tok_s
+
+
+def made(model: str = OPT_30B, prompt: int = 512, generated: int = 32, machine: str = "t4_gcp", engine: str = "offload",
+         policy: OffloadPolicy | None = None, latency: float | None = None) -> dict[str, object]:  # fmt: skip
+    return plan(model, prompt, generated, PROFILES[machine], engine, schedules=("row", "zigzag", "sweep"),
+                bits=[(16, 16)], latency_s=latency, policy=policy)  # fmt: skip
+
+
+def test_a_plan_is_a_policy_that_predicts_the_same_when_given_back() -> None:
+    first = made()
+    policy = OffloadPolicy(**{
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in nested(first["policy"]).items()  # type: ignore[arg-type]
+    })  # fmt: skip
+    again = made(policy=policy)
+    assert again["predicted"] == first["predicted"]
+    assert again["policy"] == first["policy"] == flat(policy)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompt": 2040}, "more than facebook/opt-30b takes, 2048"),
+        ({"model": "facebook/opt-31b"}, "nearest: facebook/opt-30b"),
+        ({"engine": "vllm"}, "no plans are made for engine 'vllm'"),
+        ({"machine": "laptop_cpu", "engine": "accelerate"}, "only offload is planned there"),
+        ({"generated": 0}, "at least one token"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(HarnessError, match=words):
+        made(**arguments)  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_says_what_lacks_and_what_would() -> None:
+    everything = OffloadPolicy(8, weights=(0.0, 1.0, 0.0), cache=(1.0, 0.0, 0.0), activations=(1.0, 0.0, 0.0))
+    with pytest.raises(InfeasibleError, match=r"host memory lacks [\d,]+ bytes; another placement would"):
+        made(OPT_175B, policy=everything)
+    with pytest.raises(InfeasibleError, match=r"gpu_batch_size \d+ would fit"):
+        made("facebook/opt-6.7b", policy=replace(everything, weights=(1.0, 0.0, 0.0), gpu_batch_size=64))
+    with pytest.raises(InfeasibleError, match=r"no policy ends a block within 0\.001 s"):
+        made(latency=0.001)
+
+
+@pytest.mark.parametrize("machine", sorted(PROFILES))
+@pytest.mark.parametrize("model", ["facebook/opt-125m", "facebook/opt-66b", "meta-llama/Meta-Llama-3-8B"])
+def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
+    found = made(model, 64, 8, machine)
+    peaks, room = found["predicted"]["peak_bytes"], capacity(PROFILES[machine])  # type: ignore[index]
+    assert all(peaks[tier] <= getattr(room, tier) for tier in ("device", "host", "disk"))
+    assert model in CATALOGUE
+
+
+def test_triples_are_given_whole() -> None:
+    with pytest.raises(HarnessError, match="policy has wg without wc, wd"):
+        nested({"wg": 1.0})

@@ -1,0 +1,115 @@
+"""The simulator against the engine that it stands for, and against what no machine can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import checkpoints
+from engines.offload.loading import Loading
+from engines.offload.simulator import Placed, Simulator
+from engines.planning.host_only import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
+from engines.planning.machine import Machine
+from engines.planning.work import Lengths
+from engines.shapes import shape
+from harness import hardware
+from harness.api import GenerationRequest, HardwareLimits, Job, LocalModel, ModelSpec, OffloadPolicy, SamplingParams
+from tests.offload import VOCAB, load, save, with_kernels
+
+LAPTOP = hardware.load("laptop_cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
+    folder = save(tmp_path_factory.mktemp("model"), "llama")
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"schedule": "row", "gpu_batch_size": 3, "weights": (0.0, 0.0, 1.0)},
+        {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 3, "prefill_chunk": 5},
+        {"schedule": "sweep", "gpu_batch_size": 4, "weights": (0.0, 1.0, 0.0)},
+        {"schedule": "sweep", "gpu_batch_size": 5, "weights": (0.0, 1.0, 0.0), "prefill_chunk": 7},
+    ],
+)
+def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, policy: dict[str, object]) -> None:
+    lengths = [Lengths(3 + 5 * i % 17, 2 + 3 * i % 9) for i in range(11)]
+    engine, _ = load(model, tmp_path, **policy)
+    requests = [
+        GenerationRequest(f"r{i}", tuple((7 * i + k) % VOCAB for k in range(one.prompt)),
+                          SamplingParams(max_tokens=one.generated, ignore_eos=True))
+        for i, one in enumerate(lengths)
+    ]  # fmt: skip
+    assert len(list(engine.generate(requests))) == len(lengths)
+    metrics = engine.trace().metrics
+    engine.close()
+
+    job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
+    loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)  # type: ignore[arg-type]
+    found = Placed(model.shape, loading._blocks, loading._cached, loading.plan)
+    simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)  # type: ignore[arg-type]
+    sequences = sequences_of(lengths)
+    simulator.run(sequences)
+    assert simulator.timeline.passes == metrics["passes"]
+    assert simulator.timeline.rows == pytest.approx(metrics["rows_per_pass"] * metrics["passes"])
+    assert [len(s.times) for s in sequences] == [one.generated for one in lengths]
+
+
+@given(
+    st.sampled_from(["row", "zigzag", "sweep"]),
+    st.integers(1, 24),
+    st.sampled_from([16, 8, 4]),
+    st.sampled_from([400e6, 2e9]),
+    st.sampled_from([4, 16, 20]),
+)
+@settings(max_examples=25, deadline=None)
+def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
+    schedule: str, batch: int, bits: int, disk: float, layers_held: int
+) -> None:
+    model = shape("facebook/opt-125m")
+    policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,  # type: ignore[arg-type]
+                           weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
+    lengths = [Lengths(32, 8)] * (3 * policy.block_size)
+    found = placed(model, policy, lengths, None, 2)
+    machine = Machine(LAPTOP)
+    simulator = Simulator(found, policy, machine, BEFORE_ATTENTION, disk)
+    sequences = sequences_of(lengths)
+    simulator.run(sequences)
+    whole = max(s.times[-1] for s in sequences)
+    passes = simulator.timeline.passes
+    streamed = sum(b.span for b, on_disk in zip(found.blocks, found.streamed, strict=True) if on_disk)
+    assert whole >= (passes - 1) * streamed / disk
+    tokens = sum(one.prompt + one.generated - 1 for one in lengths)
+    assert simulator.timeline.rows == tokens
+    best = max(LAPTOP.host.flops.values())
+    assert whole >= model.flops(tokens, 0, 0) / best
+    for sequence in sequences:
+        assert sequence.times == sorted(sequence.times)
+        assert sequence.times[0] > 0
+
+
+def test_overlap_hides_the_disk_and_turns_do_not() -> None:
+    model, lengths = shape("facebook/opt-1.3b"), [Lengths(32, 8)] * 16
+    times = {}
+    for overlap in (True, False):
+        policy = OffloadPolicy(16, schedule="row", weights=(0.0, 0.0, 1.0), overlap=overlap)
+        simulator = Simulator(placed(model, policy, lengths, None, 8), policy, Machine(LAPTOP), BEFORE_ATTENTION)
+        sequences = sequences_of(lengths)
+        simulator.run(sequences)
+        times[overlap] = max(s.times[-1] for s in sequences)
+        load = simulator.timeline.load_s
+        assert (simulator.timeline.wait_s >= 0.99 * load) is not overlap
+    assert times[True] < times[False]
+
+
+def test_a_search_without_a_device_ends_in_seconds_and_fits() -> None:
+    planner = HostPlanner(shape("facebook/opt-6.7b"), Lengths(256, 32), LAPTOP)
+    policy = OffloadPolicy(16, 4, "zigzag", weight_bits=4)
+    estimate, prediction = planner.estimate(policy), planner.predict(policy)
+    assert prediction.peak.host <= LAPTOP.host.memory
+    assert estimate.throughput_tok_s == pytest.approx(prediction.throughput_tok_s, rel=0.25)

@@ -207,9 +207,9 @@ def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, p
             if s.consume(LOGITS[:wanted].clone(), 0.0):
                 batcher.finish(s)
     assert pool.free_pages == pages
-    if not rash:
-        asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
-        assert computed + batcher.shared_tokens == asked
+    asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
+    # a prompt that takes several passes may cost a younger sequence its pages, which is then computed again
+    assert computed + batcher.shared_tokens == asked or (batcher._returned and computed + batcher.shared_tokens > asked)
 
 
 def test_the_second_of_two_that_begin_alike_computes_the_rest_only():

@@ -8,7 +8,7 @@ from typing import Any
 
 from engines.planning.host_only import HostPlanner
 from engines.planning.predict import Planner, Prediction
-from engines.planning.search import Candidate, Wanted, search, used_parts
+from engines.planning.search import Candidate, Wanted, search
 from engines.planning.style import STYLES
 from engines.planning.work import Lengths
 from engines.shapes import shape
@@ -160,7 +160,7 @@ def _predicted(prediction: Prediction) -> dict[str, Any]:
         "bottleneck": prediction.bottleneck,
         "fraction_of_roofline": prediction.fraction_of_roofline,
         "peak_bytes": asdict(prediction.peak),
-        "busy": dict(used_parts(prediction)),
+        "busy": dict(prediction.busy),
     }
 
 

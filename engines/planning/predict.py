@@ -33,7 +33,13 @@ class Prediction:
     used: Mapping[str, float]
 
     @property
+    def busy(self) -> Mapping[str, float]:
+        """Of each resource the part of the time in which it works."""
+        return {name: seconds / (self.prefill_s + self.decode_s) for name, seconds in self.used.items()}
+
+    @property
     def fraction_of_roofline(self) -> float:
+        """Of what the machine allows."""
         return self.throughput_tok_s / self.bound_tok_s
 
 

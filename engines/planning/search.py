@@ -7,42 +7,15 @@ as in LM-Offload (Wu et al. 2024), section 3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
 from engines.planning.predict import Prediction
 from harness.api import Bits, OffloadPolicy, Schedule
 
-_BATCHES = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    20,
-    24,
-    32,
-    40,
-    48,
-    64,
-    80,
-    96,
-    128,
-    160,
-    192,
-    256,
-    320,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-)
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
+            1536, 2048)  # fmt: skip
 _NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 #: Of the lists, what is tried first; from the best of it the search climbs.
 _STRIDE = 3
@@ -63,10 +36,9 @@ class Wanted:
     bits: Sequence[tuple[Bits, Bits]] = ((16, 16),)
     cpu_attention: Sequence[bool] = (False, True)
     latency_s: float | None = None
-    throughput_tok_s: float | None = None
 
 
-class Planner(Protocol):
+class Predictor(Protocol):
     """What makes predictions; see predict.py and host_only.py."""
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None: ...
@@ -92,7 +64,7 @@ class Found:
     rejected: Sequence[tuple[str, Candidate | None, str]]
 
 
-def search(planner: Planner, wanted: Wanted) -> Found:
+def search(planner: Predictor, wanted: Wanted) -> Found:
     """The policy of the highest throughput under all constraints.
 
     By estimates; of kinds whose best are nearly as good as the best of all the predictions decide.
@@ -115,7 +87,7 @@ def _kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
         yield OffloadPolicy(schedule=schedule, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=attention)
 
 
-def _best(planner: Planner, kind: OffloadPolicy, wanted: Wanted) -> Candidate | None:
+def _best(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> Candidate | None:
     """Over batches and their number: from the best of a coarse grid uphill."""
     numbers = _NUMBERS if kind.schedule == "zigzag" else (1,)
     tried: dict[tuple[int, int], Candidate | None] = {}
@@ -147,15 +119,13 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
     return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
 
 
-def _candidate(planner: Planner, policy: OffloadPolicy, wanted: Wanted) -> Candidate | None:
+def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: Wanted) -> Candidate | None:
     """The policy with its best fractions, if there are any that fit and that do what is wanted."""
     runnable = planner.runnable(policy)
     if runnable is None:
         return None
     prediction = planner.estimate(runnable)
     if wanted.latency_s is not None and prediction.block_latency_s > wanted.latency_s:
-        return None
-    if wanted.throughput_tok_s is not None and prediction.throughput_tok_s < wanted.throughput_tok_s:
         return None
     return Candidate(runnable, prediction)
 
@@ -175,9 +145,3 @@ def _reason(candidate: Candidate | None, best: Candidate | None) -> str:
     assert best is not None
     behind = 1 - candidate.prediction.throughput_tok_s / best.prediction.throughput_tok_s
     return f"{behind:.0%} slower; limited by {candidate.prediction.bottleneck}"
-
-
-def used_parts(prediction: Prediction) -> Mapping[str, float]:
-    """Of each resource how much of the time it works."""
-    whole = prediction.prefill_s + prediction.decode_s
-    return {name: seconds / whole for name, seconds in prediction.used.items()}

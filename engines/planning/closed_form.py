@@ -6,8 +6,11 @@ one maximum, and LM-Offload's terms for quantization (Wu et al. 2024, section 3)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
+from typing import Generic, Protocol, Self, TypeVar
 
 from engines.planning.machine import Machine, attention_rate, unpack_rate
 from engines.planning.style import Style, realised
@@ -44,16 +47,9 @@ class Seconds:
     def values(self) -> tuple[float, ...]:
         return (self.device, self.host, self.h2d, self.d2h, self.disk)
 
-    @property
-    def total(self) -> float:
-        return sum(self.values)
-
-    @property
-    def longest(self) -> float:
-        return max(self.values)
-
 
 RESOURCES = ("device", "host", "h2d", "d2h", "disk")
+_ALL, _STREAMS = range(5), (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -177,40 +173,77 @@ class Layers:
         return nbytes / ((link.d2h if pinned else link.d2h_pageable) * self._style.link_share)
 
 
-def pass_seconds(
-    layers: Layers, halves: Sequence[Part], works: Sequence[Pass], batches: int, style: Style, separate: bool
-) -> tuple[float, Seconds]:
-    """How long a pass of so many equal batches takes, and what each resource works in it.
+class Quantity(Protocol):
+    """Seconds of each resource, as numbers or as functions of a placement."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+    def __mul__(self, times: float, /) -> Self: ...
+
+
+Q = TypeVar("Q", bound=Quantity)
+
+
+@dataclass(frozen=True)
+class Slot(Generic[Q]):
+    """What runs side by side, and is waited for, `count` times: each line is a quantity and those of its resources that
+    take turns."""
+
+    lines: tuple[tuple[Q, Sequence[int]], ...]
+    count: float
+
+
+def slots(
+    costs: Sequence[tuple[Q, Q, Q]], halves: Sequence[Part], batches: int, style: Style, separate: bool
+) -> list[Slot[Q]]:
+    """A pass of so many equal batches: `costs` are each half's loading, unpacking, and one batch's own.
 
     `separate`: the host's arithmetic may run beside the device's, for different batches.
     """
-    whole, used = 0.0, Seconds()
-    for i, part in enumerate(halves):
-        load, unpack, batch = layers.load(part), layers.unpack(part), layers.batch(part, works)
-        times = batches if style.unpack_each_batch else 1
-        spent = load + unpack * times + batch * batches
-        used += spent * part.count
-        if style.overlap == "slot":
-            # the next half's weights come with the first batch of this one
-            following = layers.load(halves[0 if i == 1 else min(i + 1, len(halves) - 1)])
-            each = batch + unpack if style.unpack_each_batch else batch
-            seconds = _slot(each + following) + (batches - 1) * _slot(each)
-        elif style.overlap == "turns":
-            seconds = spent.total
-        elif style.overlap == "layer":
-            seconds = max(load.longest, (unpack * times + batch * batches).total)
-        else:
-            continue
-        whole += part.count * seconds
+    times = batches if style.unpack_each_batch else 1
+    whole = [load + unpack * times + batch * batches for load, unpack, batch in costs]
+    if style.overlap == "turns":
+        return [Slot(((spent, _ALL),), part.count) for spent, part in zip(whole, halves, strict=True)]
     if style.overlap == "pass":
-        together = replace(used, host=0.0, device=used.device + used.host)
-        whole = used.longest if separate else together.longest
+        together = reduce(operator.add, (s * part.count for s, part in zip(whole, halves, strict=True)))
+        return [Slot(_beside(together, separate), 1)]
+    if style.overlap == "layer":
+        return [
+            Slot((*((load, (i,)) for i in _STREAMS), (unpack * times + batch * batches, _ALL)), part.count)
+            for (load, unpack, batch), part in zip(costs, halves, strict=True)
+        ]
+    found = []
+    for i, part in enumerate(halves):
+        # the next half's weights come with the first batch of this one
+        following = costs[0 if i == 1 else min(i + 1, len(halves) - 1)][0]
+        _, unpack, batch = costs[i]
+        each = batch + unpack if style.unpack_each_batch else batch
+        found.append(Slot(_beside(each + following, False), part.count))
+        if batches > 1:
+            found.append(Slot(_beside(each, False), part.count * (batches - 1)))
+    return found
+
+
+def _beside(spent: Q, separate: bool) -> tuple[tuple[Q, Sequence[int]], ...]:
+    """Streams side by side; the host attends while its batch waits, unless another batch is at hand."""
+    arithmetic: Sequence[Sequence[int]] = ((0,), (1,)) if separate else ((0, 1),)
+    return tuple((spent, resources) for resources in (*arithmetic, *((i,) for i in _STREAMS)))
+
+
+def pass_seconds(
+    layers: Layers, halves: Sequence[Part], works: Sequence[Pass], batches: int, style: Style, separate: bool
+) -> tuple[float, Seconds]:
+    """How long a pass takes, and what each resource works in it; see `slots`."""
+    costs = [(layers.load(part), layers.unpack(part), layers.batch(part, works)) for part in halves]
+    times = batches if style.unpack_each_batch else 1
+    used = Seconds()
+    for (load, unpack, batch), part in zip(costs, halves, strict=True):
+        used += (load + unpack * times + batch * batches) * part.count
+    whole = sum(
+        slot.count * max(sum(spent.values[i] for i in resources) for spent, resources in slot.lines)
+        for slot in slots(costs, halves, batches, style, separate)
+    )
     return whole, used
-
-
-def _slot(spent: Seconds) -> float:
-    """Streams side by side; the host attends while its batch waits."""
-    return max(spent.device + spent.host, spent.h2d, spent.d2h, spent.disk)
 
 
 def averaged(seconds: Callable[[float], float], low: float, high: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import linprog
 
-from engines.planning.closed_form import Layers, Pass, Seconds
+from engines.planning.closed_form import Layers, Pass, Seconds, slots
 from engines.planning.machine import Machine
 from engines.planning.memory import capacity, rows
 from engines.planning.style import Style
@@ -27,13 +27,13 @@ _VARIABLES = 9
 
 
 def place(
-    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, style: Style
+    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, style: Style, separate: bool
 ) -> OffloadPolicy | None:
     """The policy with the fractions that make its block fastest within the machine's memory; None where none fit.
 
-    Fractions that it names stay.
+    Fractions that it names stay. `separate`: as in closed_form.py.
     """
-    programme = _Programme(shape, policy, machine, style)
+    programme = _Programme(shape, policy, machine, style, separate)
     prompt, steps, batch = lengths.prompt, lengths.generated, policy.gpu_batch_size
     later = Pass(batch, prompt + steps / 2, batch, False)
     if policy.schedule == "sweep":
@@ -47,7 +47,10 @@ def place(
 class _Programme:
     """Minimise the sum of all slots' seconds; a slot lasts as long as the slowest of what runs in it side by side."""
 
-    def __init__(self, shape: ModelShape, policy: OffloadPolicy, machine: Machine, style: Style) -> None:
+    def __init__(
+        self, shape: ModelShape, policy: OffloadPolicy, machine: Machine, style: Style, separate: bool
+    ) -> None:
+        self._separate = separate
         self._shape = shape
         self._policy = policy
         self._machine = machine
@@ -58,25 +61,11 @@ class _Programme:
 
     def add(self, works: Sequence[Pass], times: float) -> None:
         """A pass that is run so many times."""
-        whole = _Affine.zero()
-        batches = self._policy.num_gpu_batches
-        loads = [self._load(part) for part in self._parts]
-        for i, part in enumerate(self._parts):
-            batch, unpack = self._batch(part, works), self._unpack(part)
-            count = part.count * times
-            if self._style.overlap == "slot":
-                following = loads[0 if i == 1 else min(i + 1, len(loads) - 1)]
-                each = batch + unpack if self._style.unpack_each_batch else batch
-                self._slot(each + following, count)
-                self._slot(each, count * (batches - 1))
-            elif self._style.overlap == "layer":
-                self._side_by_side(loads[i].streams(), (batch * batches + unpack).total(), count)
-            else:
-                whole += (batch * batches + unpack + loads[i]) * part.count
-        if self._style.overlap == "turns":
-            self._side_by_side([], whole.total(), times)
-        elif self._style.overlap == "pass":
-            self._slot(whole, times)
+        costs = [(self._load(part), self._unpack(part), self._batch(part, works)) for part in self._parts]
+        for slot in slots(costs, self._parts, self._policy.num_gpu_batches, self._style, self._separate):
+            variable = len(self._cost)
+            self._cost.append(slot.count * times)
+            self._limits += [(*spent.of_turns(resources), variable) for spent, resources in slot.lines]
 
     def solve(self, lengths: Lengths) -> OffloadPolicy | None:
         """The policy with the best fractions."""
@@ -116,19 +105,6 @@ class _Programme:
             activations=policy.activations or activations,
         )
 
-    def _slot(self, spent: _Affine, count: float) -> None:
-        self._side_by_side(spent.streams(), spent.arithmetic(), count)
-
-    def _side_by_side(
-        self, streams: Sequence[tuple[np.ndarray, float]], arithmetic: tuple[np.ndarray, float], count: float
-    ) -> None:
-        if not count:
-            return
-        slot = len(self._cost)
-        self._cost.append(count)
-        for coefficients, constant in (*streams, arithmetic):
-            self._limits.append((coefficients, constant, slot))
-
     def _load(self, part: Part) -> _Affine:
         found = [self._layers(weights=corner).load(part) for corner in _CORNERS]
         return _Affine.of(0, found)
@@ -158,17 +134,13 @@ class _Affine:
         self._constant = constant
 
     @classmethod
-    def zero(cls) -> _Affine:
-        return cls(np.zeros((5, _VARIABLES)), np.zeros(5))
-
-    @classmethod
     def constant(cls, seconds: Seconds) -> _Affine:
-        return cls(np.zeros((5, _VARIABLES)), np.array(seconds.values))
+        return cls(np.zeros((len(seconds.values), _VARIABLES)), np.array(seconds.values))
 
     @classmethod
     def of(cls, kind: int, corners: Sequence[Seconds]) -> _Affine:
         """Of one kind's fractions, by what it is where all is in one place."""
-        found = cls.zero()
+        found = cls.constant(Seconds())
         for place, seconds in enumerate(corners):
             found._coefficients[:, 3 * kind + place] = seconds.values
         return found
@@ -179,17 +151,10 @@ class _Affine:
     def __mul__(self, times: float) -> _Affine:
         return _Affine(self._coefficients * times, self._constant * times)
 
-    def streams(self) -> list[tuple[np.ndarray, float]]:
-        """Copies up and down, and the disk."""
-        return [(self._coefficients[i], float(self._constant[i])) for i in (2, 3, 4)]
-
-    def arithmetic(self) -> tuple[np.ndarray, float]:
-        """The device's and the host's, one after the other."""
-        return self._coefficients[0] + self._coefficients[1], float(self._constant[0] + self._constant[1])
-
-    def total(self) -> tuple[np.ndarray, float]:
-        """Everything, one after the other."""
-        return self._coefficients.sum(axis=0), float(self._constant.sum())
+    def of_turns(self, resources: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Coefficients and constant of the sum of some resources."""
+        chosen = list(resources)
+        return self._coefficients[chosen].sum(axis=0), float(self._constant[chosen].sum())
 
 
 def _rounded(fractions: Sequence[float]) -> Fractions:

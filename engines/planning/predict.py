@@ -9,7 +9,7 @@ from engines.planning.closed_form import RESOURCES, Layers, Pass, Seconds, avera
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak, capacity, peak, rows
 from engines.planning.placement import place
-from engines.planning.style import STYLES, realised_weights
+from engines.planning.style import STYLES, Style, realised_weights
 from engines.planning.work import Fractions, Lengths, cache_bytes, parts, weight_bytes
 from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
@@ -56,17 +56,13 @@ class Planner:
 
     def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
         """Of a policy that names all fractions, whether it fits or not. `page_cache`: whether there is one."""
-        style = self.style if policy.overlap else replace(self.style, overlap="turns")
+        style = self._style_for(policy)
         assert policy.cache is not None
         assert policy.activations is not None
         placed = realised_weights(self.shape, policy, style)
         needs = peak(rows(self.shape, policy, self.lengths), placed, policy.cache, policy.activations)
         layers = Layers(self.shape, policy, self.machine, style, self._read(needs, page_cache))
-        separate = (
-            style.parallel_attention
-            and self.machine.has_device
-            and (policy.num_gpu_batches > 1 or policy.nano_batches > 1)
-        )
+        separate = self._separate(policy)
 
         def spent(works: Sequence[Pass]) -> tuple[float, Seconds]:
             return pass_seconds(layers, self._parts, works, policy.num_gpu_batches, style, separate)
@@ -103,7 +99,7 @@ class Planner:
         if policy.weights and policy.cache and policy.activations:
             return policy
         lowest = (0.0, 0.0, 1.0)
-        return place(self.shape, policy, self.lengths, self.machine, self.style) or replace(
+        return self._best(policy) or replace(
             policy,
             weights=policy.weights or lowest,
             cache=policy.cache or lowest,
@@ -112,13 +108,25 @@ class Planner:
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions, as the engine can realise them, if there are any that fit."""
-        found = place(self.shape, policy, self.lengths, self.machine, self.style)
+        found = self._best(policy)
         fitting = (p for p in (_downwards(found) if found else ()) if not self.lacking(self.predict(p)))
         return next(fitting, None)
 
     def lacking(self, prediction: Prediction) -> Mapping[str, float]:
         """Bytes that each tier is short of for it."""
         return prediction.peak.lacking(capacity(self.profile))
+
+    def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
+        style, separate = self._style_for(policy), self._separate(policy)
+        return place(self.shape, policy, self.lengths, self.machine, style, separate)
+
+    def _style_for(self, policy: OffloadPolicy) -> Style:
+        return self.style if policy.overlap else replace(self.style, overlap="turns")
+
+    def _separate(self, policy: OffloadPolicy) -> bool:
+        """Whether there is another batch to multiply for while the host attends."""
+        several = policy.num_gpu_batches > 1 or policy.nano_batches > 1
+        return several and self.style.parallel_attention and self.machine.has_device
 
     def _read(self, needs: Peak, page_cache: bool) -> float:
         """Bytes/s at which what is on disk comes: the memory's, where the page cache holds all of it."""

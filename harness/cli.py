@@ -63,13 +63,13 @@ for _command in (plan, calibrate, check_model):
 @click.option("--shard", metavar="I/N", help="Run the I-th of N disjoint parts of the suite (1-based).")
 @click.option("--fresh", is_flag=True, help="Start over: earlier records are set aside, not resumed.")
 @click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
-@click.option("--hardware", default="local", show_default=True, metavar="H", help="With --simulate: see harness plan.")
+@click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the cells as JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and remembered searches [$HARNESS_CACHE].")
 def run(
     suite: str, out: Path | None, engines: tuple[str, ...], names: tuple[str, ...], overrides: tuple[str, ...],
-    shard: str | None, fresh: bool, simulate: bool, hardware: str, dry_run: bool, as_json: bool,
+    shard: str | None, fresh: bool, simulate: bool, hardware: str | None, dry_run: bool, as_json: bool,
     cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Run SUITE (a file, or the name of a shipped suite) and write records and a report.
@@ -85,6 +85,8 @@ def run(
     """
     if as_json and not dry_run:
         raise click.UsageError("--json goes with --dry-run; a run's data are in its records.jsonl")
+    if hardware is not None and not simulate:
+        raise click.UsageError("--hardware goes with --simulate; a run is of the machine it runs on")
     with one_line_errors():
         from harness.config import load_suite
         from harness.registry import ENGINES
@@ -99,7 +101,7 @@ def run(
             click.echo(f"shard {shard} holds no cells of {loaded.name}: nothing to do", err=True)
             return
         if simulate:
-            sys.exit(_simulate(loaded, cells, path, overrides, out, cache_dir, hardware))
+            sys.exit(_simulate(loaded, cells, path, overrides, out, cache_dir, hardware or "local"))
         sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh))
 
 

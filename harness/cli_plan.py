@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def plan(
                 model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, cache
             )
         except InfeasibleError as exc:
+            if as_json:
+                click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
             click.echo(f"harness: {exc}", err=True)
             sys.exit(EXIT_INFEASIBLE)
         planning.show(found, as_json)

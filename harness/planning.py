@@ -15,10 +15,9 @@ from harness import hardware, registry, suite_check, yaml_source
 from harness.api import HarnessError, OffloadPolicy
 from harness.listing import show as show_rows
 
-_BITS = (16, 8, 4)
 _WORDS = {
     "device": "the device",
-    "host": "the host's attention",
+    "host": "the host's arithmetic",
     "h2d": "copies to the device",
     "d2h": "copies to the host",
     "disk": "the disk",
@@ -45,12 +44,15 @@ def show(plan: Mapping[str, Any], as_json: bool) -> None:
         return
     policy, predicted = plan["policy"], plan["predicted"]
     lengths = f"{plan['prompt_len']} + {plan['gen_len']} tokens"
-    click.echo(f"{plan['model']} on {plan['hardware']}, {lengths}, engine {plan['engine']}\n")
+    on = plan["hardware"] + (f", one of its {plan['devices']} devices" if plan["devices"] > 1 else "")
+    click.echo(f"{plan['model']} on {on}, {lengths}, engine {plan['engine']}\n")
     bits = f"weights {policy['weight_bits']} bit, cache {policy['kv_bits']} bit"
-    where = "host" if policy["cpu_attention"] else "device"
+    where = ""
+    if plan["devices"]:
+        where = f", attention on the {'host' if policy['cpu_attention'] else 'device'}"
     batches = f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} sequences"
-    click.echo(f"  {policy['schedule']}, {batches}, {bits}, attention on the {where}")
-    show_rows(list(_placement(policy, predicted["peak_bytes"])), False)
+    click.echo(f"  {policy['schedule']}, {batches}, {bits}{where}")
+    show_rows(list(_placement(plan)), False)
     rate = (
         f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of the machine's bound"
     )
@@ -64,8 +66,9 @@ def show(plan: Mapping[str, Any], as_json: bool) -> None:
             click.echo(f"  {other['kind']}: {rate}{other['reason']}")
 
 
-def _placement(policy: Mapping[str, Any], peak: Mapping[str, float]) -> Iterator[dict[str, str]]:
-    places = (("device", "g"), ("host", "c"), ("disk", "d"))
+def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    policy, peak = plan["policy"], plan["predicted"]["peak_bytes"]
+    places = [("device", "g"), ("host", "c"), ("disk", "d")][0 if plan["devices"] else 1 :]
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         yield {"": name} | {place: f"{100 * policy[letter + p]:.0f} %" for place, p in places}
     yield {"": "needs"} | {place: f"{peak[place] / 2**30:.1f} GiB" for place, _ in places}
@@ -100,12 +103,12 @@ def _medians(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _bits(quantize: str) -> list[tuple[int, int]]:
-    """Of weights and cache, that may be chosen."""
+def _bits(quantize: str) -> list[tuple[int, int]] | None:
+    """Of weights and cache, that may be chosen; None: any."""
     if quantize == "none":
         return [(16, 16)]
     if quantize == "auto":
-        return [(weights, cache) for weights in _BITS for cache in _BITS]
+        return None
     match = _QUANTIZE.fullmatch(quantize)
     if not match:
         raise HarnessError(f"--quantize {quantize}: expected none, auto, bits (3, 4, 8 or 16), or two such as 4:16")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from harness.api import (
+    Disk,
     HardwareLimits,
     HardwareProfile,
     HardwareRequirements,
@@ -21,7 +22,6 @@ from harness.api import (
     OffloadPolicy,
     Processor,
     RunSpec,
-    Storage,
     WorkloadSpec,
 )
 from harness.cell_names import MAX_CELL_NAME, NAME_RULE, SAFE_NAME
@@ -60,7 +60,7 @@ _FIELDS = {
     "device": Processor,
     "host": Processor,
     "link": Link,
-    "disk": Storage,
+    "disk": Disk,
 }
 _FRACTIONS = "three fractions (device, host, disk)"
 _WANTED = {  # by pydantic's type of error

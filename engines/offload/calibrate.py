@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import platform
@@ -19,8 +20,7 @@ from engines.offload.kernels import Kernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.layout import BLOCK_VALUES
 from engines.offload.storage import Grouped, Plain, Storage
-from harness.api import Dtype, HardwareProfile, Processor, direct_buffer
-from harness.api import Storage as Disk
+from harness.api import Disk, DiskFullError, Dtype, HardwareProfile, HarnessError, Processor, direct_buffer
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
@@ -54,7 +54,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             samples[f"host.flops.{rows}"] = _products(product, rows, rounds)
         report("attention")
         for bits, stored in _BITS.items():
-            samples[f"host.attention.{bits}"] = _attention(stored, cache, threads, rounds)
+            samples[f"host.attention.{bits}"] = _attention(stored, kernels, rounds)
         report("unpacking")
         samples["host.dequantize"] = _unpacking(kernels, rounds)
         report("threads")
@@ -62,7 +62,12 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
     report("disk")
     size = (256 if quick else 1024) << 20
-    samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
+    try:
+        samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
+    except OSError as exc:
+        short = DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else HarnessError
+        raise short(f"{folder}: cannot write and read {size >> 20} MiB there to measure the disk: {exc.strerror}; "
+                    "free space, or give another folder by --cache-dir") from None  # fmt: skip
     rates = {path: statistics.median(found) for path, found in samples.items()}
     memory = psutil.virtual_memory().total
     return HardwareProfile(
@@ -124,11 +129,11 @@ def _products(way: gemm.Arithmetic, rows: int, rounds: int) -> list[float]:
     return [16 * 2 * rows * height * _WIDTH / s for s in seconds_of(some, rounds)]
 
 
-def _attention(stored: Storage, cache: Path, threads: int, rounds: int) -> list[float]:
+def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
     """Bytes/s of keys and values as they are stored."""
     sequences, _, kv_heads, context = _ATTENTION
     nbytes = 2 * sequences * kv_heads * context * stored.row_bytes(64)
-    work = attention_of_one_token(stored, *_ATTENTION, cache, threads)
+    work = attention_of_one_token(stored, *_ATTENTION, kernels)
     return [nbytes / s for s in seconds_of(work, rounds)]
 
 

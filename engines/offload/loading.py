@@ -57,9 +57,8 @@ class Loading:
         self._blocks = blocks_of(
             self.seamed.matrices, [layers if m.in_layer else outside for m in self.seamed.matrices]
         )
-        self._attention, attention_memory = self._kernels.attention(
-            self._cached, model.shape, job.max_sequence, self._compute_bytes, policy.value_sparsity < 1
-        )
+        self._attention = self._kernels.attention(self._cached)
+        sparse = policy.value_sparsity < 1
         demand = tiers.Demand(
             shape=model.shape,
             blocks=self._blocks,
@@ -70,7 +69,9 @@ class Loading:
                 for stored, way in self._ways.items()
             ),
             small=sum(torch.Size(s).numel() for s in self.seamed.small.values()) * self._compute_bytes,
-            attention=attention_memory,
+            attention=self._kernels.attention_memory(
+                self._cached, model.shape, job.max_sequence, self._compute_bytes, sparse
+            ),
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )

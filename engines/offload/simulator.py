@@ -11,12 +11,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from engines.offload.batching import Part, split
 from engines.offload.layout import OUTSIDE, Block
 from engines.offload.pool import PagePool
 from engines.offload.rehearsal import Numbers, batcher_for
-from engines.offload.schedule import Op, Turn, pass_ops
+from engines.offload.schedule import Op, pass_ops, turns_of
 from engines.offload.storage import Plain, Storage
 from engines.offload.tiers import Plan
 from engines.offload.timeline import BETWEEN, Timeline
@@ -55,10 +56,14 @@ class Simulator:
         self._streamed = placed.streamed
         names = [block.matrix for block in placed.blocks]
         self._last = [name != following for name, following in zip(names, [*names[1:], ""], strict=True)]
-        ends = [i for i, last in enumerate(self._last) if last]
+        firsts = [0, *(i + 1 for i, last in enumerate(self._last) if last)]
+        spans = [range(a, b) for a, b in pairwise(firsts)]
         layers = placed.shape.num_layers
-        each = (len(ends) - 1) // layers  # the head is a matrix too
-        self._attends = {ends[layer * each + attends_after - 1] for layer in range(layers)}
+        each = (len(spans) - 1) // layers  # the head is a matrix too
+        before = [layer * each + attends_after for layer in range(layers)]
+        self._attends = {spans[i - 1].stop - 1 for i in before}
+        groups = [str(i // each) for i in range(len(spans))]
+        self._turns = turns_of(spans, groups, before, placed.plan.slots) if policy.nano_batches > 1 else ()
         self._ops: dict[int, list[Op]] = {}
         self.timeline = Timeline()
         self._cores = self._disk = 0.0  # when each is free
@@ -95,7 +100,9 @@ class Simulator:
         wanted = [sum(part.sequence.wants(part.count) for part in batch) for batch in batches]
         attention = [sum(map(self._attention, batch)) for batch in batches]
         arrived: dict[int, float] = {}
-        for op in self._ops_of(len(batches)):
+        ops = self._ops_of(len(batches))
+        taken = {op.block for op in ops if op.kind == "attend"}
+        for op in ops:
             block = self._placed.blocks[op.block]
             if op.kind == "load":
                 arrived[op.block] = self._load(block)
@@ -106,7 +113,7 @@ class Simulator:
                 self._compute(block.matrix, self._product(block, count))
                 if op.block in arrived and op.batch in (-1, len(batches) - 1):
                     self._freed.append(self._cores)
-            elif op.kind == "attend" or op.block in self._attends:
+            elif op.kind == "attend" or (op.block in self._attends and op.block not in taken):
                 began = self._cores
                 self._compute(BETWEEN, attention[op.batch])
                 self.timeline.add("attention", "attention", began, self._cores)
@@ -114,8 +121,7 @@ class Simulator:
 
     def _ops_of(self, batches: int) -> list[Op]:
         if batches not in self._ops:
-            turns: tuple[Turn, ...] = ()
-            slots = self._placed.plan.slots
+            slots, turns = self._placed.plan.slots, self._turns if batches > 1 else ()
             self._ops[batches] = pass_ops(self._streamed, self._last, batches, slots, turns)
         return self._ops[batches]
 

@@ -120,8 +120,8 @@ class _Planner:
             held = self._weights if self._asked is None else self._asked
             return self._finished(pages, wanted, held, "no limit")
         sequences = _largest(wanted, self._sweep_fits if self._sweep else self._block_fits)
-        if sequences < (1 if self._sweep else wanted):
-            raise InfeasibleError(self._words(wanted))
+        if sequences < self._fewest(wanted):
+            raise InfeasibleError(self._words(wanted), {"host": self._least(wanted) - self._budget})
         room = (self._budget - self._fixed(sequences)) // self._page
         pages = min(sequences * pages_for(self._demand.max_sequence), room)
         left = self._budget - self._fixed(sequences) - pages * self._page
@@ -162,10 +162,19 @@ class _Planner:
         whole = sum(parts.values())
         return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, scored, whole, words)
 
+    def _fewest(self, wanted: int) -> int:
+        """Sequences that must fit for any to run."""
+        return 1 if self._sweep else wanted
+
+    def _least(self, wanted: int) -> int:
+        """Bytes without which none runs."""
+        least = self._fewest(wanted)
+        return self._fixed(least) + least * pages_for(self._demand.max_sequence) * self._page
+
     def _words(self, wanted: int) -> str:
         """Why `wanted` sequences do not fit, and what would."""
         assert self._budget is not None
-        least = 1 if self._sweep else wanted
+        least = self._fewest(wanted)
         cache = least * pages_for(self._demand.max_sequence) * self._page
         batches = self._policy.num_gpu_batches
         size = 0 if self._sweep else _largest(wanted // batches, lambda n: self._block_fits(n * batches))
@@ -175,7 +184,7 @@ class _Planner:
             held = f", weights {_mib(self._asked)}"
             hint += ", or hold a smaller part of the weights (policy.weights)"
         return (
-            f"offload needs {_mib(self._fixed(least) + cache)} for {least} sequences of {self._demand.max_sequence} "
+            f"offload needs {_mib(self._least(wanted))} for {least} sequences of {self._demand.max_sequence} "
             f"tokens (cache {_mib(cache)}, work {_mib(self._work(least))}, ring {_mib(self.ring)}, other "
             f"{_mib(self._other)}{held}); the budget is {_mib(self._budget)}; {hint}"
         )

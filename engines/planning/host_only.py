@@ -13,7 +13,7 @@ from engines.offload.storage import storages
 from engines.offload.tiers import Demand, attention_memory, place
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
-from engines.planning.predict import Planner, Prediction, bound_tok_s
+from engines.planning.predict import Planner, Prediction, bound
 from engines.planning.style import STYLES
 from engines.planning.work import Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
@@ -97,7 +97,7 @@ class HostPlanner:
             decode_s=whole - prefill,
             block_latency_s=whole if in_step else block,
             bottleneck="host" if busy > timeline.load_s else "disk",
-            bound_tok_s=bound_tok_s(self.shape, self.lengths, policy, self._machine, found.plan.sequences),
+            bound=bound(self.shape, self.lengths, policy, self._machine, found.plan.sequences),
             peak=Peak(0.0, float(found.plan.bytes), float(streamed)),
             used={"host": busy, "disk": timeline.load_s},
         )

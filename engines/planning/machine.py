@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping
 from functools import cached_property
 
-from harness.api import HardwareProfile, Link, Processor
+from harness.api import HardwareProfile, Link, Processor, interpolate
 
 #: Bytes that a kernel moves to unpack a value into 16 bits, beside the packed ones.
 _UNPACKED_BYTES = 2.0
@@ -57,17 +55,6 @@ def attention_rate(processor: Processor, bits: int) -> float:
 def unpack_rate(processor: Processor, bits: float) -> float:
     """Values/s that a kernel unpacks there; what the memory's bandwidth allows if not measured."""
     return processor.dequantize or processor.bandwidth / (_UNPACKED_BYTES + bits / 8)
-
-
-def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    """The value at `x`, straight between points on logarithmic axes, flat beyond their ends."""
-    if x <= points[0][0]:
-        return points[0][1]
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x <= x1:
-            share = math.log(x / x0) / math.log(x1 / x0)
-            return math.exp(math.log(y0) + share * math.log(y1 / y0))
-    return points[-1][1]
 
 
 def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from engines.planning.host_only import HostPlanner
 from engines.planning.predict import Planner, Prediction
-from engines.planning.search import Candidate, Wanted, search
+from engines.planning.search import ALL_BITS, Candidate, Wanted, search
 from engines.planning.style import STYLES
 from engines.planning.work import Lengths
 from engines.shapes import shape
@@ -22,13 +24,13 @@ _PLACES = "gcd"
 
 def plan(
     model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
-    schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]], latency_s: float | None,
+    schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]] | None, latency_s: float | None,
     policy: OffloadPolicy | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The plan: the best policy, or what a given one will do.
 
-    `bits`: of weights and cache, that may be chosen. Raises HarnessError for what cannot be planned, and
-    InfeasibleError with the bytes that each tier lacks.
+    `bits`: of weights and cache, that may be chosen; None: whatever is best. Raises HarnessError for what
+    cannot be planned, and InfeasibleError with the bytes that each tier lacks.
     """
     planner = _planner(model, prompt_len, gen_len, profile, engine)
     if policy is not None:
@@ -36,15 +38,18 @@ def plan(
     else:
         attention = (False,) if profile.device is None else (False, True)
         offered = _offered(engine, schedules)
-        wanted = Wanted(schedules=offered, bits=bits, cpu_attention=attention, latency_s=latency_s)
+        wanted = Wanted(
+            schedules=offered, bits=ALL_BITS if bits is None else bits, cpu_attention=attention, latency_s=latency_s
+        )
         found = search(planner, wanted)
         if found.best is None:
-            raise InfeasibleError(_nothing_fits(planner, wanted))
+            raise _nothing_fits(planner, wanted)
         chosen = replace(found.best, policy=planner.placed(found.best.policy))
         rejected = [_rejected(*item) for item in found.rejected[:_LISTED]]
     return {
         "model": model,
         "hardware": profile.name,
+        "devices": profile.devices,
         "engine": engine,
         "prompt_len": prompt_len,
         "gen_len": gen_len,
@@ -114,35 +119,42 @@ def _given(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Candidate:
         )
     prediction = planner.predict(planner.placed(policy))
     if lacking := planner.lacking(prediction):
-        raise InfeasibleError(f"infeasible on {planner.profile.name}: {shortage(lacking)}; {_remedy(planner, policy)}")
+        where = f"infeasible on {planner.profile.name}"
+        raise InfeasibleError(f"{where}: {shortage(lacking)}; {_remedy(planner, policy)}", lacking)
     return Candidate(planner.placed(policy), prediction)
 
 
 def _remedy(planner: Planner | HostPlanner, policy: OffloadPolicy) -> str:
     """The smallest change to a policy that makes it fit."""
-    for size in range(policy.gpu_batch_size - 1, 0, -1):
-        fewer = replace(policy, gpu_batch_size=size)
-        if not planner.lacking(planner.predict(planner.placed(fewer))):
-            return f"gpu_batch_size {size} would fit"
+    size = bisect.bisect_left(
+        range(1, policy.gpu_batch_size), True, key=lambda n: not _fits(planner, replace(policy, gpu_batch_size=n))
+    )
+    if size:
+        return f"gpu_batch_size {size} would fit"
     best = search(planner, Wanted(schedules=[policy.schedule], bits=[(policy.weight_bits, policy.kv_bits)])).best
     if best is None:
         return f"no placement of {policy.weight_bits}-bit weights and {policy.kv_bits}-bit cache fits"
-    return f"another placement would: {flat(best.policy)}"
+    return f"another placement would: --policy '{json.dumps(flat(best.policy))}'"
 
 
-def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> str:
+def _fits(planner: Planner | HostPlanner, policy: OffloadPolicy) -> bool:
+    return not planner.lacking(planner.predict(planner.placed(policy)))
+
+
+def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> InfeasibleError:
     """Why not even one sequence fits, or not under the constraints."""
     where = f"infeasible on {planner.profile.name}: "
     free = search(planner, replace(wanted, latency_s=None))
     if free.best is not None:
         blocks = [free.best, *(candidate for _, candidate, _ in free.rejected if candidate)]
         soonest = min(candidate.prediction.block_latency_s for candidate in blocks)
-        return f"{where}no policy ends a block within {wanted.latency_s:g} s; {soonest:.3g} s was the least found"
+        latency = f"no policy ends a block within {wanted.latency_s:g} s; {soonest:.3g} s was the least found"
+        return InfeasibleError(where + latency)
     weight_bits, kv_bits = min(wanted.bits)
     disk = (0.0, 0.0, 1.0)
     one = OffloadPolicy(weights=disk, cache=disk, activations=disk, weight_bits=weight_bits, kv_bits=kv_bits)
     lacking = planner.lacking(planner.predict(one))
-    return f"{where}one sequence, with all of it on disk: {shortage(lacking)}"
+    return InfeasibleError(f"{where}one sequence, with all of it on disk: {shortage(lacking)}", lacking)
 
 
 def shortage(lacking: Mapping[str, float]) -> str:

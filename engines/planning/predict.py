@@ -11,7 +11,7 @@ from engines.planning.memory import Peak, capacity, peak, rows
 from engines.planning.placement import place
 from engines.planning.style import STYLES, Style, realised_weights
 from engines.planning.work import Fractions, Lengths, cache_bytes, parts, weight_bytes
-from harness.api import HardwareProfile, ModelShape, OffloadPolicy
+from harness.api import Bound, HardwareProfile, ModelShape, OffloadPolicy
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Prediction:
     """Of one block of sequences, from its first token to its last; of a sweep, of a block's worth in its steady state.
 
     `prefill_s` and `decode_s` add up to `block_latency_s`; a sweep has no phases, and its `decode_s` is all.
-    `used`: seconds that each resource works. `bound_tok_s`: what the machine's arithmetic, and its disk for what
-    memory cannot hold, allow whatever the policy.
+    `used`: seconds that each resource works. `bound`: what the machine's arithmetic, and its disk for what memory
+    cannot hold, allow whatever the policy.
     """
 
     throughput_tok_s: float
@@ -28,7 +28,7 @@ class Prediction:
     decode_s: float
     block_latency_s: float
     bottleneck: str
-    bound_tok_s: float
+    bound: Bound
     peak: Peak
     used: Mapping[str, float]
 
@@ -40,7 +40,7 @@ class Prediction:
     @property
     def fraction_of_roofline(self) -> float:
         """Of what the machine allows."""
-        return self.throughput_tok_s / self.bound_tok_s
+        return self.throughput_tok_s / self.bound.throughput_tok_s
 
 
 class Planner:
@@ -86,7 +86,7 @@ class Planner:
             decode_s=decode,
             block_latency_s=prefill + decode,
             bottleneck=max(by_resource, key=lambda name: by_resource[name]),
-            bound_tok_s=bound_tok_s(self.shape, self.lengths, policy, self.machine, policy.block_size),
+            bound=bound(self.shape, self.lengths, policy, self.machine, policy.block_size),
             peak=needs,
             used=by_resource,
         )
@@ -138,18 +138,17 @@ class Planner:
         return host.bandwidth if 0 < needs.disk < host.memory - needs.host else disk.read
 
 
-def bound_tok_s(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: Machine, block: int) -> float:
+def bound(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: Machine, block: int) -> Bound:
     """Of a block: all its arithmetic at the best rate there is, and the disk for what is left of weights and cache when
     all memory is full of them, once a pass."""
     prompt, steps = lengths.prompt, lengths.generated
-    flops = shape.flops(block * prompt, prompt / 2, block)
-    flops += (steps - 1) * shape.flops(block, prompt + steps / 2, block)
-    arithmetic = flops / max(machine.dense.flops.values())
+    compute_s = sum(shape.block_flops(block, prompt, steps)) / max(machine.dense.flops.values())
     room = capacity(machine.profile)
     weights = sum(weight_bytes(part, policy) * part.count for part in parts(shape))
     cache = block * (prompt + steps / 2) * cache_bytes(shape, policy) * shape.num_layers
-    on_disk = max(0.0, weights + cache - room.device - room.host)
-    return block * steps / max(arithmetic, steps * on_disk / machine.profile.disk.read)
+    disk_s = steps * max(0.0, weights + cache - room.device - room.host) / machine.profile.disk.read
+    throughput = block * steps / max(compute_s, disk_s)
+    return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
 
 
 def _downwards(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:

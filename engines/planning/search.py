@@ -25,6 +25,11 @@ _CLOSE = 0.1
 _ALIKE = 0.01
 
 
+#: Of weights and cache, where the search decides.
+_SEARCHED: tuple[Bits, ...] = (16, 8, 4)
+ALL_BITS = tuple((weights, cache) for weights in _SEARCHED for cache in _SEARCHED)
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What may be chosen, and what must hold.
@@ -69,7 +74,7 @@ def search(planner: Predictor, wanted: Wanted) -> Found:
 
     By estimates; of kinds whose best are nearly as good as the best of all the predictions decide.
     """
-    found = {_name(kind): _best(planner, kind, wanted) for kind in _kinds(wanted)}
+    found = {_name(kind, len(wanted.cpu_attention) > 1): _best(planner, kind, wanted) for kind in _kinds(wanted)}
     most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
     for name, candidate in found.items():
         if candidate is not None and candidate.prediction.throughput_tok_s >= (1 - _CLOSE) * most:
@@ -130,18 +135,20 @@ def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: Wanted) -> Can
     return Candidate(runnable, prediction)
 
 
-def _name(kind: OffloadPolicy) -> str:
+def _name(kind: OffloadPolicy, attention: bool) -> str:
+    """In words; `attention`: also where that is."""
     bits = (
         "exact"
         if kind.weight_bits == kind.kv_bits == 16
         else f"weights {kind.weight_bits} bit, cache {kind.kv_bits} bit"
     )
-    return f"{kind.schedule}, {bits}, attention on the {'host' if kind.cpu_attention else 'device'}"
+    where = f", attention on the {'host' if kind.cpu_attention else 'device'}" if attention else ""
+    return f"{kind.schedule}, {bits}{where}"
 
 
 def _reason(candidate: Candidate | None, best: Candidate | None) -> str:
     if candidate is None:
         return "no batch fits the memory and the constraints"
     assert best is not None
-    behind = 1 - candidate.prediction.throughput_tok_s / best.prediction.throughput_tok_s
+    behind = max(0.0, 1 - candidate.prediction.throughput_tok_s / best.prediction.throughput_tok_s)
     return f"{behind:.0%} slower; limited by {candidate.prediction.bottleneck}"

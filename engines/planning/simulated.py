@@ -8,13 +8,11 @@ from dataclasses import replace
 from engines.planning.host_only import HostPlanner
 from engines.planning.plan import shortage
 from engines.planning.predict import Planner, Prediction
-from engines.planning.search import Wanted, search
+from engines.planning.search import ALL_BITS, Wanted, search
 from engines.planning.style import STYLES
 from engines.planning.work import Lengths, parts, weight_bytes
 from engines.shapes import shape as shape_of
 from harness.api import (
-    Bits,
-    Bound,
     HardwareLimits,
     HardwareProfile,
     HarnessError,
@@ -28,8 +26,6 @@ from harness.api import (
     RunSpec,
 )
 
-#: Of weights and cache, where bits are searched too.
-_BITS: tuple[Bits, ...] = (16, 8, 4)
 #: The largest batch that is looked for.
 _CEILING = 4096
 
@@ -98,16 +94,13 @@ class _Cell:
         policy = self._settled()
         prediction = self._planner.predict(policy)
         if lacking := self._planner.lacking(prediction):
-            raise InfeasibleError(f"infeasible on {self._profile.name}: {shortage(lacking)}")
+            raise InfeasibleError(f"infeasible on {self._profile.name}: {shortage(lacking)}", lacking)
         spec, model = self._spec, self._model()
         budget = spec.limits.host_memory
         peak = MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True)
-        dense = prediction.bottleneck in ("device", "host")
-        seconds = prediction.prefill_s + prediction.decode_s
-        bound = Bound(prediction.bound_tok_s, seconds, prediction.used.get("disk", 0.0), "compute" if dense else "disk")
         return RunRecord(
             spec, "", 0, "ok", load=self._load(policy, model), metrics=self._metrics(policy, prediction), memory=peak,
-            bound=bound, model=model, simulated=True,
+            bound=prediction.bound, model=model, simulated=True,
         )  # fmt: skip
 
     def _settled(self) -> OffloadPolicy:
@@ -122,9 +115,8 @@ class _Cell:
     def best(self) -> OffloadPolicy:
         """The policy that the search finds in the cell's order. Raises InfeasibleError where none fits."""
         policy = self._spec.policy
-        bits: list[tuple[Bits, Bits]] = [(policy.weight_bits, policy.kv_bits)]
-        if self._spec.tune == "search_bits":
-            bits = [(weights, cache) for weights in _BITS for cache in _BITS]
+        asked = ((policy.weight_bits, policy.kv_bits),)
+        bits = ALL_BITS if self._spec.tune == "search_bits" else asked
         attention = (policy.cpu_attention,) if self._profile.device is None else (False, True)
         found = search(self._planner, Wanted([policy.schedule], bits, attention)).best
         if found is None:
@@ -144,7 +136,7 @@ class _Cell:
         if fitting is None:
             one = self._planner.placed(replace(self._spec.policy, gpu_batch_size=1))
             lacking = self._planner.lacking(self._planner.predict(one))
-            raise InfeasibleError(f"infeasible on {self._profile.name} even at batch 1: {shortage(lacking)}")
+            raise InfeasibleError(f"infeasible on {self._profile.name} even at batch 1: {shortage(lacking)}", lacking)
         return fitting
 
     def _model(self) -> LocalModel:

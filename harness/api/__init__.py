@@ -20,6 +20,7 @@ from harness.api.common import (
     UnsupportedError,
     first_line,
 )
+from harness.api.curve import interpolate
 from harness.api.engine import (
     Capabilities,
     Engine,
@@ -34,7 +35,7 @@ from harness.api.engine import (
     TraceEvent,
     Workload,
 )
-from harness.api.hardware import HardwareProfile, Link, Processor, Storage
+from harness.api.hardware import Disk, HardwareProfile, Link, Processor
 from harness.api.intervals import union_length
 from harness.api.lines import parse_record
 from harness.api.machine import (
@@ -77,6 +78,7 @@ __all__ = [
     "Bits",
     "Bound",
     "Capabilities",
+    "Disk",
     "DiskFullError",
     "Dtype",
     "Engine",
@@ -111,7 +113,6 @@ __all__ = [
     "Schedule",
     "Score",
     "Status",
-    "Storage",
     "SuiteSpec",
     "TokenLogprob",
     "TraceEvent",
@@ -123,6 +124,7 @@ __all__ = [
     "direct_buffer",
     "first_line",
     "from_json",
+    "interpolate",
     "parse_record",
     "roofline",
     "to_json",

@@ -44,7 +44,14 @@ def first_line(exc: BaseException) -> str:
 
 
 class InfeasibleError(HarnessError):
-    """The budget cannot hold what the engine needs; the text carries the numbers."""
+    """The budget cannot hold what the engine needs; the text carries the numbers, as does `lacking`.
+
+    `lacking`: bytes by tier, empty where something else than memory is short.
+    """
+
+    def __init__(self, text: str, lacking: Mapping[str, float] | None = None) -> None:
+        super().__init__(text)
+        self.lacking = dict(lacking or {})
 
 
 class DiskFullError(HarnessError):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.api.common import FORBID, HarnessError
 
@@ -52,7 +53,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Storage:
+class Disk:
     """A disk, bytes/s: read and written in large pieces, several at a time."""
 
     __pydantic_config__ = FORBID
@@ -76,7 +77,7 @@ class HardwareProfile:
     name: str
     description: str
     host: Processor
-    disk: Storage
+    disk: Disk
     device: Processor | None = None
     link: Link | None = None
     devices: int = 0
@@ -105,9 +106,9 @@ class HardwareProfile:
                 raise HarnessError(f"hardware {self.name}: {name}.flops is empty; give FLOP/s by rows")
 
 
-def _figures(part: object, path: str = "") -> Iterator[tuple[str, object]]:
+def _figures(part: Any, path: str = "") -> Iterator[tuple[str, object]]:
     """Every number of a profile that must be one, with its path."""
-    for f in dataclasses.fields(part):  # type: ignore[arg-type]
+    for f in dataclasses.fields(part):
         value, own = getattr(part, f.name), f"{path}{f.name}"
         if f.name in ("sources", "fitted", "spread", "devices") or isinstance(value, str) or value is None:
             continue

@@ -39,6 +39,11 @@ class ModelShape:
         attention = 4 * new_tokens * context * self.num_heads * self.head_dim * self.num_layers
         return dense + attention + 2.0 * logits * self.hidden * self.vocab
 
+    def block_flops(self, sequences: int, prompt: int, generated: int) -> tuple[float, float]:
+        """Of a block of sequences: of the pass over its prompts, and of the passes after it."""
+        prefill = self.flops(sequences * prompt, prompt / 2, sequences)
+        return prefill, (generated - 1) * self.flops(sequences, prompt + generated / 2, sequences)
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes

@@ -12,11 +12,11 @@ holds weights and KV cache.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from harness.api.common import DTYPE_BYTES, Dtype
+from harness.api.curve import interpolate
 from harness.api.machine import LocalModel, MachineRates
 from harness.api.record import Bound
 from harness.api.spec import RunSpec
@@ -44,8 +44,7 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory)
     if not curve or (on_disk and not machine.disk_read):
         return None
-    prefill = shape.flops(batch * prompt, prompt / 2, batch)
-    decode = (generated - 1) * shape.flops(batch, prompt + generated / 2, batch)
+    prefill, decode = shape.block_flops(batch, prompt, generated)
     in_step = prefill / rate_at(curve, batch * prompt) + decode / rate_at(curve, batch)
     mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated)
     compute_s = min(in_step, mixed)
@@ -61,12 +60,6 @@ def _value_bytes(bits: int, group: int, dtype: Dtype) -> float:
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:
     """FLOP/s at `rows` by the best sample, log-linear between measured rows and flat beyond the ends."""
-    points = sorted((int(r), max(samples)) for r, samples in curve.items())
-    if rows <= points[0][0]:
-        # Fewer rows than measured are bound by reading the weights: the rate falls in proportion.
-        return points[0][1] * rows / points[0][0]
-    for (r0, v0), (r1, v1) in itertools.pairwise(points):
-        if rows <= r1:
-            share = (math.log(rows) - math.log(r0)) / (math.log(r1) - math.log(r0))
-            return math.exp(math.log(v0) + share * (math.log(v1) - math.log(v0)))
-    return points[-1][1]
+    points = sorted((float(r), max(samples)) for r, samples in curve.items())
+    # Fewer rows than measured are bound by reading the weights: the rate falls in proportion.
+    return interpolate(points, rows) * min(1.0, rows / points[0][0])

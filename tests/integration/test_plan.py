@@ -50,6 +50,28 @@ def test_no_torch_is_loaded_for_a_plan():
     assert done.returncode == 0, done.stderr
 
 
+def test_what_does_not_fit_is_an_object_with_the_bytes_too_and_its_remedy_can_be_run(cli):
+    whole = dict.fromkeys(FRACTIONS, 0) | {"wg": 1, "cg": 1, "hg": 1, "gpu_batch_size": 8}
+    done = cli("plan", "facebook/opt-30b", *T4, "--json", "--policy", json.dumps(whole))
+    assert done.returncode == 4
+    found = json.loads(done.stdout)
+    assert found["infeasible"]["device"] > 40e9
+    remedy = found["reason"].split("--policy '")[1].rstrip("'")
+    assert cli("plan", "facebook/opt-30b", *T4, "--json", "--policy", remedy).returncode == 0
+
+
+def test_a_cpu_has_no_device_to_speak_of(cli):
+    done = cli("plan", "facebook/opt-1.3b", *JOB, "--hardware", "laptop_cpu")
+    assert done.returncode == 0
+    assert "device" not in done.stdout
+
+
+def test_hardware_is_not_ignored_in_a_real_run(cli):
+    done = cli("run", "quickstart", "--hardware", "t4_gcp")
+    assert done.returncode == 2
+    assert "--simulate" in done.stderr
+
+
 RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "activations": [1, 0, 0]}'
 
 

@@ -63,7 +63,7 @@ def test_policy_it_does_not_honour_is_refused() -> None:
 
 def test_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError):
-        FakeEngine(speed=1)  # type: ignore[call-arg]
+        FakeEngine(speed=1)
 
 
 @pytest.mark.parametrize(("crash", "kind"), [("unsupported", UnsupportedError), ("infeasible", InfeasibleError)])

@@ -176,7 +176,7 @@ def test_no_placement_of_a_grid_is_better_than_the_programmes(
 ) -> None:
     planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], "offload")
     schedule, batch, batches = how
-    kind = OffloadPolicy(batch, batches, schedule, weight_bits=bits[0], kv_bits=bits[1], cpu_attention=on_host)  # type: ignore[arg-type]
+    kind = OffloadPolicy(batch, batches, schedule, weight_bits=bits[0], kv_bits=bits[1], cpu_attention=on_host)
     found = planner.runnable(kind)
     assert found is not None
     best = planner.predict(found).throughput_tok_s
@@ -259,7 +259,7 @@ def test_a_plan_is_a_policy_that_predicts_the_same_when_given_back() -> None:
     first = made()
     policy = OffloadPolicy(**{
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in nested(first["policy"]).items()  # type: ignore[arg-type]
+        for key, value in nested(first["policy"]).items()
     })  # fmt: skip
     again = made(policy=policy)
     assert again["predicted"] == first["predicted"]
@@ -278,7 +278,7 @@ def test_a_plan_is_a_policy_that_predicts_the_same_when_given_back() -> None:
 )
 def test_what_cannot_be_planned_is_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(HarnessError, match=words):
-        made(**arguments)  # type: ignore[arg-type]
+        made(**arguments)
 
 
 def test_what_does_not_fit_says_what_lacks_and_what_would() -> None:
@@ -295,7 +295,7 @@ def test_what_does_not_fit_says_what_lacks_and_what_would() -> None:
 @pytest.mark.parametrize("model", ["facebook/opt-125m", "facebook/opt-66b", "meta-llama/Meta-Llama-3-8B"])
 def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
     found = made(model, 64, 8, machine)
-    peaks, room = found["predicted"]["peak_bytes"], capacity(PROFILES[machine])  # type: ignore[index]
+    peaks, room = found["predicted"]["peak_bytes"], capacity(PROFILES[machine])
     assert all(peaks[tier] <= getattr(room, tier) for tier in ("device", "host", "disk"))
     assert model in CATALOGUE
 

@@ -35,6 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
         {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 3, "prefill_chunk": 5},
         {"schedule": "sweep", "gpu_batch_size": 4, "weights": (0.0, 1.0, 0.0)},
         {"schedule": "sweep", "gpu_batch_size": 5, "weights": (0.0, 1.0, 0.0), "prefill_chunk": 7},
+        {"schedule": "sweep", "gpu_batch_size": 6, "weights": (0.0, 0.0, 1.0), "nano_batches": 2},
     ],
 )
 def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, policy: dict[str, object]) -> None:
@@ -50,9 +51,9 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     engine.close()
 
     job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
-    loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)  # type: ignore[arg-type]
+    loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)
     found = Placed(model.shape, loading._blocks, loading._cached, loading.plan)
-    simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)  # type: ignore[arg-type]
+    simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)
     assert simulator.timeline.passes == metrics["passes"]
@@ -72,7 +73,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     schedule: str, batch: int, bits: int, disk: float, layers_held: int
 ) -> None:
     model = shape("facebook/opt-125m")
-    policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,  # type: ignore[arg-type]
+    policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,
                            weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
     lengths = [Lengths(32, 8)] * (3 * policy.block_size)
     found = placed(model, policy, lengths, None, 2)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
-from engines.offload.kernels.attention import Segments, compiled_attention
-from engines.offload.kernels.codec import compiled_codec, plain_codec
+from engines.offload.kernels.attention import Segments
+from engines.offload.kernels.host import Kernels
 from engines.offload.layer_pages import LayerPages
 from engines.offload.pages import PAGE_TOKENS
 from engines.offload.rule import Rule
-from engines.offload.storage import Plain, Storage
+from engines.offload.storage import Storage
 
 Work = Callable[[], object]
 #: Columns of a head.
@@ -21,16 +20,12 @@ DIM = 64
 
 
 def attention_of_one_token(
-    stored: Storage, sequences: int, heads: int, kv_heads: int, context: int, cache: Path, threads: int
+    stored: Storage, sequences: int, heads: int, kv_heads: int, context: int, kernels: Kernels
 ) -> Work:
-    """Attention of one new token of each sequence to `context` cached ones, on pages in no order.
-
-    Raises NoCompilerError.
-    """
-    kernel = compiled_attention(stored, cache, threads)
+    """Attention of one new token of each sequence to `context` cached ones, on pages in no order."""
+    kernel = kernels.attention(stored)
     each = context // PAGE_TOKENS
-    codec = plain_codec(stored) if isinstance(stored, Plain) else compiled_codec(stored, cache, threads)
-    one = codec.pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, DIM))
+    one = kernels.codec(stored).pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, DIM))
     pages = LayerPages(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
     table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
     cached = torch.full((sequences,), context - 1, dtype=torch.int32)

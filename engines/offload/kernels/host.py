@@ -49,21 +49,25 @@ class Kernels:
                 self._miss(exc)
         return None
 
-    def attention(
-        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
-    ) -> tuple[AttentionKernel, tuple[int, int]]:
-        """Attention over a cache that is `stored` so, and the memory that it holds beside its operands.
-
-        In bytes: fixed, and for each prompt row of a pass, for sequences of up to `longest` tokens. `sparse`: rows take
-        a part of the values only.
-        """
+    def attention(self, stored: Storage) -> AttentionKernel:
+        """Attention over a cache that is `stored` so."""
         if not self.note:
             try:
-                kernel = compiled_attention(stored, self._cache, self._threads)
-                return kernel, attention_memory(shape, longest, self._threads)
+                return compiled_attention(stored, self._cache, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
-        return reference_attention(self.codec(stored)), reference_memory(shape, longest, stored, compute_bytes, sparse)
+        return reference_attention(self.codec(stored))
+
+    def attention_memory(
+        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+    ) -> tuple[int, int]:
+        """Bytes that `attention`, asked for before, holds beside its operands: fixed, and for each prompt row.
+
+        For sequences of up to `longest` tokens. `sparse`: rows take a part of the values only.
+        """
+        if self.note:
+            return reference_memory(shape, longest, stored, compute_bytes, sparse)
+        return attention_memory(shape, longest, self._threads)
 
     def _miss(self, exc: NoCompilerError) -> None:
         self.note = f"no kernels of our own, which are faster: {exc}"

@@ -1,0 +1,18 @@
+"""A measured curve, read between its points."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` > 0: straight between points (in ascending x) on logarithmic axes, flat beyond their ends."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp(math.log(y0) + share * math.log(y1 / y0))
+    return points[-1][1]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-
-import click
 
 from harness import hardware, registry
 from harness.api import HardwareProfile
 from harness.listing import show
 
 
-def calibrate(out: Path | None, quick: bool, cache: Path) -> tuple[HardwareProfile, Path]:
-    """Measures this host and writes its profile. Raises HarnessError where that cannot be written."""
+def calibrate(
+    out: Path | None, quick: bool, cache: Path, report: Callable[[str], None]
+) -> tuple[HardwareProfile, Path]:
+    """Measures this host and writes its profile; `report` is told what is being measured.
+
+    Raises HarnessError where that cannot be written.
+    """
     path = out or hardware.local_path(cache)
     hardware.require_writable(path)
     cache.mkdir(parents=True, exist_ok=True)
-    found = registry.calibrate(cache, cache, quick, lambda what: click.echo(f"measuring {what}", err=True))
+    found = registry.calibrate(cache, cache, quick, report)
     profile = dataclasses.replace(found, host_id=hardware.host_id())
     profile.validate()
     hardware.save(profile, path)

@@ -12,9 +12,9 @@ from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
 
 
 @click.command()
-@click.argument("model")
-@click.option("--prompt-len", required=True, type=click.IntRange(1), help="Tokens of each prompt.")
-@click.option("--gen-len", required=True, type=click.IntRange(1), help="Tokens that each request generates.")
+@click.argument("model", required=False)
+@click.option("--prompt-len", type=click.IntRange(1), help="Tokens of each prompt.")
+@click.option("--gen-len", type=click.IntRange(1), help="Tokens that each request generates.")
 @click.option("--hardware", default="local", show_default=True, metavar="H",
               help="A shipped profile (harness ls hardware), a file, or local: what was calibrated.")  # fmt: skip
 @click.option(
@@ -28,11 +28,14 @@ from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
     "--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Most seconds a block may take."
 )
 @click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
+@click.option("--explain", "run", type=click.Path(exists=True, path_type=Path), metavar="RECORD",
+              help="Say where a run's folder or records and their predictions part, instead of planning.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the local profile is kept [$HARNESS_CACHE].")
 def plan(
-    model: str, prompt_len: int, gen_len: int, hardware: str, engine: str, schedules: tuple[str, ...], quantize: str,
-    latency: float | None, policy: str | None, as_json: bool, cache_dir: Path | None,
+    model: str | None, prompt_len: int | None, gen_len: int | None, hardware: str, engine: str,
+    schedules: tuple[str, ...], quantize: str, latency: float | None, policy: str | None, run: Path | None,
+    as_json: bool, cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Say what a machine will do with MODEL before anything is downloaded, and by which policy.
 
@@ -40,14 +43,20 @@ def plan(
     Examples:
       harness plan facebook/opt-175b --prompt-len 512 --gen-len 32 --hardware t4_gcp --quantize auto
       harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
+      harness plan --explain results/quickstart
     """
     from harness.api import InfeasibleError
 
     with one_line_errors():
-        from harness import planning
+        from harness import explanation, planning
         from harness.runner import default_cache
 
         cache = cache_dir or default_cache()
+        if run is not None:
+            explanation.show(explanation.explain(run, hardware, cache), as_json)
+            return
+        if model is None or prompt_len is None or gen_len is None:
+            raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
         try:
             found = planning.make(
                 model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, cache
@@ -76,7 +85,8 @@ def calibrate(out: Path | None, quick: bool, cache_dir: Path | None) -> None:
         from harness import calibration
         from harness.runner import default_cache
 
-        profile, path = calibration.calibrate(out, quick, cache_dir or default_cache())
+        cache = cache_dir or default_cache()
+        profile, path = calibration.calibrate(out, quick, cache, lambda what: click.echo(f"measuring {what}", err=True))
         calibration.show_profile(profile)
         click.echo(f"profile: {path}", err=True)
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from harness.api import (
     Engine,
+    Forecast,
     GenerationRequest,
     HardwareProfile,
     HarnessError,
@@ -31,6 +32,7 @@ class EngineEntry:
     summary: str
     builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
     builtin_text: str = ""  # and of what takes a tokenizer's place for them
+    predicted: bool = False  # whether there is a performance model of it on a machine without a device
 
     def missing(self) -> list[str]:
         """Required modules that this interpreter does not have."""
@@ -63,6 +65,7 @@ ENGINES: dict[str, EngineEntry] = {
         ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
         "offload",
         "our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
+        predicted=True,
     ),
 }
 
@@ -80,6 +83,7 @@ _TINY = "engines.shapes:tiny"
 _CALIBRATE = "engines.offload.calibrate:measure"
 _PLAN = "engines.planning.plan:plan"
 _SIMULATE = "engines.planning.simulated:simulate"
+_FORECAST = "engines.planning.simulated:forecast"
 _SEARCH = "engines.planning.simulated:searched"
 _NESTED = "engines.planning.plan:nested"
 _PUBLISHED = "engines.planning.published:table"
@@ -168,6 +172,11 @@ def calibrate(*args: Any) -> HardwareProfile:
 def plan(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """engines.planning.plan.plan: the best policy for a machine, or what a given one will do."""
     return cast(dict[str, Any], resolve(_PLAN)(*args, **kwargs))
+
+
+def forecast(*args: Any) -> Forecast | None:
+    """engines.planning.simulated.forecast: what the performance model says of a launch."""
+    return cast("Forecast | None", resolve(_FORECAST)(*args))
 
 
 def simulate(spec: RunSpec, profile: HardwareProfile) -> RunRecord:

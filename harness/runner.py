@@ -13,6 +13,8 @@ from typing import Protocol
 
 from harness import hardware, provenance, registry
 from harness.api import (
+    Forecast,
+    HardwareProfile,
     HarnessError,
     InfeasibleError,
     Launcher,
@@ -86,6 +88,7 @@ class Runner:
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
         self._machine: dict[tuple[str, int | None], tuple[float, MachineRates | None]] = {}
+        self._profile: HardwareProfile | None = None
         self._dropped: set[str] = set()
 
     def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
@@ -190,7 +193,7 @@ class Runner:
             return _refused(step, *model)
         if cell.tune.startswith("search"):
             try:
-                cell = registry.searched(cell, model.shape, hardware.load("local", self._cache))
+                cell = registry.searched(cell, model.shape, self._host(step))
             except HarnessError as exc:
                 return _refused(step, "infeasible" if isinstance(exc, InfeasibleError) else "error", str(exc))
         spec, trials = self._with_batch(step, cell, model)
@@ -205,10 +208,30 @@ class Runner:
         record = self._launch(spec, step.repeat, model)
         batch = record.load.block_size if record.load else spec.policy.block_size
         dtype = record.load.compute_dtype if record.load else ""
-        limit = None
+        record = replace(record, machine=machine, tuning=trials, model=_shareable(model))
         if machine and record.status == "ok":
-            limit = roofline(model, spec, batch, dtype, machine)
-        return replace(record, machine=machine, bound=limit, tuning=trials, model=_shareable(model))
+            bound = roofline(model, spec, batch, dtype, machine)
+            record = replace(record, bound=bound, predicted=self._forecast(step, record))
+        return record
+
+    def _forecast(self, step: Step, record: RunRecord) -> Forecast | None:
+        """What the performance model says of a launch, by this host's profile."""
+        if not registry.engine_entry(record.spec.engine).predicted:
+            return None
+        try:
+            return registry.forecast(record, self._host(step))
+        except HarnessError as exc:
+            self._progress.note(f"{record.spec.name}: not predicted: {exc}")
+            return None
+
+    def _host(self, step: Step) -> HardwareProfile:
+        """The profile of this host; measured, quickly, where there is none yet. Raises HarnessError."""
+        if self._profile is None:
+            if hardware.is_unknown(self._cache):
+                self._progress.started(step, "measuring this host, once")
+                self._launcher.calibrate(self._work / "calibrate", self._log(step.cell), self._progress.event)
+            self._profile = hardware.load("local", self._cache)
+        return self._profile
 
     def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:
         if model.path:

@@ -142,10 +142,20 @@ def _measure_machine(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     return {"disk_read": [] if disk is None else [disk], "gemm_shape": [k, n], "gemm_flops": rates}
 
 
+def _calibrate(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Writes a quick profile of this host into the cache."""
+    from harness import calibration  # not at the top: no launch needs it
+
+    events = Events(folder)
+    calibration.calibrate(None, True, Path(request["cache"]), lambda what: events.emit(f"measuring {what}"))
+    return {}
+
+
 _HELPERS: Mapping[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
     "idle": _idle,
     "prepare": _prepare,
     "machine": _measure_machine,
+    "calibrate": _calibrate,
 }
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engines.offload.kernels import AttentionKernel, Segments
+from engines.offload.kernels import AttentionKernel, Segments, Turn
 from engines.offload.kv_cache import PagedCache
 from engines.offload.pages import PAGE_TOKENS
-from engines.offload.rotation import turn
 from engines.offload.rule import Rule
 from engines.offload.timeline import Timeline
 
@@ -33,7 +32,8 @@ class PackedAttention:
 
     What is attended to is always what the cache holds, in its precision, whether it was computed in this pass or
     an earlier one: so a result does not depend on how a prompt was cut into passes. `keep`: see Rule. `aside` does the
-    work, and may do it beside others'. `turned`: keys and values are stored as rotation.py turns them.
+    work, and may do it beside others'. `turn`: what keys and values go through before they are stored; see
+    kernels/rotation.py.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class PackedAttention:
         timeline: Timeline,
         keep: float = 1.0,
         aside: Aside = lambda work: work(),
-        turned: bool = False,
+        turn: Turn | None = None,
     ) -> None:
         self._cache = cache
         self._keep = keep
         self._aside = aside
-        self._turned = turned
+        self._turn = turn
         self._kernel = kernel
         self._timeline = timeline
         longest = max(len(s.pages) for s in segments)
@@ -71,11 +71,12 @@ class PackedAttention:
         def work() -> torch.Tensor:
             pages = self._cache.layer(layer)
             began = time.perf_counter()  # not before: what the cache waits for has a lane of its own
-            new = (turn(key), turn(value)) if self._turned else (key, value)
+            turn = self._turn
+            new = (turn(key), turn(value)) if turn else (key, value)
             self._cache.write(pages, self._pages, self._offsets, *new)
-            asking = turn(query) if self._turned else query
+            asking = turn(query) if turn else query
             out = self._kernel(asking, pages, self._segments, replace(rule, keep=self._keep))
-            if self._turned:
+            if turn:
                 out = turn(out).to(query.dtype)
             self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
             self._cache.leave(layer)

@@ -15,17 +15,19 @@ from pathlib import Path
 import psutil
 import torch
 
-from engines.offload import gemm
+from engines.offload import calibrate_engine, gemm
 from engines.offload.kernels import Kernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.layout import BLOCK_VALUES
 from engines.offload.storage import Grouped, Plain, Storage
-from harness.api import Disk, DiskFullError, Dtype, HardwareProfile, HarnessError, Processor, direct_buffer
+from harness.api import Bits, Disk, DiskFullError, Dtype, HardwareProfile, HarnessError, Processor, direct_buffer
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
 #: Columns of the blocks that are multiplied, and bytes of them all: more than a CPU's caches hold.
 _WIDTH, _ROTATED = 2048, 256 << 20
+#: Blocks in a round, and rows at which little but unpacking is seen.
+_BLOCKS, _FEW = 16, 16
 _PIECE = 16 << 20
 _BITS: Mapping[str, Storage] = {
     "16": Plain("bfloat16"), "8": Grouped(8, 64), "4": Grouped(4, 64), "3": Grouped(3, 64)
@@ -51,15 +53,23 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
         report("products")
         product = _chosen(kernels)
         for rows in _ROWS:
-            samples[f"host.flops.{rows}"] = _products(product, rows, rounds)
-        report("attention")
+            samples[f"host.flops.{rows}"] = _products(product, rows, kernels, rounds)
+        report("attention of one token")
         for bits, stored in _BITS.items():
             samples[f"host.attention.{bits}"] = _attention(stored, kernels, rounds)
         report("unpacking")
-        samples["host.dequantize"] = _unpacking(kernels, rounds)
+        samples["host.dequantize"] = _unpacking(product.dtype, kernels, rounds)
         report("threads")
         for count in _counts(threads):
             samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
+    report("the engine beside its products")
+    kinds: Sequence[Bits] = (16, 4) if quick else (16, 8, 4, 3)
+    beside = calibrate_engine.measure(cache, product.dtype, kinds, rounds)
+    for bits in map(str, kinds):
+        samples[f"host.prompts.{bits}"] = list(beside.prompts[bits])
+        samples[f"host.cached.{bits}"] = list(beside.cached[bits])
+    samples["host.elementwise"] = list(beside.elementwise)
+    samples["host.layer_call_s"] = list(beside.layer_call_s)
     report("disk")
     size = (256 if quick else 1024) << 20
     try:
@@ -79,9 +89,14 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             bandwidth=rates["host.bandwidth"],
             flops=_curve(rates, "host.flops."),
             attention=_curve(rates, "host.attention."),
+            prompts=_curve(rates, "host.prompts."),
+            cached=_curve(rates, "host.cached."),
             dequantize=rates["host.dequantize"],
+            elementwise=rates["host.elementwise"],
+            layer_call_s=rates["host.layer_call_s"],
             cores=threads,
             by_threads=_curve(rates, "host.by_threads."),
+            dtype=product.dtype,
         ),
         disk=Disk(float(psutil.disk_usage(str(folder)).free), rates["disk.read"], rates["disk.write"]),
         sources=dict.fromkeys(rates, "measured, the median") | {"host.memory": "what the system reports"},
@@ -111,22 +126,27 @@ def _chosen(kernels: Kernels) -> gemm.Arithmetic:
     return gemm.choose(Plain("bfloat16"), _WIDTH, dtypes, kernels)
 
 
-def _products(way: gemm.Arithmetic, rows: int, rounds: int) -> list[float]:
-    """FLOP/s with blocks that take turns, as none comes from a cache when a model runs."""
+def _products(way: gemm.Arithmetic, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+    """FLOP/s with weights in 16 bits."""
+    seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
+    return [2 * rows * BLOCK_VALUES / s for s in seconds]
+
+
+def _multiplied(way: gemm.Arithmetic, stored: Storage, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+    """Seconds a block, of blocks that take turns, as none comes from a cache when a model runs."""
     height = BLOCK_VALUES // _WIDTH
-    weight = torch.full((height, _WIDTH), 0.01, dtype=torch.bfloat16)
-    blocks = [stored_view(weight.clone().view(torch.uint8).flatten(), Plain("bfloat16"), height, _WIDTH)
-              for _ in range(_ROTATED // weight.nbytes)]  # fmt: skip
+    raw = kernels.codec(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
+    blocks = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
     counted = gemm.rows_for(rows, getattr(torch, way.dtype))
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
     out = gemm.new_product(counted, height, x)
     turns = itertools.cycle(blocks)
 
     def some() -> None:
-        for _ in range(16):
+        for _ in range(_BLOCKS):
             way.product(x, next(turns), None, out)
 
-    return [16 * 2 * rows * height * _WIDTH / s for s in seconds_of(some, rounds)]
+    return [s / _BLOCKS for s in seconds_of(some, rounds)]
 
 
 def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
@@ -137,18 +157,20 @@ def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
     return [nbytes / s for s in seconds_of(work, rounds)]
 
 
-def _unpacking(kernels: Kernels, rounds: int) -> list[float]:
-    """Values/s of weights in 4 bits."""
-    codec = kernels.codec(Grouped(4, 64))
-    packed, out = codec.pack(torch.randn(2048, 2048)), torch.empty(2048, 2048)
-    return [out.numel() / s for s in seconds_of(lambda: codec.unpack(packed, out), rounds)]
+def _unpacking(dtype: Dtype, kernels: Kernels, rounds: int) -> list[float]:
+    """Values/s of weights in 4 bits: by how much longer a product of few rows takes with them."""
+    plain, packed = Plain("bfloat16"), Grouped(4, 64)
+    exact = statistics.median(_multiplied(gemm.choose(plain, _WIDTH, [dtype], kernels), plain, _FEW, kernels, rounds))
+    found = _multiplied(gemm.choose(packed, _WIDTH, [dtype], kernels), packed, _FEW, kernels, rounds)
+    return [BLOCK_VALUES / max(s - exact, s / 100) for s in found]
 
 
 def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:
     """FLOP/s at 256 rows on so many threads."""
     torch.set_num_threads(count)
     try:
-        return _products(_chosen(Kernels(cache, count)), 256, rounds)
+        kernels = Kernels(cache, count)
+        return _products(_chosen(kernels), 256, kernels, rounds)
     finally:
         torch.set_num_threads(threads)
 

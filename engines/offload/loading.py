@@ -116,7 +116,8 @@ class Loading:
         if self._streamed:
             seconds = sum(b.nbytes for b in self._streamed) / stream.measure()
             balance = int(seconds * self._arithmetic.flops / model.shape.flops(1, 0, 0))
-        return Runtime(executor, cache, self._attention, policy, plan, balance, timeline, parking)
+        turn = None if policy.kv_bits == 16 else self._kernels.turn()
+        return Runtime(executor, cache, self._attention, policy, plan, balance, timeline, parking, turn)
 
     def report(self) -> LoadReport:
         """What was loaded, once it has started."""

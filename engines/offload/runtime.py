@@ -11,7 +11,7 @@ import torch
 from engines.offload.attention import PackedAttention, Segment
 from engines.offload.batching import Batcher, Part, split
 from engines.offload.executor import Executor
-from engines.offload.kernels import AttentionKernel
+from engines.offload.kernels import AttentionKernel, Turn
 from engines.offload.kv_cache import PagedCache
 from engines.offload.model import PackedBatch
 from engines.offload.pages import pages_for
@@ -38,11 +38,13 @@ class Runtime:
         balance: int,
         timeline: Timeline,
         parking: Parking | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self._executor = executor
         self._parking = parking
         self._cache = cache
         self._kernel = kernel
+        self._turn = turn
         self._policy = policy
         self._plan = plan
         self._balance = balance
@@ -125,8 +127,6 @@ class Runtime:
             ids += sequence.tokens[start : start + part.count]
             positions += range(start, start + part.count)
             segments.append(Segment(part.count, start, tuple(sequence.pages)))
-        keep, turned = self._policy.value_sparsity, self._policy.kv_bits != 16
-        attention = PackedAttention(
-            self._cache, segments, self._kernel, self.timeline, keep, self._executor.aside, turned
-        )
+        keep, aside = self._policy.value_sparsity, self._executor.aside
+        attention = PackedAttention(self._cache, segments, self._kernel, self.timeline, keep, aside, self._turn)
         return PackedBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows, dtype=torch.long), attention)

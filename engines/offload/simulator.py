@@ -114,6 +114,8 @@ class Simulator:
                 if op.block in arrived and op.batch in (-1, len(batches) - 1):
                     self._freed.append(self._cores)
             elif op.kind == "attend" or (op.block in self._attends and op.block not in taken):
+                # what is between the products of a layer counts once, here
+                self._compute(BETWEEN, self._machine.between(rows[op.batch], self._placed.shape.hidden))
                 began = self._cores
                 self._compute(BETWEEN, attention[op.batch])
                 self.timeline.add("attention", "attention", began, self._cores)
@@ -156,8 +158,10 @@ class Simulator:
     def _attention(self, part: Part[Numbers]) -> float:
         """One sequence's, in one layer."""
         shape, seen = self._placed.shape, part.sequence.cached + part.count
+        new = 2 * part.count * shape.num_kv_heads * shape.head_dim
+        storing = self._machine.storing(new, self._policy.kv_bits)
         if part.count > 1:
             pairs = part.count * (part.sequence.cached + part.count / 2)
-            return self._machine.batched(4 * pairs * shape.num_heads * shape.head_dim)
+            return storing + self._machine.batched(4 * pairs * shape.num_heads * shape.head_dim, self._policy.kv_bits)
         stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
-        return stored / attention_rate(self._machine.host, self._policy.kv_bits)
+        return storing + stored / attention_rate(self._machine.host, self._policy.kv_bits)

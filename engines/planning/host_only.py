@@ -33,12 +33,13 @@ _SYSTEM = 1.5e9
 class HostPlanner:
     """Predictions for one model, job and machine without a device; our engine only.
 
-    `requests`: how many, None for a job long enough to tell the throughput of a longer one.
+    `requests`: how many, None for a job long enough to tell the throughput of a longer one. `budget`: bytes for the
+    model's work, None for all that the system leaves. `dtype`: of the weights in the checkpoint.
     """
 
     def __init__(
         self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, requests: int | None = None,
-        budget: float | None = None,
+        budget: float | None = None, dtype: Dtype = "bfloat16",
     ) -> None:  # fmt: skip
         self.shape = shape
         self.lengths = lengths
@@ -48,6 +49,7 @@ class HostPlanner:
         self._closed_form = Planner(shape, lengths, profile, "offload")
         self._requests = requests
         self._found: dict[OffloadPolicy, Placed] = {}
+        self._dtype = dtype
         self._budget = int(budget if budget is not None else profile.host.memory - _SYSTEM)
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
@@ -100,6 +102,7 @@ class HostPlanner:
             bound=bound(self.shape, self.lengths, policy, self._machine, found.plan.sequences),
             peak=Peak(0.0, float(found.plan.bytes), float(streamed)),
             used={"host": busy, "disk": timeline.load_s},
+            trace=timeline.trace(),
         )
 
     def lacking(self, prediction: Prediction) -> Mapping[str, float]:
@@ -109,13 +112,14 @@ class HostPlanner:
     def _placed(self, policy: OffloadPolicy) -> Placed:
         if policy not in self._found:
             threads = policy.threads or self.profile.host.cores
-            self._found[policy] = placed(self.shape, policy, [self.lengths], self._budget, threads)
+            self._found[policy] = placed(self.shape, policy, [self.lengths], self._budget, threads, self._dtype,
+                                         self.profile.host.dtype)  # fmt: skip
         return self._found[policy]
 
 
 def placed(
     shape: ModelShape, policy: OffloadPolicy, requests: Sequence[Lengths], budget: int | None, threads: int,
-    dtype: Dtype = "bfloat16", compute_dtype: Dtype = "float32",
+    dtype: Dtype, compute_dtype: Dtype,
 ) -> Placed:  # fmt: skip
     """What the engine would place where for such requests within `budget` bytes. Raises InfeasibleError as it does."""
     layers, outside, cache = storages(dtype, policy)

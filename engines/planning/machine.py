@@ -41,9 +41,21 @@ class Machine:
         """FLOP/s of dense products."""
         return interpolate(self._curve, rows)
 
-    def batched(self, flops: float) -> float:
-        """A prompt's attention: products of the heads."""
+    def batched(self, flops: float, bits: int = 16) -> float:
+        """A prompt's attention: products of the heads, with a cache of so many bits."""
+        if curve := _points(self.dense.prompts):
+            return flops / interpolate(curve, bits)
         return flops / (self.dense.batched_flops or self._curve[-1][1] / 2)
+
+    def storing(self, values: float, bits: int) -> float:
+        """Keys and values put into a cache of so many bits on the host."""
+        curve = _points(self.host.cached)
+        return values / interpolate(curve, bits) if curve else 0.0
+
+    def between(self, rows: float, hidden: int) -> float:
+        """What a pass of so many rows does between the products of a layer, on the host."""
+        each = rows * hidden / self.host.elementwise if self.host.elementwise else 0.0
+        return each + (self.host.layer_call_s or 0.0)
 
 
 def attention_rate(processor: Processor, bits: int) -> float:

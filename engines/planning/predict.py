@@ -11,7 +11,7 @@ from engines.planning.memory import Peak, capacity, peak, rows
 from engines.planning.placement import place
 from engines.planning.style import STYLES, Style, realised_weights
 from engines.planning.work import Fractions, Lengths, cache_bytes, parts, weight_bytes
-from harness.api import Bound, HardwareProfile, ModelShape, OffloadPolicy
+from harness.api import Bound, EngineTrace, HardwareProfile, ModelShape, OffloadPolicy
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Prediction:
 
     `prefill_s` and `decode_s` add up to `block_latency_s`; a sweep has no phases, and its `decode_s` is all.
     `used`: seconds that each resource works. `bound`: what the machine's arithmetic, and its disk for what memory
-    cannot hold, allow whatever the policy.
+    cannot hold, allow whatever the policy. `trace`: of what was run in virtual time, as the engine's own.
     """
 
     throughput_tok_s: float
@@ -31,6 +31,7 @@ class Prediction:
     bound: Bound
     peak: Peak
     used: Mapping[str, float]
+    trace: EngineTrace | None = None
 
     @property
     def busy(self) -> Mapping[str, float]:

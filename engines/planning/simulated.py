@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 from engines.planning.host_only import HostPlanner
 from engines.planning.plan import shortage
@@ -13,6 +15,8 @@ from engines.planning.style import STYLES
 from engines.planning.work import Lengths, parts, weight_bytes
 from engines.shapes import shape as shape_of
 from harness.api import (
+    Dtype,
+    Forecast,
     HardwareLimits,
     HardwareProfile,
     HarnessError,
@@ -24,6 +28,7 @@ from harness.api import (
     OffloadPolicy,
     RunRecord,
     RunSpec,
+    interpolate,
 )
 
 #: The largest batch that is looked for.
@@ -56,11 +61,42 @@ def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> RunS
     return replace(spec, policy=cell.best(), tune="none")
 
 
+def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
+    """What the model says of a launch on a machine without a device, in the dtype in which it computed.
+
+    Where that is not the profile's, the rates measured beside the launch stand in; None where there are none. Raises
+    HarnessError for what cannot be planned.
+    """
+    spec, model, load = record.spec, record.model, record.load
+    assert model is not None
+    assert load is not None
+    known = limited(profile, spec.limits)
+    dtype = cast(Dtype, load.compute_dtype)
+    if dtype != known.host.dtype:
+        curve = record.machine.gemm_flops.get(dtype) if record.machine else None
+        if not curve:
+            return None
+        flops = {rows: statistics.median(samples) for rows, samples in curve.items()}
+        known = replace(known, host=replace(known.host, flops=flops, dtype=dtype))
+    policy = spec.policy if spec.tune == "none" else load.policy
+    assert policy is not None
+    lengths = Lengths(spec.workload.prompt_len, spec.workload.gen_len)
+    planner = HostPlanner(model.shape, lengths, known, len(record.requests), spec.limits.host_memory, model.dtype)
+    prediction = planner.predict(policy)
+    assert prediction.trace is not None
+    total = prediction.prefill_s + prediction.decode_s
+    return Forecast(profile.name, prediction.throughput_tok_s, {"total_s": total, **prediction.trace.metrics})
+
+
 def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
     """The machine as a cell may use it."""
     host, device, disk = profile.host, profile.device, profile.disk
     if limits.host_memory is not None:
         host = replace(host, memory=min(host.memory, limits.host_memory))
+    if limits.threads is not None and host.by_threads:
+        points = sorted((float(count), rate) for count, rate in host.by_threads.items())
+        share = interpolate(points, limits.threads) / interpolate(points, host.cores)
+        host = replace(host, flops={rows: share * rate for rows, rate in host.flops.items()}, cores=limits.threads)
     if limits.device_memory is not None and device is not None:
         device = replace(device, memory=min(device.memory, limits.device_memory))
     if limits.disk_bandwidth is not None:
@@ -100,6 +136,7 @@ class _Cell:
         peak = MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True)
         return RunRecord(
             spec, "", 0, "ok", load=self._load(policy, model), metrics=self._metrics(policy, prediction), memory=peak,
+            trace=prediction.trace.events if prediction.trace else (),
             bound=prediction.bound, model=model, simulated=True,
         )  # fmt: skip
 
@@ -178,4 +215,5 @@ class _Cell:
             "generated_tokens": float(generated),
             "padding_tokens": 0.0,
             **{f"{name}_busy_s": blocks * seconds for name, seconds in prediction.used.items()},
+            **(prediction.trace.metrics if prediction.trace else {}),
         }

@@ -46,6 +46,7 @@ from harness.api.machine import (
 from harness.api.record import (
     Bound,
     EventSink,
+    Forecast,
     Launcher,
     LaunchRequest,
     Measurement,
@@ -84,6 +85,7 @@ __all__ = [
     "Engine",
     "EngineTrace",
     "EventSink",
+    "Forecast",
     "GenerationRequest",
     "GenerationResult",
     "HardwareLimits",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.api.common import FORBID, HarnessError
+from harness.api.common import FORBID, Dtype, HarnessError
 
 #: No machine has more of anything, in any unit: what is beyond is a slip of the pen.
 _ABSURD = 1e18
@@ -19,11 +19,14 @@ class Processor:
     """A device or the host's CPU. `flops`: FLOP/s of dense products in 16 bits (on a CPU in the dtype that is fastest
     there), by rows; `bandwidth`: bytes/s of its memory, as a copy or a stream reaches it.
 
-    `batched_flops`: FLOP/s of attention's batched products; `attention`: bytes/s of what is stored that attention of
-    one token reads, by bits; `dequantize`: values/s unpacked by a kernel; all of them derived from `flops` and
+    `batched_flops`: FLOP/s of attention's batched products; `prompts`: FLOP/s of our attention of prompts, by bits of
+    the cache, and `cached`: values/s that it puts there before; `attention`: bytes/s of what is stored that attention
+    of one token reads, by bits; `dequantize`: values/s of weights unpacked; all of them derived from `flops` and
     `bandwidth` where they are missing. `attention_call_s`: seconds around one sequence's head in the attention of an
-    engine that calls a library for it. `memory`: bytes that programs can have.
-    `by_threads`: FLOP/s at 256 rows on so many threads.
+    engine that calls a library for it. `elementwise`: values/s (rows times hidden size, a layer) that pass through what
+    is between products, and `layer_call_s`: seconds that a pass takes in a layer besides; no time where missing.
+    `memory`: bytes that programs can have.
+    `by_threads`: FLOP/s at 256 rows on so many threads. `dtype`: in which `flops` were measured.
     """
 
     __pydantic_config__ = FORBID
@@ -33,11 +36,16 @@ class Processor:
     bandwidth: float
     flops: Mapping[str, float]
     batched_flops: float | None = None
+    prompts: Mapping[str, float] = field(default_factory=dict)
+    cached: Mapping[str, float] = field(default_factory=dict)
     attention: Mapping[str, float] = field(default_factory=dict)
     dequantize: float | None = None
     attention_call_s: float | None = None
+    elementwise: float | None = None
+    layer_call_s: float | None = None
     cores: int = 1
     by_threads: Mapping[str, float] = field(default_factory=dict)
+    dtype: Dtype = "float32"
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,8 @@ class HardwareProfile:
             raise HarnessError(f"hardware {self.name}: device, link and devices come together, or not at all")
         for name in ("device", "host"):
             processor = getattr(self, name)
-            for curve in () if processor is None else (processor.flops, processor.attention, processor.by_threads):
+            names = ("flops", "prompts", "cached", "attention", "by_threads")
+            for curve in () if processor is None else (getattr(processor, kind) for kind in names):
                 if unknown := next((key for key in curve if not (key.isdecimal() and 0 < int(key) < 1 << 31)), None):
                     raise HarnessError(
                         f"hardware {self.name}: {name} has a rate at {unknown!r}, which is no whole number"

@@ -91,6 +91,18 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What the performance model says of a launch, from the rates of a `hardware` profile.
+
+    `metrics` have the names and meanings of the launch's own.
+    """
+
+    hardware: str
+    throughput_tok_s: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it."""
 
@@ -107,6 +119,7 @@ class RunRecord:
     measurements: tuple[Measurement, ...] = ()
     memory: MemoryLimit | None = None
     bound: Bound | None = None
+    predicted: Forecast | None = None
     machine: MachineRates | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
@@ -119,7 +132,18 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
 
     #: Fields that hold times or what the operating system counted; all others repeat exactly for one seed.
-    VOLATILE = ("started_at", "wall_s", "measurements", "memory", "machine", "bound", "provenance", "tuning", "trace")
+    VOLATILE = (
+        "started_at",
+        "wall_s",
+        "measurements",
+        "memory",
+        "machine",
+        "bound",
+        "predicted",
+        "provenance",
+        "tuning",
+        "trace",
+    )
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,10 @@ class Launcher(Protocol):
         log: Path,
     ) -> MachineRates:
         """Disk bandwidth on the model's files and GEMM rates at its shape, of this moment."""
+        ...
+
+    def calibrate(self, workdir: Path, log: Path, on_event: EventSink) -> None:
+        """Leaves a quick profile of this host in the cache. Raises HarnessError where it cannot."""
         ...
 
     def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord:

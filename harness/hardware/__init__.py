@@ -46,6 +46,12 @@ def load(name: str, cache: Path | None = None) -> HardwareProfile:
     return profile
 
 
+def is_unknown(cache: Path) -> bool:
+    """Whether there is no profile of this host in `cache`."""
+    path = local_path(cache)
+    return not path.exists() or suite_check.hardware(yaml_source.read(path)).host_id != host_id()
+
+
 def local_path(cache: Path) -> Path:
     """Where this host's own profile is kept."""
     return cache / "hardware.yaml"

@@ -12,6 +12,7 @@ from pathlib import Path
 from harness import provenance, registry
 from harness.api import (
     EventSink,
+    HarnessError,
     LaunchRequest,
     LocalModel,
     MachineRates,
@@ -104,6 +105,15 @@ class ProcessLauncher:
         outcome = run_task(Task(body, workdir, log, _HELPER_TIMEOUT_S, threads=threads))
         found = (outcome.result or {}).get("found", {})
         return from_json(MachineRates, found | {"measured_at": provenance.now()})
+
+    def calibrate(self, workdir: Path, log: Path, on_event: EventSink) -> None:
+        """Leaves a quick profile of this host in the cache. Raises HarnessError where it cannot."""
+        outcome = run_task(
+            Task({"kind": "calibrate", "cache": str(self._cache)}, workdir, log, _HELPER_TIMEOUT_S), on_event
+        )
+        status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
+        if status != "ok":
+            raise HarnessError(f"this host could not be measured: {self.scrub(reason)}")
 
     def _idle_bytes(self, request: LaunchRequest) -> int | tuple[Status, str]:
         """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engines.offload.rotation import turn
-from tests.offload import hadamard
+from engines.offload.kernels.rotation import compiled_turn, turn
+from tests.offload import hadamard, with_kernels
 
 
 @pytest.mark.parametrize(("columns", "size"), [(1, 1), (7, 1), (24, 8), (64, 64), (80, 16), (128, 128)])
@@ -18,6 +18,15 @@ def test_it_is_a_hadamard_matrix_in_parts(columns, size):
 def test_a_row_is_turned_by_itself():
     x = torch.randn(50, 64).bfloat16()
     assert torch.equal(turn(x)[17], turn(x[17]))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 24, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernel_is_the_same_to_the_bit(tmp_path, columns, dtype):
+    x = torch.randn(3, 5, columns).to(dtype).transpose(0, 1)
+    before = x.clone()
+    assert torch.equal(compiled_turn(with_kernels(tmp_path), 2)(x), turn(x))
+    assert torch.equal(x, before)
 
 
 def test_one_large_column_no_longer_decides_the_step():

@@ -76,7 +76,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,
                            weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
     lengths = [Lengths(32, 8)] * (3 * policy.block_size)
-    found = placed(model, policy, lengths, None, 2)
+    found = placed(model, policy, lengths, None, 2, "bfloat16", "float32")
     machine = Machine(LAPTOP)
     simulator = Simulator(found, policy, machine, BEFORE_ATTENTION, disk)
     sequences = sequences_of(lengths)
@@ -99,7 +99,9 @@ def test_overlap_hides_the_disk_and_turns_do_not() -> None:
     times = {}
     for overlap in (True, False):
         policy = OffloadPolicy(16, schedule="row", weights=(0.0, 0.0, 1.0), overlap=overlap)
-        simulator = Simulator(placed(model, policy, lengths, None, 8), policy, Machine(LAPTOP), BEFORE_ATTENTION)
+        simulator = Simulator(
+            placed(model, policy, lengths, None, 8, "bfloat16", "float32"), policy, Machine(LAPTOP), BEFORE_ATTENTION
+        )
         sequences = sequences_of(lengths)
         simulator.run(sequences)
         times[overlap] = max(s.times[-1] for s in sequences)

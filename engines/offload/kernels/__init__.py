@@ -5,5 +5,6 @@ from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, stored_view
 from engines.offload.kernels.host import Kernels
 from engines.offload.kernels.product import Product
+from engines.offload.kernels.rotation import Turn
 
-__all__ = ["AttentionKernel", "Codec", "Kernels", "NoCompilerError", "Product", "Segments", "stored_view"]
+__all__ = ["AttentionKernel", "Codec", "Kernels", "NoCompilerError", "Product", "Segments", "Turn", "stored_view"]

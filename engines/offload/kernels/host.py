@@ -13,6 +13,7 @@ from engines.offload.kernels.attention import (
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
 from engines.offload.kernels.product import Product, compiled_product
+from engines.offload.kernels.rotation import Turn, compiled_turn, turn
 from engines.offload.storage import Plain, Storage
 from engines.offload.tiers import attention_memory
 from harness.api import ModelShape
@@ -68,6 +69,15 @@ class Kernels:
         if self.note:
             return reference_memory(shape, longest, stored, compute_bytes, sparse)
         return attention_memory(shape, longest, self._threads)
+
+    def turn(self) -> Turn:
+        """What spreads large columns of keys and values."""
+        if not self.note:
+            try:
+                return compiled_turn(self._cache, self._threads)
+            except NoCompilerError as exc:
+                self._miss(exc)
+        return turn
 
     def _miss(self, exc: NoCompilerError) -> None:
         self.note = f"no kernels of our own, which are faster: {exc}"

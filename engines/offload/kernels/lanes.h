@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #ifdef __AVX2__
 #include <immintrin.h>

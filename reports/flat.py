@@ -84,6 +84,7 @@ def _line(record: RunRecord) -> dict[str, object]:
     for counter in ("read_bytes", "write_bytes"):
         values |= {f"{phase}_{counter}": measured_sum(record, counter, phase) for phase in ("load", "generate")}
     values["generate_energy_j"] = measured_sum(record, "energy_j", "generate")
+    values["predicted_tok_s"] = record.predicted.throughput_tok_s if record.predicted else None
     values["disk_read_bytes_s"] = median(record.machine.disk_read) if record.machine else None
     values["command"] = record.command
     return {name: csv_field(value) for name, value in values.items()}

@@ -10,7 +10,7 @@ from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
 from reports.records import Runs
 from reports.summary import DISTURBED, CellSummary, by_workload, headline, metric, others_share, summary_rows
 from reports.tables import Table, cell_table
-from reports.text import number, one_line, plural
+from reports.text import median, number, one_line, plural
 from reports.timeline import Timeline, timelines
 
 
@@ -71,12 +71,14 @@ def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
     finished = [r for r in rows if r.throughput]
     bounded = [r for r in finished if r.bound_tok_s is not None]
     counted = [r for r in rows if r.peak_bytes is not None]
+    forecast = [r for r in finished if r.predicted_tok_s is not None and not r.simulated]
     tasked = [r for r in finished if metric(r.ok_records, "task_products_s") is not None]
     placed = [r for r in finished if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
     charts = (throughput_chart(rows), memory_chart(rows), bound_chart(rows))
     details = [
         ("Memory over all repeats, the largest seen", counted, tables.MEMORY),
         ("What the machine allows", bounded, tables.BOUND),
+        ("Prediction beside measurement", forecast, tables.PREDICTED),
         ("Latency, phases and energy, median over repeats", finished, tables.TIMES),
         ("Seconds in which each task was at work; what overlaps counts in both", tasked, tables.TASKS),
         ("What was placed where", placed, tables.PLACEMENT),
@@ -107,6 +109,10 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         remarks.append("Not all cells answered the same number of requests; those with fewer are marked.")
     if any(r.simulated or r.projected for r in rows):
         remarks.append("Simulated and projected cells were not measured and are never ranked above measured ones.")
+    if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None):
+        middle = number(100 * (median(errors) or 0.0))
+        remarks.append(f"The performance model is off by {middle} % in the median of {plural(len(errors), 'cell')}, by "
+                       f"{number(100 * errors[-1])} % at most; `harness plan --explain` says where.")  # fmt: skip
     if disturbed := [r.name for r in rows if others_share(r.ok_records) > DISTURBED]:
         names = ", ".join(disturbed)
         remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU while these ran: {names}.")

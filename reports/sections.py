@@ -27,6 +27,11 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
         "weights.",
     ),
     (
+        "Predicted",
+        "what the performance model says of the same job, from rates of this host measured at another time; of the run "
+        "itself it knows only the dtype in which it computed.",
+    ),
+    (
         "Disk hidden",
         "share of the time in which the disk was read that the arithmetic did not stand still for; from the engine's "
         "timeline, of which one full pass is drawn and kept as a Chrome trace.",

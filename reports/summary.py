@@ -49,6 +49,7 @@ class CellSummary:
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
     limited_by: str | None = None
+    predicted_tok_s: float | None = None
     peak_bytes: int | None = None
     limit_bytes: int | None = None
     read_bytes_per_token: float | None = None
@@ -70,6 +71,11 @@ class CellSummary:
     def ok(self) -> bool:
         """Whether every repeat that ran to its end is ok and gave a throughput."""
         return self.status == "ok" and self.median is not None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """By how much what was predicted is above what was measured, as a part of that."""
+        return None if not self.median or self.predicted_tok_s is None else self.predicted_tok_s / self.median - 1
 
     @property
     def expected_failure(self) -> bool:
@@ -207,6 +213,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         bound_tok_s=median([b.throughput_tok_s for b in bounds]),
         bound_fraction=median([_bound_fraction(r) for r in ok]),
         limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
+        predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
         peak_bytes=max((m.peak_bytes for m in memories if m.peak_bytes is not None), default=None),
         limit_bytes=max((m.limit_bytes for m in memories if m.limit_bytes is not None), default=None),
         read_bytes_per_token=_per_token(ok, "read_bytes"),

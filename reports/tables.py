@@ -123,6 +123,14 @@ def _seconds_of(task: str) -> Callable[[CellSummary], float | None]:
     return lambda row: metric(row.ok_records, f"task_{task}_s") or None
 
 
+def _predicted_seconds_of(task: str) -> Callable[[CellSummary], float | None]:
+    """How long the performance model says that a task is at work."""
+    return lambda row: median([r.predicted.metrics.get(f"task_{task}_s") for r in row.ok_records if r.predicted])
+
+
+_SECONDS = {"predicted": _predicted_seconds_of, "measured": _seconds_of}
+
+
 def _realised(row: CellSummary, name: str) -> Any:
     """A field of the policy as the engine carried it out, where it places anything."""
     loads = [r.load for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
@@ -144,6 +152,7 @@ _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran beside this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
 _NO_PLACEMENT = "the engine does not say where it placed things"
+_NO_FORECAST = "the engine has no performance model here"
 _NO_COUNTER = "this machine has no counter for it"
 
 SUMMARY = (
@@ -195,6 +204,17 @@ BOUND = (
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
     Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
+)
+
+PREDICTED = (
+    Figure("Predicted", "tok/s", lambda r: r.predicted_tok_s, _NO_FORECAST),
+    Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
+    Figure("Prediction is off by", "%", lambda r: r.prediction_error, _NO_FORECAST, scale=0.01),
+    *(
+        Figure(f"{title}, {kind}", "s", _SECONDS[kind](name), _NO_FORECAST)
+        for title, name in (("Products", "products"), ("Attention", "attention"), ("Waits", "waiting"))
+        for kind in ("predicted", "measured")
+    ),
 )
 
 _NOT_AT_WORK = "this task had nothing to do"

@@ -19,8 +19,19 @@ from engines.offload import calibrate_engine, gemm
 from engines.offload.kernels import Kernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.layout import BLOCK_VALUES
+from engines.offload.padding import rows_for
 from engines.offload.storage import Grouped, Plain, Storage
-from harness.api import Bits, Disk, DiskFullError, Dtype, HardwareProfile, HarnessError, Processor, direct_buffer
+from harness.api import (
+    DTYPE_BYTES,
+    Bits,
+    Disk,
+    DiskFullError,
+    Dtype,
+    HardwareProfile,
+    HarnessError,
+    Processor,
+    direct_buffer,
+)
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
@@ -58,7 +69,9 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
         for bits, stored in _BITS.items():
             samples[f"host.attention.{bits}"] = _attention(stored, kernels, rounds)
         report("unpacking")
-        samples["host.dequantize"] = _unpacking(product.dtype, kernels, rounds)
+        packed = gemm.choose(Grouped(4, 64), _WIDTH, [product.dtype], kernels)
+        fastest = statistics.median(samples[f"host.flops.{_ROWS[-1]}"])
+        samples["host.dequantize"] = _unpacking(packed, fastest, kernels, rounds)
         report("threads")
         for count in _counts(threads):
             samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
@@ -137,7 +150,7 @@ def _multiplied(way: gemm.Arithmetic, stored: Storage, rows: int, kernels: Kerne
     height = BLOCK_VALUES // _WIDTH
     raw = kernels.codec(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
     blocks = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
-    counted = gemm.rows_for(rows, getattr(torch, way.dtype))
+    counted = rows_for(rows, DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
     out = gemm.new_product(counted, height, x)
     turns = itertools.cycle(blocks)
@@ -157,12 +170,10 @@ def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
     return [nbytes / s for s in seconds_of(work, rounds)]
 
 
-def _unpacking(dtype: Dtype, kernels: Kernels, rounds: int) -> list[float]:
-    """Values/s of weights in 4 bits: by how much longer a product of few rows takes with them."""
-    plain, packed = Plain("bfloat16"), Grouped(4, 64)
-    exact = statistics.median(_multiplied(gemm.choose(plain, _WIDTH, [dtype], kernels), plain, _FEW, kernels, rounds))
-    found = _multiplied(gemm.choose(packed, _WIDTH, [dtype], kernels), packed, _FEW, kernels, rounds)
-    return [BLOCK_VALUES / max(s - exact, s / 100) for s in found]
+def _unpacking(way: gemm.Arithmetic, flops: float, kernels: Kernels, rounds: int) -> list[float]:
+    """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
+    seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
+    return [BLOCK_VALUES / (s - 2 * _FEW * BLOCK_VALUES / flops) for s in seconds]
 
 
 def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from engines.offload.gemm import new_product, rows_for
+from engines.offload.gemm import new_product
 from engines.offload.kernels import Product, stored_view
 from engines.offload.layout import Block
 from engines.offload.model import PackedBatch, SeamedModel
+from engines.offload.padding import rows_for
 from engines.offload.schedule import Op, Turn, pass_ops, turns_of
 from engines.offload.storage import Storage
 from engines.offload.timeline import AWAITING, BETWEEN, Timeline
@@ -225,7 +226,7 @@ class _Joint:
         self._bias = asking[0].bias
         rows = sum(len(need.x) for need in asking)
         self._x = asking[0].x
-        multiplied = rows_for(rows, self._x.dtype)
+        multiplied = rows_for(rows, self._x.element_size())
         if len(asking) > 1 or multiplied > rows:
             self._x = new_product(multiplied, self._x.shape[1], self._x)
             torch.cat([need.x for need in asking], out=self._x[:rows])

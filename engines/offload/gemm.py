@@ -62,17 +62,6 @@ def choose(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kerne
     return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, flops)
 
 
-def rows_for(rows: int, dtype: torch.dtype) -> int:
-    """How many rows to multiply where there are `rows`: in 16 bits one of few numbers.
-
-    There oneDNN makes code for each number of rows it meets, up to half a megabyte, and the process keeps it.
-    """
-    if dtype == torch.float32 or rows < 2:
-        return rows
-    grain = 64 if rows > 256 else 32 if rows > 32 else 1 << (rows - 1).bit_length()
-    return -(-rows // grain) * grain
-
-
 def new_product(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
     """Room for a product [rows, outputs], its rows a little apart, of the same dtype as `like`."""
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]

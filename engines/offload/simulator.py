@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from engines.offload.batching import Part, split
 from engines.offload.layout import OUTSIDE, Block
+from engines.offload.padding import rows_for
 from engines.offload.pool import PagePool
 from engines.offload.rehearsal import Numbers, batcher_for
 from engines.offload.schedule import Op, pass_ops, turns_of
@@ -22,7 +23,7 @@ from engines.offload.storage import Plain, Storage
 from engines.offload.tiers import Plan
 from engines.offload.timeline import BETWEEN, Timeline
 from engines.planning.machine import Machine, attention_rate, unpack_rate
-from harness.api import HarnessError, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Simulator:
         if not rows:
             return 0.0
         values = block.shape[0] * block.shape[1]
-        seconds = self._machine.products(rows, values, block.nbytes)
+        counted = rows_for(rows, DTYPE_BYTES[self._machine.host.dtype])
+        seconds = self._machine.products(counted, values, block.nbytes)
         packed = not isinstance(block.stored, Plain)
         return seconds + (values / unpack_rate(self._machine.host, self._policy.weight_bits) if packed else 0.0)
 

@@ -147,3 +147,36 @@ def test_a_context_beyond_the_models_is_refused(cli, model):
     done = cli.run(suite(cli, model, "  - {name: a, engine: transformers, workload: {prompt_len: 1000}}"))
     assert done.returncode == 1
     assert "context of 128" in cli.records()[0].reason
+
+
+def test_a_prediction_stands_beside_each_measurement_and_is_explained(cli, model):
+    done = cli.run(
+        suite(
+            cli,
+            model,
+            """
+  - {name: row, engine: offload, schedule: row, policy: {gpu_batch_size: 2}}
+  - {name: resident, engine: transformers, policy: {gpu_batch_size: 4}}
+""",
+        ),
+        "--set", "warmup=0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {r.spec.name: r for r in cli.records()}
+    assert found["row"].predicted is None  # the suite measures no machine
+
+    path = cli.folder / "tiny.yaml"
+    path.write_text(path.read_text().replace("machine_probe: false", "machine_probe: true"))
+    done = cli.run(path, "--fresh")
+    assert done.returncode == 0, done.stderr
+    found = {r.spec.name: r for r in cli.records()}
+    assert found["resident"].predicted is None
+    predicted = found["row"].predicted
+    assert predicted.hardware == "local"
+    assert predicted.metrics["passes"] == found["row"].metrics["passes"]
+    assert "Prediction beside measurement" in (cli.out / "report.html").read_text()
+
+    told = cli("plan", "--explain", cli.out)
+    assert told.returncode == 0, told.stderr
+    assert "row #0" in told.stdout
+    assert "median error" in told.stdout

@@ -1,0 +1,108 @@
+"""Predictions beside measurements: made from a record, taken apart, and told."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engines.planning.simulated import forecast
+from engines.shapes import shape
+from harness import explanation, hardware
+from harness.api import (
+    Forecast,
+    HardwareLimits,
+    HarnessError,
+    LoadReport,
+    LocalModel,
+    MachineRates,
+    ModelSpec,
+    OffloadPolicy,
+    RequestTrace,
+    RunRecord,
+    RunSpec,
+    WorkloadSpec,
+)
+from harness.store import Store
+
+LAPTOP = hardware.load("laptop_cpu")
+MODEL = "facebook/opt-125m"
+
+
+ROWS, FREE = OffloadPolicy(4, schedule="row"), HardwareLimits()
+
+
+def record(policy=ROWS, limits=FREE, **changes):
+    """A launch of eight requests that took 10 s for 80 tokens."""
+    spec = RunSpec(
+        "offload", ModelSpec(MODEL, "dummy"), WorkloadSpec("synthetic", 16, 10), policy, limits=limits, name="a"
+    )
+    load = LoadReport(50272, 2048, policy.block_size, policy, "float32", (0, 0, 0))
+    seconds = {"total_s": 10.0, "task_products_s": 6.0, "task_attention_s": 1.0, "task_waiting_s": 2.0}
+    found = RunRecord(
+        spec, spec.fingerprint(), 0, "ok", load=load,
+        requests=tuple(RequestTrace(f"r{i}", 16, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(8)),
+        metrics=seconds | {"generation_throughput_tok_s": 8.0, "task_other_s": 0.5},
+        model=LocalModel("", shape(MODEL), 2 * shape(MODEL).params_total, "bfloat16", ""),
+    )  # fmt: skip
+    return replace(found, **changes)
+
+
+FORECAST = Forecast("local", 10.0, {"total_s": 8.0, "task_products_s": 4.0, "task_attention_s": 1.0,
+                                    "task_waiting_s": 2.1, "task_other_s": 0.5})  # fmt: skip
+
+
+def saved(tmp_path, *records):
+    store = Store(tmp_path / "out")
+    store.open()
+    for one in records:
+        store.append(one)
+    store.close()
+    return store.out
+
+
+def test_the_parts_add_up_to_the_difference_and_the_largest_is_told_first(tmp_path, capsys):
+    out = saved(tmp_path, record(predicted=FORECAST))
+    (one,) = explanation.explain(out / "records.jsonl", "local", tmp_path)
+    assert one.error == pytest.approx(0.25)
+    apart = {part: measured - predicted for part, (predicted, measured) in one.seconds.items()}
+    assert sum(apart.values()) == pytest.approx(10.0 - 8.0)
+    assert one.words() == "products +2 s"
+    explanation.show([one], False)
+    assert "a #0" in (told := capsys.readouterr().out)
+    assert "median error 25.0%" in told
+    explanation.show([one], True)
+    assert json.loads(capsys.readouterr().out)["median_absolute_error"] == pytest.approx(0.25)
+
+
+def test_a_record_without_a_prediction_is_predicted_by_the_profile(tmp_path):
+    (one,) = explanation.explain(saved(tmp_path, record()), "laptop_cpu", tmp_path)
+    assert one.hardware == "laptop_cpu"
+    assert one.predicted_tok_s > 0
+
+
+def test_what_cannot_be_explained_says_why(tmp_path):
+    out = saved(tmp_path, record(status="oom_host"))
+    with pytest.raises(HarnessError, match="none of an engine with a performance model finished there"):
+        explanation.explain(out, "laptop_cpu", tmp_path)
+    with pytest.raises(HarnessError, match="run `harness calibrate`"):
+        explanation.explain(saved(tmp_path, record()), "local", tmp_path)
+
+
+def test_a_forecast_is_of_the_same_job_within_the_same_limits():
+    free = forecast(record(), LAPTOP)
+    assert free.metrics["total_s"] * free.throughput_tok_s == pytest.approx(80)
+    assert free.metrics["passes"] == 20  # two blocks of four: a pass over prompts and nine over one token each
+    slow = forecast(record(OffloadPolicy(4, schedule="row", weights=(0, 0, 1)),
+                           HardwareLimits(disk_bandwidth=10_000_000)), LAPTOP)  # fmt: skip
+    assert slow.metrics["task_waiting_s"] > 100
+    fewer = forecast(record(limits=HardwareLimits(threads=1)), LAPTOP)
+    assert fewer.throughput_tok_s <= free.throughput_tok_s
+
+
+def test_another_dtype_than_the_profiles_needs_rates_from_beside_the_launch():
+    launch = record()
+    launch = replace(launch, load=replace(launch.load, compute_dtype="bfloat16"))
+    assert forecast(launch, LAPTOP) is None
+    rates = {rows: (3 * rate,) for rows, rate in LAPTOP.host.flops.items()}
+    faster = forecast(replace(launch, machine=MachineRates(gemm_flops={"bfloat16": rates})), LAPTOP)
+    assert faster.throughput_tok_s > forecast(record(), LAPTOP).throughput_tok_s

@@ -9,6 +9,9 @@ from typing import Any
 
 from harness.api import HarnessError, ModelShape
 
+#: Experts that a token meets, of models that have several.
+_CHOSEN = 2
+
 
 @dataclass(frozen=True)
 class _Opt:
@@ -68,7 +71,11 @@ class _Opt:
 
 @dataclass(frozen=True)
 class _Llama:
-    """LLaMA 1 to 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, gated FFN, no biases."""
+    """LLaMA 1 to 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, gated FFN, no biases.
+
+    Qwen 2.5 (Qwen team 2024) is the same with biases on queries, keys and values; Mixtral (Jiang et al. 2024) with
+    `experts` feed-forwards in a layer, of which a token meets two.
+    """
 
     layers: int
     hidden: int
@@ -81,6 +88,9 @@ class _Llama:
     rope_theta: float = 10000.0
     rope_factor: float | None = None  # the frequency scaling of 3.1 and 3.2, from 8192 positions
     tied: bool = False
+    family: str = "llama"
+    experts: int = 1
+    special: tuple[int, int] = (1, 2)  # beginning and end of a text
 
     @property
     def head_dim(self) -> int:
@@ -96,9 +106,9 @@ class _Llama:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
-        llama3 = self.vocab == 128256
-        return {
-            "model_type": "llama",
+        mixture = {"num_local_experts": self.experts, "num_experts_per_tok": _CHOSEN} if self.experts > 1 else {}
+        return mixture | {
+            "model_type": self.family,
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
@@ -111,16 +121,20 @@ class _Llama:
             "hidden_act": "silu",
             "rope_parameters": rope,
             "tie_word_embeddings": self.tied,
-            "bos_token_id": 128000 if llama3 else 1,
-            "eos_token_id": 128001 if llama3 else 2,
+            "bos_token_id": self.special[0],
+            "eos_token_id": self.special[1],
         }
 
     def shape(self) -> ModelShape:
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
-        matrices = attention + 3 * self.hidden * self.ffn
+        forward = 3 * self.hidden * self.ffn
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        matrices = attention + router + forward * min(self.experts, _CHOSEN)
+        idle = self.layers * forward * max(0, self.experts - _CHOSEN)
+        biases = (self.heads + 2 * self.kv_heads) * self.head_dim if self.family == "qwen2" else 0
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return ModelShape(
-            family="llama",
+            family=self.family,
             num_layers=self.layers,
             hidden=self.hidden,
             ffn=self.ffn,
@@ -130,13 +144,39 @@ class _Llama:
             vocab=self.vocab,
             max_context=self.context,
             params_per_layer=matrices,
-            params_total=self.layers * (matrices + 2 * self.hidden) + embeddings + self.hidden,
+            params_total=self.layers * (matrices + biases + 2 * self.hidden) + idle + embeddings + self.hidden,
+            params_idle=idle,
         )
 
 
 def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, long: float | None = None, tied: bool = False) -> _Llama:
     context = 8192 if long is None else 131072
-    return _Llama(layers, hidden, ffn, heads, 8, 128256, context, 1e-5, 500000.0, long, tied)
+    return _Llama(layers, hidden, ffn, heads, 8, 128256, context, 1e-5, 500000.0, long, tied, special=(128000, 128001))
+
+
+def _qwen(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, *, small: bool = False, context: int = 131072
+) -> _Llama:
+    """Qwen 2.5; the small ones tie their embeddings."""
+    vocab = 151936 if small else 152064
+    return _Llama(
+        layers,
+        hidden,
+        ffn,
+        heads,
+        kv_heads,
+        vocab,
+        context,
+        1e-6,
+        1e6,
+        tied=small,
+        family="qwen2",
+        special=(151643, 151643),
+    )
+
+
+def _mixtral(layers: int, hidden: int, ffn: int, heads: int, context: int) -> _Llama:
+    return _Llama(layers, hidden, ffn, heads, 8, 32000, context, 1e-5, 1e6, family="mixtral", experts=8)
 
 
 _MODELS: Mapping[str, _Opt | _Llama] = {
@@ -162,6 +202,15 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "meta-llama/Llama-3.1-70B": _llama3(80, 8192, 28672, 64, long=8.0),
     "meta-llama/Llama-3.2-1B": _llama3(16, 2048, 8192, 32, long=32.0, tied=True),
     "meta-llama/Llama-3.2-3B": _llama3(28, 3072, 8192, 24, long=32.0, tied=True),
+    "Qwen/Qwen2.5-0.5B": _qwen(24, 896, 4864, 14, 2, small=True, context=32768),
+    "Qwen/Qwen2.5-1.5B": _qwen(28, 1536, 8960, 12, 2, small=True),
+    "Qwen/Qwen2.5-3B": _qwen(36, 2048, 11008, 16, 2, small=True, context=32768),
+    "Qwen/Qwen2.5-7B": _qwen(28, 3584, 18944, 28, 4),
+    "Qwen/Qwen2.5-14B": _qwen(48, 5120, 13824, 40, 8),
+    "Qwen/Qwen2.5-32B": _qwen(64, 5120, 27648, 40, 8),
+    "Qwen/Qwen2.5-72B": _qwen(80, 8192, 29568, 64, 8),
+    "mistralai/Mixtral-8x7B-v0.1": _mixtral(32, 4096, 14336, 32, 32768),
+    "mistralai/Mixtral-8x22B-v0.1": _mixtral(56, 6144, 16384, 48, 65536),
     # no published models: they cost next to nothing and run the same code
     "tiny/opt": _Opt(2, 64, 2),
     "tiny/llama": _Llama(2, 64, 176, 2, 2),

@@ -49,6 +49,7 @@ _CHOICES: tuple[_Part, ...] = (
     lambda spec: spec.policy.schedule,
     _batch,
     lambda spec: f"w{spec.policy.weight_bits}kv{spec.policy.kv_bits}",
+    lambda spec: "any-latency" if spec.latency_s is None else f"{spec.latency_s:g}s",
     lambda spec: f"seed{spec.seed}",
 )
 _INPUTS: tuple[_Part, ...] = (_lengths, _model)

@@ -27,6 +27,7 @@ from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
 @click.option(
     "--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Most seconds a block may take."
 )
+@click.option("--stages", type=click.IntRange(1), help="Devices in a pipeline [default: those of the hardware].")
 @click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
 @click.option("--explain", "run", type=click.Path(exists=True, path_type=Path), metavar="RECORD",
               help="Say where a run's folder or records and their predictions part, instead of planning.")  # fmt: skip
@@ -34,8 +35,8 @@ from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the local profile is kept [$HARNESS_CACHE].")
 def plan(
     model: str | None, prompt_len: int | None, gen_len: int | None, hardware: str, engine: str,
-    schedules: tuple[str, ...], quantize: str, latency: float | None, policy: str | None, run: Path | None,
-    as_json: bool, cache_dir: Path | None,
+    schedules: tuple[str, ...], quantize: str, latency: float | None, stages: int | None, policy: str | None,
+    run: Path | None, as_json: bool, cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Say what a machine will do with MODEL before anything is downloaded, and by which policy.
 
@@ -59,7 +60,7 @@ def plan(
             raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
         try:
             found = planning.make(
-                model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, cache
+                model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, stages, cache
             )
         except InfeasibleError as exc:
             if as_json:

@@ -31,9 +31,10 @@ MAX_VALUES = 2_000_000  # of all cells together
 
 _TUNED = tuple(tune for tune in get_args(Tune) if tune != "none")
 _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
+_DURATIONS = ("timeout", "latency")
 _DEFAULTS = (
     *("engine", "options", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune"),
-    *("repeats", "warmup", "seed", "timeout", "expect", "reference"),
+    *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference"),
 )
 _SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
@@ -169,12 +170,13 @@ def _layer(node: Node) -> Node:
     if not isinstance(node.value, dict):
         raise node.error(f"expected a mapping of cell keys, got {shown(node.value)}")
     suite_check.refuse_unknown(node, CELL_KEYS, "cell")
-    parts = [node.without("policy", "timeout", "limits", *_POLICY_SHORTHANDS)]
+    parts = [node.without("policy", *_DURATIONS, "limits", *_POLICY_SHORTHANDS)]
     parts += [_under(node.only(key), "policy") for key in _POLICY_SHORTHANDS if key in node.entries]
     if "policy" in node.entries:
         parts += _policy(node.entries["policy"])
-    if "timeout" in node.entries:
-        parts.append(_under(_in_unit(node.entries["timeout"], parse_duration), "timeout_s"))
+    for key in _DURATIONS:
+        if key in node.entries:
+            parts.append(_under(_in_unit(node.entries[key], parse_duration), f"{key}_s"))
     if "limits" in node.entries:
         parts.append(_under(_limits(node.entries["limits"]), "limits"))
     return replace(reduce(_joined, parts), at=node.at)

@@ -27,13 +27,13 @@ _QUANTIZE = re.compile(r"(3|4|8|16)(?::(3|4|8|16))?")
 
 def make(
     model: str, prompt_len: int, gen_len: int, profile: str, engine: str, schedules: Sequence[str], quantize: str,
-    latency_s: float | None, policy: str | None, cache: Path,
+    latency_s: float | None, policy: str | None, stages: int | None, cache: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """The plan; see engines.planning.plan. Raises HarnessError for what cannot be read."""
     return registry.plan(
         model, prompt_len, gen_len, hardware.load(profile, cache), engine,
         schedules=schedules or ("row", "zigzag", "sweep"), bits=_bits(quantize), latency_s=latency_s,
-        policy=None if policy is None else _policy(policy),
+        policy=None if policy is None else _policy(policy), stages=stages,
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def show(plan: Mapping[str, Any], as_json: bool) -> None:
         return
     policy, predicted = plan["policy"], plan["predicted"]
     lengths = f"{plan['prompt_len']} + {plan['gen_len']} tokens"
-    on = plan["hardware"] + (f", one of its {plan['devices']} devices" if plan["devices"] > 1 else "")
+    on = plan["hardware"] + (f" in {plan['stages']} stages, a device each" if plan["stages"] > 1 else "")
     click.echo(f"{plan['model']} on {on}, {lengths}, engine {plan['engine']}\n")
     bits = f"weights {policy['weight_bits']} bit, cache {policy['kv_bits']} bit"
     where = ""
@@ -52,6 +52,8 @@ def show(plan: Mapping[str, Any], as_json: bool) -> None:
         where = f", attention on the {'host' if policy['cpu_attention'] else 'device'}"
     batches = f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} sequences"
     click.echo(f"  {policy['schedule']}, {batches}, {bits}{where}")
+    if plan["stages"] > 1:
+        click.echo("  of each stage:")
     show_rows(list(_placement(plan)), False)
     rate = (
         f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of the machine's bound"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from harness.api import (
     RunRecord,
     RunSpec,
     Workload,
+    WorkloadSpec,
 )
 
 
@@ -69,7 +71,8 @@ ENGINES: dict[str, EngineEntry] = {
     ),
 }
 
-WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic"}
+WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
+_LENGTHS = "suites.workloads:lengths"
 
 _PREPARE = "engines.checkpoints:prepare"
 _IDENTITY = "engines.checkpoints:content_digest"
@@ -115,6 +118,21 @@ def make_engine(name: str, options: dict[str, Any]) -> Engine:
 def make_workload(kind: str, **fields: Any) -> Workload:
     """Builds a workload by its kind."""
     return cast(Workload, resolve(WORKLOADS[kind])(**fields))
+
+
+def workload(spec: WorkloadSpec) -> Workload:
+    """A cell's workload."""
+    own = {"trace": spec.trace} if spec.kind == "trace" else {}
+    return make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len, **own)
+
+
+def lengths(spec: WorkloadSpec) -> list[tuple[int, int]]:
+    """suites.workloads.lengths: prompt and generated tokens of each request, where they differ.
+
+    Of a job without a number of requests those of the first thousand. Raises HarnessError for a file that is no trace.
+    """
+    count = 1000 if spec.num_requests == "auto" else spec.num_requests
+    return cast(list[tuple[int, int]], resolve(_LENGTHS)(spec, count)) if spec.kind == "trace" else []
 
 
 def resolve(target: str) -> Any:
@@ -179,14 +197,14 @@ def forecast(*args: Any) -> Forecast | None:
     return cast("Forecast | None", resolve(_FORECAST)(*args))
 
 
-def simulate(spec: RunSpec, profile: HardwareProfile) -> RunRecord:
+def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
     """engines.planning.simulated.simulate: one cell, predicted."""
-    return cast(RunRecord, resolve(_SIMULATE)(spec, profile))
+    return cast(RunRecord, resolve(_SIMULATE)(spec, profile, lengths))
 
 
-def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> RunSpec:
+def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
     """engines.planning.simulated.searched: the cell with the policy that is best for it on that machine."""
-    return cast(RunSpec, resolve(_SEARCH)(spec, shape, profile))
+    return cast(RunSpec, resolve(_SEARCH)(spec, shape, profile, lengths))
 
 
 def nested_policy(policy: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -193,7 +194,7 @@ class Runner:
             return _refused(step, *model)
         if cell.tune.startswith("search"):
             try:
-                cell = registry.searched(cell, model.shape, self._host(step))
+                cell = registry.searched(cell, model.shape, self._host(step), registry.lengths(cell.workload))
             except HarnessError as exc:
                 return _refused(step, "infeasible" if isinstance(exc, InfeasibleError) else "error", str(exc))
         spec, trials = self._with_batch(step, cell, model)
@@ -210,7 +211,7 @@ class Runner:
         dtype = record.load.compute_dtype if record.load else ""
         record = replace(record, machine=machine, tuning=trials, model=_shareable(model))
         if machine and record.status == "ok":
-            bound = roofline(model, spec, batch, dtype, machine)
+            bound = roofline(model, _as_asked(spec, record), batch, dtype, machine)
             record = replace(record, bound=bound, predicted=self._forecast(step, record))
         return record
 
@@ -339,6 +340,15 @@ def default_cache() -> Path:
 
 def _refused(step: Step, status: Status, reason: str) -> RunRecord:
     return RunRecord(step.cell, "", step.repeat, status, reason, provenance.now())
+
+
+def _as_asked(spec: RunSpec, record: RunRecord) -> RunSpec:
+    """The cell with the mean lengths of its requests, where they differ."""
+    if spec.workload.kind != "trace":
+        return spec
+    prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))
+    generated = round(statistics.mean(r.generated_tokens for r in record.requests))
+    return replace(spec, workload=replace(spec.workload, prompt_len=max(1, prompt), gen_len=max(1, generated)))
 
 
 def _shareable(model: LocalModel) -> LocalModel:

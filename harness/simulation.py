@@ -28,7 +28,7 @@ def simulate(
         records = []
         for cell in cells:
             record = replace(
-                registry.simulate(cell, profile),
+                registry.simulate(cell, profile, registry.lengths(cell.workload)),
                 spec=cell,
                 fingerprint=cell.fingerprint(),
                 started_at=provenance.now(),

@@ -40,6 +40,7 @@ _CELL_RANGES = {
     "warmup": (0, 100),
     "seed": (0, (1 << 32) - 1),
     "timeout_s": (0.001, 30 * 86400),
+    "latency_s": (0.001, 30 * 86400),
     "workload.prompt_len": _COUNT,
     "workload.gen_len": _COUNT,
     "workload.num_requests": _COUNT,
@@ -159,6 +160,14 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
         raise node.find(("policy", field[0] if field else "")).error(str(exc)) from None
     if spec.engine not in engines:
         raise node.find(("engine",)).error(f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}")
+    if spec.latency_s is not None and not spec.tune.startswith("search"):
+        raise node.find(("latency_s",)).error(
+            "latency goes with `policy: search` or `search_bits`: what is searched keeps it"
+        )
+    if (spec.workload.kind == "trace") != bool(spec.workload.trace):
+        raise node.find(("workload", "trace")).error(
+            "workload.trace goes with `kind: trace`, and that needs one: a CSV file"
+        )
     if not spec.model.id:
         raise node.find(("model", "id")).error("model.id is empty")
     if "name" in node.entries:
@@ -210,4 +219,4 @@ def _typed(adapter: TypeAdapter[T], node: Node, where: str) -> T:
 
 def _dotted(path: Iterable[int | str]) -> str:
     """A path in the words of a suite file."""
-    return ".".join(str(part) for part in path).replace("timeout_s", "timeout")
+    return ".".join(str(part) for part in path).replace("timeout_s", "timeout").replace("latency_s", "latency")

@@ -41,6 +41,7 @@ from harness.api import (
     RunSpec,
     Status,
     UnsupportedError,
+    WorkloadSpec,
     from_json,
     to_json,
 )
@@ -234,7 +235,7 @@ class _Run:
             scratch,
             self._cache,
             max_sequence=prompt + generated,
-            mean_sequence=prompt + generated // 2,
+            mean_sequence=_mean_cached(spec.workload),
             on_progress=lambda done, total: self._events.emit("load", done, total),
         )
         with _Probed(self._measurements, "load"):
@@ -246,7 +247,7 @@ class _Run:
         spec = self._spec.workload
         wanted = spec.num_requests
         count = load.block_size * load.steady_blocks if wanted == "auto" else wanted
-        workload = registry.make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len)
+        workload = registry.workload(spec)
         if spec.prompt_len + spec.gen_len > load.max_context:
             raise HarnessError(
                 f"prompt {spec.prompt_len} + {spec.gen_len} new tokens exceed the model's context of {load.max_context}"
@@ -254,7 +255,7 @@ class _Run:
         for round_ in range(self._spec.warmup):
             # One short request per warm-up: touches every layer once, reads every weight once.
             self._events.emit("warmup", round_, self._spec.warmup)
-            short = registry.make_workload(spec.kind, prompt_len=min(8, spec.prompt_len), gen_len=1)
+            short = registry.make_workload("synthetic", prompt_len=min(8, spec.prompt_len), gen_len=1)
             list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
         requests = workload.requests(load.vocab, count, self._spec.seed)
         total = count * spec.gen_len
@@ -268,6 +269,12 @@ class _Run:
                 self._events.emit("generate", done, total)
         elapsed = time.perf_counter() - began
         return check(requests, results, load.vocab, None if capabilities.simulated else elapsed)
+
+
+def _mean_cached(spec: WorkloadSpec) -> int:
+    """Tokens that are cached of a request on average: all of its prompt, and half of what it generates."""
+    each = registry.lengths(spec) or [(spec.prompt_len, spec.gen_len)]
+    return sum(prompt + generated // 2 for prompt, generated in each) // len(each)
 
 
 class _Probed:

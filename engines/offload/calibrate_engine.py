@@ -69,8 +69,9 @@ def _rounds(engine: OffloadEngine, rounds: int) -> Iterator[tuple[float, float, 
         short, long, few = (_run(engine, job) for job in (_SHORT, _LONG, _FEW))
         rows = _SHORT[0] * _SHORT[1] * _LAYERS
         flops = [4 * count * tokens**2 / 2 * _HIDDEN * _LAYERS for count, tokens, _ in (_SHORT, _LONG)]
-        longer = max(long["task_attention_s"] - short["task_attention_s"], _LEAST_S)
-        rate = (flops[1] - flops[0]) / longer
+        longer = long["task_attention_s"] - short["task_attention_s"]
+        # where the short ones were disturbed, all of the long one's time tells the least rate
+        rate = (flops[1] - flops[0]) / longer if longer > 0 else flops[1] / long["task_attention_s"]
         storing = max(short["task_attention_s"] - flops[0] / rate, _LEAST_S)
         call = few["task_other_s"] / few["passes"] / _LAYERS
         between = max(short["task_other_s"] - call * short["passes"] * _LAYERS, _LEAST_S)

@@ -30,7 +30,7 @@ from harness.api import (
 
 _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "prefill_chunk",
              "compute_dtype", "weight_bits", "kv_bits", "group_size", "weight_groups", "value_sparsity", "overlap",
-             "nano_batches", "nano_overlap")  # fmt: skip
+             "nano_batches", "nano_overlap", "threads")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class OffloadEngine:
             if getattr(policy, field) > 1 and policy.schedule != schedule:
                 raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
         with ExitStack() as parts:  # where something fails, it ends what was begun
-            if limits.threads is not None:
+            if asked := [count for count in (policy.threads, limits.threads) if count is not None]:
                 parts.callback(torch.set_num_threads, torch.get_num_threads())
-                torch.set_num_threads(limits.threads)
+                torch.set_num_threads(min(asked))
             loading = Loading(model, policy, limits, job)
             # a circle, which would keep what is resident until it is collected
             parts.callback(setattr, loading.seamed, "weights", None)

@@ -57,9 +57,10 @@ def choose(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kerne
     ways = [_by_library(stored, kernels.codec(stored), dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.product(stored)) is not None:
         ways.append(_Way("kernel", "float32", lambda: compiled, 0))
-    rates = [_flops(way, stored, kernels.codec(stored), min(hidden, 2048)) for way in ways]
-    flops, way = max(zip(rates, ways, strict=True), key=lambda pair: pair[0])
-    return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, flops)
+    blocks = _blocks(stored, kernels.codec(stored), min(hidden, 2048))
+    times = _timed([_Trial(way, blocks, min(hidden, 2048)) for way in ways])
+    best, way = min(zip(times, ways, strict=True), key=lambda pair: pair[0])
+    return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, 1 / best)
 
 
 def new_product(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
@@ -111,22 +112,41 @@ class _Widened:
         by_torch(x, values.t() if self._across else values, start, out)
 
 
-@torch.inference_mode()
-def _flops(way: _Way, stored: Storage, codec: Codec, width: int) -> float:
-    """FLOP/s over blocks that are multiplied in turn, with other work between them; the best of some rounds."""
-    height = min(BLOCK_VALUES // width, _HEIGHT)
+def _blocks(stored: Storage, codec: Codec, width: int) -> list[torch.Tensor]:
+    height = _height(width)
     raw = codec.pack(torch.full((width, height) if _is_across(stored) else (height, width), 0.01)).view(torch.uint8)
-    blocks = [stored_view(raw.flatten().clone(), stored, height, width) for _ in range(4)]
-    x = torch.full((_ROWS, width), 0.01, dtype=getattr(torch, way.dtype))
-    out = torch.empty(_ROWS, height, dtype=x.dtype)
-    product = way.product()
-    best = float("inf")
-    for i in range(_ROUNDS):
+    return [stored_view(raw.flatten().clone(), stored, height, width) for _ in range(4)]
+
+
+def _height(width: int) -> int:
+    """Rows of a block that is so wide."""
+    return min(BLOCK_VALUES // width, _HEIGHT)
+
+
+class _Trial:
+    """One way with blocks that are multiplied in turn, with other work between them."""
+
+    def __init__(self, way: _Way, blocks: Sequence[torch.Tensor], width: int) -> None:
+        height = _height(width)
+        self._blocks = blocks
+        self._x = torch.full((_ROWS, width), 0.01, dtype=getattr(torch, way.dtype))
+        self._out = torch.empty(_ROWS, height, dtype=self._x.dtype)
+        self._product = way.product()
+        self._flops = 2 * _ROWS * width * height
+
+    def seconds(self, turn: int) -> float:
+        """A product, by operation."""
         began = time.perf_counter()
-        product(x, blocks[i % 4], None, out)
-        out += 1  # with torch's threads, which must not be in the way
-        best = min(best, time.perf_counter() - began)
-    return 2 * _ROWS * width * height / best
+        self._product(self._x, self._blocks[turn % len(self._blocks)], None, self._out)
+        self._out += 1  # with torch's threads, which must not be in the way
+        return (time.perf_counter() - began) / self._flops
+
+
+@torch.inference_mode()
+def _timed(trials: Sequence[_Trial]) -> list[float]:
+    """Seconds of each by operation, the best of some rounds that take all in turn: what disturbs one disturbs all."""
+    rounds = [[trial.seconds(i) for trial in trials] for i in range(_ROUNDS)]
+    return [min(column) for column in zip(*rounds, strict=True)]
 
 
 def _is_across(stored: Storage) -> bool:

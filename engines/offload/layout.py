@@ -71,19 +71,25 @@ class Block:
 def matrices_of(shape: ModelShape) -> list[Matrix]:
     """A decoder's matrices as its sizes tell: attention's queries, keys, values and output, a feed-forward's, the head.
 
-    What a model really has, and in which order, its own dry pass says (dry.py); this is for plans.
+    Of experts there are as many as all take the room of those that one token meets. What a model really has, and in
+    which order, its own dry pass says (dry.py); this is for plans.
     """
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = [("q", queries, shape.hidden), ("k", keys, shape.hidden), ("v", keys, shape.hidden),
                  ("o", shape.hidden, queries)]  # fmt: skip
-    rest = shape.params_per_layer - sum(rows * columns for _, rows, columns in attention)
-    ups = max(1, round(rest / (shape.hidden * shape.ffn)) - 1)
+    ups = max(1, round(shape.forward_params / (shape.hidden * shape.ffn)) - 1)
     forward = [*((f"up{i}", shape.ffn, shape.hidden) for i in range(ups)), ("down", shape.hidden, shape.ffn)]
-    found = [
-        Matrix(f"layers.{layer}.{name}", rows, columns, f"layer{layer}")
-        for layer in range(shape.num_layers)
-        for name, rows, columns in (*attention, *forward)
-    ]
+    times = round(shape.forward_stored / shape.forward_params)
+    experts: Sequence[int | None] = [None] if times == 1 else range(times)
+    found = []
+    for layer in range(shape.num_layers):
+        group = f"layer{layer}"
+        found += [Matrix(f"layers.{layer}.{name}", rows, columns, group) for name, rows, columns in attention]
+        found += [
+            Matrix(f"layers.{layer}.{name}", rows, columns, group, expert=expert)
+            for expert in experts
+            for name, rows, columns in forward
+        ]
     return [*found, Matrix("head", shape.vocab, shape.hidden, OUTSIDE)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,12 +28,16 @@ from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
 @dataclass(frozen=True)
 class Placed:
-    """A model as the engine would load it: blocks in their order, how the cache is stored, and what goes where."""
+    """A model as the engine would load it: blocks in their order, how the cache is stored, and what goes where.
+
+    `experts`: names of matrices that meet their share of a pass's rows only.
+    """
 
     shape: ModelShape
     blocks: Sequence[Block]
     cache: Storage
     plan: Plan
+    experts: Collection[str] = ()
 
     @property
     def streamed(self) -> list[bool]:
@@ -152,6 +156,8 @@ class Simulator:
         if not rows:
             return 0.0
         values = block.shape[0] * block.shape[1]
+        if block.matrix in self._placed.experts:
+            rows = math.ceil(rows * self._placed.shape.forward_params / self._placed.shape.forward_stored)
         counted = rows_for(rows, DTYPE_BYTES[self._machine.host.dtype])
         seconds = self._machine.products(counted, values, block.nbytes)
         packed = not isinstance(block.stored, Plain)

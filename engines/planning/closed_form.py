@@ -100,7 +100,7 @@ class Layers:
 
     def batch(self, part: Part, works: Sequence[Pass]) -> Seconds:
         """One batch's arithmetic and what it moves, without weights; its works share their products."""
-        rows = sum(work.wanted if part.last else work.tokens for work in works)
+        rows = sum(work.wanted if part.last else work.tokens for work in works) * part.met
         spent = Seconds(
             device=self._machine.products(rows, part.params, part.params * VALUE_BYTES) + self._style.slot_s
         )

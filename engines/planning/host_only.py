@@ -15,6 +15,7 @@ from engines.planning.machine import Machine
 from engines.planning.memory import Peak
 from engines.planning.predict import Planner, Prediction, bound
 from engines.planning.style import STYLES
+from engines.planning.threads import on_threads
 from engines.planning.work import Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
@@ -33,21 +34,21 @@ _SYSTEM = 1.5e9
 class HostPlanner:
     """Predictions for one model, job and machine without a device; our engine only.
 
-    `requests`: how many, None for a job long enough to tell the throughput of a longer one. `budget`: bytes for the
-    model's work, None for all that the system leaves. `dtype`: of the weights in the checkpoint.
+    `requests`: how many, or each one's lengths where they differ from `lengths`, their mean; None for a job long enough
+    to tell the throughput of a longer one. `budget`: bytes for the model's work, None for all that the system leaves.
+    `dtype`: of the weights in the checkpoint.
     """
 
     def __init__(
-        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, requests: int | None = None,
+        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile,
+        requests: Sequence[Lengths] | int | None = None,
         budget: float | None = None, dtype: Dtype = "bfloat16",
     ) -> None:  # fmt: skip
         self.shape = shape
         self.lengths = lengths
         self.profile = profile
         self.style = STYLES["offload"]
-        self._machine = Machine(profile)
-        self._closed_form = Planner(shape, lengths, profile, "offload")
-        self._requests = requests
+        self._requests = [lengths] * requests if isinstance(requests, int) else requests
         self._found: dict[OffloadPolicy, Placed] = {}
         self._dtype = dtype
         self._budget = int(budget if budget is not None else profile.host.memory - _SYSTEM)
@@ -74,32 +75,35 @@ class HostPlanner:
 
     def estimate(self, policy: OffloadPolicy) -> Prediction:
         """In closed form. Raises InfeasibleError for a policy that does not fit."""
+        closed_form = Planner(self.shape, self.lengths, self._profile_for(policy), "offload")
         realised = self.placed(policy)
         if policy.schedule == "sweep":
             realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
-        return self._closed_form.predict(realised)
+        return closed_form.predict(realised)
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""
         found = self._placed(policy)
-        simulator = Simulator(found, policy, self._machine, BEFORE_ATTENTION)
-        count = self._requests or (found.plan.sequences * (_LONG if policy.schedule == "sweep" else 1))
-        sequences = sequences_of([self.lengths] * count)
+        machine = Machine(self._profile_for(policy))
+        simulator = Simulator(found, policy, machine, BEFORE_ATTENTION)
+        blocks = _LONG if policy.schedule == "sweep" else 1
+        requests = self._requests or [self.lengths] * (found.plan.sequences * blocks)
+        sequences = sequences_of(requests)
         simulator.run(sequences)
         whole = max(s.times[-1] for s in sequences)
-        in_step = policy.schedule != "sweep" and count <= policy.block_size
+        in_step = policy.schedule != "sweep" and len(requests) <= policy.block_size
         prefill = max(s.times[0] for s in sequences) if in_step else 0.0
         timeline = simulator.timeline
         busy = timeline.tasks["task_products"] + timeline.tasks["task_attention"]
         streamed = sum(b.nbytes for b, s in zip(found.blocks, found.streamed, strict=True) if s)
         block = statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
         return Prediction(
-            throughput_tok_s=count * self.lengths.generated / whole,
+            throughput_tok_s=sum(r.generated for r in requests) / whole,
             prefill_s=prefill,
             decode_s=whole - prefill,
             block_latency_s=whole if in_step else block,
             bottleneck="host" if busy > timeline.load_s else "disk",
-            bound=bound(self.shape, self.lengths, policy, self._machine, found.plan.sequences),
+            bound=bound(self.shape, self.lengths, policy, machine, found.plan.sequences),
             peak=Peak(0.0, float(found.plan.bytes), float(streamed)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
@@ -109,10 +113,16 @@ class HostPlanner:
         """Nothing: what does not fit is not placed."""
         return {}
 
+    def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
+        """The machine with the threads of a policy."""
+        host = self.profile.host
+        return self.profile if policy.threads is None else replace(self.profile, host=on_threads(host, policy.threads))
+
     def _placed(self, policy: OffloadPolicy) -> Placed:
         if policy not in self._found:
             threads = policy.threads or self.profile.host.cores
-            self._found[policy] = placed(self.shape, policy, [self.lengths], self._budget, threads, self._dtype,
+            requests = self._requests or [self.lengths]
+            self._found[policy] = placed(self.shape, policy, requests, self._budget, threads, self._dtype,
                                          self.profile.host.dtype)  # fmt: skip
         return self._found[policy]
 
@@ -144,7 +154,8 @@ def placed(
         max_sequence=longest,
         mean_sequence=int(mean),
     )
-    return Placed(shape, blocks, cache, place(demand, policy, budget))
+    experts = {m.name for m in matrices if m.expert is not None}
+    return Placed(shape, blocks, cache, place(demand, policy, budget), experts)
 
 
 def sequences_of(requests: Sequence[Lengths]) -> list[Numbers]:

@@ -9,9 +9,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from engines.planning.host_only import HostPlanner
+from engines.planning.pipeline import planner_for
 from engines.planning.predict import Planner, Prediction
 from engines.planning.search import ALL_BITS, Candidate, Wanted, search
 from engines.planning.style import STYLES
+from engines.planning.threads import allotted
 from engines.planning.work import Lengths
 from engines.shapes import shape
 from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
@@ -25,21 +27,28 @@ _PLACES = "gcd"
 def plan(
     model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
     schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]] | None, latency_s: float | None,
-    policy: OffloadPolicy | None,
+    policy: OffloadPolicy | None, stages: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The plan: the best policy, or what a given one will do.
 
-    `bits`: of weights and cache, that may be chosen; None: whatever is best. Raises HarnessError for what
-    cannot be planned, and InfeasibleError with the bytes that each tier lacks.
+    `stages`: a device each, None for as many as the profile has devices. `bits`: of weights and cache, that may be
+    chosen; None: whatever is best. Raises HarnessError for what cannot be planned, and InfeasibleError with the bytes
+    that each tier lacks.
     """
-    planner = _planner(model, prompt_len, gen_len, profile, engine)
+    stages = stages or max(1, profile.devices)
+    planner = _planner(model, prompt_len, gen_len, profile, engine, stages)
     if policy is not None:
         chosen, rejected = _given(planner, policy), []
     else:
+        threads = None if profile.device else allotted(profile)
         attention = (False,) if profile.device is None else (False, True)
-        offered = _offered(engine, schedules)
+        offered = _offered(engine, schedules, stages)
         wanted = Wanted(
-            schedules=offered, bits=ALL_BITS if bits is None else bits, cpu_attention=attention, latency_s=latency_s
+            schedules=offered,
+            bits=ALL_BITS if bits is None else bits,
+            cpu_attention=attention,
+            latency_s=latency_s,
+            threads=threads,
         )
         found = search(planner, wanted)
         if found.best is None:
@@ -50,6 +59,7 @@ def plan(
         "model": model,
         "hardware": profile.name,
         "devices": profile.devices,
+        "stages": stages,
         "engine": engine,
         "prompt_len": prompt_len,
         "gen_len": gen_len,
@@ -87,7 +97,9 @@ def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def _planner(model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str) -> Planner | HostPlanner:
+def _planner(
+    model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, stages: int
+) -> Planner | HostPlanner:
     found = shape(model)
     if min(prompt_len, gen_len) < 1:
         raise HarnessError("a plan needs at least one token of prompt and one to generate")
@@ -96,16 +108,20 @@ def _planner(model: str, prompt_len: int, gen_len: int, profile: HardwareProfile
     if engine not in STYLES:
         raise HarnessError(f"no plans are made for engine {engine!r} (known: {', '.join(STYLES)})")
     lengths = Lengths(prompt_len, gen_len)
+    if stages > found.num_layers:
+        raise HarnessError(f"{model} has {found.num_layers} layers: too few for {stages} stages")
     if profile.device is None:
+        if stages > 1:
+            raise HarnessError(f"hardware {profile.name} has no device: stages are planned for devices only")
         if engine != "offload":
             raise HarnessError(f"hardware {profile.name} has no device: only offload is planned there, not {engine}")
         return HostPlanner(found, lengths, profile)
-    return Planner(found, lengths, profile, engine)
+    return planner_for(found, lengths, profile, engine, stages)
 
 
-def _offered(engine: str, schedules: Sequence[Schedule]) -> Sequence[Schedule]:
-    """Of the schedules those that an engine has."""
-    offered = STYLES[engine].schedules
+def _offered(engine: str, schedules: Sequence[Schedule], stages: int) -> Sequence[Schedule]:
+    """Of the schedules those that an engine has; a pipeline has batches in step."""
+    offered = [name for name in STYLES[engine].schedules if stages == 1 or name != "sweep"]
     found = [schedule for schedule in schedules if schedule in offered]
     if not found:
         raise HarnessError(f"engine {engine} has no schedule {', '.join(schedules)} (it has {', '.join(offered)})")

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engines.planning.pipeline import planner_for
 from engines.planning.predict import Planner
+from engines.planning.search import Wanted, search
 from engines.planning.work import Lengths
 from engines.shapes import shape
 from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
@@ -48,7 +50,10 @@ FITTED: frozenset[str] = frozenset({
 
 @dataclass(frozen=True)
 class Cell:
-    """One published figure, as text: its last digit says how exact it is. None: out of memory."""
+    """One published figure, as text: its last digit says how exact it is. None: out of memory.
+
+    A policy without fractions is to be searched. `disk`: bytes/s read and written, of another one than the machine's.
+    """
 
     table: str
     name: str
@@ -59,17 +64,20 @@ class Cell:
     policy: OffloadPolicy
     figure: str | None
     page_cache: bool = True
+    disk: tuple[float, float] | None = None
+    stages: int = 1
     fitted: bool = False
 
     @property
     def label(self) -> str:
         """What tells it from the others: table, system, model, lengths, batches and what is not on disk."""
         policy = self.policy
-        assert policy.weights and policy.cache
+        size = self.model.rpartition("-")[2]
+        lengths = f"{self.lengths.prompt}+{self.lengths.generated}"
+        if not (policy.weights and policy.cache):
+            return f"{self.table} {self.name} {size} {lengths} searched"
         device, host = (round(100 * part) for part in policy.weights[:2])
         cached = "/".join(f"{100 * part:.0f}" for part in policy.cache[:2])
-        lengths = f"{self.lengths.prompt}+{self.lengths.generated}"
-        size = self.model.rpartition("-")[2]
         batches = f"{policy.gpu_batch_size}x{policy.num_gpu_batches}"
         return f"{self.table} {self.name} {size} {lengths} {batches} w{device}/{host} c{cached}"
 
@@ -89,11 +97,23 @@ def evaluate(cells: list[Cell], profiles: Mapping[str, HardwareProfile]) -> list
     """Each cell's prediction on its machine."""
     found = []
     for cell in cells:
-        planner = Planner(shape(cell.model), cell.lengths, profiles[cell.hardware], cell.engine)
-        prediction = planner.predict(cell.policy, cell.page_cache)
+        profile = profiles[cell.hardware]
+        if cell.disk:
+            profile = replace(profile, disk=replace(profile.disk, read=cell.disk[0], write=cell.disk[1]))
+        planner = planner_for(shape(cell.model), cell.lengths, profile, cell.engine, cell.stages)
+        prediction = planner.predict(_searched(planner, cell.policy), cell.page_cache)
         error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
         found.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.lacking(prediction)))
     return found
+
+
+def _searched(planner: Planner, policy: OffloadPolicy) -> OffloadPolicy:
+    """The policy, or the best of its kind where it names no placement."""
+    if policy.weights:
+        return policy
+    found = search(planner, Wanted([policy.schedule], [(policy.weight_bits, policy.kv_bits)])).best
+    assert found is not None
+    return found.policy
 
 
 def error_of(predicted: float, figure: str) -> float:
@@ -105,7 +125,7 @@ def error_of(predicted: float, figure: str) -> float:
 
 def cells() -> list[Cell]:
     """All published cells, in the order of the tables."""
-    found = [*_flexgen(), *_ablation(), *_lm_offload()]
+    found = [*_flexgen(), *_ablation(), *_pipelines(), *_disks(), *_lm_offload()]
     return [replace(cell, fitted=cell.label in FITTED) for cell in found]
 
 
@@ -146,6 +166,26 @@ def _ablation() -> Iterator[Cell]:
             known = None if figure == "OOM" else figure
             yield Cell(row["table"], row["case"], "t4_gcp", f"facebook/{model}", "flexgen_ref", Lengths(512, 32),
                        policy, known, page_cache)  # fmt: skip
+
+
+def _pipelines() -> Iterator[Cell]:
+    """Four machines with a T4 each; the paper does not say by which policies."""
+    for size, figure in (("6.7b", "201.12"), ("30b", "23.61"), ("175b", "2.33")):
+        yield Cell("3", "flexgen on four machines", "t4_gcp", f"facebook/opt-{size}", "flexgen_ref", Lengths(512, 32),
+                   OffloadPolicy(schedule="zigzag"), figure, stages=4)  # fmt: skip
+
+
+def _disks() -> Iterator[Cell]:
+    """OPT-175B with the policy of table 2, on other disks."""
+    policy = OffloadPolicy(32, 8, "zigzag", (0.0, 0.5, 0.5), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), cpu_attention=True)
+    slow = (0.5e9, 0.5e9)
+    for name, disk, page_cache, figure in (
+        ("local disk, no page cache", None, False, "0.49"),
+        ("persistent disk", slow, True, "0.30"),
+        ("persistent disk, no page cache", slow, False, "0.292"),
+    ):
+        yield Cell("24", name, "t4_gcp", "facebook/opt-175b", "flexgen_ref", Lengths(512, 32), policy, figure,
+                   page_cache, disk)  # fmt: skip
 
 
 def _lm_offload() -> Iterator[Cell]:

@@ -20,7 +20,9 @@ _NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 #: Of the lists, what is tried first; from the best of it the search climbs.
 _STRIDE = 3
 #: Kinds whose estimates are behind by less are predicted.
-_CLOSE = 0.1
+_CLOSE = 0.15
+#: Of each of these kinds so many of the fastest.
+_PREDICTED = 4
 #: Throughputs that differ by less are taken to be the same.
 _ALIKE = 0.01
 
@@ -34,13 +36,14 @@ ALL_BITS = tuple((weights, cache) for weights in _SEARCHED for cache in _SEARCHE
 class Wanted:
     """What may be chosen, and what must hold.
 
-    `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last.
+    `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last. `threads`: that compute.
     """
 
     schedules: Sequence[Schedule] = get_args(Schedule)
     bits: Sequence[tuple[Bits, Bits]] = ((16, 16),)
     cpu_attention: Sequence[bool] = (False, True)
     latency_s: float | None = None
+    threads: int | None = None
 
 
 class Predictor(Protocol):
@@ -72,28 +75,40 @@ class Found:
 def search(planner: Predictor, wanted: Wanted) -> Found:
     """The policy of the highest throughput under all constraints.
 
-    By estimates; of kinds whose best are nearly as good as the best of all the predictions decide.
+    By estimates; of kinds whose best are nearly as good as the best of all, predictions of a few decide.
     """
-    found = {_name(kind, len(wanted.cpu_attention) > 1): _best(planner, kind, wanted) for kind in _kinds(wanted)}
+    tried = {_name(kind, len(wanted.cpu_attention) > 1): _tried(planner, kind, wanted) for kind in _kinds(wanted)}
+    found = {name: _soonest(candidates) for name, candidates in tried.items()}
     most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
-    for name, candidate in found.items():
-        if candidate is not None and candidate.prediction.throughput_tok_s >= (1 - _CLOSE) * most:
-            found[name] = Candidate(candidate.policy, planner.predict(candidate.policy))
-    best = _soonest(c for c in found.values() if c and c.prediction.throughput_tok_s >= (1 - _CLOSE) * most)
+    close = [name for name, c in found.items() if c and c.prediction.throughput_tok_s >= (1 - _CLOSE) * most]
+    for name in close:
+        found[name] = _confirmed(planner, tried[name], wanted)
+    best = _soonest(c for name in close if (c := found[name]))
     rejected = [(name, c, _reason(c, best)) for name, c in found.items() if c is None or c is not best]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return Found(best, rejected)
+
+
+def _confirmed(planner: Predictor, tried: Sequence[Candidate], wanted: Wanted) -> Candidate | None:
+    """The best of a few by their predictions: of the soonest of the fastest, and of the fastest by estimate."""
+    soonest = _soonest(tried)
+    fastest = sorted(tried, key=lambda c: -c.prediction.throughput_tok_s)[:_PREDICTED]
+    few = [c.policy for c in (soonest, *fastest) if c]
+    predicted = [Candidate(policy, planner.predict(policy)) for policy in dict.fromkeys(few)]
+    return _soonest(c for c in predicted if _in_time(c, wanted))
 
 
 def _kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
     for schedule, (weight_bits, kv_bits), attention in itertools.product(
         wanted.schedules, wanted.bits, wanted.cpu_attention
     ):
-        yield OffloadPolicy(schedule=schedule, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=attention)
+        yield OffloadPolicy(
+            schedule=schedule, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=attention, threads=wanted.threads
+        )
 
 
-def _best(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> Candidate | None:
-    """Over batches and their number: from the best of a coarse grid uphill."""
+def _tried(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> list[Candidate]:
+    """What fits, over batches and their number: from the best of a coarse grid uphill."""
     numbers = _NUMBERS if kind.schedule == "zigzag" else (1,)
     tried: dict[tuple[int, int], Candidate | None] = {}
 
@@ -108,12 +123,12 @@ def _best(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> Candidate 
     at = max(itertools.product(*sizes), key=score)
     while (better := max(_around(at, len(_BATCHES), len(numbers)), key=score)) != at and score(better) > score(at):
         at = better
-    return _soonest(tried.values())
+    return [candidate for candidate in tried.values() if candidate is not None]
 
 
-def _soonest(tried: Iterable[Candidate | None]) -> Candidate | None:
+def _soonest(tried: Iterable[Candidate]) -> Candidate | None:
     """Of those that are as fast as the best, but for a hundredth, the one whose block is done first."""
-    found = [candidate for candidate in tried if candidate is not None]
+    found = list(tried)
     most = max((c.prediction.throughput_tok_s for c in found), default=0.0)
     alike = [c for c in found if c.prediction.throughput_tok_s >= (1 - _ALIKE) * most]
     return min(alike, key=lambda c: c.prediction.block_latency_s, default=None)
@@ -129,10 +144,12 @@ def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: Wanted) -> Can
     runnable = planner.runnable(policy)
     if runnable is None:
         return None
-    prediction = planner.estimate(runnable)
-    if wanted.latency_s is not None and prediction.block_latency_s > wanted.latency_s:
-        return None
-    return Candidate(runnable, prediction)
+    candidate = Candidate(runnable, planner.estimate(runnable))
+    return candidate if _in_time(candidate, wanted) else None
+
+
+def _in_time(candidate: Candidate, wanted: Wanted) -> bool:
+    return wanted.latency_s is None or candidate.prediction.block_latency_s <= wanted.latency_s
 
 
 def _name(kind: OffloadPolicy, attention: bool) -> str:

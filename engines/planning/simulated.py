@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 from engines.planning.host_only import HostPlanner
+from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
 from engines.planning.predict import Planner, Prediction
 from engines.planning.search import ALL_BITS, Wanted, search
 from engines.planning.style import STYLES
+from engines.planning.threads import allotted, on_threads
 from engines.planning.work import Lengths, parts, weight_bytes
 from engines.shapes import shape as shape_of
 from harness.api import (
@@ -28,15 +30,17 @@ from harness.api import (
     OffloadPolicy,
     RunRecord,
     RunSpec,
-    interpolate,
 )
 
 #: The largest batch that is looked for.
 _CEILING = 4096
 
 
-def simulate(spec: RunSpec, profile: HardwareProfile) -> RunRecord:
-    """One cell, predicted. What has no model of its way of working, or of its size, is skipped with the reason."""
+def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
+    """One cell, predicted; `lengths`: prompt and generated tokens of its requests, where they differ.
+
+    What has no model of its way of working, or of its size, is skipped with the reason.
+    """
     try:
         shape = shape_of(spec.model.id)
         if spec.engine not in STYLES:
@@ -45,19 +49,19 @@ def simulate(spec: RunSpec, profile: HardwareProfile) -> RunRecord:
         if job.prompt_len + job.gen_len > shape.max_context:
             raise HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
                                f"{shape.max_context}")  # fmt: skip
-        return _Cell(spec, shape, limited(profile, spec.limits)).record()
+        return _Cell(spec, shape, limited(profile, spec.limits), lengths).record()
     except InfeasibleError as exc:
         return RunRecord(spec, "", 0, "infeasible", str(exc), simulated=True)
     except HarnessError as exc:
         return RunRecord(spec, "", 0, "skipped", str(exc), simulated=True)
 
 
-def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> RunSpec:
+def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
     """The cell with the policy that is best for it; on a CPU the engine itself keeps what is left over of weights.
 
     Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits.
     """
-    cell = _Cell(spec, shape, limited(profile, spec.limits))
+    cell = _Cell(spec, shape, limited(profile, spec.limits), lengths)
     return replace(spec, policy=cell.best(), tune="none")
 
 
@@ -80,12 +84,18 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
         known = replace(known, host=replace(known.host, flops=flops, dtype=dtype))
     policy = spec.policy if spec.tune == "none" else load.policy
     assert policy is not None
-    lengths = Lengths(spec.workload.prompt_len, spec.workload.gen_len)
-    planner = HostPlanner(model.shape, lengths, known, len(record.requests), spec.limits.host_memory, model.dtype)
+    each = [Lengths(r.prompt_tokens, r.generated_tokens) for r in record.requests]
+    planner = HostPlanner(model.shape, _mean(each), known, each, spec.limits.host_memory, model.dtype)
     prediction = planner.predict(policy)
     assert prediction.trace is not None
     total = prediction.prefill_s + prediction.decode_s
     return Forecast(profile.name, prediction.throughput_tok_s, {"total_s": total, **prediction.trace.metrics})
+
+
+def _mean(each: Sequence[Lengths]) -> Lengths:
+    """Rounded to whole tokens."""
+    prompt, generated = (statistics.mean(of) for of in ([r.prompt for r in each], [r.generated for r in each]))
+    return Lengths(max(1, round(prompt)), max(1, round(generated)))
 
 
 def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
@@ -93,10 +103,8 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
     host, device, disk = profile.host, profile.device, profile.disk
     if limits.host_memory is not None:
         host = replace(host, memory=min(host.memory, limits.host_memory))
-    if limits.threads is not None and host.by_threads:
-        points = sorted((float(count), rate) for count, rate in host.by_threads.items())
-        share = interpolate(points, limits.threads) / interpolate(points, host.cores)
-        host = replace(host, flops={rows: share * rate for rows, rate in host.flops.items()}, cores=limits.threads)
+    if limits.threads is not None:
+        host = on_threads(host, limits.threads)
     if limits.device_memory is not None and device is not None:
         device = replace(device, memory=min(device.memory, limits.device_memory))
     if limits.disk_bandwidth is not None:
@@ -107,11 +115,14 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
 class _Cell:
     """One cell on one machine."""
 
-    def __init__(self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile) -> None:
+    def __init__(
+        self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile, ragged: Sequence[tuple[int, int]]
+    ) -> None:
         self._spec = spec
         self._shape = shape
         self._profile = profile
-        lengths = Lengths(spec.workload.prompt_len, spec.workload.gen_len)
+        each = [Lengths(*one) for one in ragged]
+        self._lengths = _mean(each) if each else Lengths(spec.workload.prompt_len, spec.workload.gen_len)
         self._planner: Planner | HostPlanner
         if profile.device is None:
             if spec.engine != "offload":
@@ -119,9 +130,13 @@ class _Cell:
             asked = spec.workload.num_requests
             # what the limit leaves is all for the model's work; without one the system needs some
             budget = profile.host.memory if spec.limits.host_memory is not None else None
-            self._planner = HostPlanner(shape, lengths, profile, None if asked == "auto" else asked, budget)
+            requests = None if asked == "auto" else each or asked
+            self._planner = HostPlanner(shape, self._lengths, profile, requests, budget)
         else:
-            self._planner = Planner(shape, lengths, profile, spec.engine)
+            stages = max(1, profile.devices)
+            if stages > 1 and spec.policy.schedule == "sweep":
+                raise HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
+            self._planner = planner_for(shape, self._lengths, profile, spec.engine, stages)
         if spec.policy.schedule not in self._planner.style.schedules:
             raise HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
 
@@ -155,9 +170,12 @@ class _Cell:
         asked = ((policy.weight_bits, policy.kv_bits),)
         bits = ALL_BITS if self._spec.tune == "search_bits" else asked
         attention = (policy.cpu_attention,) if self._profile.device is None else (False, True)
-        found = search(self._planner, Wanted([policy.schedule], bits, attention)).best
+        latency_s = self._spec.latency_s
+        threads = policy.threads or (None if self._profile.device else allotted(self._profile))
+        found = search(self._planner, Wanted([policy.schedule], bits, attention, latency_s, threads)).best
         if found is None:
-            raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits")
+            late = "" if latency_s is None else f", or ends within {latency_s:g} s"
+            raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits{late}")
         return found.policy
 
     def _largest(self) -> OffloadPolicy:
@@ -196,22 +214,22 @@ class _Cell:
 
     def _metrics(self, policy: OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:
         """Of whole blocks; a sweep has no phases."""
-        job, asked = self._spec.workload, self._spec.workload.num_requests
+        job, asked = self._lengths, self._spec.workload.num_requests
         count = policy.block_size if asked == "auto" else asked
-        generated, total = count * job.gen_len, count * job.gen_len / prediction.throughput_tok_s
+        generated, total = count * job.generated, count * job.generated / prediction.throughput_tok_s
         blocks = count / policy.block_size
         phased = policy.schedule != "sweep"
-        decoded = policy.block_size * (job.gen_len - 1)
+        decoded = policy.block_size * (job.generated - 1)
         return {
             "generation_throughput_tok_s": prediction.throughput_tok_s,
             "decode_throughput_tok_s": decoded / prediction.decode_s if phased and decoded else None,
-            "total_throughput_tok_s": (count * job.prompt_len + generated) / total,
+            "total_throughput_tok_s": (count * job.prompt + generated) / total,
             "total_s": total,
             "prefill_s": blocks * prediction.prefill_s if phased else None,
             "decode_s": blocks * prediction.decode_s if phased else None,
             "block_latency_s": prediction.block_latency_s,
             "num_requests": float(count),
-            "prompt_tokens": float(count * job.prompt_len),
+            "prompt_tokens": float(count * job.prompt),
             "generated_tokens": float(generated),
             "padding_tokens": 0.0,
             **{f"{name}_busy_s": blocks * seconds for name, seconds in prediction.used.items()},

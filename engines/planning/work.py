@@ -31,7 +31,8 @@ class Part:
     """A piece of a model between whose matrices nothing else is loaded: half a layer, or an end.
 
     `params`: values of its matrices, of which there are `matrices`, taken to be of one size; `count`: how many parts
-    there are; `quantized`: whether a policy's bits apply.
+    there are; `quantized`: whether a policy's bits apply; `met`: what of it a token meets, less than all of experts. A
+    pass is taken to ask for every expert: of eight, eight tokens miss few, and there are more.
     """
 
     name: str
@@ -41,16 +42,17 @@ class Part:
     attends: bool = False
     quantized: bool = True
     last: bool = False
+    met: float = 1.0
 
 
 def parts(shape: ModelShape) -> list[Part]:
     """Attention, feed-forward and head. Embeddings are looked up, and small beside the rest."""
-    attention = shape.hidden * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     head = shape.hidden * shape.vocab
-    rest = shape.params_per_layer - attention
+    forward = shape.forward_stored
+    matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
     return [
-        Part("attention", attention, shape.num_layers, 4, attends=True),
-        Part("feed-forward", rest, shape.num_layers, max(1, round(rest / (shape.hidden * shape.ffn)))),
+        Part("attention", shape.attention_params, shape.num_layers, 4, attends=True),
+        Part("feed-forward", forward, shape.num_layers, matrices, met=shape.forward_params / forward),
         Part("head", head, 1, 1, quantized=False, last=True),
     ]
 

@@ -30,6 +30,21 @@ class ModelShape:
     params_total: int
     params_idle: int = 0
 
+    @property
+    def attention_params(self) -> int:
+        """Of one layer's matrices those around attention: queries, keys, values and output."""
+        return self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def forward_params(self) -> int:
+        """Of one layer's matrices those of its feed-forward that a token meets."""
+        return self.params_per_layer - self.attention_params
+
+    @property
+    def forward_stored(self) -> int:
+        """The same with the experts that it does not meet."""
+        return self.forward_params + self.params_idle // self.num_layers
+
     def flops(self, new_tokens: int, context: float, logits: int) -> float:
         """Floating-point operations to run `new_tokens` tokens attending to `context` earlier ones on average.
 

@@ -34,15 +34,17 @@ class ModelSpec:
 class WorkloadSpec:
     """Synthetic requests: `num_requests` prompts of `prompt_len` random tokens, `gen_len` new tokens each.
 
-    `auto` runs whole blocks at the engine's own batch, as many as it needs for a steady state.
+    `auto` runs whole blocks at the engine's own batch, as many as it needs for a steady state. Of kind `trace` the
+    lengths are those of a file's lines instead, `prompt_len` and `gen_len` the most that is taken of each.
     """
 
     __pydantic_config__ = FORBID
 
-    kind: Literal["synthetic"] = "synthetic"
+    kind: Literal["synthetic", "trace"] = "synthetic"
     prompt_len: int = 128
     gen_len: int = 16
     num_requests: int | Literal["auto"] = "auto"
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class RunSpec:
     seed: int = 0
     warmup: int = 1
     timeout_s: float = 1800.0
+    latency_s: float | None = None  # of a block, from its first token to its last, where the policy is searched
     repeats: int = 3
     # labels: they change what is shown, never what is measured
     suite: str = ""
@@ -160,6 +163,8 @@ class RunSpec:
     _LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
     #: Fields that came later: where they are left alone, what was measured before them is still the same.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "": {"latency_s": None},
+        "workload": {"trace": ""},
         "policy": {"weight_groups": "input", "overlap": True, "nano_batches": 1, "nano_overlap": True},
         "limits": {"disk_bandwidth": None},
     }
@@ -168,7 +173,9 @@ class RunSpec:
         """Stable hash (16 hex digits) of all that is measured; labels, repeats and the timeout are left out."""
         body = {k: v for k, v in to_json(self).items() if k not in self._LABELS}
         for section, later in self._LATER.items():
-            body[section] = {k: v for k, v in body[section].items() if k not in later or v != later[k]}
+            kept = body[section] if section else body
+            kept = {k: v for k, v in kept.items() if k not in later or v != later[k]}
+            body = body | {section: kept} if section else kept
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from engines import shapes
+from engines import checkpoints, shapes
 from harness.api import HarnessError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-LARGE = ("175b", "66b", "30b", "65b", "70b", "70B")
+LARGE = ("175b", "66b", "30b", "65b", "70b", "70B", "72B", "32B", "22B-v0.1")
 
 
 def meta_model(model_id):
@@ -21,8 +21,7 @@ def agree(model_id) -> None:
     model, shape = meta_model(model_id), shapes.shape(model_id)
     assert shape.params_total == sum(p.numel() for p in model.parameters())
     layers = model.model.decoder.layers if shape.family == "opt" else model.model.layers
-    linear = [m.weight.numel() for m in layers[0].modules() if isinstance(m, torch.nn.Linear)]
-    assert shape.params_per_layer == sum(linear)
+    assert shape == checkpoints._shape(model.config, model)
     assert (len(layers), model.config.vocab_size) == (shape.num_layers, shape.vocab)
     assert model.config.max_position_embeddings == shape.max_context
 
@@ -42,6 +41,8 @@ def test_published_totals() -> None:
     assert shapes.shape("facebook/opt-175b").params_total == 174_604_468_224
     assert shapes.shape("meta-llama/Meta-Llama-3-8B").params_total == 8_030_261_248
     assert shapes.shape("meta-llama/Llama-3.2-1B").params_total == 1_235_814_400
+    assert shapes.shape("Qwen/Qwen2.5-7B").params_total == 7_615_616_512
+    assert shapes.shape("mistralai/Mixtral-8x7B-v0.1").params_total == 46_702_792_704
 
 
 def test_long_context_models_scale_their_rotary_frequencies() -> None:

@@ -14,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
+from engines.offload.layout import matrices_of
 from engines.planning import published
+from engines.planning.host_only import HostPlanner
 from engines.planning.memory import capacity, peak, rows
+from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
 from engines.planning.predict import Planner
 from engines.planning.resident import Devices, operations, optimal_tok_s
 from engines.planning.search import Wanted, search
+from engines.planning.threads import allotted, on_threads
 from engines.planning.work import Lengths, by_whole_matrices, parts
 from engines.shapes import CATALOGUE, shape
 from harness import hardware
@@ -250,9 +254,10 @@ def test_a_latency_is_kept() -> None:
 
 
 def made(model: str = OPT_30B, prompt: int = 512, generated: int = 32, machine: str = "t4_gcp", engine: str = "offload",
-         policy: OffloadPolicy | None = None, latency: float | None = None) -> dict[str, object]:  # fmt: skip
+         policy: OffloadPolicy | None = None, latency: float | None = None,
+         stages: int | None = None) -> dict[str, object]:  # fmt: skip
     return plan(model, prompt, generated, PROFILES[machine], engine, schedules=("row", "zigzag", "sweep"),
-                bits=[(16, 16)], latency_s=latency, policy=policy)  # fmt: skip
+                bits=[(16, 16)], latency_s=latency, policy=policy, stages=stages)  # fmt: skip
 
 
 def test_a_plan_is_a_policy_that_predicts_the_same_when_given_back() -> None:
@@ -274,6 +279,8 @@ def test_a_plan_is_a_policy_that_predicts_the_same_when_given_back() -> None:
         ({"engine": "vllm"}, "no plans are made for engine 'vllm'"),
         ({"machine": "laptop_cpu", "engine": "accelerate"}, "only offload is planned there"),
         ({"generated": 0}, "at least one token"),
+        ({"stages": 49}, "has 48 layers: too few for 49 stages"),
+        ({"machine": "laptop_cpu", "stages": 2}, "stages are planned for devices only"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: dict[str, object], words: str) -> None:
@@ -298,6 +305,68 @@ def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
     peaks, room = found["predicted"]["peak_bytes"], capacity(PROFILES[machine])
     assert all(peaks[tier] <= getattr(room, tier) for tier in ("device", "host", "disk"))
     assert model in CATALOGUE
+
+
+def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> None:
+    lengths, profile = Lengths(512, 32), PROFILES["t4_gcp"]
+    one = planner_for(shape(OPT_30B), lengths, profile, "flexgen_ref", 1)
+    four = planner_for(shape(OPT_30B), lengths, profile, "flexgen_ref", 4)
+    held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
+    rates = []
+    for batches in (1, 2, 4, 8):
+        policy = OffloadPolicy(48, batches, "zigzag", cpu_attention=True, **held)
+        apart, together = one.predict(policy), four.predict(policy)
+        assert together.throughput_tok_s < 4.2 * apart.throughput_tok_s  # the head is the last stage's alone
+        assert together.peak.host < 0.3 * apart.peak.host
+        rates.append(together.throughput_tok_s / apart.throughput_tok_s)
+    assert rates == sorted(rates)
+    assert rates[0] < 1.3
+    assert rates[-1] > 2.5
+
+
+def test_devices_of_one_host_share_it() -> None:
+    found = made("facebook/opt-66b", machine="v100x4")
+    assert found["stages"] == 4
+    assert found["predicted"]["peak_bytes"]["host"] <= PROFILES["v100x4"].host.memory / 4
+    assert found["policy"]["schedule"] != "sweep"
+
+
+def test_threads_are_left_to_the_streams_and_none_are_idle_for_nothing() -> None:
+    laptop = PROFILES["laptop_cpu"]
+    assert allotted(laptop) is None  # nobody has measured fewer threads there
+
+    def measured(cores: int, by_threads: dict[str, float]) -> HardwareProfile:
+        return replace(laptop, host=replace(laptop.host, cores=cores, by_threads=by_threads))
+
+    assert allotted(measured(4, {"1": 1e11, "4": 4e11})) is None
+    assert allotted(measured(16, {"1": 1e11, "16": 16e11})) == 11
+    saturated = measured(56, {"1": 1e11, "16": 12e11, "32": 12e11, "56": 9e11})
+    assert allotted(saturated) == 16
+    slower = on_threads(saturated.host, 1)
+    assert slower.cores == 1
+    assert slower.flops["256"] == pytest.approx(saturated.host.flops["256"] / 9)
+    found = plan("facebook/opt-1.3b", 64, 8, saturated, "offload", schedules=("row",), bits=[(16, 16)],
+                 latency_s=None, policy=None, stages=None)  # fmt: skip
+    assert found["policy"]["threads"] == 16
+
+
+def test_experts_are_stored_whole_and_multiplied_in_part() -> None:
+    model = shape("mistralai/Mixtral-8x7B-v0.1")
+    attention, forward, head = parts(model)
+    stored = sum(part.params * part.count for part in (attention, forward, head))
+    assert stored + model.vocab * model.hidden == pytest.approx(model.params_total, rel=1e-4)
+    assert forward.met == pytest.approx(0.25, rel=1e-3)
+    matrices = matrices_of(model)
+    assert sum(m.rows * m.columns for m in matrices) == pytest.approx(stored, rel=1e-4)
+    assert {m.expert for m in matrices if m.group == "layer3"} == {None, 0, 1, 2, 3}
+    resident = PROFILES["a100_80g_sxm_x8"]
+    mixture = plan("mistralai/Mixtral-8x7B-v0.1", 512, 32, resident, "offload", schedules=("zigzag",),
+                   bits=[(16, 16)], latency_s=None, policy=None, stages=None)  # fmt: skip
+    assert mixture["predicted"]["peak_bytes"]["device"] > 0.1 * 2 * model.params_total
+    laptop = HostPlanner(model, Lengths(64, 8), PROFILES["laptop_cpu"])
+    found = laptop.predict(OffloadPolicy(16, schedule="sweep", weight_bits=4))
+    assert found.used["disk"] > 0
+    assert found.used["host"] > 16 * 8 * model.flops(1, 0, 1) / max(PROFILES["laptop_cpu"].host.flops.values())
 
 
 def test_triples_are_given_whole() -> None:

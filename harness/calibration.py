@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 from harness import hardware, registry
 from harness.api import HardwareProfile
 from harness.listing import show
+
+#: Rows, and a matrix, of the product that is taken beside launches too.
+_ROWS, _PRODUCT = 256, (2048, 8192)
 
 
 def calibrate(
@@ -22,7 +26,10 @@ def calibrate(
     hardware.require_writable(path)
     cache.mkdir(parents=True, exist_ok=True)
     found = registry.calibrate(cache, cache, quick, report)
-    profile = dataclasses.replace(found, host_id=hardware.host_id())
+    dtype = found.host.dtype
+    probe = registry.gemm_rates([dtype], [_ROWS], *_PRODUCT, None)[dtype][str(_ROWS)]
+    host = dataclasses.replace(found.host, probed=statistics.median(probe))
+    profile = dataclasses.replace(found, host=host, host_id=hardware.host_id())
     profile.validate()
     hardware.save(profile, path)
     return profile, path

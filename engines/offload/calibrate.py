@@ -77,12 +77,13 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
     report("the engine beside its products")
     kinds: Sequence[Bits] = (16, 4) if quick else (16, 8, 4, 3)
-    beside = calibrate_engine.measure(cache, product.dtype, kinds, rounds)
+    beside = calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
     for bits in map(str, kinds):
         samples[f"host.prompts.{bits}"] = list(beside.prompts[bits])
         samples[f"host.cached.{bits}"] = list(beside.cached[bits])
     samples["host.elementwise"] = list(beside.elementwise)
     samples["host.layer_call_s"] = list(beside.layer_call_s)
+    samples["host.beside_disk"] = list(beside.beside_disk)
     report("disk")
     size = (256 if quick else 1024) << 20
     try:
@@ -107,6 +108,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             dequantize=rates["host.dequantize"],
             elementwise=rates["host.elementwise"],
             layer_call_s=rates["host.layer_call_s"],
+            beside_disk=rates["host.beside_disk"],
             cores=threads,
             by_threads=_curve(rates, "host.by_threads."),
             dtype=product.dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,7 @@ class Beside:
     cached: Mapping[str, Sequence[float]]
     elementwise: Sequence[float]
     layer_call_s: Sequence[float]
+    beside_disk: Sequence[float]
 
 
 def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> Beside:
@@ -59,7 +60,22 @@ def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> Be
                     cached.setdefault(str(bits), []).append(found[1])
                     elementwise.append(found[2])
                     calls.append(found[3])
-    return Beside(prompts, cached, elementwise, calls)
+        shares = _beside_disk(model, Path(folder), cache, dtype, -(-rounds // 2))
+    return Beside(prompts, cached, elementwise, calls, shares)
+
+
+def _beside_disk(model: LocalModel, folder: Path, cache: Path, dtype: Dtype, rounds: int) -> list[float]:
+    """Of the rate of products with weights in memory, what is left while others stream; in turns."""
+    held, streamed = _policy(16, dtype), replace(_policy(16, dtype), weights=(0.0, 0.0, 1.0))
+    found = []
+    for _ in range(rounds):
+        seconds = []
+        for policy in (held, streamed):
+            with _loaded(model, folder, cache, policy) as engine:
+                _run(engine, _FEW)
+                seconds.append(_run(engine, _SHORT)["task_products_s"])
+        found.append(min(1.0, seconds[0] / seconds[1]))
+    return found
 
 
 def _rounds(engine: OffloadEngine, rounds: int) -> Iterator[tuple[float, float, float, float]]:
@@ -106,12 +122,11 @@ def _policy(bits: Bits, dtype: Dtype) -> OffloadPolicy:
 
 @contextmanager
 def _loaded(model: LocalModel, folder: Path, cache: Path, policy: OffloadPolicy) -> Iterator[OffloadEngine]:
-    """The engine with all weights in memory."""
+    """The engine, ready."""
     engine = OffloadEngine()
-    scratch = folder / f"scratch-{policy.kv_bits}"
-    scratch.mkdir()
-    try:
-        engine.load(model, policy, HardwareLimits(), Job(scratch, cache, 1024, 512))
-        yield engine
-    finally:
-        engine.close()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        try:
+            engine.load(model, policy, HardwareLimits(), Job(Path(scratch), cache, 1024, 512))
+            yield engine
+        finally:
+            engine.close()

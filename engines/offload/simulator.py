@@ -104,6 +104,7 @@ class Simulator:
         rows = [sum(part.count for part in batch) for batch in batches]
         wanted = [sum(part.sequence.wants(part.count) for part in batch) for batch in batches]
         attention = [sum(map(self._attention, batch)) for batch in batches]
+        slower = self._contended(rows, wanted)
         arrived: dict[int, float] = {}
         ops = self._ops_of(len(batches))
         taken = {op.block for op in ops if op.kind == "attend"}
@@ -115,7 +116,7 @@ class Simulator:
                 counts = wanted if block.file.startswith(OUTSIDE) else rows
                 count = sum(counts) if op.batch < 0 else counts[op.batch]
                 self._wait(arrived.get(op.block, 0.0))
-                self._compute(block.matrix, self._product(block, count))
+                self._compute(block.matrix, slower * self._product(block, count))
                 if op.block in arrived and op.batch in (-1, len(batches) - 1):
                     self._freed.append(self._cores)
             elif op.kind == "attend" or (op.block in self._attends and op.block not in taken):
@@ -125,6 +126,16 @@ class Simulator:
                 self._compute(BETWEEN, attention[op.batch])
                 self.timeline.add("attention", "attention", began, self._cores)
         self.timeline.end_pass(sum(rows))
+
+    def _contended(self, rows: Sequence[int], wanted: Sequence[int]) -> float:
+        """By how much products take longer in a pass, as the disk's traffic takes its part of the memory's."""
+        share = self._machine.host.beside_disk or 1.0
+        pairs = list(zip(self._placed.blocks, self._streamed, strict=True))
+        disk = sum(block.span for block, on_disk in pairs if on_disk) / self._read
+        if share == 1.0 or not disk or not self._policy.overlap:
+            return 1.0
+        whole = sum(self._product(b, sum(wanted if b.file.startswith(OUTSIDE) else rows)) for b, _ in pairs)
+        return min(1 / share, 1 + (1 - share) * disk / whole)
 
     def _ops_of(self, batches: int) -> list[Op]:
         if batches not in self._ops:

@@ -25,15 +25,19 @@ from harness.api import (
     InfeasibleError,
     LoadReport,
     LocalModel,
+    MachineRates,
     MemoryLimit,
     ModelShape,
     OffloadPolicy,
+    Processor,
     RunRecord,
     RunSpec,
 )
 
 #: The largest batch that is looked for.
 _CEILING = 4096
+#: Rows of the product that is measured both in calibration and beside launches.
+_PROBED_ROWS = "256"
 
 
 def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
@@ -68,28 +72,57 @@ def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths
 def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     """What the model says of a launch on a machine without a device, in the dtype in which it computed.
 
-    Where that is not the profile's, the rates measured beside the launch stand in; None where there are none. Raises
-    HarnessError for what cannot be planned.
+    From the profile, brought to the minute of the launch by the rates measured beside it; those alone where the dtype
+    is not the profile's, and None where there are none either. Raises HarnessError for what cannot be planned.
     """
     spec, model, load = record.spec, record.model, record.load
     assert model is not None
     assert load is not None
-    known = limited(profile, spec.limits)
-    dtype = cast(Dtype, load.compute_dtype)
-    if dtype != known.host.dtype:
-        curve = record.machine.gemm_flops.get(dtype) if record.machine else None
-        if not curve:
-            return None
-        flops = {rows: statistics.median(samples) for rows, samples in curve.items()}
-        known = replace(known, host=replace(known.host, flops=flops, dtype=dtype))
+    known = _at_the_time(profile, record.machine, cast(Dtype, load.compute_dtype))
+    if known is None:
+        return None
     policy = spec.policy if spec.tune == "none" else load.policy
     assert policy is not None
     each = [Lengths(r.prompt_tokens, r.generated_tokens) for r in record.requests]
-    planner = HostPlanner(model.shape, _mean(each), known, each, spec.limits.host_memory, model.dtype)
+    limits, budget = limited(known, spec.limits), spec.limits.host_memory
+    planner = HostPlanner(model.shape, _mean(each), limits, each, budget, model.dtype)
     prediction = planner.predict(policy)
     assert prediction.trace is not None
     total = prediction.prefill_s + prediction.decode_s
     return Forecast(profile.name, prediction.throughput_tok_s, {"total_s": total, **prediction.trace.metrics})
+
+
+def _at_the_time(profile: HardwareProfile, machine: MachineRates | None, dtype: Dtype) -> HardwareProfile | None:
+    """The profile as its machine was when `machine` was measured, for arithmetic in `dtype`; None where unknown."""
+    host, disk = profile.host, profile.disk
+    curve = machine.gemm_flops.get(dtype) if machine else None
+    if machine is not None and machine.disk_read:
+        disk = replace(disk, read=statistics.median(machine.disk_read))
+    if dtype != host.dtype:
+        if not curve:
+            return None
+        flops = {rows: statistics.median(samples) for rows, samples in curve.items()}
+        host = replace(host, flops=flops, dtype=dtype)
+    elif curve and host.probed and _PROBED_ROWS in curve:
+        host = _faster(host, statistics.median(curve[_PROBED_ROWS]) / host.probed)
+    return replace(profile, host=host, disk=disk)
+
+
+def _faster(host: Processor, times: float) -> Processor:
+    """A host whose cores do so many times as much in a second."""
+
+    def scaled(curve: Mapping[str, float]) -> dict[str, float]:
+        return {at: times * rate for at, rate in curve.items()}
+
+    return replace(
+        host,
+        flops=scaled(host.flops),
+        prompts=scaled(host.prompts),
+        cached=scaled(host.cached),
+        dequantize=host.dequantize and times * host.dequantize,
+        elementwise=host.elementwise and times * host.elementwise,
+        layer_call_s=host.layer_call_s and host.layer_call_s / times,
+    )
 
 
 def _mean(each: Sequence[Lengths]) -> Lengths:

@@ -25,6 +25,8 @@ class Processor:
     `bandwidth` where they are missing. `attention_call_s`: seconds around one sequence's head in the attention of an
     engine that calls a library for it. `elementwise`: values/s (rows times hidden size, a layer) that pass through what
     is between products, and `layer_call_s`: seconds that a pass takes in a layer besides; no time where missing.
+    `beside_disk`: the part of the products' rate that is left while weights stream from the disk; all where missing.
+    `probed`: FLOP/s at 256 rows by the measure that is also taken beside each launch: how far a machine has drifted.
     `memory`: bytes that programs can have.
     `by_threads`: FLOP/s at 256 rows on so many threads. `dtype`: in which `flops` were measured.
     """
@@ -43,6 +45,8 @@ class Processor:
     attention_call_s: float | None = None
     elementwise: float | None = None
     layer_call_s: float | None = None
+    beside_disk: float | None = None
+    probed: float | None = None
     cores: int = 1
     by_threads: Mapping[str, float] = field(default_factory=dict)
     dtype: Dtype = "float32"

@@ -37,6 +37,7 @@ class Wanted:
     """What may be chosen, and what must hold.
 
     `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last. `threads`: that compute.
+    `requests`: of the whole job; a block has no room for more.
     """
 
     schedules: Sequence[Schedule] = get_args(Schedule)
@@ -44,6 +45,7 @@ class Wanted:
     cpu_attention: Sequence[bool] = (False, True)
     latency_s: float | None = None
     threads: int | None = None
+    requests: int | None = None
 
 
 class Predictor(Protocol):
@@ -114,8 +116,10 @@ def _tried(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> list[Cand
 
     def score(at: tuple[int, int]) -> float:
         if at not in tried:
-            policy = replace(kind, gpu_batch_size=_BATCHES[at[0]], num_gpu_batches=numbers[at[1]])
-            tried[at] = _candidate(planner, policy, wanted)
+            size, number = _BATCHES[at[0]], numbers[at[1]]
+            if wanted.requests is not None:
+                size = min(size, -(-wanted.requests // number))
+            tried[at] = _candidate(planner, replace(kind, gpu_batch_size=size, num_gpu_batches=number), wanted)
         candidate = tried[at]
         return candidate.prediction.throughput_tok_s if candidate else 0.0
 

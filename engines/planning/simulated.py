@@ -200,12 +200,14 @@ class _Cell:
     def best(self) -> OffloadPolicy:
         """The policy that the search finds in the cell's order. Raises InfeasibleError where none fits."""
         policy = self._spec.policy
-        asked = ((policy.weight_bits, policy.kv_bits),)
-        bits = ALL_BITS if self._spec.tune == "search_bits" else asked
+        own = ((policy.weight_bits, policy.kv_bits),)
+        bits = ALL_BITS if self._spec.tune == "search_bits" else own
         attention = (policy.cpu_attention,) if self._profile.device is None else (False, True)
         latency_s = self._spec.latency_s
         threads = policy.threads or (None if self._profile.device else allotted(self._profile))
-        found = search(self._planner, Wanted([policy.schedule], bits, attention, latency_s, threads)).best
+        asked = self._spec.workload.num_requests
+        requests = None if asked == "auto" else asked
+        found = search(self._planner, Wanted([policy.schedule], bits, attention, latency_s, threads, requests)).best
         if found is None:
             late = "" if latency_s is None else f", or ends within {latency_s:g} s"
             raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits{late}")

@@ -242,6 +242,14 @@ def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
     assert 2.5 < found.prediction.throughput_tok_s < 4.2
 
 
+def test_a_block_has_no_room_for_more_than_the_job() -> None:
+    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, 1.5e9)
+    for schedule in ("row", "zigzag", "sweep"):
+        found = search(planner, Wanted([schedule], cpu_attention=(False,), requests=33)).best
+        assert found is not None
+        assert found.policy.block_size < 33 + found.policy.num_gpu_batches
+
+
 def test_a_latency_is_kept() -> None:
     planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
     last = 0.0

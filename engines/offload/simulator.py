@@ -70,6 +70,7 @@ class Simulator:
         groups = [str(i // each) for i in range(len(spans))]
         self._turns = turns_of(spans, groups, before, placed.plan.slots) if policy.nano_batches > 1 else ()
         self._ops: dict[int, list[Op]] = {}
+        self._seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # of products, by block, bytes and rows
         self.timeline = Timeline()
         self._cores = self._disk = 0.0  # when each is free
         self._freed: deque[float] = deque()  # when slots became free, in the order in which they are taken again
@@ -166,9 +167,15 @@ class Simulator:
     def _product(self, block: Block, rows: int) -> float:
         if not rows:
             return 0.0
-        values = block.shape[0] * block.shape[1]
         if block.matrix in self._placed.experts:
             rows = math.ceil(rows * self._placed.shape.forward_params / self._placed.shape.forward_stored)
+        key = (block.shape, block.nbytes, rows)
+        if key not in self._seconds:
+            self._seconds[key] = self._multiplied(block, rows)
+        return self._seconds[key]
+
+    def _multiplied(self, block: Block, rows: int) -> float:
+        values = block.shape[0] * block.shape[1]
         counted = rows_for(rows, DTYPE_BYTES[self._machine.host.dtype])
         seconds = self._machine.products(counted, values, block.nbytes)
         packed = not isinstance(block.stored, Plain)

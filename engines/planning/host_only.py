@@ -24,7 +24,7 @@ BEFORE_ATTENTION = 3
 #: Small tensors of a layer, norms and biases, in hidden sizes.
 _SMALL = 16
 #: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
-_BLOCKS = 1024
+_BLOCKS = 256
 #: Blocks of requests in a job that is long enough for a steady state.
 _LONG = 3
 #: Of the host's memory what the system and idle processes take.
@@ -79,7 +79,10 @@ class HostPlanner:
         realised = self.placed(policy)
         if policy.schedule == "sweep":
             realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
-        return closed_form.predict(realised)
+        found = closed_form.predict(realised)
+        # the closed form's device is what multiplies: here the host, which attends too
+        used = {"host": found.used["device"] + found.used["host"], "disk": found.used["disk"]}
+        return replace(found, used=used, bottleneck=max(used, key=lambda name: used[name]))
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""

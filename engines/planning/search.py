@@ -21,8 +21,10 @@ _NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 _STRIDE = 3
 #: Kinds whose estimates are behind by less are predicted.
 _CLOSE = 0.15
-#: Of each of these kinds so many of the fastest.
-_PREDICTED = 4
+#: Of each of these kinds so many of the fastest, beside the soonest of them.
+_PREDICTED = 1
+#: Kinds of which there are predictions.
+_KINDS = 3
 #: Throughputs that differ by less are taken to be the same.
 _ALIKE = 0.01
 
@@ -77,12 +79,14 @@ class Found:
 def search(planner: Predictor, wanted: Wanted) -> Found:
     """The policy of the highest throughput under all constraints.
 
-    By estimates; of kinds whose best are nearly as good as the best of all, predictions of a few decide.
+    By estimates; of the few kinds whose best are nearly as good as the best of all, predictions of a few decide.
     """
     tried = {_name(kind, len(wanted.cpu_attention) > 1): _tried(planner, kind, wanted) for kind in _kinds(wanted)}
     found = {name: _soonest(candidates) for name, candidates in tried.items()}
     most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
-    close = [name for name, c in found.items() if c and c.prediction.throughput_tok_s >= (1 - _CLOSE) * most]
+    estimates = {name: c.prediction.throughput_tok_s for name, c in found.items() if c is not None}
+    fastest = sorted(estimates, key=lambda name: -estimates[name])[:_KINDS]
+    close = [name for name in fastest if estimates[name] >= (1 - _CLOSE) * most]
     for name in close:
         found[name] = _confirmed(planner, tried[name], wanted)
     best = _soonest(c for name in close if (c := found[name]))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from engines.offload.layout import blocks_of, matrices_of
+from engines.offload.layout import Block, blocks_of, matrices_of
 from engines.offload.rehearsal import Numbers
 from engines.offload.simulator import Placed, Simulator
-from engines.offload.storage import storages
+from engines.offload.storage import Storage, storages
 from engines.offload.tiers import Demand, attention_memory, place
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
@@ -136,12 +137,7 @@ def placed(
 ) -> Placed:  # fmt: skip
     """What the engine would place where for such requests within `budget` bytes. Raises InfeasibleError as it does."""
     layers, outside, cache = storages(dtype, policy)
-    matrices = matrices_of(shape)
-    how = [layers if m.in_layer else outside for m in matrices]
-    values = sum(m.rows * m.columns for m in matrices)
-    blocks = blocks_of(matrices, how)
-    if len(blocks) > _BLOCKS:
-        blocks = blocks_of(matrices, how, values // _BLOCKS)
+    blocks, experts = _pieces(shape, layers, outside)
     longest = max(r.prompt + r.generated for r in requests)
     mean = sum(r.prompt + r.generated / 2 for r in requests) / len(requests)
     largest = max(b.shape[0] * b.shape[1] for b in blocks)
@@ -157,8 +153,18 @@ def placed(
         max_sequence=longest,
         mean_sequence=int(mean),
     )
-    experts = {m.name for m in matrices if m.expert is not None}
     return Placed(shape, blocks, cache, place(demand, policy, budget), experts)
+
+
+@lru_cache(maxsize=64)
+def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Sequence[Block], frozenset[str]]:
+    """The blocks of a model whose layers and whose other matrices are stored so, and which matrices are experts'."""
+    matrices = matrices_of(shape)
+    how = [layers if m.in_layer else outside for m in matrices]
+    blocks = blocks_of(matrices, how)
+    if len(blocks) > _BLOCKS:
+        blocks = blocks_of(matrices, how, sum(m.rows * m.columns for m in matrices) // _BLOCKS)
+    return blocks, frozenset(m.name for m in matrices if m.expert is not None)
 
 
 def sequences_of(requests: Sequence[Lengths]) -> list[Numbers]:

@@ -221,7 +221,7 @@ class Runner:
             return None
         try:
             return registry.forecast(record, self._host(step))
-        except HarnessError as exc:
+        except Exception as exc:  # what was measured is kept, whatever becomes of its prediction
             self._progress.note(f"{record.spec.name}: not predicted: {exc}")
             return None
 

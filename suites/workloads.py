@@ -48,6 +48,8 @@ class Traced:
         try:
             with Path(self.trace).open(encoding="utf-8", newline="") as file:
                 lines = list(itertools.islice(self._lines(file), count))
+        except csv.Error as exc:
+            raise HarnessError(f"trace {self.trace} is no CSV: {exc}") from None
         except (OSError, UnicodeDecodeError) as exc:
             reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
             raise HarnessError(f"trace {self.trace} cannot be read: {reason}; give a CSV file") from None

@@ -68,7 +68,11 @@ class Simulator:
         before = [layer * each + attends_after for layer in range(layers)]
         self._attends = {spans[i - 1].stop - 1 for i in before}
         groups = [str(i // each) for i in range(len(spans))]
-        self._turns = turns_of(spans, groups, before, placed.plan.slots) if policy.nano_batches > 1 else ()
+        self._turns = (
+            turns_of(spans, groups, before, placed.plan.slots)
+            if policy.nano_batches > 1 and policy.nano_overlap
+            else ()
+        )
         self._ops: dict[int, list[Op]] = {}
         self._seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # of products, by block, bytes and rows
         self.timeline = Timeline()

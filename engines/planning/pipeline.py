@@ -22,7 +22,8 @@ class PipelinePlanner(Planner):
 
     def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int) -> None:
         layers = math.ceil(shape.num_layers / stages)
-        super().__init__(replace(shape, num_layers=layers), lengths, _part(profile), engine)
+        idle = shape.params_idle * layers // shape.num_layers
+        super().__init__(replace(shape, num_layers=layers, params_idle=idle), lengths, _part(profile), engine)
         self.stages = stages
         self._between = profile.between
 

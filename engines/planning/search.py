@@ -89,7 +89,8 @@ def search(planner: Predictor, wanted: Wanted) -> Found:
     close = [name for name in fastest if estimates[name] >= (1 - _CLOSE) * most]
     for name in close:
         found[name] = _confirmed(planner, tried[name], wanted)
-    best = _soonest(c for name in close if (c := found[name]))
+    # where what was close is late after all, the best of the others by estimate
+    best = _soonest(c for name in close if (c := found[name])) or _soonest(c for c in found.values() if c)
     rejected = [(name, c, _reason(c, best)) for name, c in found.items() if c is None or c is not best]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return Found(best, rejected)

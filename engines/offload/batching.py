@@ -12,6 +12,7 @@ import numpy as np
 
 from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.pool import PagePool, page_names
+from harness.api import OffloadPolicy
 
 
 class Waiting(Protocol):
@@ -32,6 +33,14 @@ class Waiting(Protocol):
 
 
 S = TypeVar("S", bound=Waiting)
+
+#: After so many blocks of requests a sweep's start and end no longer weigh much in its throughput.
+_SWEEP_BLOCKS = 4
+
+
+def steady_blocks(policy: OffloadPolicy) -> int:
+    """How many blocks of requests it takes until throughput no longer changes."""
+    return _SWEEP_BLOCKS if policy.schedule == "sweep" else 1
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,8 @@ class Batcher(ABC, Generic[S]):
             if part.sequence not in self._running:  # it has made room for an older one
                 continue
             missing = pages_for(part.sequence.cached + part.count) - len(part.sequence.pages)
+            if missing <= 0:
+                continue
             while missing > self._cache.free_pages and (youngest := next(reversed(self._running))) is not part.sequence:
                 self._put_back(youngest)
             if missing <= self._cache.free_pages:
@@ -133,6 +144,8 @@ class Batcher(ABC, Generic[S]):
     def _publish(self, part: Part[S]) -> None:
         """Lets others find the pages that this pass fills."""
         sequence, end = part.sequence, part.sequence.cached + part.count
+        if sequence.cached // PAGE_TOKENS == end // PAGE_TOKENS:
+            return
         names = self._names.setdefault(sequence, [])
         page_names(sequence.tokens, names, end)
         for i in range(sequence.cached // PAGE_TOKENS, end // PAGE_TOKENS):

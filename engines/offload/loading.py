@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engines.offload import gemm, tiers
+from engines.offload.batching import steady_blocks
 from engines.offload.executor import Executor
 from engines.offload.kernels import Kernels
 from engines.offload.kv_cache import PagedCache
@@ -25,9 +26,6 @@ from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
 from engines.offload.weights import Converted, convert
 from harness.api import DTYPE_BYTES, Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy
-
-#: Blocks of requests after which a sweep's start and end no longer weigh much in its throughput.
-_SWEEP_BLOCKS = 4
 
 
 class Loading:
@@ -140,7 +138,7 @@ class Loading:
             policy=realised,
             compute_dtype=self._arithmetic.dtype,
             weights_by_tier=(on_device, total - on_disk - on_device, on_disk),
-            steady_blocks=_SWEEP_BLOCKS if policy.schedule == "sweep" else 1,
+            steady_blocks=steady_blocks(policy),
             notes=tuple(filter(None, self._notes)),
         )
 

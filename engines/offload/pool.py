@@ -88,6 +88,8 @@ class PagePool:
 
     def _next_home(self) -> int:
         """Where the next page is taken: 0 in memory, 1 on disk."""
+        if not self._share:
+            return 0
         taken = self.pages - self.free_pages
         wanted = int(self.taken_on_disk + 0.5 < self._share * (taken + 1))
         return wanted if len(self._free[wanted]) else 1 - wanted

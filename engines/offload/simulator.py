@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from engines.offload.batching import Part, split
-from engines.offload.layout import OUTSIDE, Block
+from engines.offload.layout import OUTSIDE, Block, aligned
 from engines.offload.padding import rows_for
+from engines.offload.pages import PAGE_TOKENS, pages_for, record_bytes
 from engines.offload.pool import PagePool
 from engines.offload.rehearsal import Numbers, batcher_for
 from engines.offload.schedule import Op, pass_ops, turns_of
 from engines.offload.storage import Plain, Storage
 from engines.offload.tiers import Plan
-from engines.offload.timeline import BETWEEN, Timeline
+from engines.offload.timeline import BETWEEN, PassSums, Timeline
+from engines.offload.virtual_disk import VirtualDisk, VirtualPages
 from engines.planning.machine import Machine, attention_rate, unpack_rate
 from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
@@ -40,9 +42,24 @@ class Placed:
     experts: Collection[str] = ()
 
     @property
+    def on_disk(self) -> int:
+        """Bytes of weights and cache there."""
+        pages = self.plan.disk_pages * self.shape.num_layers * record_bytes(self.shape, self.cache)
+        return pages + sum(b.nbytes for b, streamed in zip(self.blocks, self.streamed, strict=True) if streamed)
+
+    @property
     def streamed(self) -> list[bool]:
         """Which blocks are on disk."""
         return [i not in self.plan.resident for i in range(len(self.blocks))]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """How a pass went: what it took, and where it left the disk and the ring."""
+
+    seconds: float
+    sums: PassSums
+    ended: tuple[float, ...]
 
 
 class Simulator:
@@ -66,7 +83,9 @@ class Simulator:
         layers = placed.shape.num_layers
         each = (len(spans) - 1) // layers  # the head is a matrix too
         before = [layer * each + attends_after for layer in range(layers)]
-        self._attends = {spans[i - 1].stop - 1 for i in before}
+        #: Blocks after which there is a layer's attention, and those with which a layer that is not the last one ends.
+        self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(before)}
+        self._ends = {spans[layer * each - 1].stop - 1 for layer in range(1, layers)}
         groups = [str(i // each) for i in range(len(spans))]
         self._turns = (
             turns_of(spans, groups, before, placed.plan.slots)
@@ -76,9 +95,14 @@ class Simulator:
         self._ops: dict[int, list[Op]] = {}
         self._seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # of products, by block, bytes and rows
         self.timeline = Timeline()
-        self._cores = self._disk = 0.0  # when each is free
+        self._cores = 0.0  # when they are free
+        self._disk = VirtualDisk(self._read, machine.profile.disk.write, self.timeline)
+        record = record_bytes(placed.shape, placed.cache)
+        self._pages = VirtualPages(self._disk, layers, record, policy.overlap) if placed.plan.disk_pages else None
+        self._parked = policy.activations[2] if policy.activations else 0.0
         self._freed: deque[float] = deque()  # when slots became free, in the order in which they are taken again
         self._loads = 0
+        self._passes: dict[Hashable, _Pass] = {}  # by all that decides how a pass goes
 
     def run(self, sequences: Sequence[Numbers]) -> None:
         """Runs a job; each sequence keeps the times of its tokens.
@@ -109,9 +133,41 @@ class Simulator:
         rows = [sum(part.count for part in batch) for batch in batches]
         wanted = [sum(part.sequence.wants(part.count) for part in batch) for batch in batches]
         attention = [sum(map(self._attention, batch)) for batch in batches]
+        if self._pages:
+            self._pages.start(*self._on_disk(p for batch in batches for p in batch), len(batches), self._cores)
+            self._play(rows, wanted, attention)
+            return
+        # where the disk holds no pages, passes of the same work that begin alike also go and end alike
+        key = (*rows, *wanted, *attention, *self._state())
+        if key in self._passes:
+            known = self._passes[key]
+            self._cores += known.seconds
+            self._set_state(known.ended)
+            self.timeline.count(known.sums)
+        else:
+            began = self._cores
+            sums = self._play(rows, wanted, attention)
+            self._passes[key] = _Pass(self._cores - began, sums, self._state())
+
+    def _state(self) -> tuple[float, ...]:
+        """When the disk and the ring's slots are free, from now on, to the nanosecond; nothing where nothing streams."""
+        return () if not self._freed else tuple(round(t - self._cores, 9) for t in (self._disk.free, *self._freed))
+
+    def _set_state(self, state: tuple[float, ...]) -> None:
+        if not state:
+            return
+        disk, *freed = (t + self._cores for t in state)
+        self._loads += len(freed) - len(self._freed)
+        self._disk.rest_until(disk)
+        self._freed = deque(freed)
+
+    def _play(self, rows: Sequence[int], wanted: Sequence[int], attention: Sequence[float]) -> PassSums:
+        """Operation by operation: a pass of batches with so many rows, of which so many meet the head, and so many
+        seconds of attention in a layer."""
+        batches = len(rows)
         slower = self._contended(rows, wanted)
         arrived: dict[int, float] = {}
-        ops = self._ops_of(len(batches))
+        ops = self._ops_of(batches)
         taken = {op.block for op in ops if op.kind == "attend"}
         for op in ops:
             block = self._placed.blocks[op.block]
@@ -122,15 +178,42 @@ class Simulator:
                 count = sum(counts) if op.batch < 0 else counts[op.batch]
                 self._wait(arrived.get(op.block, 0.0))
                 self._compute(block.matrix, slower * self._product(block, count))
-                if op.block in arrived and op.batch in (-1, len(batches) - 1):
+                if op.block in arrived and op.batch in (-1, batches - 1):
                     self._freed.append(self._cores)
             elif op.kind == "attend" or (op.block in self._attends and op.block not in taken):
                 # what is between the products of a layer counts once, here
                 self._compute(BETWEEN, self._machine.between(rows[op.batch], self._placed.shape.hidden))
-                began = self._cores
-                self._compute(BETWEEN, attention[op.batch])
-                self.timeline.add("attention", "attention", began, self._cores)
-        self.timeline.end_pass(sum(rows))
+                self._attend(self._attends[op.block], attention[op.batch])
+            elif op.block in self._ends:
+                self._park(rows[op.batch])
+        return self.timeline.end_pass(sum(rows))
+
+    def _attend(self, layer: int, seconds: float) -> None:
+        if self._pages:
+            self._wait(self._pages.staged(layer, self._cores))
+        began = self._cores
+        self._compute(BETWEEN, seconds)
+        self.timeline.add("attention", "attention", began, self._cores)
+        if self._pages:
+            self._wait(self._pages.leave(layer, self._cores))
+
+    def _park(self, rows: int) -> None:
+        """A batch's activations go to disk between two layers, and come back; nothing else is computed meanwhile."""
+        width = self._placed.shape.hidden * DTYPE_BYTES[self._machine.host.dtype]
+        nbytes = aligned(round(self._parked * rows) * width)
+        written = self._disk.write("activations", "write", nbytes, self._cores)
+        self._cores = self._disk.read("activations", "read", nbytes, written)
+
+    def _on_disk(self, parts: Iterable[Part[Numbers]]) -> tuple[int, int]:
+        """How many pages there hold something, and how many are written in a pass."""
+        first = self._placed.plan.pages
+        known, touched = set[int](), set[int]()
+        for part in parts:
+            cached, pages = part.sequence.cached, part.sequence.pages
+            known.update(page for page in pages[: pages_for(cached)] if page >= first)
+            new = pages[cached // PAGE_TOKENS : pages_for(cached + part.count)]
+            touched.update(page for page in new if page >= first)
+        return len(known), len(touched)
 
     def _contended(self, rows: Sequence[int], wanted: Sequence[int]) -> float:
         """By how much products take longer in a pass, as the disk's traffic takes its part of the memory's."""
@@ -154,10 +237,7 @@ class Simulator:
         self._loads += 1
         if not self._policy.overlap:
             free = self._cores
-        began = max(self._disk, free)
-        self._disk = began + block.span / self._read
-        self.timeline.add("load", block.matrix, began, self._disk)
-        return self._disk
+        return self._disk.read("load", block.matrix, block.span, free)
 
     def _wait(self, until: float) -> None:
         if until > self._cores:
@@ -194,4 +274,6 @@ class Simulator:
             pairs = part.count * (part.sequence.cached + part.count / 2)
             return storing + self._machine.batched(4 * pairs * shape.num_heads * shape.head_dim, self._policy.kv_bits)
         stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
-        return storing + stored / attention_rate(self._machine.host, self._policy.kv_bits)
+        # of few values their keys are all read
+        read = stored * (1 + self._policy.value_sparsity) / 2
+        return storing + read / attention_rate(self._machine.host, self._policy.kv_bits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import EngineTrace, TraceEvent, union_length
@@ -27,6 +27,16 @@ class Span:
     end_s: float
 
 
+@dataclass(frozen=True)
+class PassSums:
+    """What a pass adds to the sums of a timeline."""
+
+    rows: int
+    wait_s: float
+    load_s: float
+    tasks: Mapping[str, float]
+
+
 class Timeline:
     """Spans of the pass in hand, sums by lane over all passes, and the spans of the fullest pass.
 
@@ -49,18 +59,29 @@ class Timeline:
         """Notes one span."""
         self._spans.append(Span(lane, name, start_s, end_s))
 
-    def end_pass(self, rows: int) -> None:
+    def end_pass(self, rows: int) -> PassSums:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
         spans, self._spans = self._spans, []
-        self.passes += 1
-        self.rows += rows
-        self.wait_s += sum(s.end_s - s.start_s for s in spans if s.lane == "wait")
-        self.load_s += union_length((s.start_s, s.end_s) for s in spans if s.lane in ("load", "cache"))
-        for task, seconds in _tasks(spans).items():
-            self.tasks[task] = self.tasks.get(task, 0.0) + seconds
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
+        found = PassSums(
+            rows,
+            sum(s.end_s - s.start_s for s in spans if s.lane == "wait"),
+            union_length((s.start_s, s.end_s) for s in spans if s.lane in ("load", "cache")),
+            _tasks(spans),
+        )
+        self.count(found)
+        return found
+
+    def count(self, one: PassSums) -> None:
+        """Adds a pass to the sums."""
+        self.passes += 1
+        self.rows += one.rows
+        self.wait_s += one.wait_s
+        self.load_s += one.load_s
+        for task, seconds in one.tasks.items():
+            self.tasks[task] = self.tasks.get(task, 0.0) + seconds
 
     def trace(self) -> EngineTrace:
         """Sums over all passes, and the kept pass with neighbouring spans of one name made one."""

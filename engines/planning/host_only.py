@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 
+from engines.offload.batching import steady_blocks
 from engines.offload.layout import Block, blocks_of, matrices_of
 from engines.offload.rehearsal import Numbers
 from engines.offload.simulator import Placed, Simulator
@@ -26,8 +28,6 @@ BEFORE_ATTENTION = 3
 _SMALL = 16
 #: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
 _BLOCKS = 256
-#: Blocks of requests in a job that is long enough for a steady state.
-_LONG = 3
 #: Of the host's memory what the system and idle processes take.
 _SYSTEM = 1.5e9
 
@@ -35,15 +35,15 @@ _SYSTEM = 1.5e9
 class HostPlanner:
     """Predictions for one model, job and machine without a device; our engine only.
 
-    `requests`: how many, or each one's lengths where they differ from `lengths`, their mean; None for a job long enough
-    to tell the throughput of a longer one. `budget`: bytes for the model's work, None for all that the system leaves.
+    `requests`: how many, or each one's lengths where they differ from `lengths`, their mean; None for as many as the
+    engine itself takes to be enough. `reserved`: the longest that each may become, if not the longest of these. `budget`: bytes for the model's work, None for all that the system leaves.
     `dtype`: of the weights in the checkpoint.
     """
 
     def __init__(
         self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile,
         requests: Sequence[Lengths] | int | None = None,
-        budget: float | None = None, dtype: Dtype = "bfloat16",
+        budget: float | None = None, dtype: Dtype = "bfloat16", reserved: int | None = None,
     ) -> None:  # fmt: skip
         self.shape = shape
         self.lengths = lengths
@@ -52,6 +52,7 @@ class HostPlanner:
         self._requests = [lengths] * requests if isinstance(requests, int) else requests
         self._found: dict[OffloadPolicy, Placed] = {}
         self._dtype = dtype
+        self._reserved = reserved
         self._budget = int(budget if budget is not None else profile.host.memory - _SYSTEM)
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
@@ -90,8 +91,7 @@ class HostPlanner:
         found = self._placed(policy)
         machine = Machine(self._profile_for(policy))
         simulator = Simulator(found, policy, machine, BEFORE_ATTENTION)
-        blocks = _LONG if policy.schedule == "sweep" else 1
-        requests = self._requests or [self.lengths] * (found.plan.sequences * blocks)
+        requests = self._requests or [self.lengths] * (found.plan.sequences * steady_blocks(policy))
         sequences = sequences_of(requests)
         simulator.run(sequences)
         whole = max(s.times[-1] for s in sequences)
@@ -99,16 +99,15 @@ class HostPlanner:
         prefill = max(s.times[0] for s in sequences) if in_step else 0.0
         timeline = simulator.timeline
         busy = timeline.tasks["task_products"] + timeline.tasks["task_attention"]
-        streamed = sum(b.nbytes for b, s in zip(found.blocks, found.streamed, strict=True) if s)
-        block = statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
         return Prediction(
+            requests=len(requests),
             throughput_tok_s=sum(r.generated for r in requests) / whole,
             prefill_s=prefill,
             decode_s=whole - prefill,
-            block_latency_s=whole if in_step else block,
+            block_latency_s=_block_latency_s(sequences, policy),
             bottleneck="host" if busy > timeline.load_s else "disk",
             bound=bound(self.shape, self.lengths, policy, machine, found.plan.sequences),
-            peak=Peak(0.0, float(found.plan.bytes), float(streamed)),
+            peak=Peak(0.0, float(found.plan.bytes), float(found.on_disk)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
         )
@@ -127,18 +126,19 @@ class HostPlanner:
             threads = policy.threads or self.profile.host.cores
             requests = self._requests or [self.lengths]
             self._found[policy] = placed(self.shape, policy, requests, self._budget, threads, self._dtype,
-                                         self.profile.host.dtype)  # fmt: skip
+                                         self.profile.host.dtype, self._reserved)  # fmt: skip
         return self._found[policy]
 
 
 def placed(
     shape: ModelShape, policy: OffloadPolicy, requests: Sequence[Lengths], budget: int | None, threads: int,
-    dtype: Dtype, compute_dtype: Dtype,
+    dtype: Dtype, compute_dtype: Dtype, reserved: int | None = None,
 ) -> Placed:  # fmt: skip
-    """What the engine would place where for such requests within `budget` bytes. Raises InfeasibleError as it does."""
+    """What the engine would place where for such requests within `budget` bytes, if each may grow to `reserved`
+    tokens. Raises InfeasibleError as it does."""
     layers, outside, cache = storages(dtype, policy)
     blocks, experts = _pieces(shape, layers, outside)
-    longest = max(r.prompt + r.generated for r in requests)
+    longest = reserved or max(r.prompt + r.generated for r in requests)
     mean = sum(r.prompt + r.generated / 2 for r in requests) / len(requests)
     largest = max(b.shape[0] * b.shape[1] for b in blocks)
     kernel = compute_dtype == "float32"
@@ -165,6 +165,16 @@ def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Seque
     if len(blocks) > _BLOCKS:
         blocks = blocks_of(matrices, how, sum(m.rows * m.columns for m in matrices) // _BLOCKS)
     return blocks, frozenset(m.name for m in matrices if m.expert is not None)
+
+
+def _block_latency_s(sequences: Sequence[Numbers], policy: OffloadPolicy) -> float:
+    """From a block's beginning to its end, of the block in the middle; of a sweep's sequence, from its admission, for
+    which the first one's prompt stands in."""
+    if policy.schedule == "sweep":
+        return statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
+    size = policy.block_size
+    ends = [max(s.times[-1] for s in sequences[i : i + size]) for i in range(0, len(sequences), size)]
+    return statistics.median(after - before for before, after in pairwise([0.0, *ends]))
 
 
 def sequences_of(requests: Sequence[Lengths]) -> list[Numbers]:

@@ -16,13 +16,15 @@ from harness.api import Bound, EngineTrace, HardwareProfile, ModelShape, Offload
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one block of sequences, from its first token to its last; of a sweep, of a block's worth in its steady state.
+    """Of one block of sequences, from its first token to its last; of a sweep, of a block's worth in its steady state;
+    of a job that was run in virtual time, of all its sequences. `requests`: how many these are.
 
-    `prefill_s` and `decode_s` add up to `block_latency_s`; a sweep has no phases, and its `decode_s` is all.
+    `prefill_s` and `decode_s` add up to all that time; a sweep has no phases, and its `decode_s` is all.
     `used`: seconds that each resource works. `bound`: what the machine's arithmetic, and its disk for what memory
     cannot hold, allow whatever the policy. `trace`: of what was run in virtual time, as the engine's own.
     """
 
+    requests: int
     throughput_tok_s: float
     prefill_s: float
     decode_s: float
@@ -82,6 +84,7 @@ class Planner:
         tokens = policy.block_size * steps
         by_resource = dict(zip(RESOURCES, used.values, strict=True))
         return Prediction(
+            requests=policy.block_size,
             throughput_tok_s=tokens / (prefill + decode),
             prefill_s=prefill,
             decode_s=decode,
@@ -100,7 +103,7 @@ class Planner:
         if policy.weights and policy.cache and policy.activations:
             return policy
         lowest = (0.0, 0.0, 1.0)
-        return self._best(policy) or replace(
+        return self.runnable(policy) or self._best(policy) or replace(
             policy,
             weights=policy.weights or lowest,
             cache=policy.cache or lowest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
         {"schedule": "sweep", "gpu_batch_size": 4, "weights": (0.0, 1.0, 0.0)},
         {"schedule": "sweep", "gpu_batch_size": 5, "weights": (0.0, 1.0, 0.0), "prefill_chunk": 7},
         {"schedule": "sweep", "gpu_batch_size": 6, "weights": (0.0, 0.0, 1.0), "nano_batches": 2},
+        {"schedule": "row", "gpu_batch_size": 4, "cache": (0.0, 0.5, 0.5), "weights": (0.0, 0.0, 1.0)},
+        {"schedule": "sweep", "gpu_batch_size": 4, "cache": (0.0, 0.3, 0.7), "overlap": False},
+        {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "activations": (0.0, 0.4, 0.6)},
     ],
 )
 def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, policy: dict[str, object]) -> None:
@@ -48,6 +52,10 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     ]  # fmt: skip
     assert len(list(engine.generate(requests))) == len(lengths)
     metrics = engine.trace().metrics
+    runtime = engine._now.runtime
+    cache, parking = runtime._cache._disk, runtime._parking
+    moved = (cache.bytes_read, cache.bytes_written) if cache else (0, 0)
+    parked = parking.rows_on_disk if parking else 0
     engine.close()
 
     job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
@@ -56,6 +64,10 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)
+    disk, tasks = LAPTOP.disk, simulator.timeline.tasks
+    assert tasks["task_load_cache"] == pytest.approx(moved[0] / disk.read)
+    assert tasks["task_store_cache"] == pytest.approx(moved[1] / disk.write)
+    assert bool(tasks["task_move_activations"]) == bool(parked)
     assert simulator.timeline.passes == metrics["passes"]
     assert simulator.timeline.rows == pytest.approx(metrics["rows_per_pass"] * metrics["passes"])
     assert [len(s.times) for s in sequences] == [one.generated for one in lengths]
@@ -92,6 +104,49 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     for sequence in sequences:
         assert sequence.times == sorted(sequence.times)
         assert sequence.times[0] > 0
+
+
+@pytest.mark.parametrize("policy", [{"schedule": "row"}, {"schedule": "zigzag"}, {"schedule": "sweep"}])
+def test_passes_that_are_alike_may_be_played_once(policy: dict[str, object]) -> None:
+    model, lengths = shape("facebook/opt-1.3b"), [Lengths(64, 4)] * 12
+    asked = OffloadPolicy(2, 2, weights=(0.0, 0.3, 0.7), **policy)
+    found = placed(model, asked, lengths, None, 2, "bfloat16", "float32")
+
+    class Forgetful(dict):
+        def __contains__(self, key: object) -> bool:
+            return False
+
+    times = []
+    for passes in ({}, Forgetful()):
+        simulator = Simulator(found, asked, Machine(LAPTOP), BEFORE_ATTENTION)
+        simulator._passes = passes
+        sequences = sequences_of(lengths)
+        simulator.run(sequences)
+        times.append([*simulator.timeline.tasks.values(), *(t for s in sequences for t in s.times)])
+        played = len(passes)
+    assert times[0] == pytest.approx(times[1])
+    assert played < simulator.timeline.passes or policy["schedule"] == "sweep"
+
+
+def test_what_is_on_disk_of_the_cache_and_the_activations_takes_time_and_room() -> None:
+    base = OffloadPolicy(16, schedule="row", weights=(0.0, 1.0, 0.0))
+    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(256, 8), LAPTOP)
+    free = planner.predict(base)
+    cache = planner.predict(replace(base, cache=(0.0, 0.0, 1.0)))
+    activations = planner.predict(replace(base, activations=(0.0, 0.0, 1.0)))
+    sparse = planner.predict(replace(base, value_sparsity=0.1))
+    assert cache.throughput_tok_s < free.throughput_tok_s
+    assert cache.peak.disk > 16 * 256 * 2 * 24 * 2048 * 2
+    assert cache.peak.host < free.peak.host
+    assert activations.throughput_tok_s < free.throughput_tok_s < sparse.throughput_tok_s
+
+
+def test_a_block_takes_as_long_beside_others_as_by_itself() -> None:
+    policy = OffloadPolicy(4, schedule="row")
+    model, lengths = shape("facebook/opt-125m"), Lengths(256, 4)
+    one, three = (HostPlanner(model, lengths, LAPTOP, count).predict(policy) for count in (4, 12))
+    assert three.block_latency_s == pytest.approx(one.block_latency_s, rel=0.01)
+    assert three.prefill_s + three.decode_s == pytest.approx(3 * one.block_latency_s, rel=0.01)
 
 
 def test_overlap_hides_the_disk_and_turns_do_not() -> None:

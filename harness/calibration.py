@@ -11,8 +11,8 @@ from harness import hardware, registry
 from harness.api import HardwareProfile
 from harness.listing import show
 
-#: Rows, and a matrix, of the product that is taken beside launches too.
-_ROWS, _PRODUCT = 256, (2048, 8192)
+#: Rows of the product that is taken beside launches too, and its columns: hidden sizes of models.
+_ROWS, _COLUMNS = 256, (512, 1024, 2048, 4096)
 
 
 def calibrate(
@@ -27,8 +27,8 @@ def calibrate(
     cache.mkdir(parents=True, exist_ok=True)
     found = registry.calibrate(cache, cache, quick, report)
     dtype = found.host.dtype
-    probe = registry.gemm_rates([dtype], [_ROWS], *_PRODUCT, None)[dtype][str(_ROWS)]
-    host = dataclasses.replace(found.host, probed=statistics.median(probe))
+    probed = {str(k): registry.gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS}
+    host = dataclasses.replace(found.host, probed={k: statistics.median(rates) for k, rates in probed.items()})
     profile = dataclasses.replace(found, host=host, host_id=hardware.host_id())
     profile.validate()
     hardware.save(profile, path)

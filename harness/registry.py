@@ -86,7 +86,7 @@ _TINY = "engines.shapes:tiny"
 _CALIBRATE = "engines.offload.calibrate:measure"
 _PLAN = "engines.planning.plan:plan"
 _SIMULATE = "engines.planning.simulated:simulate"
-_FORECAST = "engines.planning.simulated:forecast"
+_FORECAST = "engines.planning.forecast:forecast"
 _SEARCH = "engines.planning.simulated:searched"
 _NESTED = "engines.planning.plan:nested"
 _PUBLISHED = "engines.planning.published:table"
@@ -193,7 +193,7 @@ def plan(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def forecast(*args: Any) -> Forecast | None:
-    """engines.planning.simulated.forecast: what the performance model says of a launch."""
+    """engines.planning.forecast.forecast: what the performance model says of a launch."""
     return cast("Forecast | None", resolve(_FORECAST)(*args))
 
 
@@ -202,9 +202,9 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
     return cast(RunRecord, resolve(_SIMULATE)(spec, profile, lengths))
 
 
-def searched(spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
+def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
     """engines.planning.simulated.searched: the cell with the policy that is best for it on that machine."""
-    return cast(RunSpec, resolve(_SEARCH)(spec, shape, profile, lengths))
+    return cast(RunSpec, resolve(_SEARCH)(spec, model, profile, lengths))
 
 
 def nested_policy(policy: dict[str, Any]) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Runner:
             return _refused(step, *model)
         if cell.tune.startswith("search"):
             try:
-                cell = registry.searched(cell, model.shape, self._host(step), registry.lengths(cell.workload))
+                cell = registry.searched(cell, model, self._host(step), registry.lengths(cell.workload))
             except HarnessError as exc:
                 return _refused(step, "infeasible" if isinstance(exc, InfeasibleError) else "error", str(exc))
         spec, trials = self._with_batch(step, cell, model)

@@ -150,7 +150,7 @@ class Simulator:
             self._passes[key] = _Pass(self._cores - began, sums, self._state())
 
     def _state(self) -> tuple[float, ...]:
-        """When the disk and the ring's slots are free, from now on, to the nanosecond; nothing where nothing streams."""
+        """When the disk and the ring's slots are free, from now on, to the nanosecond; nothing if none streams."""
         return () if not self._freed else tuple(round(t - self._cores, 9) for t in (self._disk.free, *self._freed))
 
     def _set_state(self, state: tuple[float, ...]) -> None:
@@ -272,8 +272,6 @@ class Simulator:
         storing = self._machine.storing(new, self._policy.kv_bits)
         if part.count > 1:
             pairs = part.count * (part.sequence.cached + part.count / 2)
-            return storing + self._machine.batched(4 * pairs * shape.num_heads * shape.head_dim, self._policy.kv_bits)
+            return storing + self._machine.prompts(4 * pairs * shape.num_heads * shape.head_dim, self._policy.kv_bits)
         stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
-        # of few values their keys are all read
-        read = stored * (1 + self._policy.value_sparsity) / 2
-        return storing + read / attention_rate(self._machine.host, self._policy.kv_bits)
+        return storing + stored / attention_rate(self._machine.host, self._policy.kv_bits)

@@ -7,7 +7,6 @@ from collections import deque
 from engines.offload.pages import STAGES
 from engines.offload.timeline import Timeline
 
-
 #: Idle times that are remembered.
 _GAPS = 64
 

@@ -130,9 +130,8 @@ class Layers:
                 device=self._unpacked(work.tokens * self._value, self._policy.kv_bits, self._style.cache_bytes)
             )
         if work.prefill:
-            # without a kernel that leaves out what a token does not see
-            flops = 4 * work.tokens * (2 * work.context) * self._shape.num_heads * self._shape.head_dim
-            return spent + Seconds(device=self._machine.batched(flops))
+            flops = 4 * work.tokens * work.context * self._shape.num_heads * self._shape.head_dim
+            return spent + Seconds(device=self._machine.prompts(flops, self._policy.kv_bits))
         old = work.tokens * work.context * stored
         spent += Seconds(disk=disk * old / self._read)
         if self._machine.has_device and not self._on_host():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 from engines.offload.batching import steady_blocks
 from engines.offload.layout import Block, blocks_of, matrices_of
@@ -16,11 +16,11 @@ from engines.offload.storage import Storage, storages
 from engines.offload.tiers import Demand, attention_memory, place
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
-from engines.planning.predict import Planner, Prediction, bound
+from engines.planning.predict import Planner, Prediction, bound, require_modelled
 from engines.planning.style import STYLES
 from engines.planning.threads import on_threads
 from engines.planning.work import Lengths
-from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Matrices of a layer that come before its attention: queries, keys and values.
 BEFORE_ATTENTION = 3
@@ -35,21 +35,23 @@ _SYSTEM = 1.5e9
 class HostPlanner:
     """Predictions for one model, job and machine without a device; our engine only.
 
-    `requests`: how many, or each one's lengths where they differ from `lengths`, their mean; None for as many as the
-    engine itself takes to be enough. `reserved`: the longest that each may become, if not the longest of these. `budget`: bytes for the model's work, None for all that the system leaves.
+    `requests`: how many; None for as many as the engine itself takes to be enough. `each`: their lengths, over and
+    over, where they differ from `lengths`, their mean. `reserved`: tokens that each may grow to, if not the most of
+    these. `budget`: bytes for the model's work, None for all that the system leaves.
     `dtype`: of the weights in the checkpoint.
     """
 
     def __init__(
         self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile,
-        requests: Sequence[Lengths] | int | None = None,
+        requests: int | None = None, *, each: Sequence[Lengths] = (),
         budget: float | None = None, dtype: Dtype = "bfloat16", reserved: int | None = None,
     ) -> None:  # fmt: skip
         self.shape = shape
         self.lengths = lengths
         self.profile = profile
         self.style = STYLES["offload"]
-        self._requests = [lengths] * requests if isinstance(requests, int) else requests
+        self._requests = requests
+        self._each = each or [lengths]
         self._found: dict[OffloadPolicy, Placed] = {}
         self._dtype = dtype
         self._reserved = reserved
@@ -91,20 +93,21 @@ class HostPlanner:
         found = self._placed(policy)
         machine = Machine(self._profile_for(policy))
         simulator = Simulator(found, policy, machine, BEFORE_ATTENTION)
-        requests = self._requests or [self.lengths] * (found.plan.sequences * steady_blocks(policy))
+        count = self._requests or found.plan.sequences * steady_blocks(policy)
+        requests = list(itertools.islice(itertools.cycle(self._each), count))
         sequences = sequences_of(requests)
         simulator.run(sequences)
         whole = max(s.times[-1] for s in sequences)
-        in_step = policy.schedule != "sweep" and len(requests) <= policy.block_size
-        prefill = max(s.times[0] for s in sequences) if in_step else 0.0
+        prefill, block = _of_sweep(sequences) if policy.schedule == "sweep" else _of_blocks(sequences, policy)
         timeline = simulator.timeline
         busy = timeline.tasks["task_products"] + timeline.tasks["task_attention"]
         return Prediction(
-            requests=len(requests),
+            requests=count,
+            together=found.plan.sequences,
             throughput_tok_s=sum(r.generated for r in requests) / whole,
             prefill_s=prefill,
             decode_s=whole - prefill,
-            block_latency_s=_block_latency_s(sequences, policy),
+            block_latency_s=block,
             bottleneck="host" if busy > timeline.load_s else "disk",
             bound=bound(self.shape, self.lengths, policy, machine, found.plan.sequences),
             peak=Peak(0.0, float(found.plan.bytes), float(found.on_disk)),
@@ -122,10 +125,13 @@ class HostPlanner:
         return self.profile if policy.threads is None else replace(self.profile, host=on_threads(host, policy.threads))
 
     def _placed(self, policy: OffloadPolicy) -> Placed:
+        require_modelled(policy)
+        if policy.compute_dtype not in ("auto", self.profile.host.dtype):
+            rates = f"hardware {self.profile.name} has rates in {self.profile.host.dtype}"
+            raise HarnessError(f"policy.compute_dtype {policy.compute_dtype}: {rates}")
         if policy not in self._found:
             threads = policy.threads or self.profile.host.cores
-            requests = self._requests or [self.lengths]
-            self._found[policy] = placed(self.shape, policy, requests, self._budget, threads, self._dtype,
+            self._found[policy] = placed(self.shape, policy, self._each, self._budget, threads, self._dtype,
                                          self.profile.host.dtype, self._reserved)  # fmt: skip
         return self._found[policy]
 
@@ -139,7 +145,7 @@ def placed(
     layers, outside, cache = storages(dtype, policy)
     blocks, experts = _pieces(shape, layers, outside)
     longest = reserved or max(r.prompt + r.generated for r in requests)
-    mean = sum(r.prompt + r.generated / 2 for r in requests) / len(requests)
+    mean = sum(r.prompt + r.generated // 2 for r in requests) // len(requests)
     largest = max(b.shape[0] * b.shape[1] for b in blocks)
     kernel = compute_dtype == "float32"
     demand = Demand(
@@ -151,7 +157,7 @@ def placed(
         small=_SMALL * shape.hidden * shape.num_layers * DTYPE_BYTES[compute_dtype],
         attention=attention_memory(shape, longest, threads),
         max_sequence=longest,
-        mean_sequence=int(mean),
+        mean_sequence=mean,
     )
     return Placed(shape, blocks, cache, place(demand, policy, budget), experts)
 
@@ -167,14 +173,19 @@ def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Seque
     return blocks, frozenset(m.name for m in matrices if m.expert is not None)
 
 
-def _block_latency_s(sequences: Sequence[Numbers], policy: OffloadPolicy) -> float:
-    """From a block's beginning to its end, of the block in the middle; of a sweep's sequence, from its admission, for
-    which the first one's prompt stands in."""
-    if policy.schedule == "sweep":
-        return statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
+def _of_blocks(sequences: Sequence[Numbers], policy: OffloadPolicy) -> tuple[float, float]:
+    """Seconds of prompts, of all blocks that follow each other, and of the block in the middle as a whole."""
     size = policy.block_size
-    ends = [max(s.times[-1] for s in sequences[i : i + size]) for i in range(0, len(sequences), size)]
-    return statistics.median(after - before for before, after in pairwise([0.0, *ends]))
+    blocks = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+    ends = [0.0, *(max(s.times[-1] for s in block) for block in blocks)]
+    prefill = sum(max(s.times[0] for s in block) - began for block, began in zip(blocks, ends, strict=False))
+    return prefill, statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
+def _of_sweep(sequences: Sequence[Numbers]) -> tuple[float, float]:
+    """No seconds of prompts alone, and those of a sequence from its admission, for which the first one's prompt stands
+    in."""
+    return 0.0, statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
 
 
 def sequences_of(requests: Sequence[Lengths]) -> list[Numbers]:

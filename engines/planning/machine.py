@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 from harness.api import HardwareProfile, Link, Processor, interpolate
@@ -41,11 +42,14 @@ class Machine:
         """FLOP/s of dense products."""
         return interpolate(self._curve, rows)
 
-    def batched(self, flops: float, bits: int = 16) -> float:
-        """A prompt's attention: products of the heads, with a cache of so many bits."""
+    def prompts(self, flops: float, bits: int) -> float:
+        """A prompt's attention: products of the heads for what each token sees, with a cache of so many bits.
+
+        Where our kernel was not measured, as libraries do it: with what a token does not see as well.
+        """
         if curve := _points(self.dense.prompts):
             return flops / interpolate(curve, bits)
-        return flops / (self.dense.batched_flops or self._curve[-1][1] / 2)
+        return 2 * flops / (self.dense.batched_flops or self._curve[-1][1] / 2)
 
     def storing(self, values: float, bits: int) -> float:
         """Keys and values put into a cache of so many bits on the host."""
@@ -67,6 +71,24 @@ def attention_rate(processor: Processor, bits: int) -> float:
 def unpack_rate(processor: Processor, bits: float) -> float:
     """Values/s that a kernel unpacks there; what the memory's bandwidth allows if not measured."""
     return processor.dequantize or processor.bandwidth / (_UNPACKED_BYTES + bits / 8)
+
+
+def faster(host: Processor, times: float) -> Processor:
+    """A host whose cores do so many times as much in a second; its memory does what it did."""
+
+    def scaled(curve: Mapping[str, float]) -> dict[str, float]:
+        return {at: times * rate for at, rate in curve.items()}
+
+    return replace(
+        host,
+        flops=scaled(host.flops),
+        prompts=scaled(host.prompts),
+        cached=scaled(host.cached),
+        dequantize=host.dequantize and times * host.dequantize,
+        elementwise=host.elementwise and times * host.elementwise,
+        layer_call_s=host.layer_call_s and host.layer_call_s / times,
+        probed=scaled(host.probed),
+    )
 
 
 def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:

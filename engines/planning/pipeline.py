@@ -23,7 +23,7 @@ class PipelinePlanner(Planner):
     def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int) -> None:
         layers = math.ceil(shape.num_layers / stages)
         idle = shape.params_idle * layers // shape.num_layers
-        super().__init__(replace(shape, num_layers=layers, params_idle=idle), lengths, _part(profile), engine)
+        super().__init__(replace(shape, num_layers=layers, params_idle=idle), lengths, _part(profile, stages), engine)
         self.stages = stages
         self._between = profile.between
 
@@ -64,9 +64,9 @@ def planner_for(shape: ModelShape, lengths: Lengths, profile: HardwareProfile, e
     return PipelinePlanner(shape, lengths, profile, engine, stages)
 
 
-def _part(profile: HardwareProfile) -> HardwareProfile:
-    """What a stage has of a host that all devices share."""
-    parts = max(1, profile.devices)
+def _part(profile: HardwareProfile, stages: int) -> HardwareProfile:
+    """What a stage has of a host that all of them share."""
+    parts = min(stages, max(1, profile.devices))
     host, disk = profile.host, profile.disk
     shared = replace(
         host,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from engines.planning.host_only import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.predict import Planner, Prediction
-from engines.planning.search import ALL_BITS, Candidate, Wanted, search
+from engines.planning.search import ALL_BITS, Candidate, Wanted, kinds, search
 from engines.planning.style import STYLES
 from engines.planning.threads import allotted
 from engines.planning.work import Lengths
@@ -38,6 +38,8 @@ def plan(
     stages = stages or max(1, profile.devices)
     planner = _planner(model, prompt_len, gen_len, profile, engine, stages)
     if policy is not None:
+        if stages > 1 and policy.schedule == "sweep":
+            raise HarnessError("a pipeline has batches in step: take schedule row or zigzag, not sweep")
         chosen, rejected = _given(planner, policy), []
     else:
         threads = None if profile.device else allotted(profile)
@@ -48,7 +50,7 @@ def plan(
             bits=ALL_BITS if bits is None else bits,
             cpu_attention=attention,
             latency_s=latency_s,
-            threads=threads,
+            base=OffloadPolicy(threads=threads),
         )
         found = search(planner, wanted)
         if found.best is None:
@@ -71,9 +73,7 @@ def plan(
 
 def flat(policy: OffloadPolicy) -> dict[str, Any]:
     """A policy with its fractions by name: wg wc wd, cg cc cd, hg hc hd."""
-    names = ("gpu_batch_size", "num_gpu_batches", "schedule", "weight_bits", "kv_bits", "group_size", "cpu_attention",
-             "prefill_chunk", "threads", "overlap")  # fmt: skip
-    found = {name: getattr(policy, name) for name in names}
+    found = {f.name: getattr(policy, f.name) for f in fields(policy) if f.name not in _KINDS}
     for kind, letter in _KINDS.items():
         fractions = getattr(policy, kind)
         if fractions is not None:
@@ -110,6 +110,8 @@ def _planner(
     lengths = Lengths(prompt_len, gen_len)
     if stages > found.num_layers:
         raise HarnessError(f"{model} has {found.num_layers} layers: too few for {stages} stages")
+    if 1 < profile.devices < stages:
+        raise HarnessError(f"hardware {profile.name} has {profile.devices} devices: too few for {stages} stages")
     if profile.device is None:
         if stages > 1:
             raise HarnessError(f"hardware {profile.name} has no device: stages are planned for devices only")
@@ -133,6 +135,9 @@ def _given(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Candidate:
         raise HarnessError(
             f"the engine has no schedule {policy.schedule} (it has {', '.join(planner.style.schedules)})"
         )
+    if policy.schedule == "row" and policy.num_gpu_batches > 1:
+        raise HarnessError(f"schedule row has one batch at a time, not {policy.num_gpu_batches}: "
+                           "set num_gpu_batches to 1, or take zigzag")  # fmt: skip
     prediction = planner.predict(planner.placed(policy))
     if lacking := planner.lacking(prediction):
         where = f"infeasible on {planner.profile.name}"
@@ -160,15 +165,15 @@ def _fits(planner: Planner | HostPlanner, policy: OffloadPolicy) -> bool:
 def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> InfeasibleError:
     """Why not even one sequence fits, or not under the constraints."""
     where = f"infeasible on {planner.profile.name}: "
-    free = search(planner, replace(wanted, latency_s=None))
-    if free.best is not None:
-        blocks = [free.best, *(candidate for _, candidate, _ in free.rejected if candidate)]
-        soonest = min(candidate.prediction.block_latency_s for candidate in blocks)
-        latency = f"no policy ends a block within {wanted.latency_s:g} s; {soonest:.3g} s was the least found"
+    # nothing ends sooner than a single sequence
+    ones = [runnable for kind in kinds(wanted) if (runnable := planner.runnable(kind))]
+    if ones:
+        soonest = min(planner.predict(one).block_latency_s for one in ones)
+        latency = f"no policy ends a block within {wanted.latency_s:g} s; {soonest:.3g} s is the least"
         return InfeasibleError(where + latency)
     weight_bits, kv_bits = min(wanted.bits)
-    disk = (0.0, 0.0, 1.0)
-    one = OffloadPolicy(weights=disk, cache=disk, activations=disk, weight_bits=weight_bits, kv_bits=kv_bits)
+    # raises by itself, with the numbers, where the engine places
+    one = planner.placed(OffloadPolicy(weight_bits=weight_bits, kv_bits=kv_bits))
     lacking = planner.lacking(planner.predict(one))
     return InfeasibleError(f"{where}one sequence, with all of it on disk: {shortage(lacking)}", lacking)
 
@@ -176,7 +181,7 @@ def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> InfeasibleE
 def shortage(lacking: Mapping[str, float]) -> str:
     """What is lacking, in words."""
     return ", ".join(f"{tier} memory lacks {short:,.0f} bytes" if tier != "disk" else f"disk lacks {short:,.0f} bytes"
-                     for tier, short in lacking.items()) or "nothing is lacking"  # fmt: skip
+                     for tier, short in lacking.items())  # fmt: skip
 
 
 def _predicted(prediction: Prediction) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from engines.planning.memory import Peak, capacity, peak, rows
 from engines.planning.placement import place
 from engines.planning.style import STYLES, Style, realised_weights
 from engines.planning.work import Fractions, Lengths, cache_bytes, parts, weight_bytes
-from harness.api import Bound, EngineTrace, HardwareProfile, ModelShape, OffloadPolicy
+from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, ModelShape, OffloadPolicy
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Of one block of sequences, from its first token to its last; of a sweep, of a block's worth in its steady state;
-    of a job that was run in virtual time, of all its sequences. `requests`: how many these are.
+    of a job that was run in virtual time, of all its sequences. `requests`: how many these are; `together`: how many of
+    them run at a time.
 
     `prefill_s` and `decode_s` add up to all that time; a sweep has no phases, and its `decode_s` is all.
     `used`: seconds that each resource works. `bound`: what the machine's arithmetic, and its disk for what memory
@@ -25,6 +26,7 @@ class Prediction:
     """
 
     requests: int
+    together: int
     throughput_tok_s: float
     prefill_s: float
     decode_s: float
@@ -58,7 +60,11 @@ class Planner:
         self._parts = parts(shape)
 
     def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
-        """Of a policy that names all fractions, whether it fits or not. `page_cache`: whether there is one."""
+        """Of a policy that names all fractions, whether it fits or not. `page_cache`: whether there is one.
+
+        Raises HarnessError for what there is no model of.
+        """
+        require_modelled(policy)
         style = self._style_for(policy)
         assert policy.cache is not None
         assert policy.activations is not None
@@ -85,6 +91,7 @@ class Planner:
         by_resource = dict(zip(RESOURCES, used.values, strict=True))
         return Prediction(
             requests=policy.block_size,
+            together=policy.block_size,
             throughput_tok_s=tokens / (prefill + decode),
             prefill_s=prefill,
             decode_s=decode,
@@ -102,13 +109,11 @@ class Planner:
         """The policy with the best fractions where it names none; where none fit, with all on disk."""
         if policy.weights and policy.cache and policy.activations:
             return policy
-        lowest = (0.0, 0.0, 1.0)
-        return self.runnable(policy) or self._best(policy) or replace(
-            policy,
-            weights=policy.weights or lowest,
-            cache=policy.cache or lowest,
-            activations=policy.activations or lowest,
+        low = (0.0, 0.0, 1.0)
+        lowest = replace(
+            policy, weights=policy.weights or low, cache=policy.cache or low, activations=policy.activations or low
         )
+        return self.runnable(policy) or self._best(policy) or lowest
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions, as the engine can realise them, if there are any that fit."""
@@ -129,7 +134,7 @@ class Planner:
 
     def _separate(self, policy: OffloadPolicy) -> bool:
         """Whether there is another batch to multiply for while the host attends."""
-        several = policy.num_gpu_batches > 1 or policy.nano_batches > 1
+        several = policy.num_gpu_batches > 1 or (policy.nano_batches > 1 and policy.nano_overlap)
         return several and self.style.parallel_attention and self.machine.has_device
 
     def _read(self, needs: Peak, page_cache: bool) -> float:
@@ -140,6 +145,13 @@ class Planner:
         if not page_cache:
             return disk.read * self.style.uncached_share
         return host.bandwidth if 0 < needs.disk < host.memory - needs.host else disk.read
+
+
+def require_modelled(policy: OffloadPolicy) -> None:
+    """Raises HarnessError for what there is no model of: attention to few values is faster or slower by the host."""
+    if policy.value_sparsity < 1:
+        raise HarnessError(f"policy.value_sparsity {policy.value_sparsity}: there is no performance model of it; "
+                           "measure it with `harness run`")  # fmt: skip
 
 
 def bound(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: Machine, block: int) -> Bound:

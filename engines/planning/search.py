@@ -34,20 +34,23 @@ _SEARCHED: tuple[Bits, ...] = (16, 8, 4)
 ALL_BITS = tuple((weights, cache) for weights in _SEARCHED for cache in _SEARCHED)
 
 
+_ANY = OffloadPolicy()
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What may be chosen, and what must hold.
 
-    `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last. `threads`: that compute.
-    `requests`: of the whole job; a block has no room for more.
+    `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last. `requests`: of the
+    whole job; a block has no room for more. `base`: what is chosen anyway.
     """
 
     schedules: Sequence[Schedule] = get_args(Schedule)
     bits: Sequence[tuple[Bits, Bits]] = ((16, 16),)
     cpu_attention: Sequence[bool] = (False, True)
     latency_s: float | None = None
-    threads: int | None = None
     requests: int | None = None
+    base: OffloadPolicy = _ANY
 
 
 class Predictor(Protocol):
@@ -81,7 +84,7 @@ def search(planner: Predictor, wanted: Wanted) -> Found:
 
     By estimates; of the few kinds whose best are nearly as good as the best of all, predictions of a few decide.
     """
-    tried = {_name(kind, len(wanted.cpu_attention) > 1): _tried(planner, kind, wanted) for kind in _kinds(wanted)}
+    tried = {_name(kind, len(wanted.cpu_attention) > 1): _tried(planner, kind, wanted) for kind in kinds(wanted)}
     found = {name: _soonest(candidates) for name, candidates in tried.items()}
     most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
     estimates = {name: c.prediction.throughput_tok_s for name, c in found.items() if c is not None}
@@ -105,13 +108,15 @@ def _confirmed(planner: Predictor, tried: Sequence[Candidate], wanted: Wanted) -
     return _soonest(c for c in predicted if _in_time(c, wanted))
 
 
-def _kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
+def kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
+    """What is chosen beside batches: order, bits and attention, each of a single sequence."""
     for schedule, (weight_bits, kv_bits), attention in itertools.product(
         wanted.schedules, wanted.bits, wanted.cpu_attention
     ):
-        yield OffloadPolicy(
-            schedule=schedule, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=attention, threads=wanted.threads
-        )
+        yield replace(
+            wanted.base, gpu_batch_size=1, num_gpu_batches=1, schedule=schedule, weight_bits=weight_bits,
+            kv_bits=kv_bits, cpu_attention=attention,
+        )  # fmt: skip
 
 
 def _tried(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> list[Candidate]:

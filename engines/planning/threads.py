@@ -1,4 +1,4 @@
-"""How many threads compute, and what a host computes on fewer than all.
+"""How many threads compute, and what is left of a machine under limits: fewer threads than all, less memory.
 
 Source: LM-Offload (Wu et al. 2024), section 4, algorithm 3: of as many threads as there are, each of the five streams
 of loads and stores gets one, and the number for arithmetic is enumerated over what is left. Our passes run one
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.api import HardwareProfile, Processor, interpolate
+from engines.planning.machine import faster
+from harness.api import HardwareLimits, HardwareProfile, Processor, interpolate
 
 #: Weights, cache and activations to be loaded, cache and activations to be stored.
 _STREAMS = 5
@@ -29,11 +30,27 @@ def allotted(profile: HardwareProfile) -> int | None:
 
 
 def on_threads(host: Processor, count: int) -> Processor:
-    """A host that computes on so many threads."""
+    """A host that computes on so many threads: all that it computes takes longer as products do, attention too."""
     if count >= host.cores or not host.by_threads:
         return host
     share = _rate(host, count) / _rate(host, host.cores)
-    return replace(host, flops={rows: share * rate for rows, rate in host.flops.items()}, cores=count)
+    return replace(
+        faster(host, share), attention={bits: share * rate for bits, rate in host.attention.items()}, cores=count
+    )
+
+
+def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
+    """The machine as a cell may use it."""
+    host, device, disk = profile.host, profile.device, profile.disk
+    if limits.host_memory is not None:
+        host = replace(host, memory=min(host.memory, limits.host_memory))
+    if limits.threads is not None:
+        host = on_threads(host, limits.threads)
+    if limits.device_memory is not None and device is not None:
+        device = replace(device, memory=min(device.memory, limits.device_memory))
+    if limits.disk_bandwidth is not None:
+        disk = replace(disk, read=min(disk.read, limits.disk_bandwidth), write=min(disk.write, limits.disk_bandwidth))
+    return replace(profile, host=host, device=device, disk=disk)
 
 
 def _rate(host: Processor, count: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.api import ModelShape, OffloadPolicy
@@ -24,6 +26,12 @@ class Lengths:
     def longest(self) -> int:
         """Tokens that are cached of a request at its end: the last one generated is not."""
         return self.prompt + self.generated - 1
+
+
+def mean(each: Sequence[Lengths]) -> Lengths:
+    """Rounded to whole tokens."""
+    prompt, generated = (statistics.mean(of) for of in ([r.prompt for r in each], [r.generated for r in each]))
+    return Lengths(max(1, round(prompt)), max(1, round(generated)))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ class Processor:
     engine that calls a library for it. `elementwise`: values/s (rows times hidden size, a layer) that pass through what
     is between products, and `layer_call_s`: seconds that a pass takes in a layer besides; no time where missing.
     `beside_disk`: the part of the products' rate that is left while weights stream from the disk; all where missing.
-    `probed`: FLOP/s at 256 rows by the measure that is also taken beside each launch: how far a machine has drifted.
+    `probed`: FLOP/s at 256 rows, by columns of the matrix, by the measure that is also taken beside each launch: how
+    far a machine has drifted.
     `memory`: bytes that programs can have.
     `by_threads`: FLOP/s at 256 rows on so many threads. `dtype`: in which `flops` were measured.
     """
@@ -46,7 +47,7 @@ class Processor:
     elementwise: float | None = None
     layer_call_s: float | None = None
     beside_disk: float | None = None
-    probed: float | None = None
+    probed: Mapping[str, float] = field(default_factory=dict)
     cores: int = 1
     by_threads: Mapping[str, float] = field(default_factory=dict)
     dtype: Dtype = "float32"
@@ -109,7 +110,7 @@ class HardwareProfile:
             raise HarnessError(f"hardware {self.name}: device, link and devices come together, or not at all")
         for name in ("device", "host"):
             processor = getattr(self, name)
-            names = ("flops", "prompts", "cached", "attention", "by_threads")
+            names = ("flops", "prompts", "cached", "attention", "by_threads", "probed")
             for curve in () if processor is None else (getattr(processor, kind) for kind in names):
                 if unknown := next((key for key in curve if not (key.isdecimal() and 0 < int(key) < 1 << 31)), None):
                     raise HarnessError(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.planning.simulated import forecast
+from engines.planning.forecast import forecast
 from engines.shapes import shape
 from harness import explanation, hardware
 from harness.api import (

@@ -243,7 +243,7 @@ def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
 
 
 def test_a_block_has_no_room_for_more_than_the_job() -> None:
-    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, 1.5e9)
+    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, budget=1.5e9)
     for schedule in ("row", "zigzag", "sweep"):
         found = search(planner, Wanted([schedule], cpu_attention=(False,), requests=33)).best
         assert found is not None

@@ -64,7 +64,7 @@ def test_a_cells_fingerprint_knows_its_trace_and_older_ones_stay() -> None:
 def test_a_real_trace_runs_in_virtual_time() -> None:
     each = [Lengths(*one) for one in registry.lengths(WorkloadSpec("trace", 512, 128, 64, str(AZURE)))]
     assert len(set(each)) > 40
-    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(400, 64), hardware.load("laptop_cpu"), each)
+    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(400, 64), hardware.load("laptop_cpu"), 64, each=each)
     predicted = {
         schedule: planner.predict(OffloadPolicy(16, schedule=schedule, weights=(0.0, 0.0, 1.0))).throughput_tok_s
         for schedule in ("row", "sweep")

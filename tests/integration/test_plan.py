@@ -9,6 +9,7 @@ import yaml
 
 JOB = ("--prompt-len", "512", "--gen-len", "32")
 T4 = (*JOB, "--hardware", "t4_gcp")
+CPU = (*JOB, "--hardware", "laptop_cpu")
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
 
 
@@ -94,6 +95,12 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
         (["facebook/opt-30b", *T4, "--policy", '{"gpu_batch": 1}'], 2, "unknown key 'gpu_batch'"),
         (["facebook/opt-30b", *T4, "--policy", '{"wg": 0.5, "wc": 0.2, "wd": 0.2}'], 2, "sum to 1"),
         (["facebook/opt-30b", *T4, "--policy", '{"gpu_batch_size": 0}'], 2, "at least 1"),
+        (["facebook/opt-30b", *T4, "--policy", '{"num_gpu_batches": 2}'], 2, "schedule row has one batch at a time"),
+        (["facebook/opt-30b", *T4, "--policy", '{"value_sparsity": 0.1}'], 2, "no performance model"),
+        (["facebook/opt-30b", *T4, "--stages", "2", "--policy", '{"schedule": "sweep"}'], 2, "take schedule row"),
+        (["facebook/opt-30b", *JOB, "--hardware", "v100x4", "--stages", "8"], 2, "too few for 8 stages"),
+        (["facebook/opt-1.3b", *CPU, "--policy", '{"compute_dtype": "bfloat16"}'], 2, "has rates in float32"),
+        (["facebook/opt-175b", *JOB, "--hardware", "rtx4090", "--latency", "1"], 4, "s is the least"),
     ],
 )
 def test_what_cannot_be_planned_gets_one_line(cli, arguments, code, words):

@@ -21,6 +21,7 @@ from harness.api import (
     RunRecord,
     RunSpec,
     WorkloadSpec,
+    interpolate,
 )
 from harness.store import Store
 
@@ -106,3 +107,36 @@ def test_another_dtype_than_the_profiles_needs_rates_from_beside_the_launch():
     rates = {rows: (3 * rate,) for rows, rate in LAPTOP.host.flops.items()}
     faster = forecast(replace(launch, machine=MachineRates(gemm_flops={"bfloat16": rates})), LAPTOP)
     assert faster.throughput_tok_s > forecast(record(), LAPTOP).throughput_tok_s
+
+
+def measured_laptop(**changes):
+    """A laptop of which fewer threads were measured, and the product that is measured beside launches too."""
+    host = replace(LAPTOP.host, by_threads={"1": 1e11, "8": 8e11}, probed={"512": 2e11, "2048": 4e11}, **changes)
+    return replace(LAPTOP, host=host)
+
+
+def test_threads_that_a_launch_may_not_use_are_missing_once():
+    hindered = record(limits=HardwareLimits(threads=1))
+    known = measured_laptop()
+    slow, fast = forecast(hindered, known).throughput_tok_s, forecast(record(), known).throughput_tok_s
+    assert fast / 8.5 < slow < fast / 2
+    # the rates beside the launch are of its one thread: as measured, they say what the profile says
+    hidden = shape(MODEL).hidden
+    probed = interpolate([(512, 2e11), (2048, 4e11)], hidden) / 8
+    rates = MachineRates(gemm_shape=(hidden, 4 * hidden), gemm_flops={"float32": {"256": (probed,)}})
+    beside = forecast(replace(hindered, machine=rates), known).throughput_tok_s
+    assert beside == pytest.approx(slow, rel=0.01)
+
+
+def test_a_launch_without_a_device_is_not_predicted_by_a_machine_with_one(tmp_path):
+    with pytest.raises(HarnessError, match="t4_gcp has a device"):
+        explanation.explain(saved(tmp_path, record()), "t4_gcp", tmp_path)
+
+
+def test_memory_is_taken_for_the_lengths_that_were_reserved():
+    spec = record().spec
+    limits = HardwareLimits(host_memory=500 << 20)
+    longer = replace(spec, workload=WorkloadSpec("synthetic", 1500, 500), limits=limits)
+    short = forecast(record(policy=OffloadPolicy(4, schedule="sweep"), limits=limits), LAPTOP)
+    held = replace(record(), spec=replace(longer, policy=OffloadPolicy(4, schedule="sweep")))
+    assert forecast(held, LAPTOP).metrics["task_load_weights_s"] > short.metrics["task_load_weights_s"]

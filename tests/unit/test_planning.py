@@ -27,7 +27,13 @@ from engines.planning.threads import allotted, on_threads
 from engines.planning.work import Lengths, by_whole_matrices, parts
 from engines.shapes import CATALOGUE, shape
 from harness import hardware
-from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+from harness.api import (
+    HardwareProfile,
+    HarnessError,
+    InfeasibleError,
+    OffloadPolicy,
+    Schedule,
+)
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
 PROFILES = {name: hardware.load(name) for name in hardware.names()}

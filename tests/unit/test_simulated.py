@@ -1,0 +1,65 @@
+"""Cells of suites on machines that are not here: the same record as a run's, and the search of a measured one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engines.planning.host_only import HostPlanner
+from engines.planning.simulated import searched, simulate
+from engines.planning.work import Lengths
+from engines.shapes import shape
+from harness import hardware
+from harness.api import HardwareLimits, LocalModel, ModelSpec, OffloadPolicy, RunRecord, RunSpec, Schedule, WorkloadSpec
+
+PROFILES = {name: hardware.load(name) for name in ("laptop_cpu", "t4_gcp")}
+
+
+def simulated(requests: int | str, policy: OffloadPolicy, machine: str, **changes: object) -> RunRecord:
+    job = WorkloadSpec("synthetic", 128, 8, requests)
+    spec = RunSpec("offload", ModelSpec("facebook/opt-1.3b", "dummy"), job, policy, **changes)
+    record = simulate(spec, PROFILES[machine], [])
+    assert record.status == "ok", record.reason
+    return record
+
+
+@pytest.mark.parametrize(("machine", "schedule"), [("laptop_cpu", "row"), ("laptop_cpu", "sweep"), ("t4_gcp", "row")])
+def test_seconds_of_a_simulated_job_are_of_all_its_requests_and_of_no_more(machine: str, schedule: Schedule) -> None:
+    policy = OffloadPolicy(4, schedule=schedule)
+    one, three = (simulated(count, policy, machine).metrics for count in (4, 12))
+    assert three["generated_tokens"] == 3 * one["generated_tokens"] == 96
+    if schedule == "row":
+        assert three["total_s"] == pytest.approx(three["prefill_s"] + three["decode_s"], rel=1e-6)
+        assert three["decode_throughput_tok_s"] == pytest.approx(one["decode_throughput_tok_s"], rel=0.02)
+        assert three["block_latency_s"] == pytest.approx(one["block_latency_s"], rel=0.02)
+    for name in ("total_s", "host_busy_s"):
+        assert three[name] <= 3.05 * one[name]
+        assert three[name] >= 2 * one[name]
+    assert three["generation_throughput_tok_s"] == pytest.approx(three["generated_tokens"] / three["total_s"])
+
+
+def test_an_open_job_is_as_long_as_the_engine_makes_it() -> None:
+    found = simulated("auto", OffloadPolicy(4, schedule="sweep"), "laptop_cpu")
+    assert found.load.block_size == 4
+    assert found.metrics["num_requests"] == 16
+
+
+def test_a_search_changes_only_what_it_may() -> None:
+    own = OffloadPolicy(1, schedule="row", prefill_chunk=64, group_size=32, overlap=False, compute_dtype="bfloat16")
+    model = shape("facebook/opt-1.3b")
+    spec = RunSpec("offload", ModelSpec("facebook/opt-1.3b", "dummy"), WorkloadSpec("synthetic", 64, 8, 16), own,
+                   tune="search", limits=HardwareLimits(host_memory=2 << 30))  # fmt: skip
+    local = LocalModel("", model, 2 * model.params_total, "bfloat16", "")
+    found = searched(spec, local, PROFILES["laptop_cpu"], []).policy
+    assert found.gpu_batch_size > 1
+    assert replace(found, gpu_batch_size=1) == own
+
+
+def test_weights_of_32_bits_take_twice_the_room() -> None:
+    policy = OffloadPolicy(1, schedule="row")
+    model, lengths = shape("facebook/opt-1.3b"), Lengths(64, 8)
+    peaks = [HostPlanner(model, lengths, PROFILES["laptop_cpu"], dtype=dtype).predict(policy).peak
+             for dtype in ("bfloat16", "float32")]  # fmt: skip
+    weights = model.params_per_layer * model.num_layers
+    assert peaks[1].host - peaks[0].host > 1.9 * weights

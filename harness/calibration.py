@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import hardware, registry
-from harness.api import HardwareProfile
+from harness import hardware, provenance, registry
+from harness.api import HardwareProfile, HarnessError
+from harness.launchers.memory import own_limit
 from harness.listing import show
 
 #: Rows of the product that is taken beside launches too, and its columns: hidden sizes of models.
@@ -24,12 +26,17 @@ def calibrate(
     """
     path = out or hardware.local_path(cache)
     hardware.require_writable(path)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise HarnessError(f"{cache}: {exc.strerror}; give another folder by --cache-dir") from None
     found = registry.calibrate(cache, cache, quick, report)
     dtype = found.host.dtype
     probed = {str(k): registry.gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS}
-    host = dataclasses.replace(found.host, probed={k: statistics.median(rates) for k, rates in probed.items()})
-    profile = dataclasses.replace(found, host=host, host_id=hardware.host_id())
+    memory = min(found.host.memory, own_limit() or math.inf)
+    rates = {k: statistics.median(samples) for k, samples in probed.items()}
+    host = dataclasses.replace(found.host, probed=rates, memory=memory)
+    profile = dataclasses.replace(found, host=host, host_id=provenance.machine_key())
     profile.validate()
     hardware.save(profile, path)
     return profile, path
@@ -40,7 +47,7 @@ def show_profile(profile: HardwareProfile) -> None:
     rows = []
     for path, (low, high) in profile.spread.items():
         value = _at(profile, path)
-        rows.append({"rate": path, "median a second": f"{value:.3g}", "lowest": f"{low:.3g}", "highest": f"{high:.3g}"})
+        rows.append({"rate": path, "median": f"{value:.3g}", "lowest": f"{low:.3g}", "highest": f"{high:.3g}"})
     show(rows, False)
 
 

@@ -72,7 +72,6 @@ ENGINES: dict[str, EngineEntry] = {
 }
 
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
-_LENGTHS = "suites.workloads:lengths"
 
 _PREPARE = "engines.checkpoints:prepare"
 _IDENTITY = "engines.checkpoints:content_digest"
@@ -103,16 +102,22 @@ def engine_entry(name: str) -> EngineEntry:
 
 def make_engine(name: str, options: dict[str, Any]) -> Engine:
     """Builds an engine. Raises HarnessError when a module or an option is missing or unknown."""
-    entry = engine_entry(name)
-    if missing := entry.missing():
-        raise HarnessError(
-            f"engine {name} needs {', '.join(missing)}: pip install 'offload-harness[{entry.extra}]' -c constraints.txt"
-        )
+    entry = _require(name, f"engine {name}")
     factory = resolve(entry.target)
     try:
         return cast(Engine, factory(**options))
     except TypeError as exc:
         raise HarnessError(f"engine {name} does not take these options: {exc}") from exc
+
+
+def _require(name: str, who: str) -> EngineEntry:
+    """An engine's entry. Raises HarnessError saying that `who` needs modules that are missing."""
+    entry = engine_entry(name)
+    if missing := entry.missing():
+        raise HarnessError(
+            f"{who} needs {', '.join(missing)}: pip install 'offload-harness[{entry.extra}]' -c constraints.txt"
+        )
+    return entry
 
 
 def make_workload(kind: str, **fields: Any) -> Workload:
@@ -127,12 +132,12 @@ def workload(spec: WorkloadSpec) -> Workload:
 
 
 def lengths(spec: WorkloadSpec) -> list[tuple[int, int]]:
-    """suites.workloads.lengths: prompt and generated tokens of each request, where they differ.
+    """suites.workloads.Traced.lengths: prompt and generated tokens of each request, where they differ.
 
     Of a job without a number of requests those of the first thousand. Raises HarnessError for a file that is no trace.
     """
     count = 1000 if spec.num_requests == "auto" else spec.num_requests
-    return cast(list[tuple[int, int]], resolve(_LENGTHS)(spec, count)) if spec.kind == "trace" else []
+    return cast(Any, workload(spec)).lengths(count) if spec.kind == "trace" else []
 
 
 def resolve(target: str) -> Any:
@@ -183,7 +188,8 @@ def tiny_model(family: str) -> str:
 
 
 def calibrate(*args: Any) -> HardwareProfile:
-    """engines.offload.calibrate.measure: a profile of this host."""
+    """engines.offload.calibrate.measure: a profile of this host. Raises HarnessError where a module is missing."""
+    _require("offload", "harness calibrate")
     return cast(HardwareProfile, resolve(_CALIBRATE)(*args))
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from harness import hardware, provenance, registry
+from harness import provenance, registry
 from harness.api import (
     Forecast,
     HardwareProfile,
     HarnessError,
-    InfeasibleError,
     Launcher,
     LaunchRequest,
     LocalModel,
@@ -28,13 +26,15 @@ from harness.api import (
     Status,
     SuiteSpec,
     Trial,
-    roofline,
+    bound_of,
 )
 from harness.cell_names import find_twins
 from harness.launchers.memory import cap_method
 from harness.launchers.process import ProcessLauncher
+from harness.local_profile import LocalProfile
 from harness.store import Store, is_done
 from harness.tuning import CEILING, SIZE_STATUSES, Remembered, choose, search_max_batch, settled
+from harness.worker import classify
 
 #: Repeating these cannot end otherwise, so the cell's other repeats are left out, now and on resume.
 _REFUSALS = ("infeasible", "unsupported", "timeout")
@@ -89,7 +89,7 @@ class Runner:
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
         self._machine: dict[tuple[str, int | None], tuple[float, MachineRates | None]] = {}
-        self._profile: HardwareProfile | None = None
+        self._profile = LocalProfile(cache)
         self._dropped: set[str] = set()
 
     def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
@@ -153,6 +153,12 @@ class Runner:
             done[key] = record
         return done
 
+    def _shareable(self, cell: RunSpec) -> RunSpec:
+        """Without folders of this machine."""
+        model = replace(cell.model, id=provenance.scrub(cell.model.id, self._places))
+        job = replace(cell.workload, trace=provenance.scrub(cell.workload.trace, self._places))
+        return replace(cell, model=model, workload=job)
+
     def _command_of(self, cell: RunSpec) -> str:
         return provenance.scrub(f"{self._command} --cell {cell.name}", self._places)
 
@@ -175,7 +181,7 @@ class Runner:
         cell = step.cell
         record = replace(
             record,
-            spec=replace(cell, model=replace(cell.model, id=provenance.scrub(cell.model.id, self._places))),
+            spec=self._shareable(cell),
             fingerprint=cell.fingerprint(),
             provenance=self._provenance | dict(record.provenance),
             command=self._command_of(cell),
@@ -196,7 +202,7 @@ class Runner:
             try:
                 cell = registry.searched(cell, model, self._host(step), registry.lengths(cell.workload))
             except HarnessError as exc:
-                return _refused(step, "infeasible" if isinstance(exc, InfeasibleError) else "error", str(exc))
+                return _refused(step, *classify(exc))
         spec, trials = self._with_batch(step, cell, model)
         if spec is None:
             statuses = ", ".join(f"batch {t.gpu_batch_size}: {t.status}" for t in trials)
@@ -207,12 +213,9 @@ class Runner:
         machine = self._machine_rates(step, model)
         self._progress.started(step, f"repeat {step.repeat + 1}/{cell.repeats}")
         record = self._launch(spec, step.repeat, model)
-        batch = record.load.block_size if record.load else spec.policy.block_size
-        dtype = record.load.compute_dtype if record.load else ""
         record = replace(record, machine=machine, tuning=trials, model=_shareable(model))
         if machine and record.status == "ok":
-            bound = roofline(model, _as_asked(spec, record), batch, dtype, machine)
-            record = replace(record, bound=bound, predicted=self._forecast(step, record))
+            record = replace(record, bound=bound_of(record, machine), predicted=self._forecast(step, record))
         return record
 
     def _forecast(self, step: Step, record: RunRecord) -> Forecast | None:
@@ -227,12 +230,12 @@ class Runner:
 
     def _host(self, step: Step) -> HardwareProfile:
         """The profile of this host; measured, quickly, where there is none yet. Raises HarnessError."""
-        if self._profile is None:
-            if hardware.is_unknown(self._cache):
-                self._progress.started(step, "measuring this host, once")
-                self._launcher.calibrate(self._work / "calibrate", self._log(step.cell), self._progress.event)
-            self._profile = hardware.load("local", self._cache)
-        return self._profile
+
+        def measure() -> None:
+            self._progress.started(step, "measuring this host, once")
+            self._launcher.calibrate(self._work / "calibrate", self._log(step.cell), self._progress.event)
+
+        return self._profile.get(measure)
 
     def _launch(self, spec: RunSpec, repeat: int, model: LocalModel) -> RunRecord:
         if model.path:
@@ -340,15 +343,6 @@ def default_cache() -> Path:
 
 def _refused(step: Step, status: Status, reason: str) -> RunRecord:
     return RunRecord(step.cell, "", step.repeat, status, reason, provenance.now())
-
-
-def _as_asked(spec: RunSpec, record: RunRecord) -> RunSpec:
-    """The cell with the mean lengths of its requests, where they differ."""
-    if spec.workload.kind != "trace":
-        return spec
-    prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))
-    generated = round(statistics.mean(r.generated_tokens for r in record.requests))
-    return replace(spec, workload=replace(spec.workload, prompt_len=max(1, prompt), gen_len=max(1, generated)))
 
 
 def _shareable(model: LocalModel) -> LocalModel:

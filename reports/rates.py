@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from harness.api import MachineRates, RunRecord, roofline
+from harness.api import MachineRates, RunRecord, bound_of
 
 #: A probe that began later than this after a launch says nothing of it.
 _SOON_S = 180.0
@@ -36,10 +36,10 @@ def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def _rebound(record: RunRecord, after: MachineRates | None) -> RunRecord:
-    spec, load, model, before = record.spec, record.load, record.model, record.machine
-    if not (before and after and record.bound and load and model):
+    before = record.machine
+    if not (before and after and record.bound):
         return record
-    found = roofline(model, spec, load.block_size, load.compute_dtype, _between(before, after))
+    found = bound_of(record, _between(before, after))
     return replace(record, bound=found or record.bound)
 
 

@@ -119,8 +119,13 @@ def _method(row: CellSummary) -> str | None:
 
 
 def _seconds_of(task: str) -> Callable[[CellSummary], float | None]:
-    """How long a task was at work; None where it had nothing to do."""
-    return lambda row: metric(row.ok_records, f"task_{task}_s") or None
+    """How long a task was at work; None where it had nothing to do, which a wait of no time is not."""
+
+    def seconds(row: CellSummary) -> float | None:
+        found = metric(row.ok_records, f"task_{task}_s")
+        return found if task == "waiting" else found or None
+
+    return seconds
 
 
 def _predicted_seconds_of(task: str) -> Callable[[CellSummary], float | None]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.api import GenerationRequest, HarnessError, SamplingParams, WorkloadSpec
+from harness.api import GenerationRequest, HarnessError, SamplingParams
 
 # The lowest ids of OPT and LLaMA vocabularies are special tokens (padding, begin, end, unknown).
 FIRST_ORDINARY_ID = 5
@@ -73,13 +73,6 @@ class Traced:
                 where = f"{self.trace}:{reader.line_num}"
                 raise HarnessError(f"{where}: expected whole numbers in ContextTokens and GeneratedTokens") from None
             yield max(1, min(prompt, self.prompt_len)), max(1, min(generated, self.gen_len))
-
-
-def lengths(spec: WorkloadSpec, count: int) -> list[tuple[int, int]]:
-    """Prompt and generated tokens of each of `count` requests. Raises HarnessError for a file that is no trace."""
-    if spec.kind == "trace":
-        return Traced(spec.trace, spec.prompt_len, spec.gen_len).lengths(count)
-    return [(spec.prompt_len, spec.gen_len)] * count
 
 
 def _random_ids(vocab: int, length: int, key: str) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -77,7 +78,8 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
     report("the engine beside its products")
     kinds: Sequence[Bits] = (16, 4) if quick else (16, 8, 4, 3)
-    beside = calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
+    with _in_words(cache, "run a small model"):
+        beside = calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
     for bits in map(str, kinds):
         samples[f"host.prompts.{bits}"] = list(beside.prompts[bits])
         samples[f"host.cached.{bits}"] = list(beside.cached[bits])
@@ -86,12 +88,8 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
     samples["host.beside_disk"] = list(beside.beside_disk)
     report("disk")
     size = (256 if quick else 1024) << 20
-    try:
+    with _in_words(folder, f"write and read {size >> 20} MiB there to measure the disk"):
         samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
-    except OSError as exc:
-        short = DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else HarnessError
-        raise short(f"{folder}: cannot write and read {size >> 20} MiB there to measure the disk: {exc.strerror}; "
-                    "free space, or give another folder by --cache-dir") from None  # fmt: skip
     rates = {path: statistics.median(found) for path, found in samples.items()}
     memory = psutil.virtual_memory().total
     return HardwareProfile(
@@ -117,6 +115,17 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
         sources=dict.fromkeys(rates, "measured, the median") | {"host.memory": "what the system reports"},
         spread={path: (min(found), max(found)) for path, found in samples.items()},
     )
+
+
+@contextmanager
+def _in_words(folder: Path, what: str) -> Iterator[None]:
+    """Says of a full or broken disk what could not be done in `folder`."""
+    try:
+        yield
+    except OSError as exc:
+        short = DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else HarnessError
+        raise short(f"{folder}: cannot {what}: {exc.strerror}; free space, or give another folder by "
+                    "--cache-dir") from None  # fmt: skip
 
 
 def _curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
@@ -175,7 +184,8 @@ def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
 def _unpacking(way: gemm.Arithmetic, flops: float, kernels: Kernels, rounds: int) -> list[float]:
     """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
     seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
-    return [BLOCK_VALUES / (s - 2 * _FEW * BLOCK_VALUES / flops) for s in seconds]
+    arithmetic = 2 * _FEW * BLOCK_VALUES / flops
+    return [BLOCK_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # a clock's noise is no infinite rate
 
 
 def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:
@@ -203,8 +213,8 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
                     os.pwritev(descriptor, [buffer], offset)
                 os.fsync(descriptor)
                 written.append(size / (time.perf_counter() - began))
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             for _ in range(rounds):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # there is no other way past it everywhere
                 began = time.perf_counter()
                 for offset in range(0, size, _PIECE):
                     os.preadv(descriptor, [buffer], offset)

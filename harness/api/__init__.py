@@ -57,7 +57,7 @@ from harness.api.record import (
     RunRecord,
     Trial,
 )
-from harness.api.roofline import roofline
+from harness.api.roofline import bound_of, roofline
 from harness.api.serial import (
     from_json,
     to_json,
@@ -123,6 +123,7 @@ __all__ = [
     "UnsupportedError",
     "Workload",
     "WorkloadSpec",
+    "bound_of",
     "direct_buffer",
     "first_line",
     "from_json",

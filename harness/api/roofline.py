@@ -13,12 +13,14 @@ holds weights and KV cache.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from harness.api.common import DTYPE_BYTES, Dtype
 from harness.api.curve import interpolate
 from harness.api.machine import LocalModel, MachineRates
-from harness.api.record import Bound
+from harness.api.record import Bound, RunRecord
 from harness.api.spec import RunSpec
 
 
@@ -51,6 +53,20 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     disk_s = generated * on_disk / min(max(machine.disk_read), limits.disk_bandwidth or math.inf) if on_disk else 0.0
     throughput = batch * generated / max(compute_s, disk_s)
     return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
+
+
+def bound_of(record: RunRecord, machine: MachineRates) -> Bound | None:
+    """The bound of a finished launch: of the batch and bits that were loaded, and of its requests' mean lengths."""
+    spec, load, model = record.spec, record.load, record.model
+    if load is None or model is None:
+        return None
+    job = spec.workload
+    if job.kind == "trace" and record.requests:
+        prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))
+        generated = round(statistics.mean(r.generated_tokens for r in record.requests))
+        job = replace(job, prompt_len=max(1, prompt), gen_len=max(1, generated))
+    spec = replace(spec, workload=job, policy=load.policy or spec.policy)
+    return roofline(model, spec, load.block_size, load.compute_dtype, machine)
 
 
 def _value_bytes(bits: int, group: int, dtype: Dtype) -> float:

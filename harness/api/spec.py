@@ -35,7 +35,8 @@ class WorkloadSpec:
     """Synthetic requests: `num_requests` prompts of `prompt_len` random tokens, `gen_len` new tokens each.
 
     `auto` runs whole blocks at the engine's own batch, as many as it needs for a steady state. Of kind `trace` the
-    lengths are those of a file's lines instead, `prompt_len` and `gen_len` the most that is taken of each.
+    lengths are those of a file's lines instead, `prompt_len` and `gen_len` the most that is taken of each. A trace is
+    known by its path: one whose content changes needs another.
     """
 
     __pydantic_config__ = FORBID

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -41,7 +39,7 @@ def load(name: str, cache: Path | None = None) -> HardwareProfile:
             raise HarnessError(f"no hardware profile {name!r}{hint} (shipped: {', '.join(names())}; or give a file)")
     profile = suite_check.hardware(yaml_source.read(path))
     profile.validate()
-    if name == "local" and profile.host_id != host_id():
+    if name == "local" and profile.host_id != provenance.machine_key():
         raise HarnessError(f"{path} was measured on another machine: run `harness calibrate` again")
     return profile
 
@@ -49,19 +47,12 @@ def load(name: str, cache: Path | None = None) -> HardwareProfile:
 def is_unknown(cache: Path) -> bool:
     """Whether there is no profile of this host in `cache`."""
     path = local_path(cache)
-    return not path.exists() or suite_check.hardware(yaml_source.read(path)).host_id != host_id()
+    return not path.exists() or suite_check.hardware(yaml_source.read(path)).host_id != provenance.machine_key()
 
 
 def local_path(cache: Path) -> Path:
     """Where this host's own profile is kept."""
     return cache / "hardware.yaml"
-
-
-def host_id() -> str:
-    """Of the hardware this runs on, as far as rates depend on it."""
-    machine = provenance.machine()
-    known = {key: machine[key] for key in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def require_writable(path: Path) -> None:

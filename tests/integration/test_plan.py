@@ -117,7 +117,7 @@ def test_the_table_of_errors(cli):
     assert "cells not fitted" in done.stdout
     rows = json.loads(cli("check-model", "--json").stdout)
     assert len(rows) > 90
-    assert {row["hardware"] for row in rows} == {"t4_gcp", "a100_40g"}
+    assert {row["hardware"] for row in rows} == {"t4_gcp", "a100_40g", "a100_80g_sxm_x8"}
 
 
 @pytest.mark.parametrize(("suite", "machine"), [("opt30b_t4", "t4_gcp"), ("lm_offload_a100", "a100_40g")])

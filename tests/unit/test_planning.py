@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from engines.offload.layout import matrices_of
-from engines.planning import published
+from engines.planning import published, resident
 from engines.planning.host_only import HostPlanner
 from engines.planning.memory import capacity, peak, rows
 from engines.planning.pipeline import planner_for
@@ -107,18 +107,18 @@ def test_a_figure_is_an_interval_of_half_its_last_digit() -> None:
 
 def test_nanoflows_table_and_optimum() -> None:
     devices = Devices(8, 312e12, 2e12, 300e9)
-    found = {o.name: o for o in operations(shape("meta-llama/Llama-2-70b-hf"), Lengths(512, 1024), 2048, devices)}
     path = Path(published.__file__).with_name("published") / "nanoflow_a100.csv"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    table = list(csv.DictReader(lines))
-    assert len(table) == len(found) == 7
-    for row in table:
+    rows = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+    found = {o.name: o for o in operations(shape("meta-llama/Llama-2-70b-hf"), Lengths(512, 1024), 2048, devices)}
+    assert len(rows) == len(found) == 7
+    for row in rows:
         one = found[row["op"]]
-        seconds = [1e3 * s for s in one.seconds(devices)]
-        mine = [one.flops / 1e9, one.memory_bytes / 1e9, one.network_bytes / 1e9, *seconds]
-        names = ("compute_gflop", "mem_gb", "net_gb", "t_compute_ms", "t_mem_ms", "t_net_ms")
-        for value, name in zip(mine, names, strict=True):
+        mine = (one.flops / 1e9, one.memory_bytes / 1e9, one.network_bytes / 1e9)
+        for value, name in zip(mine, ("compute_gflop", "mem_gb", "net_gb"), strict=True):
             assert value == pytest.approx(float(row[name]), rel=0.10, abs=0.006)
+    estimates = list(resident.published())
+    assert len(estimates) == 15  # of 21 those that are not 0
+    assert max(abs(published.error_of(mine, figure)) for _, figure, mine in estimates) < 0.10
     assert round(optimal_tok_s(devices, 70e9) - 0.5) == 17828
 
 

@@ -12,9 +12,11 @@ from harness.api import (
     ModelShape,
     ModelSpec,
     OffloadPolicy,
+    RequestTrace,
     RunRecord,
     RunSpec,
     WorkloadSpec,
+    bound_of,
     roofline,
 )
 from reports.rates import with_rates_around
@@ -67,3 +69,14 @@ def test_a_probe_of_much_later_or_of_another_machine_says_nothing():
 def test_records_without_a_probe_stay_as_they_are():
     bare = replace(record(0, probe(1e6, 1e9)), machine=None, bound=None)
     assert with_rates_around([bare]) == [bare]
+
+
+def test_a_bound_is_of_the_policy_that_was_found_and_of_the_lengths_that_were_asked_for():
+    found = LoadReport(1000, 2048, 4, OffloadPolicy(weight_bits=4, kv_bits=4), "float32", (0, 0, 0))
+    machine = probe(1e6, 1e15)  # the disk is the bound
+    chosen = bound_of(replace(record(0, machine), load=found), machine)
+    assert chosen == roofline(MODEL, replace(SPEC, policy=found.policy), 4, "float32", machine)
+    assert chosen.throughput_tok_s > 1.5 * bound(machine).throughput_tok_s
+    traced = replace(SPEC, workload=WorkloadSpec("trace", 100, 50, trace="t.csv"))
+    requests = tuple(RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
+    assert bound_of(replace(record(0, machine), spec=traced, requests=requests), machine) == bound(machine)

@@ -9,10 +9,12 @@ from engines.planning.work import Lengths
 from engines.shapes import shape
 from harness import hardware, registry
 from harness.api import HarnessError, ModelSpec, OffloadPolicy, RunSpec, WorkloadSpec
+from reports.records import load_records
 from suites.workloads import Traced
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 AZURE = DATA / "trace_azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 
@@ -54,10 +56,16 @@ def test_a_trace_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         Traced(str(tmp_path / "binary.csv"), 10, 10).lengths(3)
 
 
-def test_a_cells_fingerprint_knows_its_trace_and_older_ones_stay() -> None:
+def test_a_cells_fingerprint_knows_its_trace() -> None:
     plain = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
     traced = RunSpec("fake", ModelSpec("fake"), WorkloadSpec("trace", trace="a.csv"))
     assert plain.fingerprint() != traced.fingerprint()
+
+
+@pytest.mark.parametrize("run", sorted(path.name for path in RESULTS.iterdir()))
+def test_records_of_other_days_are_still_of_the_same_cells(run: str) -> None:
+    for record in load_records([RESULTS / run]):
+        assert record.spec.fingerprint() == record.fingerprint
 
 
 @pytest.mark.skipif(not AZURE.exists(), reason=f"needs {AZURE.name}")

@@ -1,0 +1,30 @@
+"""The profile of this host for a run: measured where there is none, but only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from harness import hardware
+from harness.api import HardwareProfile, HarnessError
+
+
+class LocalProfile:
+    """What `harness calibrate` has left in `cache`, or what a run measures itself."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self._found: HardwareProfile | HarnessError | None = None
+
+    def get(self, measure: Callable[[], None]) -> HardwareProfile:
+        """The profile; `measure` leaves one in the cache. Raises HarnessError, the same every time after the first."""
+        if self._found is None:
+            try:
+                if hardware.is_unknown(self._cache):
+                    measure()
+                self._found = hardware.load("local", self._cache)
+            except HarnessError as exc:
+                self._found = exc
+        if isinstance(self._found, HarnessError):
+            raise self._found
+        return self._found

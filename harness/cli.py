@@ -152,6 +152,7 @@ def _simulate(
     suite: SuiteSpec, cells: list[RunSpec], path: Path, overrides: tuple[str, ...],
     out: Path | None, cache: Path | None, hardware: str,
 ) -> int:  # fmt: skip
+    from harness.job_progress import make_job_progress
     from harness.runner import default_cache
     from harness.simulation import simulate
     from reports.build import build
@@ -159,7 +160,9 @@ def _simulate(
     out = out or Path("results") / f"{suite.name}-{Path(hardware).stem}-simulated"
     command = ["harness", "run", path.name if path.is_absolute() else str(path), *_as_options(overrides)]
     command += ["--simulate", "--hardware", hardware]
-    records = simulate(cells, path, out, hardware, cache or default_cache(), shlex.join(command))
+    with make_job_progress() as progress:
+        records = simulate(cells, path, out, hardware, cache or default_cache(), shlex.join(command),
+                           lambda done, total: progress.advance("predicting cells", done, total))  # fmt: skip
     written = build([out])
     with contextlib.suppress(BrokenPipeError):
         _print_summary(records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +13,17 @@ from harness.store import Store
 
 
 def simulate(
-    cells: Sequence[RunSpec], suite_file: Path, out: Path, name: str, cache: Path, command: str
+    cells: Sequence[RunSpec],
+    suite_file: Path,
+    out: Path,
+    name: str,
+    cache: Path,
+    command: str,
+    report: Callable[[int, int], None],
 ) -> list[RunRecord]:
     """Predicts every cell once for the hardware `name` and writes the records; earlier ones are set aside.
+
+    `report` is told how many cells are done, and of how many.
 
     Raises HarnessError for hardware that there is not, and for a folder that cannot be written.
     """
@@ -26,7 +34,8 @@ def simulate(
         write_suite_copy(suite_file, out)
         known = {"hardware": profile.name, "harness": provenance.collect()["harness"]}
         records = []
-        for cell in cells:
+        for i, cell in enumerate(cells):
+            report(i, len(cells))
             record = replace(
                 registry.simulate(cell, profile, registry.lengths(cell.workload)),
                 spec=cell,

@@ -46,7 +46,7 @@ from harness.api import (
     to_json,
 )
 from harness.probes.cpu import CpuProbe
-from harness.probes.disk import DiskProbe, sequential_read_rate
+from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
 from harness.probes.latency import metrics
 from harness.probes.memory import MemoryProbe, resident_bytes
@@ -138,9 +138,9 @@ def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
 def _measure_machine(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Disk bandwidth and GEMM rates of this moment; see MachineRates."""
     k, n = request["gemm_shape"]
-    disk = sequential_read_rate(Path(request["folder"]))
+    disk = sequential_read_rates(Path(request["folder"]))
     rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])
-    return {"disk_read": [] if disk is None else [disk], "gemm_shape": [k, n], "gemm_flops": rates}
+    return {"disk_read": disk, "gemm_shape": [k, n], "gemm_flops": rates}
 
 
 def _calibrate(folder: Path, request: dict[str, Any]) -> dict[str, Any]:

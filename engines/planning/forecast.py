@@ -50,7 +50,7 @@ def _at_the_time(profile: HardwareProfile, record: RunRecord, dtype: Dtype) -> H
     """
     machine, disk = record.machine, profile.disk
     if machine is not None and machine.disk_read:
-        disk = replace(disk, read=statistics.median(machine.disk_read))
+        disk = replace(disk, read=max(machine.disk_read))
     had = limited(replace(profile, disk=disk), record.spec.limits)
     host = _cores_at_the_time(had.host, machine, dtype)
     return None if host is None else replace(had, host=host)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,8 +33,7 @@ def calibrate(
     dtype = found.host.dtype
     probed = {str(k): registry.gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS}
     memory = min(found.host.memory, own_limit() or math.inf)
-    rates = {k: statistics.median(samples) for k, samples in probed.items()}
-    host = dataclasses.replace(found.host, probed=rates, memory=memory)
+    host = dataclasses.replace(found.host, probed={k: max(rates) for k, rates in probed.items()}, memory=memory)
     profile = dataclasses.replace(found, host=host, host_id=provenance.machine_key())
     profile.validate()
     hardware.save(profile, path)

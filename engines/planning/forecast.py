@@ -66,4 +66,5 @@ def _cores_at_the_time(host: Processor, machine: MachineRates | None, dtype: Dty
     if not (host.probed and machine.gemm_shape and _PROBED_ROWS in curve):
         return host
     probed = sorted((float(columns), rate) for columns, rate in host.probed.items())
-    return faster(host, statistics.median(curve[_PROBED_ROWS]) / interpolate(probed, machine.gemm_shape[0]))
+    # the best samples, as for bounds: noise only slows
+    return faster(host, max(curve[_PROBED_ROWS]) / interpolate(probed, machine.gemm_shape[0]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import content, dummy_weights, hub, shapes
+from engines import content, dummy_weights, hub, packaged, shapes
 from engines.folders import build_once
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError, first_line
 
@@ -238,9 +238,9 @@ def _shape(config: Any, model: Any) -> ModelShape:
 
 def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
     """A folder of safetensors of `model`: its own, or one in `cache`."""
-    path = Path(model.id).expanduser()
     if model.weights == "dummy":
         return _dummy(model, cache, on_progress)
+    path = packaged.gguf_in(model.id) if model.id.startswith(packaged.PREFIX) else Path(model.id).expanduser()
     if path.suffix == ".gguf":
         from engines import gguf_file
 

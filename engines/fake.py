@@ -200,8 +200,18 @@ class FakeText:
     def problem(self) -> str:
         return ""
 
+    @property
+    def begin(self) -> int:
+        return 1
+
+    @property
+    def end(self) -> int:
+        return 2
+
     def encode(self, prompt: str) -> tuple[int, ...]:
         return tuple(prompt.encode())
+
+    encode_plain = encode
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))

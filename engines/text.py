@@ -40,6 +40,27 @@ class Text:
             return f"the tokenizer knows {known} tokens, the model {self._vocab}: prompts with the others are refused"
         return ""
 
+    @property
+    def begin(self) -> int:
+        """What stands before a text without a context: the beginning of a sequence, else its end; as in lm-eval."""
+        known = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
+        found = next((token for token in known if token is not None), None)
+        if found is None:
+            raise HarnessError("the model's tokenizer has neither a first token of a sequence nor a last one")
+        return int(found)
+
+    @property
+    def end(self) -> int:
+        """The end of a sequence."""
+        found = self._tokenizer.eos_token_id
+        if found is None:
+            raise HarnessError("the model's tokenizer has no token for the end of a sequence")
+        return int(found)
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Without special tokens."""
+        return self._ids(text, add_special_tokens=False)
+
     def encode(self, prompt: str) -> tuple[int, ...]:
         """With the special tokens that the model expects around a text."""
         return self._ids(prompt)

@@ -37,11 +37,15 @@ def _batch(spec: RunSpec) -> str:
 
 
 def _lengths(spec: RunSpec) -> str:
-    return f"p{spec.workload.prompt_len}g{spec.workload.gen_len}"
+    return _safe(spec.workload.label)
 
 
 def _model(spec: RunSpec) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", spec.model.id.rstrip("/").rsplit("/", 1)[-1])
+    return _safe(spec.model.id.rstrip("/").rsplit("/", 1)[-1])
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
 _CHOICES: tuple[_Part, ...] = (

@@ -64,13 +64,14 @@ for _command in (plan, calibrate, check_model):
 @click.option("--fresh", is_flag=True, help="Start over: earlier records are set aside, not resumed.")
 @click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
 @click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Data of accuracy tasks [default: the hub].")
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the cells as JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and remembered searches [$HARNESS_CACHE].")
 def run(
     suite: str, out: Path | None, engines: tuple[str, ...], names: tuple[str, ...], overrides: tuple[str, ...],
-    shard: str | None, fresh: bool, simulate: bool, hardware: str | None, dry_run: bool, as_json: bool,
-    cache_dir: Path | None,
+    shard: str | None, fresh: bool, simulate: bool, hardware: str | None, data_dir: Path | None, dry_run: bool,
+    as_json: bool, cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Run SUITE (a file, or the name of a shipped suite) and write records and a report.
 
@@ -88,6 +89,7 @@ def run(
     if hardware is not None and not simulate:
         raise click.UsageError("--hardware goes with --simulate; a run is of the machine it runs on")
     with one_line_errors():
+        from harness.api import HarnessError
         from harness.config import load_suite
         from harness.registry import ENGINES
 
@@ -102,12 +104,14 @@ def run(
             return
         if simulate:
             sys.exit(_simulate(loaded, cells, path, overrides, out, cache_dir, hardware or "local"))
-        sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh))
+        if data_dir is not None and not data_dir.is_dir():
+            raise HarnessError(f"--data-dir {data_dir}: no such folder")
+        sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh, data_dir))
 
 
 def _run(
     suite: SuiteSpec, cells: list[RunSpec], path: Path, overrides: tuple[str, ...],
-    out: Path | None, cache: Path | None, fresh: bool,
+    out: Path | None, cache: Path | None, fresh: bool, data: Path | None,
 ) -> int:  # fmt: skip
     from harness import runner
     from harness.progress import make_progress
@@ -130,7 +134,7 @@ def _run(
     progress = make_progress()
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
         try:
-            records = runner.Runner(suite, path, out, cache, progress, command).run(cells, fresh)
+            records = runner.Runner(suite, path, out, cache, progress, command, data).run(cells, fresh)
             stopped = False
         except KeyboardInterrupt:
             stopped = True
@@ -340,14 +344,12 @@ def _print_cells(cells: list[RunSpec], as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(to_json(cell) | {"fingerprint": cell.fingerprint()}))
         else:
-            shape = f"{cell.workload.prompt_len}+{cell.workload.gen_len}"
             batch = f"batch {cell.policy.block_size}" if cell.tune == "none" else cell.tune.replace("_", " ")
             notes = [
                 n for n, on in ((f"expect {cell.expect}", cell.expect != "ok"), ("reference", cell.reference)) if on
             ]
-            click.echo(
-                "  ".join([cell.fingerprint(), cell.name, cell.model.id, shape, batch, f"x{cell.repeats}", *notes])
-            )
+            known = [cell.fingerprint(), cell.name, cell.model.id, cell.workload.label, batch, f"x{cell.repeats}"]
+            click.echo("  ".join([*known, *notes]))
 
 
 def _runnable(cache: Path) -> list[str]:

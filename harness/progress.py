@@ -163,7 +163,7 @@ def describe(record: RunRecord) -> str:
     """A finished launch in one line."""
     head = f"{record.spec.name} repeat {record.repeat + 1}/{record.spec.repeats}"
     if record.status == "ok":
-        rate = record.metrics.get("generation_throughput_tok_s")
+        rate = record.metrics.get("generation_throughput_tok_s", record.metrics.get("score_throughput_tok_s"))
         if rate is None:
             return f"{head}: ok"
         shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

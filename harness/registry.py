@@ -22,6 +22,7 @@ from harness.api import (
     Workload,
     WorkloadSpec,
 )
+from harness.api.task import Task
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ _SIMULATE = "engines.planning.simulated:simulate"
 _FORECAST = "engines.planning.forecast:forecast"
 _SEARCH = "engines.planning.simulated:searched"
 _NESTED = "engines.planning.plan:nested"
+_TASK = "suites.tasks:task"
+_TASK_NAMES = "suites.tasks:names"
 _PUBLISHED = "engines.planning.published:table"
 
 
@@ -129,6 +132,16 @@ def workload(spec: WorkloadSpec) -> Workload:
     """A cell's workload."""
     own = {"trace": spec.trace} if spec.kind == "trace" else {}
     return make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len, **own)
+
+
+def task(name: str) -> Task:
+    """suites.tasks.task: an accuracy task. Raises HarnessError for an unknown name."""
+    return cast(Task, resolve(_TASK)(name))
+
+
+def task_names() -> list[str]:
+    """suites.tasks.names: all accuracy tasks."""
+    return cast(list[str], resolve(_TASK_NAMES)())
 
 
 def lengths(spec: WorkloadSpec) -> list[tuple[int, int]]:

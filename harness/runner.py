@@ -77,14 +77,16 @@ class Runner:
     """
 
     def __init__(
-        self, suite: SuiteSpec, suite_file: Path, out: Path, cache: Path, progress: Progress, command: str
-    ) -> None:
+        self, suite: SuiteSpec, suite_file: Path, out: Path, cache: Path, progress: Progress, command: str,
+        data: Path | None = None,
+    ) -> None:  # fmt: skip
         self._suite = suite
         self._suite_file = suite_file
         self._out = out
         self._cache = cache
         self._progress = progress
         self._command = command
+        self._data = data
         self._store = Store(out)
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
@@ -129,7 +131,8 @@ class Runner:
     @property
     def _places(self) -> dict[str, str]:
         """Folders of this machine, and what stands for them in records."""
-        return {str(self._cache.resolve()): "$CACHE", str(self._out.resolve()): "$OUT"}
+        found = {str(self._cache.resolve()): "$CACHE", str(self._out.resolve()): "$OUT"}
+        return found if self._data is None else found | {str(self._data.resolve()): "$DATA"}
 
     @property
     def _work(self) -> Path:
@@ -220,7 +223,7 @@ class Runner:
 
     def _forecast(self, step: Step, record: RunRecord) -> Forecast | None:
         """What the performance model says of a launch, by this host's profile."""
-        if not registry.engine_entry(record.spec.engine).predicted:
+        if record.spec.workload.kind == "task" or not registry.engine_entry(record.spec.engine).predicted:
             return None
         try:
             return registry.forecast(record, self._host(step))
@@ -244,7 +247,7 @@ class Runner:
             except OSError as exc:
                 reason = f"cannot read {exc.filename or 'the model'}: {exc.strerror}; make it readable"
                 return RunRecord(spec, "", repeat, "error", self._launcher.scrub(reason), provenance.now())
-        request = LaunchRequest(spec, repeat, model, self._work / f"{spec.name}-{repeat}", self._log(spec))
+        request = LaunchRequest(spec, repeat, model, self._work / f"{spec.name}-{repeat}", self._log(spec), self._data)
         return self._launcher.launch(request, self._progress.event)
 
     def _model(self, step: Step) -> LocalModel | tuple[Status, str]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from harness import registry
 from harness.api import (
     Disk,
     HardwareLimits,
@@ -168,6 +169,13 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
         raise node.find(("workload", "trace")).error(
             "workload.trace goes with `kind: trace`, and that needs one: a CSV file"
         )
+    job = spec.workload
+    if (job.kind == "task") != bool(job.task):
+        raise node.find(("workload", "task")).error("workload.task goes with `kind: task`, and that needs one by name")
+    if job.task and not job.task.startswith("lm_eval:") and job.task not in (tasks := registry.task_names()):
+        raise node.find(("workload", "task")).error(f"unknown task {shown(job.task)}; {nearest(job.task, tasks)}")
+    if job.task and (given := [n for n in ("prompt_len", "gen_len") if n in node.find(("workload",)).entries]):
+        raise node.find(("workload", given[0])).error(f"workload.{given[0]}: the examples of a task have their own")
     if not spec.model.id:
         raise node.find(("model", "id")).error("model.id is empty")
     if "name" in node.entries:

@@ -18,15 +18,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness import registry
+from harness.accuracy import answers_of, ask, judge, read_questions
 from harness.answers import check
 from harness.api import (
     Capabilities,
     DiskFullError,
     Engine,
+    GenerationRequest,
     GenerationResult,
     HardwareLimits,
     HarnessError,
@@ -39,12 +42,14 @@ from harness.api import (
     Probe,
     RequestTrace,
     RunSpec,
+    Score,
     Status,
     UnsupportedError,
     WorkloadSpec,
     from_json,
     to_json,
 )
+from harness.api.task import Pair, Questions
 from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
@@ -57,6 +62,8 @@ REQUEST, EVENTS, RESULT = "request.json", "events.jsonl", "result.json"
 EXIT_DISK_FULL = 73  # EX_CANTCREAT of sysexits.h
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _EVENT_PERIOD_S = 0.2
+#: Pairs that an engine scores at a time.
+_SCORED = 1024
 
 
 class Events:
@@ -152,11 +159,30 @@ def _calibrate(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _ask(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Writes an accuracy task's questions for a model."""
+    ask(*_task_of(request), partial(Events(folder).emit, "reading the task"))
+    return {}
+
+
+def _judge(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """What a launch's answers to them are worth."""
+    return {"accuracy": to_json(judge(*_task_of(request), request["answers"]))}
+
+
+def _task_of(request: dict[str, Any]) -> tuple[RunSpec, LocalModel, Path | None, Path]:
+    data = Path(request["data"]) if request["data"] else None
+    spec, model = from_json(RunSpec, request["spec"]), from_json(LocalModel, request["model"])
+    return spec, model, data, Path(request["questions"])
+
+
 _HELPERS: Mapping[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
     "idle": _idle,
     "prepare": _prepare,
     "machine": _measure_machine,
     "calibrate": _calibrate,
+    "ask": _ask,
+    "judge": _judge,
 }
 
 
@@ -180,6 +206,8 @@ class _Run:
         self._model = from_json(LocalModel, request["model"])
         self._launched = float(request["launched"])
         self._cache = Path(request["cache"])
+        self._questions = Path(request["questions"]) if "questions" in request else None
+        self._scored: dict[str, float] = {}
         self._events = Events(folder)
         self._measurements: list[Measurement] = []
         self._out: dict[str, Any] = {"status": "error", "reason": "", "metrics": {}, "requests": [], "load": None}
@@ -212,30 +240,35 @@ class _Run:
         scratch = self._folder / "scratch"
         scratch.mkdir()
         try:
-            load = self._load(engine, scratch)
-            traces = self._generate(engine, load, capabilities)
+            asked = None if self._questions is None else read_questions(self._questions)
+            load = self._load(engine, scratch, asked)
+            traces = self._work(engine, load, capabilities, asked)
             own = engine.trace()
         finally:
             engine.close()
         self._out["requests"] = to_json(traces)
         self._out["trace"] = to_json(own.events)
-        self._out["metrics"] = metrics(traces, capabilities.phased) | {
-            **own.metrics,
-            "launch_s": started - self._launched,
-            "import_s": imported - started,
-        }
+        generated = metrics(traces, capabilities.phased) if traces else {}
+        self._out["metrics"] = (
+            generated
+            | self._scored
+            | {
+                **own.metrics,
+                "launch_s": started - self._launched,
+                "import_s": imported - started,
+            }
+        )
 
-    def _load(self, engine: Engine, scratch: Path) -> LoadReport:
+    def _load(self, engine: Engine, scratch: Path, asked: Questions | None) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
         if spec.limits.device_memory is not None:
             raise UnsupportedError("limits.device_memory: no engine uses a device yet; limit host_memory")
-        prompt, generated = spec.workload.prompt_len, spec.workload.gen_len
         job = Job(
             scratch,
             self._cache,
-            max_sequence=prompt + generated,
-            mean_sequence=_mean_cached(spec.workload),
+            max_sequence=asked.max_sequence if asked else spec.workload.prompt_len + spec.workload.gen_len,
+            mean_sequence=asked.mean_sequence if asked else _mean_cached(spec.workload),
             on_progress=lambda done, total: self._events.emit("load", done, total),
         )
         with _Probed(self._measurements, "load"):
@@ -243,32 +276,62 @@ class _Run:
         self._out["load"] = to_json(load)
         return load
 
-    def _generate(self, engine: Engine, load: LoadReport, capabilities: Capabilities) -> list[RequestTrace]:
+    def _work(
+        self, engine: Engine, load: LoadReport, capabilities: Capabilities, asked: Questions | None
+    ) -> list[RequestTrace]:
         spec = self._spec.workload
-        wanted = spec.num_requests
-        count = load.block_size * load.steady_blocks if wanted == "auto" else wanted
-        workload = registry.workload(spec)
-        if spec.prompt_len + spec.gen_len > load.max_context:
-            raise HarnessError(
-                f"prompt {spec.prompt_len} + {spec.gen_len} new tokens exceed the model's context of {load.max_context}"
-            )
+        requests = asked.prompts if asked else _requests(self._spec, load)
         for round_ in range(self._spec.warmup):
             # One short request per warm-up: touches every layer once, reads every weight once.
             self._events.emit("warmup", round_, self._spec.warmup)
             short = registry.make_workload("synthetic", prompt_len=min(8, spec.prompt_len), gen_len=1)
             list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
-        requests = workload.requests(load.vocab, count, self._spec.seed)
-        total = count * spec.gen_len
-        self._events.emit("generate", 0, total)
         results: list[GenerationResult] = []
-        done, began = 0, time.perf_counter()
+        scores: list[Score] = []
         with _Probed(self._measurements, "generate"):
-            for result in engine.generate(requests):
-                results.append(result)
-                done += len(result.tokens)
-                self._events.emit("generate", done, total)
-        elapsed = time.perf_counter() - began
-        return check(requests, results, load.vocab, None if capabilities.simulated else elapsed)
+            began = time.perf_counter()
+            if requests:
+                self._generate(engine, requests, results)
+            elapsed = time.perf_counter() - began
+            if asked and asked.pairs:
+                self._score(engine, asked.pairs, scores)
+        traces = check(requests, results, load.vocab, None if capabilities.simulated else elapsed)
+        if asked:
+            self._out["answers"] = answers_of(requests, results, scores)
+        return traces
+
+    def _generate(self, engine: Engine, requests: Sequence[GenerationRequest], results: list[GenerationResult]) -> None:
+        done, total = 0, sum(r.sampling.max_tokens for r in requests)
+        self._events.emit("generate", 0, total)
+        for result in engine.generate(requests):
+            results.append(result)
+            done += len(result.tokens)
+            self._events.emit("generate", done, total)
+
+    def _score(self, engine: Engine, pairs: Sequence[Pair], scores: list[Score]) -> None:
+        """In pieces that are large enough to be packed well, so that there is progress to show."""
+        began = time.perf_counter()
+        for start in range(0, len(pairs), _SCORED):
+            self._events.emit("score", start, len(pairs))
+            scores += engine.score(pairs[start : start + _SCORED])
+        seconds, tokens = time.perf_counter() - began, sum(len(context) + len(more) for context, more in pairs)
+        self._scored = {
+            "score_s": seconds,
+            "scored_pairs": float(len(pairs)),
+            "scored_tokens": float(tokens),
+            "score_throughput_tok_s": tokens / seconds,
+        }
+
+
+def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
+    """Of a workload whose lengths the cell names: as many as are asked for, or what makes a steady state."""
+    job, wanted = spec.workload, spec.workload.num_requests
+    if job.prompt_len + job.gen_len > load.max_context:
+        raise HarnessError(
+            f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of {load.max_context}"
+        )
+    count = load.block_size * load.steady_blocks if wanted == "auto" else wanted
+    return registry.workload(job).requests(load.vocab, count, spec.seed)
 
 
 def _mean_cached(spec: WorkloadSpec) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reports import sections, tables
+from reports.accuracy import accuracy_table
 from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
 from reports.records import Runs
 from reports.summary import DISTURBED, CellSummary, by_workload, headline, metric, others_share, summary_rows
@@ -91,7 +92,10 @@ def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
         summary_short=cell_table("Summary, fastest first", rows, tables.SUMMARY_SHORT, status=True),
         charts=tuple(c for c in charts if c),
         timelines=timelines(rows),
-        details=tuple(cell_table(caption, some, figures) for caption, some, figures in details if some),
+        details=(
+            *((judged,) if (judged := accuracy_table(rows)) else ()),
+            *(cell_table(caption, some, figures) for caption, some, figures in details if some),
+        ),
     )
 
 

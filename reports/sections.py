@@ -12,7 +12,11 @@ from reports.tables import Body, Cell, Column, Table, columns_of, name_cell, pla
 from reports.text import GIB, MISSING, finite, median, number, one_line
 
 DEFINITIONS: tuple[tuple[str, str], ...] = (
-    ("Throughput", "generated tokens / (prefill time + decode time), in real, non-pad tokens; median over repeats."),
+    (
+        "Throughput",
+        "generated tokens / (prefill time + decode time), in real, non-pad tokens; median over repeats. Of tasks that "
+        "only score continuations: tokens scored with their contexts, over the time it took.",
+    ),
     ("Repeat", "one launch of the engine in a fresh process or container; every repeat is kept and shown."),
     (
         "To best rival",

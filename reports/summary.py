@@ -152,7 +152,8 @@ def measured_peak(record: RunRecord, name: str) -> float | None:
 
 def throughput(record: RunRecord) -> float | None:
     """Generation throughput of one repeat, tokens/s."""
-    return finite(record.metrics.get("generation_throughput_tok_s"))
+    rate = record.metrics.get("generation_throughput_tok_s")
+    return finite(record.metrics.get("score_throughput_tok_s") if rate is None else rate)
 
 
 def metric(records: Sequence[RunRecord], name: str) -> float | None:
@@ -229,7 +230,7 @@ def _workload(record: RunRecord) -> str:
     details += ["dummy weights"] if model.weights == "dummy" else []
     details += [f"stored as {model.dtype}"] if model.dtype != "auto" else []
     shown = f"{model.id} ({', '.join(details)})" if details else model.id
-    return one_line(f"{shown}, prompt {load.prompt_len}, generate {load.gen_len}")
+    return one_line(f"{shown}, {load.words}")
 
 
 def _asked_dtype(record: RunRecord) -> str | None:

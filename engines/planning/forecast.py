@@ -25,6 +25,8 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     spec, model, load = record.spec, record.model, record.load
     assert model is not None
     assert load is not None
+    if spec.workload.kind == "task":
+        raise HarnessError("of tasks, whose examples begin alike, there is no model")
     if profile.device is not None:
         raise HarnessError(f"hardware {profile.name} has a device, and the launch had none")
     known = _at_the_time(profile, record, cast(Dtype, load.compute_dtype))

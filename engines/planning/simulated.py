@@ -46,6 +46,8 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
         if spec.engine not in STYLES:
             raise HarnessError(f"engine {spec.engine} has no performance model (those that have: {', '.join(STYLES)})")
         job = spec.workload
+        if job.kind == "task":
+            raise HarnessError(f"task {job.task}: the lengths of its examples are not known before they are read")
         if job.prompt_len + job.gen_len > shape.max_context:
             raise HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
                                f"{shape.max_context}")  # fmt: skip

@@ -44,6 +44,7 @@ from harness.api.machine import (
     ModelShape,
 )
 from harness.api.record import (
+    Accuracy,
     Bound,
     EventSink,
     Forecast,
@@ -76,6 +77,7 @@ __all__ = [
     "DTYPE_BYTES",
     "FINAL_STATUSES",
     "SCHEMA_VERSION",
+    "Accuracy",
     "Bits",
     "Bound",
     "Capabilities",

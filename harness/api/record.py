@@ -103,6 +103,25 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class Accuracy:
+    """What a model's answers to an accuracy task are worth.
+
+    `figures`: means with their `_stderr`, and what else the task says; `outcomes`: of each example, in order, what a
+    mean is of, for comparisons in pairs. `shortened`: prompts that were too long and lost worked examples; `truncated`:
+    those that lost their beginning. `files`: SHA-256 of what was read. `protocol`: what a reader must know to compare.
+    """
+
+    task: str
+    protocol: str
+    examples: int
+    figures: Mapping[str, float]
+    outcomes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    shortened: int = 0
+    truncated: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it."""
 
@@ -120,6 +139,7 @@ class RunRecord:
     memory: MemoryLimit | None = None
     bound: Bound | None = None
     predicted: Forecast | None = None
+    accuracy: Accuracy | None = None
     machine: MachineRates | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
@@ -148,13 +168,17 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a launcher needs for one launch: a cell with a settled policy, its model and its logs."""
+    """What a launcher needs for one launch: a cell with a settled policy, its model and its logs.
+
+    `data`: the folder of a task's data; None for the Hugging Face hub.
+    """
 
     spec: RunSpec
     repeat: int
     model: LocalModel
     workdir: Path
     log: Path
+    data: Path | None = None
 
 
 class Launcher(Protocol):

@@ -58,8 +58,8 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
 def bound_of(record: RunRecord, machine: MachineRates) -> Bound | None:
     """The bound of a finished launch: of the batch and bits that were loaded, and of its requests' mean lengths."""
     spec, load, model = record.spec, record.load, record.model
-    if load is None or model is None:
-        return None
+    if load is None or model is None or spec.workload.kind == "task":
+        return None  # examples of a task begin alike, and what they share need not be computed twice
     job = spec.workload
     if job.kind == "trace" and record.requests:
         prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))

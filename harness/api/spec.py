@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from harness.api.common import FORBID, Bits, HarnessError, Schedule, Status, Tune, UnsupportedError
@@ -15,7 +16,8 @@ from harness.api.serial import to_json
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model by hub id (`facebook/opt-1.3b`), folder of safetensors, GGUF file, or `fake` for the fake engine.
+    """A model by hub id (`facebook/opt-1.3b`), folder of safetensors, GGUF file, `package:NAME` of an installed package
+    that brings one, or `fake` for the fake engine.
 
     `weights: dummy` makes a seeded random checkpoint of that id's shape on first use, and `weights: pickle` reads
     `pytorch_model.bin`, which `auto` refuses. `dtype` is the dtype of the stored weights, `auto` the checkpoint's
@@ -36,16 +38,34 @@ class WorkloadSpec:
 
     `auto` runs whole blocks at the engine's own batch, as many as it needs for a steady state. Of kind `trace` the
     lengths are those of a file's lines instead, `prompt_len` and `gen_len` the most that is taken of each. A trace is
-    known by its path: one whose content changes needs another.
+    known by its path: one whose content changes needs another. Of kind `task` the requests are an accuracy task's
+    examples, all of them or the first `num_requests`, with lengths of their own.
     """
 
     __pydantic_config__ = FORBID
 
-    kind: Literal["synthetic", "trace"] = "synthetic"
+    kind: Literal["synthetic", "trace", "task"] = "synthetic"
     prompt_len: int = 128
     gen_len: int = 16
     num_requests: int | Literal["auto"] = "auto"
     trace: str = ""
+    task: str = ""
+
+    @property
+    def words(self) -> str:
+        """What is asked for."""
+        if self.kind == "task":
+            return f"task {self.task}"
+        lengths = f"prompt {self.prompt_len}, generate {self.gen_len}"
+        return lengths if self.kind == "synthetic" else f"lengths of {Path(self.trace).name} up to {lengths}"
+
+    @property
+    def label(self) -> str:
+        """The same, short enough for names."""
+        if self.kind == "task":
+            return self.task
+        lengths = f"p{self.prompt_len}g{self.gen_len}"
+        return lengths if self.kind == "synthetic" else f"{Path(self.trace).stem}-{lengths}"
 
 
 @dataclass(frozen=True)
@@ -165,7 +185,7 @@ class RunSpec:
     #: Fields that came later: where they are left alone, what was measured before them is still the same.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "": {"latency_s": None},
-        "workload": {"trace": ""},
+        "workload": {"trace": "", "task": ""},
         "policy": {"weight_groups": "input", "overlap": True, "nano_batches": 1, "nano_overlap": True},
         "limits": {"disk_bandwidth": None},
     }

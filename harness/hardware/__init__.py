@@ -10,6 +10,7 @@ import yaml
 
 from harness import provenance, suite_check, yaml_source
 from harness.api import HardwareProfile, HarnessError, to_json
+from harness.files import replace_with
 
 _FOLDER = Path(__file__).parent
 
@@ -66,11 +67,7 @@ def require_writable(path: Path) -> None:
 def save(profile: HardwareProfile, path: Path) -> None:
     """Writes a profile; a file that was there stays whole until the new one is."""
     text = yaml.safe_dump(to_json(profile), sort_keys=False, allow_unicode=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_with(path, text)
     except OSError as exc:
-        temporary.unlink(missing_ok=True)
         raise HarnessError(f"{path} cannot be written: {exc.strerror or exc}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import time
@@ -57,6 +58,11 @@ class ProcessLauncher:
             "launched": time.time(),
             "cache": str(self._cache),
         }
+        if spec.workload.kind == "task":
+            asked = self._questions(request, on_event)
+            if not isinstance(asked, Path):
+                return RunRecord(spec, "", request.repeat, asked[0], self.scrub(asked[1]), started_at)
+            body["questions"] = str(asked)
         task = Task(body, request.workdir, request.log, spec.timeout_s, limit, spec.limits.threads)
         outcome = run_task(task, on_event)
         status, reason = judge(outcome, spec.timeout_s, limit)
@@ -64,6 +70,9 @@ class ProcessLauncher:
         result = outcome.result or {}
         kept = ("load", "requests", "metrics", "measurements", "trace", "simulated")
         measured = {k: result[k] for k in kept if k in result}
+        if status == "ok" and "questions" in body:
+            status, reason, measured["accuracy"] = self._judged(request, body["questions"], result["answers"], on_event)
+            record = replace(record, status=status, reason=self.scrub(reason))
         return replace(
             from_json(RunRecord, to_json(record) | measured),
             wall_s=round(time.monotonic() - start, 3),
@@ -114,6 +123,38 @@ class ProcessLauncher:
         status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
         if status != "ok":
             raise HarnessError(f"this host could not be measured: {self.scrub(reason)}")
+
+    def _questions(self, request: LaunchRequest, on_event: EventSink) -> Path | tuple[Status, str]:
+        """The file of a task's questions, made once for all cells that ask the same model the same."""
+        spec, model = request.spec, request.model
+        key = json.dumps([to_json(spec.workload), spec.seed, model.digest, spec.engine, str(request.data)])
+        path = request.workdir.parent / "questions" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if not path.exists():
+            body = {"kind": "ask", **self._task_body(request, path)}
+            outcome = run_task(Task(body, request.workdir, request.log, _PREPARE_TIMEOUT_S), on_event)
+            status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
+            if status != "ok":
+                return status, reason
+        return path
+
+    def _judged(
+        self, request: LaunchRequest, questions: str, answers: object, on_event: EventSink
+    ) -> tuple[Status, str, object]:
+        """What a launch's answers are worth, as plain data, with the launch's status."""
+        body = {"kind": "judge", "answers": answers, **self._task_body(request, Path(questions))}
+        outcome = run_task(Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S), on_event)
+        status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
+        if status == "ok" and outcome.result:
+            return "ok", "", outcome.result["found"]["accuracy"]
+        return status, f"its answers were not judged: {reason}", None
+
+    def _task_body(self, request: LaunchRequest, questions: Path) -> dict[str, object]:
+        return {
+            "spec": to_json(request.spec),
+            "model": to_json(request.model),
+            "data": None if request.data is None else str(request.data.resolve()),
+            "questions": str(questions),
+        }
 
     def _idle_bytes(self, request: LaunchRequest) -> int | tuple[Status, str]:
         """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.

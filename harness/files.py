@@ -1,0 +1,18 @@
+"""Writes files whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_with(path: Path, text: str) -> None:
+    """Puts `text` into a file; what was there before stays whole until the new one is. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

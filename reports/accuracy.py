@@ -1,0 +1,84 @@
+"""What answers are worth, beside what they cost: figures of tasks, and what a policy takes from exact answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.api import Accuracy, RunRecord
+from reports.paired import LEVEL, Paired, paired
+from reports.summary import CellSummary
+from reports.tables import Cell, Column, Table, name_cell, plain_table
+from reports.text import MISSING, number
+
+_COLUMNS = (
+    Column("Cell", numeric=False),
+    Column("Figure", numeric=False),
+    Column("Value"),
+    Column("Std. error"),
+    Column("Examples"),
+    Column("Cut", "prompts"),
+    Column("Against exact"),
+    Column("95 % interval"),
+    Column("p"),
+    Column("Verdict", numeric=False, wide=True),
+)
+
+
+def accuracy_table(rows: Sequence[CellSummary]) -> Table | None:
+    """A line for each figure of each cell that answered a task; None where none did."""
+    judged = [(row, found) for row in rows if (found := _accuracy(row))]
+    if not judged:
+        return None
+    exact = {row.records[-1].spec.engine: found for row, found in judged if _is_exact(row.records[-1])}
+    lines = [
+        line
+        for row, found in judged
+        for line in _lines(row, found, exact.get(row.records[-1].spec.engine))
+    ]  # fmt: skip
+    return plain_table(f"What the answers are worth: {judged[0][1].protocol}", _COLUMNS, lines)
+
+
+def _accuracy(row: CellSummary) -> Accuracy | None:
+    """Of the first repeat that finished: one seed gives the same answers again."""
+    return next((r.accuracy for r in row.ok_records if r.accuracy), None)
+
+
+def _is_exact(record: RunRecord) -> bool:
+    policy = record.spec.policy
+    return policy.weight_bits == policy.kv_bits == 16 and policy.value_sparsity == 1
+
+
+def _lines(row: CellSummary, found: Accuracy, exact: Accuracy | None) -> Iterator[list[Cell]]:
+    for name, value in found.figures.items():
+        if name.endswith("_stderr"):
+            continue
+        error = found.figures.get(f"{name}_stderr")
+        cut = found.shortened + found.truncated
+        known = [name_cell(row), Cell(name), Cell(number(value)), Cell(MISSING if error is None else number(error)),
+                 Cell(str(found.examples)), Cell(str(cut) if cut else "0")]  # fmt: skip
+        yield [*known, *_against(name, found, exact)]
+
+
+def _against(name: str, found: Accuracy, exact: Accuracy | None) -> list[Cell]:
+    """How a figure differs from that of exact answers to the same examples."""
+    ours, theirs = found.outcomes.get(name, ()), exact.outcomes.get(name, ()) if exact else ()
+    if exact is found or not ours or len(ours) != len(theirs):
+        why = "these are the exact answers" if exact is found else "no exact answers to the same examples here"
+        return [*[Cell(MISSING, why=why)] * 3, Cell("")]
+    compared = paired(theirs, ours)
+    p = Cell(MISSING, why="a test for answers that are right or wrong") if compared.p is None else _p(compared.p)
+    interval = f"{compared.low:+.3g} to {compared.high:+.3g}"
+    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), p, _verdict(compared)]
+
+
+def _p(p: float) -> Cell:
+    return Cell("< 0.001" if p < 0.001 else f"{p:.2g}")
+
+
+def _verdict(compared: Paired) -> Cell:
+    """In words; that there is no loss only with what would have been seen."""
+    if not compared.significant:
+        return Cell(f"no significant difference; {number(compared.seen)} would have been seen (80 % power)")
+    if compared.difference < 0:
+        return Cell(f"a loss, significant at {LEVEL:.0%}", tone="bad")
+    return Cell(f"a gain, significant at {LEVEL:.0%}", tone="good")

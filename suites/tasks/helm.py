@@ -1,0 +1,250 @@
+"""Scenarios of HELM as native tasks: prompts equal to those of its in-context adapter, and its metrics.
+
+Source: crfm-helm 0.2.1 (Liang et al. 2022), as FlexGen ran it (Sheng et al. 2023, table 9): a few hundred instances of
+the validation and test splits, chosen by numpy's generator of seed 0; worked examples chosen anew for each trial.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness.api import HarnessError
+from harness.api.task import Judged
+from suites.tasks.data import Data, from_hub
+from suites.tasks.helm_metrics import by_name
+from suites.tasks.prompts import Example, Material, PromptTask
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One question as it is shown, what is shown as its answer, and the text that tells classes of answers apart."""
+
+    question: str
+    answer: str
+    label: str
+    answers: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> tuple[str, ...]:
+        """All answers that count."""
+        return self.answers or (self.answer,)
+
+
+#: Instances for worked examples, and those to be asked.
+Splits = tuple[Sequence[Instance], Sequence[Instance]]
+
+
+@dataclass(frozen=True)
+class Helm(PromptTask):
+    """One scenario. `read` makes its instances from files, `fetch` from the hub.
+
+    `asked`: how many instances are; None for all of them, in their order. `before_answer`: what stands between a
+    question and its answer.
+    """
+
+    name: str
+    read: Callable[[Data], Splits] | None
+    fetch: Callable[[], Splits] | None
+    shots: int
+    max_tokens: int
+    metrics: tuple[str, ...]
+    instructions: str = ""
+    asked: int | None = None
+    stop: tuple[str, ...] = ("\n",)
+    temperature: float = 0.0
+    trials: int = 3
+    before_answer: str = " "
+    outputs: int = 1
+    note: str = ""
+
+    @property
+    def protocol(self) -> str:
+        """Shots, trials and where the instances come from."""
+        return f"crfm-helm 0.2.1: {self.shots} shots, {self.trials} trials{self.note}"
+
+    def material(self, folder: Path | None) -> Material:
+        """The same questions in each trial, after other worked examples."""
+        if folder is None:
+            if self.fetch is None:
+                raise HarnessError(f"task {self.name}: its data are on no hub; name a folder of them by --data-dir")
+            return Material(self._examples(self.fetch()))
+        if self.read is None:
+            raise HarnessError(f"task {self.name}: no files of it are known; leave out --data-dir to ask the hub")
+        data = Data(folder)
+        examples = self._examples(self.read(data))
+        return Material(examples, data.digests)
+
+    def worth(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
+        """Means of HELM's metrics over all trials."""
+        return by_name(self.metrics, [example.answers for example in examples], answers)
+
+    def _examples(self, splits: Splits) -> list[Example]:
+        train, pool = splits
+        chosen = [pool[i] for i in _drawn(len(pool), self.asked)]
+        found = []
+        for trial in range(self.trials):
+            worked = [f"{w.question}{self.before_answer}{w.answer}\n\n" for w in sampled(train, self.shots, trial)]
+            # with the last of the worked examples left out first
+            fewer = ["".join(worked[:count]) for count in range(len(worked), -1, -1)]
+            for one in chosen:
+                prompt, *shorter = (self.instructions + shown + one.question for shown in fewer)
+                found.append(Example(prompt, one.right, tuple(shorter)))
+        return found
+
+
+def sampled(train: Sequence[Instance], count: int, seed: int) -> list[Instance]:
+    """Worked examples, of every class in turn, the most frequent classes first.
+
+    Source: InContextLearningAdapter.sample_examples.
+    """
+    rng = random.Random(seed)
+    by_label: dict[str, list[Instance]] = {}
+    for one in train:
+        by_label.setdefault(one.label, []).append(one)
+    by_count: dict[int, list[str]] = {}
+    for label, some in sorted(by_label.items()):
+        by_count.setdefault(len(some), []).append(label)
+    order: list[str] = []
+    for size in sorted(by_count, reverse=True):
+        rng.shuffle(by_count[size])
+        order += by_count[size]
+    found: list[Instance] = []
+    for label in itertools.cycle(order):
+        if len(found) == min(count, len(train)):
+            break
+        if some := by_label[label]:
+            found.append(some.pop(rng.randrange(len(some))))
+    return found
+
+
+def _drawn(population: int, count: int | None) -> list[int]:
+    """Which of so many are asked: all where they are few, in their order; else as numpy's generator draws them."""
+    if count is None or population <= count:
+        return list(range(population))
+    return [int(i) for i in np.random.RandomState(0).choice(population, count, replace=False)]
+
+
+# ------------------------------------------------------------------------------------------------- scenarios
+
+_LETTERS = "ABCD"
+#: Articles that are asked of: as many as HELM's sample has.
+_SUMMARIES = 518
+#: Words of an article that are shown, and words of one that may be a worked example: as in its SummarizationScenario.
+_ARTICLE, _WORKED = 512, (50, 150)
+
+
+def _choice(question: str, choices: Sequence[str], letter: str) -> Instance:
+    shown = "".join(f"\n{mark}. {text}" for mark, text in zip(_LETTERS, choices, strict=True))
+    return Instance(f"Question: {question}{shown}\nAnswer:", letter, choices[_LETTERS.index(letter)])
+
+
+def _mmlu(subject: str) -> Helm:
+    def read(data: Data) -> Splits:
+        def split(name: str) -> list[Instance]:
+            file = f"mmlu/{subject}_{name}.csv"
+            found = []
+            for question, *choices, letter in data.bare_rows(file, 6):
+                if letter not in _LETTERS or not letter:
+                    raise HarnessError(f"{file}: the answer {letter!r} is no letter of A to D")
+                found.append(_choice(question, choices, letter))
+            return found
+
+        return split("dev"), [*split("val"), *split("test")]
+
+    def fetch() -> Splits:
+        def split(name: str) -> list[Instance]:
+            rows = from_hub("cais/mmlu", subject, name)
+            return [_choice(row["question"], row["choices"], _LETTERS[row["answer"]]) for row in rows]
+
+        return split("dev"), [*split("validation"), *split("test")]
+
+    words = subject.replace("_", " ")
+    return Helm(
+        f"helm_mmlu_{subject}", read, fetch, 5, 1, ("exact_match", "quasi_exact_match"), asked=100, stop=(),
+        instructions=f"The following are multiple choice questions (with answers) about {words}.\n\n",
+        note="; 100 questions, without augmentation",
+    )  # fmt: skip
+
+
+def _reasoning(kind: str, config: str, shape: Callable[[str], str], **settings: object) -> Helm:
+    def read(data: Data) -> Splits:
+        def split(name: str) -> list[Instance]:
+            lines = data.objects(f"helm_synthetic_reasoning_{kind}/{name}.jsonl", ("input", "output"))
+            return [Instance(shape(one["input"]), one["output"], one["output"]) for one in lines]
+
+        return split("train"), [*split("valid"), *split("test")]
+
+    def fetch() -> Splits:
+        path, name = config.split(":")
+
+        def split(part: str) -> list[Instance]:
+            return [Instance(shape(row["input"]), row["target"], row["target"]) for row in from_hub(path, name, part)]
+
+        return split("train"), [*split("validation"), *split("test")]
+
+    return Helm(f"helm_synthetic_reasoning_{kind}", read, fetch, asked=515,
+                instructions="Please solve the following problem.\n\n", **settings)  # type: ignore[arg-type]  # fmt: skip
+
+
+def _summaries(name: str) -> Helm:
+    def shape(article: str, summary: str) -> Instance:
+        words = " ".join(article.split()[:_ARTICLE])
+        question = f"###\nArticle: {words}\n\nSummarize the above article in 1 sentence."
+        return Instance(question, summary, summary)
+
+    def split(train: Sequence[tuple[str, str]], asked: Sequence[tuple[str, str]]) -> Splits:
+        worked = [pair for pair in train if _WORKED[0] <= len(pair[0].split()) <= _WORKED[1]]
+        return [shape(*pair) for pair in worked], [shape(*pair) for pair in asked]
+
+    def read(data: Data) -> Splits:
+        lines = data.objects("xsum_sample/dev.jsonl", ("dialogue", "summary"))
+        pairs = [(one["dialogue"], one["summary"]) for one in lines]
+        return split(pairs[_SUMMARIES:], pairs[:_SUMMARIES])
+
+    def fetch() -> Splits:
+        train, test = (
+            [(row["document"], row["summary"]) for row in from_hub("EdinburghNLP/xsum", None, part)]
+            for part in ("train[:2000]", "test")
+        )
+        return split(train, test)
+
+    return Helm(name, read, fetch, 5, 64, ("rouge_2",), asked=_SUMMARIES, stop=("###",), temperature=0.3, trials=1,
+                before_answer="\n",
+                note="; a stand-in for HELM's sample of XSum, worked examples of the rest of it")  # fmt: skip
+
+
+def _wikifact(subject: str) -> Helm:
+    def fetch() -> Splits:
+        def split(part: str) -> list[Instance]:
+            found = []
+            for row in from_hub("lighteval/wikifact", subject, part):
+                right = tuple(str(one) for one in row["references"])
+                found.append(Instance(row["question"], right[0], right[0], right))
+            return found
+
+        return split("train"), split("test")
+
+    return Helm(f"helm_wikifact_{subject}", None, fetch, 5, 8, ("quasi_exact_match", "quasi_exact_match@5"),
+                temperature=1.0, outputs=5)  # fmt: skip
+
+
+_MATCHES = ("exact_match", "quasi_exact_match", "prefix_exact_match", "quasi_prefix_exact_match")
+_SETS: Mapping[str, object] = {"metrics": ("f1_set_match", "exact_set_match", "iou_set_match", "f1_score")}
+
+TASKS = (
+    _wikifact("plaintiff"),
+    _wikifact("instance_of"),
+    _mmlu("abstract_algebra"),
+    _mmlu("us_foreign_policy"),
+    _reasoning("pattern_match", "lighteval/synthetic_reasoning:pattern_match", lambda text: f"{text}\nTarget:",
+               shots=5, max_tokens=50, metrics=_MATCHES),
+    _reasoning("natural_easy", "lighteval/synthetic_reasoning_natural:easy", lambda text: f"Rules:\n{text}\n",
+               shots=3, max_tokens=20, before_answer="", **_SETS),
+    _summaries("helm_summarization_xsum"),
+)  # fmt: skip

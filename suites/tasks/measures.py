@@ -1,0 +1,28 @@
+"""Figures over many answers, with the standard errors of means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from harness.api.task import Judged
+
+
+def judged(values: Mapping[str, Sequence[float]], **others: float) -> Judged:
+    """Means of what each example was worth, beside figures that are no means."""
+    figures = {name: figure for name, each in values.items() for name, figure in mean(name, each).items()}
+    return Judged(figures | others, {name: tuple(each) for name, each in values.items()})
+
+
+def mean(name: str, values: Sequence[float]) -> dict[str, float]:
+    """A mean and its standard error: the sample's variance over n."""
+    middle = math.fsum(values) / len(values)
+    spread = math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1) if len(values) > 1 else 0.0
+    return {name: middle, f"{name}_stderr": math.sqrt(spread / len(values))}
+
+
+def f1(wanted: Sequence[bool], given: Sequence[bool]) -> float:
+    """Of yes: twice what both say, over what each says; 0 where nobody says it rightly."""
+    both = sum(a and b for a, b in zip(wanted, given, strict=True))
+    said = sum(wanted) + sum(given)
+    return 2 * both / said if said else 0.0

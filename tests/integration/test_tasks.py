@@ -1,0 +1,84 @@
+"""Accuracy tasks through the command: data in, figures in records and reports, and one line for what is wrong."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    (folder / "di_buy").mkdir(parents=True)
+    rows = "".join(f"thing {i},it does {i},maker {i}\n" for i in range(5))
+    (folder / "di_buy" / "test.csv").write_text("name,description,manufacturer\n" + rows)
+    (folder / "wrangling_prefixes").mkdir()
+    (folder / "wrangling_prefixes" / "di_buy.txt").write_text("Who makes it?\n\n")
+    return folder
+
+
+def suite(cli, workload="{kind: task, task: di_buy}"):
+    return cli.suite("  - {name: a, engine: fake}", workload=workload)
+
+
+def records(cli):
+    return [json.loads(line) for line in (cli.out / "records.jsonl").read_text().splitlines()]
+
+
+def test_a_task_is_asked_and_judged(cli, data):
+    done = cli("run", suite(cli), "--data-dir", str(data), "--out", "out")
+    assert done.returncode == 0, done.stderr
+    (record, *_) = records(cli)
+    found = record["accuracy"]
+    assert (found["task"], found["examples"], found["truncated"]) == ("di_buy", 5, 0)
+    assert found["figures"]["accuracy"] == 0  # the fake engine knows no makers
+    assert found["outcomes"]["accuracy"] == [0.0] * 5
+    assert set(found["files"]) == {"di_buy/test.csv", "wrangling_prefixes/di_buy.txt"}
+    assert len(record["requests"]) == 5
+    assert {r["prompt_tokens"] for r in record["requests"]} == {
+        len("Who makes it?\n\nname: thing 0. description: it does 0. Who is the manufacturer?")
+    }
+    assert str(data) not in json.dumps(record)
+    page = (cli.out / "report.html").read_text()
+    assert "What the answers are worth" in page
+    assert "task di_buy" in page
+
+
+def test_the_first_examples_are_asked_where_a_number_is_given(cli, data):
+    done = cli(
+        "run", suite(cli, "{kind: task, task: di_buy, num_requests: 2}"), "--data-dir", str(data), "--out", "out"
+    )
+    assert done.returncode == 0, done.stderr
+    assert records(cli)[0]["accuracy"]["examples"] == 2
+
+
+def test_broken_data_are_the_cells_end_with_their_line(cli, data):
+    (data / "di_buy" / "test.csv").write_text("name,description,manufacturer\na,b\n")
+    done = cli("run", suite(cli), "--data-dir", str(data), "--out", "out")
+    assert done.returncode == 1
+    assert "test.csv:2: the row has too few fields" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert records(cli)[0]["status"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        ("{kind: task, task: di_by}", "unknown task 'di_by'; did you mean 'di_buy'"),
+        ("{kind: task}", "workload.task goes with `kind: task`"),
+        ("{task: di_buy}", "workload.task goes with `kind: task`"),
+        ("{kind: task, task: di_buy, prompt_len: 5}", "workload.prompt_len: the examples of a task have their own"),
+    ],
+)
+def test_what_a_suite_cannot_ask_for(cli, data, workload, words):
+    done = cli("run", suite(cli, workload), "--data-dir", str(data), "--out", "out")
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_folder_of_data_that_is_not_there(cli):
+    done = cli("run", suite(cli), "--data-dir", "nowhere", "--out", "out")
+    assert done.returncode == 2
+    assert "--data-dir nowhere: no such folder" in done.stderr
+    done = cli("run", suite(cli), "--out", "out")
+    assert done.returncode == 1
+    assert "on no hub; name the folder that has them by --data-dir" in done.stderr

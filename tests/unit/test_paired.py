@@ -1,0 +1,57 @@
+"""Comparisons in pairs: against tables, against by-hand figures, and that they find what is there."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from reports.paired import detectable, mcnemar, paired
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_mcnemar_is_the_binomial_test(better, worse):
+    expected = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
+    assert mcnemar(better, worse) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_difference_is_new_less_old_with_its_interval():
+    old, new = [1.0] * 60 + [0.0] * 40, [1.0] * 50 + [0.0] * 50
+    found = paired(old, new)
+    assert found.difference == pytest.approx(-0.1)
+    assert found.p == pytest.approx(mcnemar(0, 10))
+    assert found.significant
+    assert -0.18 < found.low < found.difference < found.high < -0.02
+
+
+def test_equal_answers_differ_by_nothing():
+    found = paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0])
+    assert (found.difference, found.low, found.high, found.p) == (0, 0, 0, 1)
+    assert not found.significant
+    assert found.seen == 0
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.2])
+def test_the_bootstrap_of_plain_values_is_as_wide_as_theory_says(shift):
+    rng = random.Random(1)
+    old = [rng.gauss(0, 3) for _ in range(2000)]
+    new = [value + rng.gauss(shift, 1) for value in old]
+    found = paired(old, new)
+    assert found.p is None
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 / 2000**0.5, rel=0.1)
+    assert found.significant is (shift > 0)
+
+
+def test_what_would_have_been_seen_is_seen_four_times_of_five():
+    rng = random.Random(2)
+    effect = detectable([rng.gauss(0, 1) for _ in range(400)])
+    seen = sum(paired([0.5] * 400, [0.5 + rng.gauss(effect, 1) for _ in range(400)]).significant for _ in range(200))
+    assert 0.7 < seen / 200 < 0.9
+
+
+def test_there_must_be_pairs():
+    with pytest.raises(ValueError, match="nothing"):
+        paired([], [])
+    with pytest.raises(ValueError, match="zip"):
+        paired([1.0], [1.0, 0.0])

@@ -1,0 +1,198 @@
+"""Accuracy tasks: prompts byte for byte as they were given, figures by hand, and what is told of broken data."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from harness.api import HarnessError
+from suites.tasks import helm_metrics, names, task
+from suites.tasks.data import Data
+from suites.tasks.helm import Instance, sampled
+from suites.tasks.measures import f1, mean
+from suites.tasks.prompts import PromptTask
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs shared/data")
+
+GIVEN = {
+    **{name: f"{name}/prompts_test.jsonl" for name in ("em_beer", "em_fodors_zagats", "em_itunes_amazon", "di_buy",
+                                                       "di_restaurant")},
+    "ed_hospital": "ed_hospital/prompts_sample200.jsonl",
+    **{f"helm_{name}": f"helm_prompts/{name}.jsonl" for name in (
+        "mmlu_abstract_algebra", "mmlu_us_foreign_policy", "synthetic_reasoning_pattern_match",
+        "synthetic_reasoning_natural_easy")},
+    "helm_summarization_xsum": "helm_prompts/summarization_xsum_standin.jsonl",
+}  # fmt: skip
+
+
+def given(name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (DATA / GIVEN[name]).read_text(encoding="utf-8").splitlines()]
+
+
+@needs_data
+@pytest.mark.parametrize("name", GIVEN)
+def test_prompts_are_those_that_were_given_byte_for_byte(name: str) -> None:
+    one, lines = task(name), given(name)
+    material = one.material(DATA)
+    assert len(material.examples) == len(lines)
+    for example, line in zip(material.examples, lines, strict=True):
+        shown = (example.prompt, *example.shorter)
+        shots = line.get("n_shots", 0)
+        full = len(example.shorter)
+        prompt = shown[full - int(str(shots))] if "n_shots" in line else shown[0]
+        assert prompt == line["prompt"]
+        right = line.get("gold", line.get("label"))
+        assert right in example.answers or (name.startswith(("em_", "ed_")) and right is not None)
+        assert one.max_tokens == line["max_tokens"]
+        assert list(one.stop) == ([line["stop"]] if isinstance(line["stop"], str) else line["stop"])
+    assert material.files
+    assert all(len(digest) == 64 for digest in material.files.values())
+
+
+@needs_data
+@pytest.mark.parametrize("name", GIVEN)
+def test_right_answers_are_worth_all_and_wrong_ones_nothing(name: str) -> None:
+    one = task(name)
+    examples = one.material(DATA).examples[:300]
+    right = one.worth(examples, [(f" {e.answers[0]}",) for e in examples])
+    first = next(iter(right.outcomes))
+    if one.stop == ("\n",):
+        assert right.figures[first] == 1
+    wrong = one.worth(examples, [("zzz",)] * len(examples))
+    assert wrong.figures[first] == 0
+    assert len(right.outcomes[first]) == len(examples)
+
+
+def test_figures_by_hand() -> None:
+    assert mean("a", [1.0, 0.0, 1.0, 1.0]) == {"a": 0.75, "a_stderr": pytest.approx((0.75 / 3 / 4) ** 0.5)}
+    assert mean("a", [0.5]) == {"a": 0.5, "a_stderr": 0.0}
+    assert f1([True, True, False, False], [True, False, True, False]) == pytest.approx(0.5)
+    assert f1([False], [False]) == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "gold", "answer", "worth"),
+    [
+        ("exact_match", "The cat", " The cat ", 1),
+        ("exact_match", "The cat", "the cat", 0),
+        ("quasi_exact_match", "The cat!", "cat", 1),
+        ("quasi_exact_match", "The cat!", "", 0),
+        ("prefix_exact_match", "soft", " soft and warm", 1),
+        ("quasi_prefix_exact_match", "Soft", "soft. And", 1),
+        ("f1_score", "a b c", "b c d", 0.8),  # the article goes: of {b, c} and {b, c, d}
+        ("f1_set_match", "The dog is sad and big.", "The dog is big and old.", 0.5),
+        ("f1_set_match", "Nothing.", "Nothing.\nRules", 1),
+        ("exact_set_match", "The dog is sad and big.", "The dog is big and sad.", 1),
+        ("iou_set_match", "The dog is sad and big.", "The dog is big.", 0.5),
+        ("iou_set_match", "Nothing.", "The dog is big.", 0),
+        ("rouge_2", "the cat sat", "the cat sat", 1),
+        ("rouge_2", "the cat sat down", "a cat sat up", 1 / 3),
+        ("rouge_2", "cat", "cat", 0),
+    ],
+)
+def test_metrics_of_helm(metric: str, gold: str, answer: str, worth: float) -> None:
+    assert helm_metrics.METRICS[metric](gold, answer) == pytest.approx(worth)
+
+
+def test_the_best_of_several_answers_and_of_several_right_ones() -> None:
+    found = helm_metrics.by_name(
+        ("quasi_exact_match", "quasi_exact_match@2"), [("Rome", "Roma")], [("Paris", "roma", "rome")]
+    )
+    assert found.figures["quasi_exact_match"] == 0
+    assert found.figures["quasi_exact_match@2"] == 1
+
+
+def test_worked_examples_are_of_every_class_and_differ_by_trial() -> None:
+    train = [Instance(f"q{i}", "", "yes" if i < 8 else "no") for i in range(10)]
+    for trial in range(3):
+        labels = [one.label for one in sampled(train, 5, trial)]
+        assert labels == ["yes", "no", "yes", "no", "yes"]
+    assert sampled(train, 5, 0) != sampled(train, 5, 1)
+    assert len(sampled(train[:3], 5, 0)) == 3
+
+
+# ------------------------------------------------------------------------------------------------- bad input
+
+
+def wrangling(tmp_path: Path, table: str, prefix: str = "Is it?\n") -> tuple[PromptTask, Path]:
+    (tmp_path / "di_buy").mkdir()
+    (tmp_path / "di_buy" / "test.csv").write_text(table, encoding="utf-8")
+    (tmp_path / "wrangling_prefixes").mkdir()
+    (tmp_path / "wrangling_prefixes" / "di_buy.txt").write_text(prefix, encoding="utf-8")
+    return task("di_buy"), tmp_path
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("name,description\na,b\n", "has no column manufacturer"),
+        ("name,description,manufacturer\n", "has no rows"),
+        ("name,description,manufacturer\na,b\n", "test.csv:2: the row has too few fields"),
+        ('name,description,manufacturer\n"a,b,c\n', "test.csv:\\d: unexpected end of data"),
+    ],
+)
+def test_a_broken_table_is_told_with_its_line(tmp_path: Path, table: str, words: str) -> None:
+    one, folder = wrangling(tmp_path, table)
+    with pytest.raises(HarnessError, match=words):
+        one.material(folder)
+
+
+def test_files_that_are_not_there_not_text_or_not_json(tmp_path: Path) -> None:
+    data = Data(tmp_path)
+    with pytest.raises(HarnessError, match=r"a\.txt is not there: name the folder of the data by --data-dir"):
+        data.text("a.txt")
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(HarnessError, match=r"not UTF-8 \(byte 2\)"):
+        data.text("a.txt")
+    (tmp_path / "a.jsonl").write_text('{"input": "x", "output": "y"}\n{"input": 1}\n')
+    with pytest.raises(HarnessError, match=r"a\.jsonl:2: expected an object with texts for input, output"):
+        data.objects("a.jsonl", ("input", "output"))
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(HarnessError, match="not JSON"):
+        data.json_object("a.json")
+    (tmp_path / "a.csv").write_text("a,b\n")
+    with pytest.raises(HarnessError, match=r"a\.csv:1: expected 6 fields, found 2"):
+        data.bare_rows("a.csv", 6)
+
+
+def test_tasks_without_data_say_where_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HarnessError, match=r"em_beer.*--data-dir"):
+        task("em_beer").material(None)
+    with pytest.raises(HarnessError, match="no files of it are known"):
+        task("helm_wikifact_plaintiff").material(Path())
+    with pytest.raises(HarnessError, match="did you mean 'em_beer'"):
+        task("em_bear")
+    assert len(names()) == 13
+
+
+def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    rows = [{"question": f"q{i} is by", "references": [f"p{i}", "x"]} for i in range(6)]
+
+    def load_dataset(path: str, name: str, split: str, revision: None) -> list[dict[str, object]]:
+        asked.append((path, name, split))
+        return rows
+
+    hub = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    one = task("helm_wikifact_plaintiff")
+    examples = one.material(None).examples
+    assert asked == [("lighteval/wikifact", "plaintiff", "train"), ("lighteval/wikifact", "plaintiff", "test")]
+    assert len(examples) == 3 * 6
+    assert examples[0].prompt.endswith("\n\nq0 is by")
+    assert examples[0].answers == ("p0", "x")
+    assert one.worth(examples[:1], [("no", "x", "", "", "")]).figures == {
+        "quasi_exact_match": 0, "quasi_exact_match_stderr": 0, "quasi_exact_match@5": 1, "quasi_exact_match@5_stderr": 0
+    }  # fmt: skip
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    hub.load_dataset = refuse
+    with pytest.raises(HarnessError, match=r"lighteval/wikifact cannot be had: no route; reach the hub"):
+        one.material(None)

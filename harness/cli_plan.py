@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -46,22 +47,27 @@ def plan(
       harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
       harness plan --explain results/quickstart
     """
-    from harness.api import InfeasibleError
+    from harness.api import HarnessError, InfeasibleError
 
     with one_line_errors():
         from harness import explanation, planning
+        from harness.job_progress import make_job_progress
         from harness.runner import default_cache
 
         cache = cache_dir or default_cache()
         if run is not None:
             explanation.show(explanation.explain(run, hardware, cache), as_json)
             return
+        if latency is not None and math.isnan(latency):
+            raise HarnessError("--latency is not a number of seconds")
         if model is None or prompt_len is None or gen_len is None:
             raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
         try:
-            found = planning.make(
-                model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, stages, cache
-            )
+            with make_job_progress() as progress:
+                found = planning.make(
+                    model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, stages, cache,
+                    lambda done, total: progress.advance("kinds of policies looked at", done, total),
+                )  # fmt: skip
         except InfeasibleError as exc:
             if as_json:
                 click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
@@ -100,3 +106,21 @@ def check_model(as_json: bool) -> None:
         from harness import planning
 
         planning.show_published(as_json)
+
+
+@click.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Data of its tasks [default: the hub].")
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and known scores [$HARNESS_CACHE].")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def lm_eval(data_dir: Path | None, cache_dir: Path | None, arguments: tuple[str, ...]) -> None:
+    """lm-eval's own command line, with our engines among its models; --data-dir for hosts that reach no hub.
+
+    \b
+    Example:
+      harness lm-eval run --model offload --model_args pretrained=./opt-6.7b,memory=4GiB --tasks lambada_openai
+    """
+    with one_line_errors():
+        from harness import lm_eval_command
+        from harness.runner import default_cache
+
+        sys.exit(lm_eval_command.main(arguments, data_dir, cache_dir or default_cache()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,20 +59,33 @@ def explain(path: Path, profile: str, cache: Path) -> list[Explanation]:
     """
     from reports.records import load_records
 
-    found, problem = [], "none of an engine with a performance model finished there"
+    found, problem = [], "none of an engine that is predicted on a host finished there (engine offload is)"
     for record in load_records([path if path.is_dir() else path.parent]):
         if record.status != "ok" or record.simulated or not registry.engine_entry(record.spec.engine).predicted:
+            continue
+        if not _measured(record):
+            problem = "a record has no throughput or no seconds"
             continue
         try:
             forecast = record.predicted or registry.forecast(record, hardware.load(profile, cache))
         except HarnessError as exc:
             problem = str(exc)
             continue
-        if forecast is not None:
+        if forecast is not None and _is_time(forecast.metrics.get("total_s")):
             found.append(_explained(record, forecast))
     if not found:
         raise HarnessError(f"{path}: no launch can be explained: {problem}")
     return found
+
+
+def _measured(record: RunRecord) -> bool:
+    """Whether it has the figures that are explained: records come from files."""
+    figures = record.metrics.get("generation_throughput_tok_s"), record.metrics.get("total_s")
+    return all(_is_time(figure) for figure in figures)
+
+
+def _is_time(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
 
 
 def _explained(record: RunRecord, forecast: Forecast) -> Explanation:

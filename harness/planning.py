@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,16 @@ _QUANTIZE = re.compile(r"(3|4|8|16)(?::(3|4|8|16))?")
 
 def make(
     model: str, prompt_len: int, gen_len: int, profile: str, engine: str, schedules: Sequence[str], quantize: str,
-    latency_s: float | None, policy: str | None, stages: int | None, cache: Path,
+    latency_s: float | None, policy: str | None, stages: int | None, cache: Path, report: Callable[[int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """The plan; see engines.planning.plan. Raises HarnessError for what cannot be read."""
+    """The plan; see engines.planning.plan. `report` is told how far its search is.
+
+    Raises HarnessError for what cannot be read.
+    """
     return registry.plan(
         model, prompt_len, gen_len, hardware.load(profile, cache), engine,
         schedules=schedules or ("row", "zigzag", "sweep"), bits=_bits(quantize), latency_s=latency_s,
-        policy=None if policy is None else _policy(policy), stages=stages,
+        policy=None if policy is None else _policy(policy), stages=stages, report=report,
     )  # fmt: skip
 
 

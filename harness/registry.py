@@ -134,6 +134,13 @@ def workload(spec: WorkloadSpec) -> Workload:
     return make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len, **own)
 
 
+def lm_eval() -> Any:
+    """The module suites.lm_eval_models. Raises HarnessError where lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
+    return importlib.import_module("suites.lm_eval_models")
+
+
 def task(name: str) -> Task:
     """suites.tasks.task: an accuracy task. Raises HarnessError for an unknown name."""
     return cast(Task, resolve(_TASK)(name))

@@ -44,7 +44,7 @@ _CELL_RANGES = {
     "latency_s": (0.001, 30 * 86400),
     "workload.prompt_len": _COUNT,
     "workload.gen_len": _COUNT,
-    "workload.num_requests": _COUNT,
+    "workload.num_requests": (1, 1_000_000),
     "limits.threads": _COUNT,
     "limits.device_memory": (1, MAX_SIZE),
     "limits.host_memory": (1, MAX_SIZE),

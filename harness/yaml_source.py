@@ -23,6 +23,7 @@ MAX_DEPTH = 64
 MAX_KEY = 128
 
 _TAG = "tag:yaml.org,2002:"
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _UNSAFE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where PyYAML was built with it
 
@@ -182,7 +183,10 @@ class _Composer:
     def _tag(self, event: Any) -> str:
         """The tag of a scalar, resolved by the rules of YAML 1.1 where none is written."""
         if event.tag in (None, "!"):
-            return str(self._loader.resolve(yaml.ScalarNode, event.value, event.implicit))
+            found = str(self._loader.resolve(yaml.ScalarNode, event.value, event.implicit))
+            # YAML 1.1 takes 1e-5 for text, which is a number in JSON and to everybody
+            plain = not event.style and found == _TAG + "str"
+            return _TAG + "float" if plain and _EXPONENT.fullmatch(event.value) else found
         return str(event.tag)
 
     def _require_tag(self, event: Any, kind: str) -> None:

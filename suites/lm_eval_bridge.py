@@ -11,6 +11,7 @@ import hashlib
 import io
 import math
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score, first_line
-from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report
+from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report, Tokens
 from suites import lm_eval_local
 
 #: Tokens of an answer where a task names no number: as in lm-eval's own models.
@@ -50,7 +51,7 @@ class LmEvalTask:
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
         """What lm-eval asks for the task. Raises HarnessError for a task it does not have, and for broken data."""
-        model = _Model(given, None)
+        model = _Noting(given.tokens, given.context, given.seed)
         report(0, 1)
         found = self._evaluated(model, given)
         report(1, 1)
@@ -59,7 +60,7 @@ class LmEvalTask:
 
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
         """lm-eval's own figures of the answers."""
-        found = self._evaluated(_Model(given, answers), given)
+        found = self._evaluated(_Told(given.tokens, given.context, given.seed, answers), given)
         figures: dict[str, float] = {}
         for task, own in found["results"].items():
             prefix = "" if len(found["results"]) == 1 else f"{task}/"
@@ -67,7 +68,7 @@ class LmEvalTask:
         samples = [sample for name in found["samples"] for sample in found["samples"][name]]
         return Judged(figures, _outcomes(samples) if len(found["samples"]) == 1 else {})
 
-    def _evaluated(self, model: _Model, given: Circumstances) -> Mapping[str, Any]:
+    def _evaluated(self, model: TokenModel, given: Circumstances) -> Mapping[str, Any]:
         try:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
                 found = evaluator.simple_evaluate(
@@ -94,28 +95,34 @@ class LmEvalTask:
         return TaskManager(include_path=str(into))
 
 
-class _Model(TemplateLM):  # type: ignore[misc]
-    """What lm-eval takes for a model: it notes what it is asked, and gives the next of the `answers`, if there are any.
+class TokenModel(TemplateLM, ABC):  # type: ignore[misc]
+    """What lm-eval takes for a model: it turns what it is asked into tokens that fit the model's context.
 
-    Without answers every continuation is as likely as another, and every text is empty.
+    `truncated` counts what lost its beginning.
     """
 
-    def __init__(self, given: Circumstances, answers: Answers | None) -> None:
+    def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
         super().__init__()
-        self._given = given
-        self._scores = None if answers is None else iter(answers.scores)
-        self._texts = None if answers is None else iter(answers.texts)
-        self.pairs: list[Pair] = []
-        self.prompts: list[GenerationRequest] = []
-        self.truncated = 0
+        self._tokens = tokens
+        self._context = context
+        self._seed = seed
+        self.truncated = self._asked = 0
+
+    @abstractmethod
+    def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
+        """Of each continuation after its context."""
+
+    @abstractmethod
+    def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
+        """What goes on from each prompt."""
 
     @property
     def eot_token_id(self) -> int:
-        return self._given.tokens.end
+        return self._tokens.end
 
     @property
     def prefix_token_id(self) -> int:
-        return self._given.tokens.begin
+        return self._tokens.begin
 
     @property
     def tokenizer_name(self) -> str:
@@ -123,66 +130,96 @@ class _Model(TemplateLM):  # type: ignore[misc]
         return "harness"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        tokens = self._given.tokens
-        return list(tokens.encode(string) if add_special_tokens else tokens.encode_plain(string))
+        return list(self._tokens.encode(string) if add_special_tokens else self._tokens.encode_plain(string))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        return [self._scored(context, continuation) for _, context, continuation in requests]
+        found = self.scores([self._pair(context, continuation) for _, context, continuation in requests])
+        return [(score.logprob, score.is_greedy) for score in found]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts, in windows of the model's context that do not overlap, each token scored once."""
-        found = []
-        for (text,) in (request.args for request in requests):
-            windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(text), prefix_token=self.prefix_token_id,
-                max_seq_len=self._given.context, context_len=1,
-            )  # fmt: skip
-            pairs = map(utils.make_disjoint_window, windows)
-            found.append(math.fsum(self._scored(context, more)[0] for context, more in pairs))
-        return found
+        windows = [self._windows(*request.args) for request in requests]
+        scores = iter(self.scores([pair for pairs in windows for pair in pairs]))
+        return [math.fsum(next(scores).logprob for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        return [self._written(*request.args) for request in requests]
+        prompts = [self._prompt(*request.args) for request in requests]
+        found = []
+        for prompt, text in zip(prompts, self.texts(prompts), strict=True):
+            at = prompt.sampling.stop_at(text)  # engines give the tokens that complete a stop string
+            found.append(text if at is None else text[:at])
+        return found
 
-    def _scored(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    def _windows(self, text: str) -> list[Pair]:
+        windows = utils.get_rolling_token_windows(
+            token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self._context,
+            context_len=1,
+        )  # fmt: skip
+        return [self._pair(*pair) for pair in map(utils.make_disjoint_window, windows)]
+
+    def _pair(self, context: list[int], continuation: list[int]) -> Pair:
         whole = [*context, *continuation]
-        if len(continuation) > self._given.context:
+        if len(continuation) > self._context:
             raise HarnessError(f"a continuation of {len(continuation)} tokens exceeds the model's context of "
-                               f"{self._given.context}")  # fmt: skip
+                               f"{self._context}")  # fmt: skip
         # as lm-eval's own models: the beginning goes; the last token is only predicted
-        kept = whole[-(self._given.context + 1) :]
+        kept = whole[-(self._context + 1) :]
         self.truncated += len(kept) < len(whole)
         cut = len(kept) - len(continuation)
-        self.pairs.append((tuple(kept[:cut]), tuple(kept[cut:])))
-        score = Score(-math.log(2) * len(continuation), False) if self._scores is None else next(self._scores)
-        return score.logprob, score.is_greedy
+        return tuple(kept[:cut]), tuple(kept[cut:])
 
-    def _written(self, context: str, how: Mapping[str, Any]) -> str:
+    def _prompt(self, context: str, how: Mapping[str, Any]) -> GenerationRequest:
         options = dict(how)
         until = options.pop("until", [])
         stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
         most = int(options.pop("max_gen_toks", _MAX_TOKENS))
-        sampled = bool(options.pop("do_sample", options.get("temperature", 0.0)))
-        temperature = float(options.pop("temperature", 1.0) or 0.0) if sampled else 0.0
-        options.pop("temperature", None)
+        temperature = float(options.pop("temperature", 0.0))
+        temperature = temperature if options.pop("do_sample", temperature > 0) else 0.0
         top_p, top_k = float(options.pop("top_p", 1.0)), int(options.pop("top_k", 0))
         if options:
             raise HarnessError(f"the task asks for generation by {', '.join(options)}, which engines do not know")
-        room = self._given.context - most
-        if room < 1:
+        if (room := self._context - most) < 1:
             raise HarnessError(f"the task asks for {most} new tokens, more than the model's context has room for")
-        ids = self._given.tokens.encode(context)
+        ids = self._tokens.encode(context)
         self.truncated += len(ids) > room
-        number = len(self.prompts)
-        own = hashlib.sha256(f"{self._given.seed}/{number}".encode()).digest()
+        own = hashlib.sha256(f"{self._seed}/{self._asked}".encode()).digest()
         sampling = SamplingParams(max_tokens=most, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
                                   seed=int.from_bytes(own[:4], "big") >> 1)  # fmt: skip
-        self.prompts.append(GenerationRequest(f"g{number:06d}", ids[-room:], sampling))
-        text = "" if self._texts is None else next(self._texts)
-        at = sampling.stop_at(text)
-        return text if at is None else text[:at]
+        self._asked += 1
+        return GenerationRequest(f"g{self._asked:06d}", ids[-room:], sampling)
+
+
+class _Noting(TokenModel):
+    """Notes what it is asked. Every token is as likely as not, and every text is empty."""
+
+    def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
+        super().__init__(tokens, context, seed)
+        self.pairs: list[Pair] = []
+        self.prompts: list[GenerationRequest] = []
+
+    def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
+        self.pairs += pairs
+        return [Score(-math.log(2) * len(continuation), False) for _, continuation in pairs]
+
+    def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
+        self.prompts += prompts
+        return [""] * len(prompts)
+
+
+class _Told(TokenModel):
+    """Gives answers that others have given to the same questions, in their order."""
+
+    def __init__(self, tokens: Tokens, context: int, seed: int, answers: Answers) -> None:
+        super().__init__(tokens, context, seed)
+        self._scores, self._texts = iter(answers.scores), iter(answers.texts)
+
+    def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
+        return [next(self._scores) for _ in pairs]
+
+    def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
+        return [next(self._texts) for _ in prompts]
 
 
 def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -46,7 +46,7 @@ class Traced:
     def lengths(self, count: int) -> list[tuple[int, int]]:
         """Prompt and generated tokens of each of `count` requests. Raises HarnessError for a file that is no trace."""
         try:
-            with Path(self.trace).open(encoding="utf-8", newline="") as file:
+            with Path(self.trace).open(encoding="utf-8-sig", newline="") as file:
                 lines = list(itertools.islice(self._lines(file), count))
         except csv.Error as exc:
             raise HarnessError(f"trace {self.trace} is no CSV: {exc}") from None
@@ -72,6 +72,9 @@ class Traced:
             except (KeyError, ValueError, TypeError):
                 where = f"{self.trace}:{reader.line_num}"
                 raise HarnessError(f"{where}: expected whole numbers in ContextTokens and GeneratedTokens") from None
+            if min(prompt, generated) < 0:
+                raise HarnessError(f"{self.trace}:{reader.line_num}: a number of tokens is negative")
+            # a line without any has none to time: one stands for it
             yield max(1, min(prompt, self.prompt_len)), max(1, min(generated, self.gen_len))
 
 

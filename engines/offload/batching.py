@@ -242,6 +242,7 @@ class ChunkRule:
 
 def split(batch: Sequence[Part[S]], count: int) -> list[list[Part[S]]]:
     """A batch in at most `count` parts of about as many rows, in order."""
+    count = min(count, len(batch))
     total, rows = sum(part.count for part in batch), 0
     found: list[list[Part[S]]] = [[] for _ in range(count)]
     for part in batch:

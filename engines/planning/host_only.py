@@ -28,6 +28,8 @@ BEFORE_ATTENTION = 3
 _SMALL = 16
 #: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
 _BLOCKS = 256
+#: Sequences that a plan has room for, and that are run in virtual time for it.
+_MOST = 1024
 #: Of the host's memory what the system and idle processes take.
 _SYSTEM = 1.5e9
 
@@ -56,14 +58,21 @@ class HostPlanner:
         self._dtype = dtype
         self._reserved = reserved
         self._budget = int(budget if budget is not None else profile.host.memory - _SYSTEM)
+        if self._budget <= 0:
+            short = -self._budget
+            raise InfeasibleError(f"infeasible on {profile.name}: the system alone takes {_SYSTEM:,.0f} bytes of the "
+                                  f"host's {profile.host.memory:,.0f}", {"host": short})  # fmt: skip
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy itself, if it fits."""
+        """The policy itself, if it fits. Of more sequences than `_MOST` no plan is made: a host's products are at their
+        best rate long before."""
+        if policy.block_size > _MOST:
+            return None
         try:
-            self._placed(policy)
+            found = self._placed(policy)
         except InfeasibleError:
             return None
-        return policy
+        return policy if found.on_disk <= self.profile.disk.capacity else None
 
     def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
@@ -93,7 +102,9 @@ class HostPlanner:
         found = self._placed(policy)
         machine = Machine(self._profile_for(policy))
         simulator = Simulator(found, policy, machine, BEFORE_ATTENTION)
-        count = self._requests or found.plan.sequences * steady_blocks(policy)
+        # of a longer job so many are enough to tell its throughput
+        steady = found.plan.sequences * steady_blocks(policy)
+        count = min(self._requests, max(steady, 4 * _MOST)) if self._requests else steady
         requests = list(itertools.islice(itertools.cycle(self._each), count))
         sequences = sequences_of(requests)
         simulator.run(sequences)
@@ -116,8 +127,9 @@ class HostPlanner:
         )
 
     def lacking(self, prediction: Prediction) -> Mapping[str, float]:
-        """Nothing: what does not fit is not placed."""
-        return {}
+        """Bytes that the disk is short of: what does not fit the memory is not placed."""
+        short = prediction.peak.disk - self.profile.disk.capacity
+        return {"disk": short} if short > 0 else {}
 
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
         """The machine with the threads of a policy."""

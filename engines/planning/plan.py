@@ -11,7 +11,7 @@ from typing import Any
 from engines.planning.host_only import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.predict import Planner, Prediction
-from engines.planning.search import ALL_BITS, Candidate, Wanted, kinds, search
+from engines.planning.search import ALL_BITS, Candidate, Report, Wanted, kinds, search, unheard
 from engines.planning.style import STYLES
 from engines.planning.threads import allotted
 from engines.planning.work import Lengths
@@ -27,9 +27,9 @@ _PLACES = "gcd"
 def plan(
     model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
     schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]] | None, latency_s: float | None,
-    policy: OffloadPolicy | None, stages: int | None,
+    policy: OffloadPolicy | None, stages: int | None, report: Report = unheard,
 ) -> dict[str, Any]:  # fmt: skip
-    """The plan: the best policy, or what a given one will do.
+    """The plan: the best policy, or what a given one will do. `report` is told how far the search is.
 
     `stages`: a device each, None for as many as the profile has devices. `bits`: of weights and cache, that may be
     chosen; None: whatever is best. Raises HarnessError for what cannot be planned, and InfeasibleError with the bytes
@@ -52,7 +52,7 @@ def plan(
             latency_s=latency_s,
             base=OffloadPolicy(threads=threads),
         )
-        found = search(planner, wanted)
+        found = search(planner, wanted, report)
         if found.best is None:
             raise _nothing_fits(planner, wanted)
         chosen = replace(found.best, policy=planner.placed(found.best.policy))
@@ -84,7 +84,7 @@ def flat(policy: OffloadPolicy) -> dict[str, Any]:
 def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
     """The other way round: wg wc wd become `weights`, and so on; what is named as in a suite stays.
 
-    Raises HarnessError where only some of three fractions are given.
+    Raises HarnessError where only some of three fractions are given, or where they are given twice.
     """
     left = dict(policy)
     for kind, letter in _KINDS.items():
@@ -92,6 +92,8 @@ def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
         given = [name for name in names if name in left]
         if given and len(given) < len(names):
             raise HarnessError(f"policy has {', '.join(given)} without {', '.join(n for n in names if n not in given)}")
+        if given and kind in left:
+            raise HarnessError(f"policy has both {kind} and {', '.join(names)}: give one of them")
         if given:
             left[kind] = [left.pop(name) for name in names]
     return left

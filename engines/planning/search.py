@@ -7,7 +7,7 @@ as in LM-Offload (Wu et al. 2024), section 3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
@@ -79,18 +79,31 @@ class Found:
     rejected: Sequence[tuple[str, Candidate | None, str]]
 
 
-def search(planner: Predictor, wanted: Wanted) -> Found:
+#: Is told how many kinds of policies are looked at, and of how many.
+Report = Callable[[int, int], None]
+
+
+def unheard(done: int, total: int) -> None:
+    """For those who do not want to know."""
+
+
+def search(planner: Predictor, wanted: Wanted, report: Report = unheard) -> Found:
     """The policy of the highest throughput under all constraints.
 
     By estimates; of the few kinds whose best are nearly as good as the best of all, predictions of a few decide.
     """
-    tried = {_name(kind, len(wanted.cpu_attention) > 1): _tried(planner, kind, wanted) for kind in kinds(wanted)}
+    tried: dict[str, Sequence[Candidate]] = {}
+    every = list(kinds(wanted))
+    for i, kind in enumerate(every):
+        report(i, len(every) + _KINDS)
+        tried[_name(kind, len(wanted.cpu_attention) > 1)] = _tried(planner, kind, wanted)
     found = {name: _soonest(candidates) for name, candidates in tried.items()}
     most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
     estimates = {name: c.prediction.throughput_tok_s for name, c in found.items() if c is not None}
     fastest = sorted(estimates, key=lambda name: -estimates[name])[:_KINDS]
     close = [name for name in fastest if estimates[name] >= (1 - _CLOSE) * most]
-    for name in close:
+    for i, name in enumerate(close):
+        report(len(every) + i, len(every) + _KINDS)
         found[name] = _confirmed(planner, tried[name], wanted)
     # where what was close is late after all, the best of the others by estimate
     best = _soonest(c for name in close if (c := found[name])) or _soonest(c for c in found.values() if c)

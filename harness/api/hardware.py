@@ -103,9 +103,13 @@ class HardwareProfile:
     def validate(self) -> None:
         """Raises HarnessError naming the first figure that no machine has, or that is missing."""
         for path, value in _figures(self):
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and 0 < value < _ABSURD):
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and _least(path) <= value < _ABSURD):
                 raise HarnessError(f"hardware {self.name}: {path} is {value}; it must be a positive number, in bytes, "
                                    "values or operations (a second)")  # fmt: skip
+        if (share := self.host.beside_disk) is not None and share > 1:
+            raise HarnessError(f"hardware {self.name}: host.beside_disk is {share}; it is a part of a rate, at most 1")
+        if self.devices < 0:
+            raise HarnessError(f"hardware {self.name}: devices is {self.devices}; it must be 0 or more")
         if (self.device is None) != (self.devices == 0) or (self.device is None) != (self.link is None):
             raise HarnessError(f"hardware {self.name}: device, link and devices come together, or not at all")
         for name in ("device", "host"):
@@ -118,6 +122,11 @@ class HardwareProfile:
                     )
             if processor is not None and not processor.flops:
                 raise HarnessError(f"hardware {self.name}: {name}.flops is empty; give FLOP/s by rows")
+
+
+def _least(path: str) -> float:
+    """No rate is below one a second, and no memory below a byte; of seconds and shares anything above 0 may be."""
+    return 1e-12 if path.endswith(("_s", "beside_disk")) else 1.0
 
 
 def _figures(part: Any, path: str = "") -> Iterator[tuple[str, object]]:

@@ -83,7 +83,7 @@ def test_a_record_without_a_prediction_is_predicted_by_the_profile(tmp_path):
 
 def test_what_cannot_be_explained_says_why(tmp_path):
     out = saved(tmp_path, record(status="oom_host"))
-    with pytest.raises(HarnessError, match="none of an engine with a performance model finished there"):
+    with pytest.raises(HarnessError, match="none of an engine that is predicted on a host finished there"):
         explanation.explain(out, "laptop_cpu", tmp_path)
     with pytest.raises(HarnessError, match="run `harness calibrate`"):
         explanation.explain(saved(tmp_path, record()), "local", tmp_path)
@@ -107,6 +107,14 @@ def test_another_dtype_than_the_profiles_needs_rates_from_beside_the_launch():
     rates = {rows: (3 * rate,) for rows, rate in LAPTOP.host.flops.items()}
     faster = forecast(replace(launch, machine=MachineRates(gemm_flops={"bfloat16": rates})), LAPTOP)
     assert faster.throughput_tok_s > forecast(record(), LAPTOP).throughput_tok_s
+
+
+@pytest.mark.parametrize("figures", [{}, {"total_s": 1.0, "generation_throughput_tok_s": 0.0},
+                                     {"total_s": float("nan"), "generation_throughput_tok_s": 1.0}])  # fmt: skip
+def test_records_without_figures_are_left_out(tmp_path, figures):
+    broken = replace(record(), metrics=figures, repeat=1)
+    (one,) = explanation.explain(saved(tmp_path, record(), broken), "laptop_cpu", tmp_path)
+    assert one.repeat == 0
 
 
 def measured_laptop(**changes):

@@ -151,6 +151,22 @@ def test_what_is_on_disk_of_the_cache_and_the_activations_takes_time_and_room() 
     assert activations.throughput_tok_s < free.throughput_tok_s
 
 
+def test_a_disk_that_is_too_small_is_no_plan() -> None:
+    small = replace(LAPTOP, disk=replace(LAPTOP.disk, capacity=1e9))
+    planner = HostPlanner(shape("facebook/opt-30b"), Lengths(64, 8), small)
+    policy = OffloadPolicy(4, schedule="row", weights=(0.0, 0.1, 0.9))
+    assert planner.runnable(policy) is None
+    assert planner.lacking(planner.predict(policy))["disk"] > 50e9
+    with pytest.raises(HarnessError, match="the system alone takes"):
+        HostPlanner(shape("facebook/opt-125m"), Lengths(64, 8), replace(LAPTOP, host=replace(LAPTOP.host, memory=1e9)))
+
+
+def test_more_parts_than_sequences_are_as_many_as_these() -> None:
+    policy = OffloadPolicy(4, schedule="sweep", nano_batches=1_000_000_000)
+    planner = HostPlanner(shape("facebook/opt-125m"), Lengths(32, 4), LAPTOP)
+    assert planner.predict(policy).throughput_tok_s > 0
+
+
 def test_a_block_takes_as_long_beside_others_as_by_itself() -> None:
     policy = OffloadPolicy(4, schedule="row")
     model, lengths = shape("facebook/opt-125m"), Lengths(256, 4)

@@ -40,12 +40,19 @@ def test_requests_have_the_lengths_of_the_lines_within_the_limits(tmp_path: Path
         (HEADER, "", "has no lines below its header"),
         (HEADER, "a,5,3\nb,five,3\n", "trace.csv:3: expected whole numbers"),
         (HEADER, "a,5\n", "trace.csv:2: expected whole numbers"),
+        (HEADER, "a,-5,3\n", "trace.csv:2: a number of tokens is negative"),
         ("when,prompt\n", "1,2\n", "trace.csv:2: expected whole numbers in ContextTokens and GeneratedTokens"),
     ],
 )
 def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, header: str, lines: str, words: str) -> None:
     with pytest.raises(HarnessError, match=words):
         Traced(str(trace(tmp_path, lines, header)), 10, 10).lengths(3)
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_header(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("ContextTokens,GeneratedTokens\n7,3\n", encoding="utf-8-sig")
+    assert Traced(str(path), 10, 10).lengths(1) == [(7, 3)]
 
 
 def test_a_trace_that_is_not_there_or_no_text(tmp_path: Path) -> None:

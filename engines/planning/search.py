@@ -107,7 +107,13 @@ def search(planner: Predictor, wanted: Wanted, report: Report = unheard) -> Foun
         found[name] = _confirmed(planner, tried[name], wanted)
     # where what was close is late after all, the best of the others by estimate
     best = _soonest(c for name in close if (c := found[name])) or _soonest(c for c in found.values() if c)
-    rejected = [(name, c, _reason(c, best)) for name, c in found.items() if c is None or c is not best]
+    # where estimates are the predictions there is nothing to say of it
+    guessed = set(found) - set(close) if planner.estimate != planner.predict else set[str]()
+    rejected = [
+        (name, c, _reason(c, best) + ", by estimate" * (name in guessed and c is not None))
+        for name, c in found.items()
+        if c is None or c is not best
+    ]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return Found(best, rejected)
 

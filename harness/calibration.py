@@ -7,11 +7,15 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import click
+
 from harness import hardware, provenance, registry
 from harness.api import HardwareProfile, HarnessError
 from harness.launchers.memory import own_limit
 from harness.listing import show
 
+#: Rates that are steady on an idle machine, and by how much they may vary.
+_STEADY, _NOISE = ("host.flops", "host.attention", "host.bandwidth", "disk.read"), 1.5
 #: Rows of the product that is taken beside launches too, and its columns: hidden sizes of models.
 _ROWS, _COLUMNS = 256, (512, 1024, 2048, 4096)
 
@@ -47,6 +51,10 @@ def show_profile(profile: HardwareProfile) -> None:
         value = _at(profile, path)
         rows.append({"rate": path, "median": f"{value:.3g}", "lowest": f"{low:.3g}", "highest": f"{high:.3g}"})
     show(rows, False)
+    shaky = [path for path, (low, high) in profile.spread.items() if path.startswith(_STEADY) and high > _NOISE * low]
+    if shaky:
+        click.echo(f"\nnoisy: {', '.join(shaky)} varied by more than {_NOISE:g} times; measure again with nothing else "
+                   "running", err=True)  # fmt: skip
 
 
 def _at(profile: HardwareProfile, path: str) -> float:

@@ -26,7 +26,10 @@ from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
 @click.option("--quantize", default="none", show_default=True, metavar="Q",
               help="none, auto (16, 8 or 4 bits), bits such as 4, or of weights and cache such as 4:16.")  # fmt: skip
 @click.option(
-    "--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Most seconds a block may take."
+    "--latency",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Most seconds a block may take (of a sweep, a sequence).",
 )
 @click.option("--stages", type=click.IntRange(1), help="Devices in a pipeline [default: those of the hardware].")
 @click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
@@ -60,6 +63,8 @@ def plan(
             return
         if latency is not None and math.isnan(latency):
             raise HarnessError("--latency is not a number of seconds")
+        if policy is not None and (latency is not None or quantize != "none"):
+            raise HarnessError("--policy predicts that policy as it is: --latency and --quantize choose among others")
         if model is None or prompt_len is None or gen_len is None:
             raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
         try:
@@ -78,7 +83,9 @@ def plan(
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), help="The profile to write [default: the local one].")
-@click.option("--quick", is_flag=True, help="In under a minute, with fewer rounds.")
+@click.option(
+    "--quick", is_flag=True, help="In under a minute (the first time kernels are compiled, too), with fewer rounds."
+)
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="The disk to measure, and compiled kernels.")
 def calibrate(out: Path | None, quick: bool, cache_dir: Path | None) -> None:
     """Measure this host for plans: memory, disk and arithmetic. Leave it alone meanwhile.

@@ -59,10 +59,12 @@ def show(plan: Mapping[str, Any], as_json: bool) -> None:
         click.echo("  of each stage:")
     show_rows(list(_placement(plan)), False)
     rate = (
-        f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of the machine's bound"
+        f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of what arithmetic and "
+        "disk allow for this batch"
     )
     busy = (f"{_WORDS[name]} {part:.0%}" for name, part in predicted["busy"].items() if part >= 0.005)
-    click.echo(f"\n  {rate}; a block takes {_duration(predicted['block_latency_s'])}")
+    what = "a sequence" if policy["schedule"] == "sweep" else "a block"
+    click.echo(f"\n  {rate}; {what} takes {_duration(predicted['block_latency_s'])}")
     click.echo(f"  limited by {_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
     if plan["rejected"]:
         click.echo("\nrejected:")
@@ -95,16 +97,18 @@ def _medians(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in found:
         groups.setdefault((row["hardware"], row["engine"]), []).append(row)
     for (machine, engine), rows in groups.items():
-        unseen = [abs(row["error"]) for row in rows if not row["fitted"] and row["error"] is not None]
-        fitted = [abs(row["error"]) for row in rows if row["fitted"]]
+        known = [row for row in rows if row["error"] is not None and not row["repeated"]]
+        unseen = [abs(row["error"]) for row in known if not row["fitted"]]
+        fitted = [abs(row["error"]) for row in known if row["fitted"]]
         yield {
             "hardware": machine,
             "engine": engine,
             "cells not fitted": len(unseen),
-            "median error": _percent(statistics.median(unseen)),
-            "largest": _percent(max(unseen)),
+            "median error": _share(statistics.median(unseen)),
+            "largest": _share(max(unseen)),
             "cells fitted": len(fitted),
-            "their median": _percent(statistics.median(fitted) if fitted else None),
+            "their median": _share(statistics.median(fitted) if fitted else None),
+            "their largest": _share(max(fitted, default=None)),
         }
 
 
@@ -135,6 +139,11 @@ def _duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 3600:.3g} h"
+
+
+def _share(error: float | None) -> str:
+    """Of an error without its sign."""
+    return "" if error is None else f"{error:.1%}"
 
 
 def _percent(error: float | None) -> str:

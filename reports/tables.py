@@ -184,6 +184,7 @@ TIMES = (
     Figure("Prefill", "s", lambda r: metric(r.ok_records, "prefill_s"), _NO_TIMES),
     Figure("Decode", "s", lambda r: metric(r.ok_records, "decode_s"), _NO_TIMES),
     Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
+    Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "of predictions only"),
     Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
     Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
     Figure("Load", "s", _load_seconds, "not recorded"),

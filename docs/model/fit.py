@@ -70,7 +70,7 @@ def main() -> None:
 def fit(name: str, constants: tuple[Constant, ...]) -> None:
     """Prints the constants of one profile and of the engines that ran there."""
     profile = hardware.load(name)
-    cells = [c for c in published.cells() if c.hardware == name and c.fitted and c.figure]
+    cells = [c for c in published.cells() if c.hardware == name and c.fitted and not c.repeated and c.figure]
     start = np.log([c.start for c in constants])
     spread = np.array([c.spread for c in constants])
 

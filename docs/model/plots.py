@@ -36,7 +36,7 @@ def main(runs: Sequence[Path]) -> None:
 def draw_published(path: Path) -> None:
     """Published figures of each machine; hollow are those that constants were fitted on."""
     profiles = {name: hardware.load(name) for name in hardware.names()}
-    outcomes = [o for o in published.evaluate(published.cells(), profiles) if o.cell.figure]
+    outcomes = [o for o in published.evaluate(published.cells(), profiles) if o.cell.figure and not o.cell.repeated]
     machines = list(dict.fromkeys(o.cell.hardware for o in outcomes))
     figure = Figure(figsize=(5 * len(machines), 4.8), layout="constrained")
     for axes, machine in zip(figure.subplots(1, len(machines)), machines, strict=True):

@@ -31,6 +31,8 @@ class Waiting(Protocol):
 
     def restart(self) -> None: ...
 
+    def wanted(self, count: int) -> range: ...
+
 
 S = TypeVar("S", bound=Waiting)
 
@@ -164,8 +166,11 @@ class BlockBatcher(Batcher[S]):
     A prompt is computed in chunks of at most `chunk` rows a batch and pass.
     """
 
-    def __init__(self, waiting: Iterable[S], cache: PagePool, size: int, batches: int, chunk: int) -> None:
+    def __init__(
+        self, waiting: Iterable[S], cache: PagePool, size: int, batches: int, chunk: int, heads: int | None = None
+    ) -> None:
         super().__init__(waiting, cache)
+        self._heads = heads
         self._size = size
         self._batches = batches
         self._chunk = chunk
@@ -183,10 +188,11 @@ class BlockBatcher(Batcher[S]):
     def _parts(self, batch: Sequence[S]) -> list[Part[S]]:
         """A token of each sequence that decodes and up to `chunk` prompt tokens of the others."""
         parts = []
-        left = self._chunk
+        left, heads = self._chunk, self._heads
         for sequence in batch:
             missing = len(sequence.tokens) - sequence.cached
             count = 1 if missing == 1 else prompt_rows(missing, left, self._chunk)
+            count, heads = _headed(sequence, count, heads)
             left -= count if missing > 1 else 0
             if count:
                 parts.append(Part(sequence, count))
@@ -199,16 +205,21 @@ class SweepBatcher(Batcher[S]):
     At most `size` sequences run. `rule(decoding)` is how many prompt tokens go with so many decoding rows.
     """
 
-    def __init__(self, waiting: Iterable[S], cache: PagePool, size: int, rule: ChunkRule) -> None:
+    def __init__(
+        self, waiting: Iterable[S], cache: PagePool, size: int, rule: ChunkRule, heads: int | None = None
+    ) -> None:
         super().__init__(waiting, cache)
+        self._heads = heads
         self._size = size
         self._rule = rule
 
     def next_pass(self, now_s: float) -> list[list[Part[S]]]:
         parts = [Part(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
         left = room = self._rule(len(parts))
+        heads = self._heads
         for sequence in self._prompts(now_s):
             count = prompt_rows(len(sequence.tokens) - sequence.cached, left, room)
+            count, heads = _headed(sequence, count, heads)
             if not count:
                 break
             parts.append(Part(sequence, count))
@@ -261,6 +272,20 @@ def prompt_rows(missing: int, left: int, room: int) -> int:
         return min(left, missing)
     count = left - (missing == left + 1)
     return count if count > 1 else 0
+
+
+def _headed(sequence: Waiting, count: int, heads: int | None) -> tuple[int, int | None]:
+    """How many of a sequence's next `count` tokens can be computed where `heads` more may meet the head, and how many
+    may after them. None alone of a prompt, as in `prompt_rows`."""
+    if heads is None:
+        return count, None
+    missing = len(sequence.tokens) - sequence.cached
+    fitting = max(0, count - max(0, len(sequence.wanted(count)) - heads))
+    if fitting < count and missing - fitting == 1:
+        fitting -= 1
+    if fitting == 1 < missing:
+        fitting = 0
+    return fitting, heads - len(sequence.wanted(fitting))
 
 
 def peak_pages(sequences: Sequence[Waiting], borrowed: Sequence[int] = ()) -> int:

@@ -13,6 +13,7 @@ from engines.offload.loading import Loading
 from engines.offload.model import SeamedModel
 from engines.offload.runtime import Runtime
 from engines.offload.sequences import Generation, Scoring
+from engines.offload.tiers import Plan
 from harness.api import (
     Capabilities,
     EngineTrace,
@@ -35,12 +36,12 @@ _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache"
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model that is ready. `scored_rows`: how many rows may meet the head at once."""
+    """A model that is ready."""
 
     model: LocalModel
     seamed: SeamedModel
     runtime: Runtime
-    scored_rows: int
+    plan: Plan
 
 
 class OffloadEngine:
@@ -76,7 +77,7 @@ class OffloadEngine:
             # a circle, which would keep what is resident until it is collected
             parts.callback(setattr, loading.seamed, "weights", None)
             runtime = loading.start(parts)
-            self._now = _Loaded(model, loading.seamed, runtime, loading.plan.scored_rows)
+            self._now = _Loaded(model, loading.seamed, runtime, loading.plan)
             self._parts = parts.pop_all()
         return loading.report()
 
@@ -100,7 +101,10 @@ class OffloadEngine:
             full = checks.full_sequence(i, context, continuation, now.model.shape, now.seamed.begin)
             now.runtime.require_pages(f"pair {i}", len(full) - 1)
             active.append(Scoring(i, full, len(continuation)))
-        done = {sequence.index: sequence.result() for sequence in now.runtime.run(active, now.scored_rows)}
+        if not active:
+            return []
+        share = sum(len(continuation) for _, continuation in pairs) / sum(len(one.tokens) for one in active)
+        done = {sequence.index: sequence.result() for sequence in now.runtime.run(active, *now.plan.scored(share))}
         return [done[i] for i in range(len(pairs))]
 
     def trace(self) -> EngineTrace:

@@ -26,20 +26,26 @@ _BLOCKS = 4
 
 
 def batcher_for(
-    sequences: Sequence[S], cache: PagePool, policy: OffloadPolicy, plan: Plan, balance: int, chunk: int
+    sequences: Sequence[S],
+    cache: PagePool,
+    policy: OffloadPolicy,
+    plan: Plan,
+    balance: int,
+    chunk: int,
+    heads: int | None = None,
 ) -> Batcher[S]:
     """Who forms the passes of a job: blocks in step, or a sweep under the rule that is best for it.
 
     `balance`: rows at which a pass computes as long as its weights take to load; `chunk`: prompt tokens a batch and
-    pass.
+    pass, of which at most `heads` may meet the head.
     """
     if policy.schedule != "sweep":
-        return BlockBatcher(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk)
+        return BlockBatcher(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk, heads)
     work = [(s.tokens, s.steps_left) for s in sequences]
     mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
     together = max(1, min(plan.sequences, cache.pages // pages_for(int(mean) + 1)))
     rule = best_rule(work, cache.pages, plan.sequences, together, balance, chunk)
-    return SweepBatcher(sequences, cache, plan.sequences, rule)
+    return SweepBatcher(sequences, cache, plan.sequences, rule, heads)
 
 
 def best_rule(
@@ -95,6 +101,11 @@ class Numbers:
 
     def restart(self) -> None:
         self.cached = 0
+
+    def wanted(self, count: int) -> range:
+        """As of a sequence that generates."""
+        end = self.cached + count
+        return range(end - 1, end) if end == len(self.tokens) else range(0)
 
     def wants(self, count: int) -> bool:
         """Whether `count` more tokens end in one whose logits are wanted."""

@@ -51,8 +51,9 @@ class Runtime:
         self.timeline = timeline
         self._busy = False
 
-    def run(self, sequences: Sequence[S], chunk: int | None = None) -> Iterator[S]:
-        """Yields each sequence as it is done; at most `chunk` prompt tokens a batch and pass.
+    def run(self, sequences: Sequence[S], chunk: int | None = None, heads: int | None = None) -> Iterator[S]:
+        """Yields each sequence as it is done; at most `chunk` prompt tokens a batch and pass, of which at most `heads`
+        meet the head.
 
         One run at a time: raises HarnessError for a second. A run that is given up frees what it held.
         """
@@ -63,7 +64,7 @@ class Runtime:
         self.timeline.clear()
         began = time.perf_counter()
         most = min(chunk or self._plan.chunk, self._plan.chunk)
-        batcher = batcher_for(sequences, self._cache, self._policy, self._plan, self._balance, most)
+        batcher = batcher_for(sequences, self._cache, self._policy, self._plan, self._balance, most, heads)
         self._busy = True
         try:
             while (arrival := batcher.next_arrival_s) is not None:

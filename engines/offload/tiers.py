@@ -51,8 +51,8 @@ class Plan:
     """Cache pages in memory and on disk, sequences that run together, resident weight blocks, ring slots, prompt
     tokens a pass.
 
-    `bytes` is what all of it takes; `scored_rows` is how many rows may meet the head at once where whole continuations
-    are scored.
+    `bytes` is what all of it takes. `work`: of it what a batch computes in, of which a token of a pass takes `row`, and
+    one that meets the head `logits` beside.
     """
 
     pages: int
@@ -61,9 +61,16 @@ class Plan:
     resident: frozenset[int]
     slots: int
     chunk: int
-    scored_rows: int
+    work: int
+    row: int
+    logits: int
     bytes: int
     note: str
+
+    def scored(self, share: float) -> tuple[int, int]:
+        """Tokens of a batch and pass, and how many of them may meet the head, where such a share of all tokens do."""
+        tokens = max(3, min(self.chunk, int(self.work / (self.row + share * self.logits))))
+        return tokens, max(3, (self.work - tokens * self.row) // self.logits)
 
 
 def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
@@ -156,11 +163,12 @@ class _Planner:
         kept = sum(self._demand.blocks[i].nbytes for i in resident)
         parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": self._other}
         words = " + ".join(f"{name} {_mib(nbytes)}" for name, nbytes in parts.items())
-        scored = max(1, work // self._policy.num_gpu_batches // (self._row + self._logits))
         on_disk = round(pages * self._on_disk)
         words = f"host memory: {words}; {note}"
         whole = sum(parts.values())
-        return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, scored, whole, words)
+        each = work // self._policy.num_gpu_batches
+        return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, each, self._row,
+                    self._logits, whole, words)  # fmt: skip
 
     def _fewest(self, wanted: int) -> int:
         """Sequences that must fit for any to run."""

@@ -54,6 +54,7 @@ class Cell:
     """One published figure, as text: its last digit says how exact it is. None: out of memory.
 
     A policy without fractions is to be searched. `disk`: bytes/s read and written, of another one than the machine's.
+    `repeated`: the same run's figure stands in an earlier table, too.
     """
 
     table: str
@@ -68,6 +69,12 @@ class Cell:
     disk: tuple[float, float] | None = None
     stages: int = 1
     fitted: bool = False
+    repeated: bool = False
+
+    @property
+    def unseen(self) -> bool:
+        """Whether it is evidence: nothing was fitted on it, and it is no other cell again."""
+        return not (self.fitted or self.repeated)
 
     @property
     def label(self) -> str:
@@ -127,7 +134,14 @@ def error_of(predicted: float, figure: str) -> float:
 def cells() -> list[Cell]:
     """All published cells, in the order of the tables."""
     found = [*_flexgen(), *_ablation(), *_pipelines(), *_disks(), *_lm_offload()]
-    return [replace(cell, fitted=cell.label in FITTED) for cell in found]
+    first: dict[Cell, Cell] = {}  # by all but its names: what two tables give of one run is one figure
+    told = []
+    for cell in found:
+        run = replace(cell, table="", name="")
+        told.append(replace(first[run], table=cell.table, name=cell.name, repeated=True) if run in first
+                    else replace(cell, fitted=cell.label in FITTED))  # fmt: skip
+        first.setdefault(run, told[-1])
+    return told
 
 
 def _flexgen() -> Iterator[Cell]:
@@ -258,6 +272,7 @@ def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
             "predicted": f"{predicted:.3g}",
             "error": error_of(predicted, figure),
             "fitted": False,
+            "repeated": False,
         }
         for name, figure, predicted in resident.published()
     ]
@@ -270,6 +285,7 @@ def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
             "predicted": f"{o.predicted:.3g}" if o.fits else f"{o.predicted:.3g}, does not fit",
             "error": o.error,
             "fitted": o.cell.fitted,
+            "repeated": o.cell.repeated,
         }
         for o in evaluate(cells(), profiles)
     ]

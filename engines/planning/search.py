@@ -7,7 +7,7 @@ as in LM-Offload (Wu et al. 2024), section 3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
@@ -25,6 +25,14 @@ _CLOSE = 0.15
 _PREDICTED = 1
 #: Kinds of which there are predictions.
 _KINDS = 3
+#: What limits a plan, in words.
+WORDS = {
+    "device": "the device",
+    "host": "the host's arithmetic",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "disk": "the disk",
+}
 #: Throughputs that differ by less are taken to be the same.
 _ALIKE = 0.01
 
@@ -107,13 +115,9 @@ def search(planner: Predictor, wanted: Wanted, report: Report = unheard) -> Foun
         found[name] = _confirmed(planner, tried[name], wanted)
     # where what was close is late after all, the best of the others by estimate
     best = _soonest(c for name in close if (c := found[name])) or _soonest(c for c in found.values() if c)
-    # where estimates are the predictions there is nothing to say of it
-    guessed = set(found) - set(close) if planner.estimate != planner.predict else set[str]()
-    rejected = [
-        (name, c, _reason(c, best) + ", by estimate" * (name in guessed and c is not None))
-        for name, c in found.items()
-        if c is None or c is not best
-    ]
+    if planner.estimate != planner.predict and best is not None:
+        found = _comparable(found, best, close, estimates)
+    rejected = [(name, c, _reason(c, best, name in close)) for name, c in found.items() if c is None or c is not best]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return Found(best, rejected)
 
@@ -196,9 +200,32 @@ def _name(kind: OffloadPolicy, attention: bool) -> str:
     return f"{kind.schedule}, {bits}{where}"
 
 
-def _reason(candidate: Candidate | None, best: Candidate | None) -> str:
+def _comparable(
+    found: Mapping[str, Candidate | None], best: Candidate, close: Sequence[str], estimates: Mapping[str, float]
+) -> dict[str, Candidate | None]:
+    """The same, with what was only estimated scaled as the best's estimate became its prediction."""
+    name = next(name for name, candidate in found.items() if candidate is best)
+    scale = best.prediction.throughput_tok_s / estimates[name]
+
+    def scaled(name: str, one: Candidate | None) -> Candidate | None:
+        if one is None or name in close:
+            return one
+        prediction = one.prediction
+        return Candidate(one.policy, replace(prediction, throughput_tok_s=scale * prediction.throughput_tok_s))
+
+    return {name: scaled(name, one) for name, one in found.items()}
+
+
+def _reason(candidate: Candidate | None, best: Candidate | None, predicted: bool) -> str:
     if candidate is None:
         return "no batch fits the memory and the constraints"
     assert best is not None
-    behind = max(0.0, 1 - candidate.prediction.throughput_tok_s / best.prediction.throughput_tok_s)
-    return f"{behind:.0%} slower; limited by {candidate.prediction.bottleneck}"
+    mine, other = candidate.prediction, best.prediction
+    behind = 1 - mine.throughput_tok_s / other.throughput_tok_s
+    if behind < _ALIKE / 2:
+        told = (
+            f"no faster by more than a hundredth, {mine.block_latency_s / other.block_latency_s:.2g} times the latency"
+        )
+    else:
+        told = f"{behind:.0%} slower"
+    return f"{told}{'' if predicted else ', by estimate'}; limited by {WORDS[mine.bottleneck]}"

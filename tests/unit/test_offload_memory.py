@@ -83,7 +83,7 @@ def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_p
 def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
     one = place(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4), None)
     four = place(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4, num_gpu_batches=4), None)
-    assert four.scored_rows == one.scored_rows
+    assert four.scored(1.0) == one.scored(1.0)
 
 
 @given(

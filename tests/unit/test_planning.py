@@ -48,7 +48,7 @@ def unseen(outcomes: list[published.Outcome], machine: str, *engines: str) -> li
     """What no constant was fitted on."""
     return [
         o for o in outcomes
-        if o.cell.hardware == machine and o.cell.engine in engines and not o.cell.fitted and o.error is not None
+        if o.cell.hardware == machine and o.cell.engine in engines and o.cell.unseen and o.error is not None
     ]  # fmt: skip
 
 

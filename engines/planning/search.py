@@ -115,9 +115,14 @@ def search(planner: Predictor, wanted: Wanted, report: Report = unheard) -> Foun
         found[name] = _confirmed(planner, tried[name], wanted)
     # where what was close is late after all, the best of the others by estimate
     best = _soonest(c for name in close if (c := found[name])) or _soonest(c for c in found.values() if c)
-    if planner.estimate != planner.predict and best is not None:
+    guesses = planner.estimate != planner.predict
+    if guesses and best is not None:
         found = _comparable(found, best, close, estimates)
-    rejected = [(name, c, _reason(c, best, name in close)) for name, c in found.items() if c is None or c is not best]
+    rejected = [
+        (name, c, _reason(c, best, name in close or not guesses))
+        for name, c in found.items()
+        if c is None or c is not best
+    ]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
     return Found(best, rejected)
 

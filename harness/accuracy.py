@@ -56,6 +56,7 @@ def judge(spec: RunSpec, model: LocalModel, folder: Path | None, path: Path, ans
         examples=asked.examples,
         figures=found.figures,
         outcomes=found.outcomes,
+        weights=found.weights,
         shortened=asked.shortened,
         truncated=asked.truncated,
         files=asked.files,

@@ -12,16 +12,9 @@ from typing import Any
 import click
 
 from harness import hardware, registry, suite_check, yaml_source
-from harness.api import HarnessError, OffloadPolicy
+from harness.api import RESOURCE_WORDS, HarnessError, OffloadPolicy
 from harness.listing import show as show_rows
 
-_WORDS = {
-    "device": "the device",
-    "host": "the host's arithmetic",
-    "h2d": "copies to the device",
-    "d2h": "copies to the host",
-    "disk": "the disk",
-}
 _QUANTIZE = re.compile(r"(3|4|8|16)(?::(3|4|8|16))?")
 
 
@@ -62,10 +55,10 @@ def show(plan: Mapping[str, Any], as_json: bool) -> None:
         f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of what arithmetic and "
         "disk allow for this batch"
     )
-    busy = (f"{_WORDS[name]} {part:.0%}" for name, part in predicted["busy"].items() if part >= 0.005)
+    busy = (f"{RESOURCE_WORDS[name]} {part:.0%}" for name, part in predicted["busy"].items() if part >= 0.005)
     what = "a sequence" if policy["schedule"] == "sweep" else "a block"
     click.echo(f"\n  {rate}; {what} takes {_duration(predicted['block_latency_s'])}")
-    click.echo(f"  limited by {_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
+    click.echo(f"  limited by {RESOURCE_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
     if plan["rejected"]:
         click.echo("\nrejected:")
         for other in plan["rejected"]:

@@ -91,6 +91,7 @@ _SEARCH = "engines.planning.simulated:searched"
 _NESTED = "engines.planning.plan:nested"
 _TASK = "suites.tasks:task"
 _TASK_NAMES = "suites.tasks:names"
+_TASK_KNOWN = "suites.tasks:known"
 _PUBLISHED = "engines.planning.published:table"
 
 
@@ -144,6 +145,11 @@ def lm_eval() -> Any:
 def task(name: str) -> Task:
     """suites.tasks.task: an accuracy task. Raises HarnessError for an unknown name."""
     return cast(Task, resolve(_TASK)(name))
+
+
+def is_task(name: str) -> bool:
+    """suites.tasks.known: whether a suite may name it."""
+    return cast(bool, resolve(_TASK_KNOWN)(name))
 
 
 def task_names() -> list[str]:

@@ -156,7 +156,7 @@ class Runner:
             done[key] = record
         return done
 
-    def _shareable(self, cell: RunSpec) -> RunSpec:
+    def _without_places(self, cell: RunSpec) -> RunSpec:
         """Without folders of this machine."""
         model = replace(cell.model, id=provenance.scrub(cell.model.id, self._places))
         job = replace(cell.workload, trace=provenance.scrub(cell.workload.trace, self._places))
@@ -184,7 +184,7 @@ class Runner:
         cell = step.cell
         record = replace(
             record,
-            spec=self._shareable(cell),
+            spec=self._without_places(cell),
             fingerprint=cell.fingerprint(),
             provenance=self._provenance | dict(record.provenance),
             command=self._command_of(cell),

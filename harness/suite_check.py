@@ -172,8 +172,13 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     job = spec.workload
     if (job.kind == "task") != bool(job.task):
         raise node.find(("workload", "task")).error("workload.task goes with `kind: task`, and that needs one by name")
-    if job.task and not job.task.startswith("lm_eval:") and job.task not in (tasks := registry.task_names()):
-        raise node.find(("workload", "task")).error(f"unknown task {shown(job.task)}; {nearest(job.task, tasks)}")
+    if job.task and not registry.is_task(job.task):
+        hint = nearest(job.task, registry.task_names())
+        raise node.find(("workload", "task")).error(f"unknown task {shown(job.task)}; {hint}")
+    if job.task and spec.tune.startswith("search"):
+        raise node.find(("policy",)).error(
+            "policy: a search needs the lengths of requests, which a task's cell does not name; give a policy"
+        )
     if job.task and (given := [n for n in ("prompt_len", "gen_len") if n in node.find(("workload",)).entries]):
         raise node.find(("workload", given[0])).error(f"workload.{given[0]}: the examples of a task have their own")
     if not spec.model.id:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
+from harness.files import replace_with
 
 CEILING = 4096
 #: How a trial ends if only the batch's size decided.
@@ -90,10 +91,7 @@ class Remembered:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                content = self._read() | {key: [to_json(t) for t in trials]}
-                temporary = self._path.with_suffix(".tmp")
-                temporary.write_text(json.dumps(content, indent=1))
-                temporary.replace(self._path)
+                replace_with(self._path, json.dumps(self._read() | {key: [to_json(t) for t in trials]}, indent=1))
 
     def _read(self) -> dict[str, object]:
         with contextlib.suppress(OSError, ValueError):

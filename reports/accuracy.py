@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from harness.api import Accuracy, RunRecord
@@ -10,6 +11,8 @@ from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
 
+#: Of what figures outcomes are mean log-likelihoods, in nats.
+_PERPLEXITY = "perplexity"
 _COLUMNS = (
     Column("Cell", numeric=False),
     Column("Figure", numeric=False),
@@ -65,20 +68,25 @@ def _against(name: str, found: Accuracy, exact: Accuracy | None) -> list[Cell]:
     if exact is found or not ours or len(ours) != len(theirs):
         why = "these are the exact answers" if exact is found else "no exact answers to the same examples here"
         return [*[Cell(MISSING, why=why)] * 3, Cell("")]
-    compared = paired(theirs, ours)
+    compared = paired(theirs, ours, found.weights.get(name, ()))
     p = Cell(MISSING, why="a test for answers that are right or wrong") if compared.p is None else _p(compared.p)
+    if name.endswith(_PERPLEXITY):  # outcomes are log-likelihoods: the more, the less perplexity
+        times = [math.exp(-d) for d in (compared.difference, compared.high, compared.low)]
+        seen = f"{math.expm1(compared.seen):+.2%} of perplexity"
+        return [Cell(f"{times[0] - 1:+.2%}"), Cell(f"{times[1] - 1:+.2%} to {times[2] - 1:+.2%}"), p,
+                _verdict(compared, seen)]  # fmt: skip
     interval = f"{compared.low:+.3g} to {compared.high:+.3g}"
-    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), p, _verdict(compared)]
+    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), p, _verdict(compared, number(compared.seen))]
 
 
 def _p(p: float) -> Cell:
     return Cell("< 0.001" if p < 0.001 else f"{p:.2g}")
 
 
-def _verdict(compared: Paired) -> Cell:
+def _verdict(compared: Paired, seen: str) -> Cell:
     """In words; that there is no loss only with what would have been seen."""
     if not compared.significant:
-        return Cell(f"no significant difference; {number(compared.seen)} would have been seen (80 % power)")
+        return Cell(f"no significant difference; {seen} would have been seen (80 % power)")
     if compared.difference < 0:
         return Cell(f"a loss, significant at {LEVEL:.0%}", tone="bad")
     return Cell(f"a gain, significant at {LEVEL:.0%}", tone="good")

@@ -34,11 +34,16 @@ class Paired:
         return self.p < LEVEL if self.p is not None else not self.low <= 0 <= self.high
 
 
-def paired(old: Sequence[float], new: Sequence[float]) -> Paired:
-    """Of values of the same examples in the same order. Raises ValueError where there are not as many, or none."""
+def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] = ()) -> Paired:
+    """Of values of the same examples in the same order, with what each counts for (nothing: all alike).
+
+    Raises ValueError where there are not as many, or none.
+    """
     if not old:
         raise ValueError("nothing to compare")
     differences = [b - a for a, b in zip(old, new, strict=True)]
+    if weights:
+        differences = _linear(differences, weights)
     binary = all(value in (0.0, 1.0) for value in (*old, *new))
     low, high = _interval(differences)
     p = mcnemar(sum(d > 0 for d in differences), sum(d < 0 for d in differences)) if binary else None
@@ -61,6 +66,15 @@ def detectable(differences: Sequence[float]) -> float:
     spread = math.sqrt(math.fsum((d - middle) ** 2 for d in differences) / max(1, n - 1))
     normal = NormalDist()
     return (normal.inv_cdf(1 - LEVEL / 2) + normal.inv_cdf(POWER)) * spread / math.sqrt(n)
+
+
+def _linear(differences: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Values whose plain mean is the weighted one and spreads as it does: a quotient of sums, linearised (Cochran,
+    Sampling Techniques, 6.4)."""
+    total = math.fsum(weights)
+    mean = math.fsum(w * d for w, d in zip(weights, differences, strict=True)) / total
+    scale = len(weights) / total
+    return [mean + scale * w * (d - mean) for w, d in zip(weights, differences, strict=True)]
 
 
 def _interval(differences: Sequence[float]) -> tuple[float, float]:

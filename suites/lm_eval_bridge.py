@@ -11,7 +11,7 @@ import hashlib
 import io
 import math
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +30,8 @@ from suites import lm_eval_local
 _MAX_TOKENS = 256
 #: Resamples for standard errors that have no formula; lm-eval's default takes minutes.
 _BOOTSTRAP = 1000
+#: Figures of the same sums as another, in other units.
+_SAME = ("bits_per_byte",)
 
 
 class LmEvalTask:
@@ -66,7 +68,7 @@ class LmEvalTask:
             prefix = "" if len(found["results"]) == 1 else f"{task}/"
             figures |= {prefix + name: value for name, value in _figures(own)}
         samples = [sample for name in found["samples"] for sample in found["samples"][name]]
-        return Judged(figures, _outcomes(samples) if len(found["samples"]) == 1 else {})
+        return Judged(figures, *(_outcomes(samples) if len(found["samples"]) == 1 else ({}, {})))
 
     def _evaluated(self, model: TokenModel, given: Circumstances) -> Mapping[str, Any]:
         try:
@@ -95,7 +97,7 @@ class LmEvalTask:
         return TaskManager(include_path=str(into))
 
 
-class TokenModel(TemplateLM, ABC):  # type: ignore[misc]
+class TokenModel(TemplateLM):
     """What lm-eval takes for a model: it turns what it is asked into tokens that fit the model's context.
 
     `truncated` counts what lost its beginning.
@@ -230,14 +232,19 @@ def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield (name if how in ("", "none") else f"{name},{how}"), float(value)
 
 
-def _outcomes(samples: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
-    """Of each example what its figures are made of: a number, or a sum and its weight, of which the quotient counts."""
+def _outcomes(
+    samples: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
+    """Of each example what its figures are means of, and their weights where lm-eval gives a sum and a weight."""
     ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
-    names = [name for name in (ordered[0].get("metrics") or ()) if name in ordered[0]]
-    found = {}
-    for name in names:
-        values = [sample[name] for sample in ordered]
-        pairs = [v[0] / v[1] if isinstance(v, (tuple, list)) and len(v) == 2 and v[1] else v for v in values]
-        if all(isinstance(v, (int, float)) and math.isfinite(v) for v in pairs):
-            found[name] = tuple(float(v) for v in pairs)
-    return found
+    outcomes, weights = {}, {}
+    for name in ordered[0].get("metrics") or ():
+        values = [sample.get(name) for sample in ordered]
+        if name in _SAME:
+            continue
+        if all(isinstance(v, (tuple, list)) and len(v) == 2 and v[1] for v in values):
+            outcomes[name] = tuple(float(v[0] / v[1]) for v in values)
+            weights[name] = tuple(float(v[1]) for v in values)
+        elif all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+            outcomes[name] = tuple(float(v) for v in values)
+    return outcomes, weights

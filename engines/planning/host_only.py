@@ -28,7 +28,7 @@ BEFORE_ATTENTION = 3
 _SMALL = 16
 #: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
 _BLOCKS = 256
-#: Sequences that a plan has room for, and that are run in virtual time for it.
+#: Sequences that a plan has room for.
 _MOST = 1024
 #: Of the host's memory what the system and idle processes take.
 _SYSTEM = 1.5e9
@@ -102,9 +102,7 @@ class HostPlanner:
         found = self._placed(policy)
         machine = Machine(self._profile_for(policy))
         simulator = Simulator(found, policy, machine, BEFORE_ATTENTION)
-        # of a longer job so many are enough to tell its throughput
-        steady = found.plan.sequences * steady_blocks(policy)
-        count = min(self._requests, max(steady, 4 * _MOST)) if self._requests else steady
+        count = self._requests or found.plan.sequences * steady_blocks(policy)
         requests = list(itertools.islice(itertools.cycle(self._each), count))
         sequences = sequences_of(requests)
         simulator.run(sequences)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
 from engines.planning.predict import Prediction
-from harness.api import Bits, OffloadPolicy, Schedule
+from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
             1536, 2048)  # fmt: skip
@@ -25,14 +25,6 @@ _CLOSE = 0.15
 _PREDICTED = 1
 #: Kinds of which there are predictions.
 _KINDS = 3
-#: What limits a plan, in words.
-WORDS = {
-    "device": "the device",
-    "host": "the host's arithmetic",
-    "h2d": "copies to the device",
-    "d2h": "copies to the host",
-    "disk": "the disk",
-}
 #: Throughputs that differ by less are taken to be the same.
 _ALIKE = 0.01
 
@@ -233,4 +225,4 @@ def _reason(candidate: Candidate | None, best: Candidate | None, predicted: bool
         )
     else:
         told = f"{behind:.0%} slower"
-    return f"{told}{'' if predicted else ', by estimate'}; limited by {WORDS[mine.bottleneck]}"
+    return f"{told}{'' if predicted else ', by estimate'}; limited by {RESOURCE_WORDS[mine.bottleneck]}"

@@ -32,8 +32,10 @@ from harness.api import (
     RunSpec,
 )
 
-#: The largest batch that is looked for.
-_CEILING = 4096
+#: The largest batch that is looked for, and the requests of a job that are run in virtual time.
+_CEILING, _PLAYED = 4096, 4096
+#: Figures of a trace that are no sums over its passes.
+_RATIOS = ("rows_per_pass", "disk_hidden")
 
 
 def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
@@ -92,7 +94,9 @@ class _Cell:
                 raise HarnessError(f"hardware {profile.name} has no device: only offload is predicted there")
             # what the limit leaves is all for the model's work; without one the system needs some
             budget = profile.host.memory if spec.limits.host_memory is not None else None
-            requests = None if job.num_requests == "auto" else job.num_requests
+            # of a longer job so many are enough to tell what the others take
+            most = max(_PLAYED, spec.policy.block_size * steady_blocks(spec.policy))
+            requests = None if job.num_requests == "auto" else min(job.num_requests, most)
             self._planner = HostPlanner(
                 shape, self._lengths, profile, requests, each=self._each, budget=budget, dtype=dtype,
                 reserved=job.prompt_len + job.gen_len,
@@ -206,5 +210,8 @@ class _Cell:
             "generated_tokens": float(generated),
             "padding_tokens": 0.0,
             **{f"{name}_busy_s": blocks * seconds for name, seconds in prediction.used.items()},
-            **(prediction.trace.metrics if prediction.trace else {}),
+            **{
+                name: value if name in _RATIOS else blocks * value
+                for name, value in (prediction.trace.metrics if prediction.trace else {}).items()
+            },
         }

@@ -35,7 +35,7 @@ from harness.api.engine import (
     TraceEvent,
     Workload,
 )
-from harness.api.hardware import Disk, HardwareProfile, Link, Processor
+from harness.api.hardware import RESOURCE_WORDS, Disk, HardwareProfile, Link, Processor
 from harness.api.intervals import union_length
 from harness.api.lines import parse_record
 from harness.api.machine import (
@@ -76,6 +76,7 @@ from harness.api.spec import (
 __all__ = [
     "DTYPE_BYTES",
     "FINAL_STATUSES",
+    "RESOURCE_WORDS",
     "SCHEMA_VERSION",
     "Accuracy",
     "Bits",

@@ -13,6 +13,15 @@ from harness.api.common import FORBID, Dtype, HarnessError
 #: No machine has more of anything, in any unit: what is beyond is a slip of the pen.
 _ABSURD = 1e18
 
+#: What can limit a plan, in words.
+RESOURCE_WORDS: Mapping[str, str] = {
+    "device": "the device",
+    "host": "the host's arithmetic",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "disk": "the disk",
+}
+
 
 @dataclass(frozen=True)
 class Processor:

@@ -107,7 +107,8 @@ class Accuracy:
     """What a model's answers to an accuracy task are worth.
 
     `figures`: means with their `_stderr`, and what else the task says; `outcomes`: of each example, in order, what a
-    mean is of, for comparisons in pairs. `shortened`: prompts that were too long and lost worked examples; `truncated`:
+    mean is of (of a perplexity: log-likelihoods, in nats), for comparisons in pairs; `weights`: what each counts for,
+    where not all count alike. `shortened`: prompts that were too long and lost worked examples; `truncated`:
     those that lost their beginning. `files`: SHA-256 of what was read. `protocol`: what a reader must know to compare.
     """
 
@@ -116,6 +117,7 @@ class Accuracy:
     examples: int
     figures: Mapping[str, float]
     outcomes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     shortened: int = 0
     truncated: int = 0
     files: Mapping[str, str] = field(default_factory=dict)

@@ -18,6 +18,11 @@ def names() -> list[str]:
     return list(_TASKS)
 
 
+def known(name: str) -> bool:
+    """Whether a suite may name it: of lm-eval's tasks only lm-eval knows which there are."""
+    return name in _TASKS or name.startswith(LM_EVAL)
+
+
 def task(name: str) -> Task:
     """A task by its name; `lm_eval:NAME` is any of lm-eval's. Raises HarnessError for one that there is not."""
     if name.startswith(LM_EVAL):

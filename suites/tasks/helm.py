@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,7 +172,10 @@ def _mmlu(subject: str) -> Helm:
     )  # fmt: skip
 
 
-def _reasoning(kind: str, config: str, shape: Callable[[str], str], **settings: object) -> Helm:
+def _reasoning(
+    kind: str, config: str, shape: Callable[[str], str], shots: int, max_tokens: int, metrics: tuple[str, ...],
+    before_answer: str = " ",
+) -> Helm:  # fmt: skip
     def read(data: Data) -> Splits:
         def split(name: str) -> list[Instance]:
             lines = data.objects(f"helm_synthetic_reasoning_{kind}/{name}.jsonl", ("input", "output"))
@@ -188,8 +191,10 @@ def _reasoning(kind: str, config: str, shape: Callable[[str], str], **settings: 
 
         return split("train"), [*split("validation"), *split("test")]
 
-    return Helm(f"helm_synthetic_reasoning_{kind}", read, fetch, asked=515,
-                instructions="Please solve the following problem.\n\n", **settings)  # type: ignore[arg-type]  # fmt: skip
+    return Helm(
+        f"helm_synthetic_reasoning_{kind}", read, fetch, shots, max_tokens, metrics, asked=515,
+        instructions="Please solve the following problem.\n\n", before_answer=before_answer,
+    )  # fmt: skip
 
 
 def _summaries(name: str) -> Helm:
@@ -235,7 +240,7 @@ def _wikifact(subject: str) -> Helm:
 
 
 _MATCHES = ("exact_match", "quasi_exact_match", "prefix_exact_match", "quasi_prefix_exact_match")
-_SETS: Mapping[str, object] = {"metrics": ("f1_set_match", "exact_set_match", "iou_set_match", "f1_score")}
+_SETS = ("f1_set_match", "exact_set_match", "iou_set_match", "f1_score")
 
 TASKS = (
     _wikifact("plaintiff"),
@@ -245,6 +250,6 @@ TASKS = (
     _reasoning("pattern_match", "lighteval/synthetic_reasoning:pattern_match", lambda text: f"{text}\nTarget:",
                shots=5, max_tokens=50, metrics=_MATCHES),
     _reasoning("natural_easy", "lighteval/synthetic_reasoning_natural:easy", lambda text: f"Rules:\n{text}\n",
-               shots=3, max_tokens=20, before_answer="", **_SETS),
+               shots=3, max_tokens=20, before_answer="", metrics=_SETS),
     _summaries("helm_summarization_xsum"),
 )  # fmt: skip

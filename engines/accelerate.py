@@ -96,12 +96,16 @@ class AccelerateEngine(CausalLMEngine):
             return self._cpu_memory, (f"max_memory cpu = {self._cpu_memory} bytes (set by option)",)
         if budget is None:
             return None, ("no limit: device_map auto decides",)
-        kv, activations = working_bytes(model.shape, batch, tokens, DTYPE_BYTES[dtype])
+        kv, activations = self._working(model.shape, batch, tokens, DTYPE_BYTES[dtype])
         share = max(0, budget - kv - activations - stored - largest - SLACK_BYTES)
         return share, (
             f"max_memory cpu = {share} bytes = budget {budget} - KV cache {kv} - activations {activations} "
             f"- passing tensor {stored} + {largest} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens",
         )
+
+    def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
+        """Bytes of KV cache and of activations."""
+        return working_bytes(shape, batch, tokens, dtype_bytes)
 
 
 def working_bytes(shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:

@@ -61,9 +61,10 @@ class CausalLMEngine(ABC):
     """The Engine protocol on a transformers causal model; a subclass says only where the weights live.
 
     Static batching: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size` together, so
-    no prompt is ever padded. A row that ends before its batch does is computed on as padding
-    (`GenerationResult.padding_tokens`). Rows that ignore the end of sequence never choose it. A stop string ends a row
-    with the token that completes it, and needs the model folder's tokenizer.
+    no prompt is padded unless a subclass takes others together (`_take`): then on the left. A row that ends before its
+    batch does is computed on as padding (both are `GenerationResult.padding_tokens`). Rows that ignore the end of
+    sequence never choose it. A stop string ends a row with the token that completes it, and needs the model folder's
+    tokenizer.
     """
 
     name: ClassVar[str]
@@ -160,10 +161,14 @@ class CausalLMEngine(ABC):
             wait = pending[0].arrival_s - (time.perf_counter() - began)
             if wait > 0:
                 time.sleep(wait)
-            batch = next_batch(pending, time.perf_counter() - began, self._block_size)
+            batch = self._take(pending, time.perf_counter() - began)
             taken = {id(r) for r in batch}
             pending = [r for r in pending if id(r) not in taken]
             yield from self._run_batch(batch, decode, began)
+
+    def _take(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
+        """The requests of the next batch, of those that have arrived."""
+        return next_batch(pending, now_s, self._block_size)
 
     @torch.inference_mode()
     def _run_batch(
@@ -171,14 +176,16 @@ class CausalLMEngine(ABC):
     ) -> list[GenerationResult]:
         rows = [r.sampling for r in batch]
         eos = self._eos()
-        prompt_len = len(batch[0].prompt)
-        ids = torch.tensor([r.prompt for r in batch])
+        prompt_len = max(len(r.prompt) for r in batch)
+        padding = [prompt_len - len(r.prompt) for r in batch]
+        ids = torch.tensor([[*[0] * pad, *r.prompt] for pad, r in zip(padding, batch, strict=True)])
+        real = torch.tensor([[*[0] * pad, *[1] * (prompt_len - pad)] for pad in padding])
         clock = sampling.RowClock(rows, prompt_len, eos, decode)
         sampler = sampling.RowSampler(rows, eos)
         start = time.perf_counter() - began
         output = self._module.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=real,
             do_sample=False,  # RowSampler adds the noise that makes a greedy choice a sample
             max_new_tokens=max(s.max_tokens for s in rows),
             logits_processor=LogitsProcessorList([sampler]),
@@ -192,8 +199,8 @@ class CausalLMEngine(ABC):
                 tokens=tuple(tokens[row][:length]),
                 start_s=start,
                 token_times_s=tuple(times[:length]),
-                prompt_tokens=prompt_len,
-                padding_tokens=len(times) - length,
+                prompt_tokens=len(request.prompt),
+                padding_tokens=padding[row] + len(times) - length,
                 finish_reason=clock.reasons[row] or "length",
                 logprobs=tuple(sampler.logprobs[row][:length]),
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import content, dummy_weights, hub, packaged, shapes
-from engines.folders import build_once
+from engines.folders import QUANTIZED, build_once
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError, first_line
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -120,6 +120,7 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
         weight_bytes=dtypes.total(),
         dtype=_DTYPES[stored],
         digest=_digest(config, shards),
+        quantized_as=str(config.get(QUANTIZED, "")),
     )
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from harness.api import DiskFullError, HarnessError
 
+#: Where a folder's configuration says how the file that it was made from stored most weights, if not as floats.
+QUANTIZED = "quantized_in_file"
+
 
 def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], None]) -> Path:
     """`folder`, made by `build(temporary folder)` if it is not there, by one process at a time.

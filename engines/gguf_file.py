@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -15,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from engines import content, shards
-from engines.folders import build_once
+from engines.folders import QUANTIZED, build_once
 from harness.api import HarnessError, UnsupportedError, first_line
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 #: Part of a folder's name: raise it when the same file is unpacked into something else.
-_RECIPE = 1
+_RECIPE = 2
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -75,6 +76,15 @@ def _float_type(reader: Any) -> str:
     return _FLOATS.get(largest.tensor_type.name, "bfloat16")
 
 
+def _quantized_as(reader: Any) -> str:
+    """The type of most bytes, or nothing for a float type."""
+    sizes: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
+    (name, _), *_ = sizes.most_common()
+    return "" if name in _FLOATS else name
+
+
 def _write(
     path: Path, alone: str, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]
 ) -> None:
@@ -93,6 +103,7 @@ def _write(
         raise UnsupportedError(f"{path}: no tensor of this GGUF file was found for {min(unpack.missing)}")
     config.architectures = [type(model).__name__]
     config.dtype = dtype
+    setattr(config, QUANTIZED, _quantized_as(reader))
     config.save_pretrained(folder)
     try:
         AutoTokenizer.from_pretrained(alone, gguf_file=path.name).save_pretrained(folder)

@@ -63,6 +63,12 @@ ENGINES: dict[str, EngineEntry] = {
         "accelerate",
         "Hugging Face Accelerate: weights in RAM and on disk",
     ),
+    "lm_eval_hf": EngineEntry(
+        "engines.lm_eval_hf:LmEvalHfEngine",
+        ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),
+        "eval",
+        "lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
+    ),
     "offload": EngineEntry(
         "engines.offload.engine:OffloadEngine",
         ("torch", "transformers", "safetensors", "accelerate", "greenlet"),

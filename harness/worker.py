@@ -53,7 +53,7 @@ from harness.api.task import Pair, Questions
 from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
-from harness.probes.latency import metrics
+from harness.probes.latency import metrics, scored_metrics
 from harness.probes.memory import MemoryProbe, resident_bytes
 from harness.provenance import package_versions
 
@@ -207,7 +207,7 @@ class _Run:
         self._launched = float(request["launched"])
         self._cache = Path(request["cache"])
         self._questions = Path(request["questions"]) if "questions" in request else None
-        self._scored: dict[str, float] = {}
+        self._scored: tuple[int, int, float] | None = None  # pairs, tokens, seconds
         self._events = Events(folder)
         self._measurements: list[Measurement] = []
         self._out: dict[str, Any] = {"status": "error", "reason": "", "metrics": {}, "requests": [], "load": None}
@@ -249,9 +249,10 @@ class _Run:
         self._out["requests"] = to_json(traces)
         self._out["trace"] = to_json(own.events)
         generated = metrics(traces, capabilities.phased) if traces else {}
+        padding = own.metrics.get("scored_padding_tokens", 0.0)
         self._out["metrics"] = (
             generated
-            | self._scored
+            | (scored_metrics(*self._scored, padding) if self._scored else {})
             | {
                 **own.metrics,
                 "launch_s": started - self._launched,
@@ -309,18 +310,18 @@ class _Run:
             self._events.emit("generate", done, total)
 
     def _score(self, engine: Engine, pairs: Sequence[Pair], scores: list[Score]) -> None:
-        """In pieces that are large enough to be packed well, so that there is progress to show."""
+        """In pieces that are large enough to be packed well, so that there is progress to show; the longest first, so
+        that an engine which pads has what is of a length together."""
         began = time.perf_counter()
-        for start in range(0, len(pairs), _SCORED):
+        order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]) - len(pairs[i][1]), pairs[i]))
+        found: dict[int, Score] = {}
+        for start in range(0, len(order), _SCORED):
             self._events.emit("score", start, len(pairs))
-            scores += engine.score(pairs[start : start + _SCORED])
-        seconds, tokens = time.perf_counter() - began, sum(len(context) + len(more) for context, more in pairs)
-        self._scored = {
-            "score_s": seconds,
-            "scored_pairs": float(len(pairs)),
-            "scored_tokens": float(tokens),
-            "score_throughput_tok_s": tokens / seconds,
-        }
+            piece = order[start : start + _SCORED]
+            found |= zip(piece, engine.score([pairs[i] for i in piece]), strict=True)
+        scores += [found[i] for i in range(len(pairs))]
+        self._scored = (len(pairs), sum(len(context) + len(more) for context, more in pairs),
+                        time.perf_counter() - began)  # fmt: skip
 
 
 def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:

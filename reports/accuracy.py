@@ -22,6 +22,7 @@ _COLUMNS = (
     Column("Cut", "prompts"),
     Column("Against exact"),
     Column("95 % interval"),
+    Column("Largest", "of an example"),
     Column("p"),
     Column("Verdict", numeric=False, wide=True),
 )
@@ -33,12 +34,19 @@ def accuracy_table(rows: Sequence[CellSummary]) -> Table | None:
     if not judged:
         return None
     exact = {row.records[-1].spec.engine: found for row, found in judged if _is_exact(row.records[-1])}
-    lines = [
-        line
-        for row, found in judged
-        for line in _lines(row, found, exact.get(row.records[-1].spec.engine))
-    ]  # fmt: skip
+    reference = next((found for row, found in judged if row.reference), None)
+    lines: list[list[Cell]] = []
+    for row, found in judged:
+        other = exact.get(row.records[-1].spec.engine)
+        lines += _lines(row, found, reference if other is found else other)
     return plain_table(f"What the answers are worth: {judged[0][1].protocol}", _COLUMNS, lines)
+
+
+def accuracy_remarks(rows: Sequence[CellSummary]) -> list[str]:
+    """What must be known of losses by quantization before they are quoted."""
+    known = {m.quantized_as for row in rows if _accuracy(row) for r in row.ok_records if (m := r.model) is not None}
+    words = "what further quantization takes from its answers is an indication, not what a model stored in floats loses"
+    return [f"The model's own file is quantized ({name}): {words}." for name in sorted(known - {""})]
 
 
 def _accuracy(row: CellSummary) -> Accuracy | None:
@@ -63,20 +71,21 @@ def _lines(row: CellSummary, found: Accuracy, exact: Accuracy | None) -> Iterato
 
 
 def _against(name: str, found: Accuracy, exact: Accuracy | None) -> list[Cell]:
-    """How a figure differs from that of exact answers to the same examples."""
+    """How a figure differs from that of exact answers to the same examples: of exact ones, from the reference's."""
     ours, theirs = found.outcomes.get(name, ()), exact.outcomes.get(name, ()) if exact else ()
     if exact is found or not ours or len(ours) != len(theirs):
-        why = "these are the exact answers" if exact is found else "no exact answers to the same examples here"
-        return [*[Cell(MISSING, why=why)] * 3, Cell("")]
+        why = "these are what others are compared with" if exact is found else "no exact answers to the same examples"
+        return [*[Cell(MISSING, why=why)] * 4, Cell("")]
+    largest = Cell(f"{max(abs(a - b) for a, b in zip(ours, theirs, strict=True)):.2g}")
     compared = paired(theirs, ours, found.weights.get(name, ()))
     p = Cell(MISSING, why="a test for answers that are right or wrong") if compared.p is None else _p(compared.p)
     if name.endswith(_PERPLEXITY):  # outcomes are log-likelihoods: the more, the less perplexity
         times = [math.exp(-d) for d in (compared.difference, compared.high, compared.low)]
         seen = f"{math.expm1(compared.seen):+.2%} of perplexity"
-        return [Cell(f"{times[0] - 1:+.2%}"), Cell(f"{times[1] - 1:+.2%} to {times[2] - 1:+.2%}"), p,
+        return [Cell(f"{times[0] - 1:+.2%}"), Cell(f"{times[1] - 1:+.2%} to {times[2] - 1:+.2%}"), largest, p,
                 _verdict(compared, seen)]  # fmt: skip
     interval = f"{compared.low:+.3g} to {compared.high:+.3g}"
-    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), p, _verdict(compared, number(compared.seen))]
+    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), largest, p, _verdict(compared, number(compared.seen))]
 
 
 def _p(p: float) -> Cell:

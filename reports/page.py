@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reports import sections, tables
-from reports.accuracy import accuracy_table
+from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
 from reports.records import Runs
 from reports.summary import DISTURBED, CellSummary, by_workload, headline, metric, others_share, summary_rows
@@ -121,6 +121,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
     if disturbed := [r.name for r in rows if others_share(r.ok_records) > DISTURBED]:
         names = ", ".join(disturbed)
         remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU while these ran: {names}.")
+    remarks += accuracy_remarks(rows)
     if any(len(r.throughput) < 3 for r in own):
         remarks.append("Some cells have fewer than three finished repeats: too few to judge small differences.")
     return remarks

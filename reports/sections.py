@@ -50,7 +50,11 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     ("TTFT, TPOT", "time to a request's first token; time per output token after it. Percentiles over requests."),
     ("p50, p99", "percentile within a repeat, then median over repeats; below 100 requests p99 is close to the worst."),
     ("Decode", "generated tokens / decode time; missing where prefill and decode overlap."),
-    ("Total, padded", "(prompt + generated tokens) / total time; padded counts pad positions as well."),
+    (
+        "Total, padded",
+        "(prompt + generated or scored tokens) / total time; padded counts pad positions as well, and of padded is how "
+        "much of it was real.",
+    ),
     ("Energy", "joules counted while generating, over generated tokens; missing where there is no counter."),
     ("Reference", "a resident engine run without the limit: shown for scale, never ranked."),
     ("Simulated, projected", "not measured: virtual time on a hardware profile, or a short run scaled up."),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.api import RunRecord
 from reports.summary import CellSummary, measured_peak, measured_sum, metric
 from reports.text import MB, MIB, MISSING, TIMES_SIGN, decimals, finite, median, number
 
@@ -102,6 +103,16 @@ def _memory(row: CellSummary, name: str) -> float | None:
     return max((v for v in values if v is not None), default=None)
 
 
+def _of_padded(row: CellSummary) -> float | None:
+    """How much of what was computed was no padding; median."""
+    return median([_share(r) for r in row.ok_records])
+
+
+def _share(record: RunRecord) -> float | None:
+    real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
+    return real / padded if real is not None and padded else None
+
+
 def _load_seconds(row: CellSummary) -> float | None:
     """Median time from an empty engine to a loaded model, seconds."""
     return median([measured_sum(r, "wall_s", "load") for r in row.ok_records])
@@ -187,6 +198,7 @@ TIMES = (
     Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "of predictions only"),
     Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
     Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+    Figure("Of padded", "%", _of_padded, "not recorded", scale=0.01),
     Figure("Load", "s", _load_seconds, "not recorded"),
     Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
 )

@@ -239,7 +239,7 @@ def _outcomes(
     ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
     outcomes, weights = {}, {}
     for name in ordered[0].get("metrics") or ():
-        values = [sample.get(name) for sample in ordered]
+        values: list[Any] = [sample.get(name) for sample in ordered]
         if name in _SAME:
             continue
         if all(isinstance(v, (tuple, list)) and len(v) == 2 and v[1] for v in values):

@@ -43,6 +43,8 @@ class ActiveSequence(Protocol):
         ...
 
 
+#: Rows of logits that are scored at a time: what stays in a processor's cache.
+_ROWS = 16
 _NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 
 
@@ -137,11 +139,12 @@ class Scoring:
         return range(max(self._first, self.cached), max(self._first, self.cached + count))
 
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
-        target = torch.tensor(self._full[self._position + 1 : self._position + 1 + len(logits)])
-        log_probs = torch.log_softmax(logits.float(), dim=-1)
-        self._logprob += log_probs.gather(1, target[:, None]).double().sum().item()
-        self._greedy &= bool((log_probs.argmax(dim=-1) == target).all())
-        self._position += len(logits)
+        for rows in torch.split(logits, _ROWS):
+            target = torch.tensor(self._full[self._position + 1 : self._position + 1 + len(rows)])
+            log_probs = torch.log_softmax(rows.float(), dim=-1)
+            self._logprob += log_probs.gather(1, target[:, None]).double().sum().item()
+            self._greedy &= bool((rows.argmax(dim=-1) == target).all())
+            self._position += len(rows)
         return self.cached == len(self.tokens)
 
     def result(self) -> Score:

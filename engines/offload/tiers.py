@@ -166,7 +166,8 @@ class _Planner:
         on_disk = round(pages * self._on_disk)
         words = f"host memory: {words}; {note}"
         whole = sum(parts.values())
-        each = work // self._policy.num_gpu_batches
+        least = work // self._policy.num_gpu_batches
+        each = self.chunk * (self._row + self._logits) if self._budget is None else least
         return Plan(pages - on_disk, on_disk, sequences, resident, self.slots, self.chunk, each, self._row,
                     self._logits, whole, words)  # fmt: skip
 

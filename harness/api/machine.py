@@ -66,13 +66,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A checkpoint made ready on this machine: what `ModelSpec` became."""
+    """A checkpoint made ready on this machine: what `ModelSpec` became.
+
+    `quantized_as`: how the file that it was unpacked from stored most weights, such as Q4_1; nothing for floats.
+    """
 
     path: str
     shape: ModelShape
     weight_bytes: int
     dtype: Dtype
     digest: str
+    quantized_as: str = ""
 
 
 @dataclass(frozen=True)

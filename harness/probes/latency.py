@@ -46,6 +46,18 @@ def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | N
     }
 
 
+def scored_metrics(pairs: int, tokens: int, seconds: float, padding: float) -> dict[str, float | None]:
+    """Figures of continuations that were scored with their contexts, `tokens` of both; `padding`: beside them."""
+    return {
+        "score_s": seconds,
+        "scored_pairs": float(pairs),
+        "scored_tokens": float(tokens),
+        "score_throughput_tok_s": _rate(tokens, seconds),
+        "total_throughput_tok_s": _rate(tokens, seconds),
+        "padded_throughput_tok_s": _rate(tokens + padding, seconds),
+    }
+
+
 def percentile(values: Sequence[float], q: float) -> float | None:
     """Percentile `q` in [0, 100], linear between order statistics; None of nothing."""
     if not values:

@@ -6,11 +6,11 @@ import difflib
 
 from harness.api import HarnessError
 from harness.api.task import Task
-from suites.tasks import helm, wrangling
+from suites.tasks import helm, wikitext, wrangling
 
 #: Before the name of a task of lm-eval's.
 LM_EVAL = "lm_eval:"
-_TASKS: dict[str, Task] = {task.name: task for task in (*wrangling.TASKS, *helm.TASKS)}
+_TASKS: dict[str, Task] = {task.name: task for task in (*wrangling.TASKS, *helm.TASKS, wikitext.WikiText())}
 
 
 def names() -> list[str]:

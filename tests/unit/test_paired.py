@@ -43,6 +43,22 @@ def test_the_bootstrap_of_plain_values_is_as_wide_as_theory_says(shift):
     assert found.significant is (shift > 0)
 
 
+def test_what_counts_for_more_weighs_more():
+    """Of a quotient of sums: against drawing whole examples, with their weights, again and again."""
+    rng = random.Random(3)
+    weights = [rng.choice([10.0, 100.0, 500.0]) for _ in range(300)]
+    old = [rng.gauss(0, 1) for _ in weights]
+    new = [value + rng.gauss(0.1 if weight > 50 else -1.0, 0.5) for value, weight in zip(old, weights, strict=True)]
+    found = paired(old, new, weights)
+    sums = list(zip([w * (b - a) for a, b, w in zip(old, new, weights, strict=True)], weights, strict=True))
+    assert found.difference == pytest.approx(sum(d for d, _ in sums) / sum(weights))
+    drawn = sorted(sum(d for d, _ in some) / sum(w for _, w in some)
+                   for some in (rng.choices(sums, k=len(sums)) for _ in range(2000)))  # fmt: skip
+    assert found.low == pytest.approx(drawn[50], abs=0.01)
+    assert found.high == pytest.approx(drawn[1949], abs=0.01)
+    assert paired(old, new, [2.0] * 300).difference == pytest.approx(paired(old, new).difference)
+
+
 def test_what_would_have_been_seen_is_seen_four_times_of_five():
     rng = random.Random(2)
     effect = detectable([rng.gauss(0, 1) for _ in range(400)])

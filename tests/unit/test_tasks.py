@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import types
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.api import HarnessError
+from harness.api import HarnessError, Score
+from harness.api.task import Answers, Circumstances
 from suites.tasks import helm_metrics, names, task
 from suites.tasks.data import Data
 from suites.tasks.helm import Instance, sampled
 from suites.tasks.measures import f1, mean
 from suites.tasks.prompts import PromptTask
+from suites.tasks.wikitext import FILE, WINDOW, WikiText, _text
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs shared/data")
@@ -167,7 +172,7 @@ def test_tasks_without_data_say_where_to_get_them(monkeypatch: pytest.MonkeyPatc
         task("helm_wikifact_plaintiff").material(Path())
     with pytest.raises(HarnessError, match="did you mean 'em_beer'"):
         task("em_bear")
-    assert len(names()) == 13
+    assert len(names()) == 14
 
 
 def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +201,52 @@ def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPat
     hub.load_dataset = refuse
     with pytest.raises(HarnessError, match=r"lighteval/wikifact cannot be had: no route; reach the hub"):
         one.material(None)
+
+
+class _Letters:
+    """A token a letter, after a beginning."""
+
+    begin = end = 0
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return (0, *self.encode_plain(prompt))
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_wikitext_by_tokens_is_windows_of_lines_as_datasets_joins_them(tmp_path: Path) -> None:
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / FILE).write_text(" \n = A = \n \n" + "x" * 3 * WINDOW + "\n", encoding="utf-8")
+    given, one = Circumstances(_Letters(), WINDOW, folder=tmp_path), WikiText()
+    asked = one.questions(given, lambda done, total: None)
+    assert asked.examples == len(asked.pairs) == 3
+    whole = "".join(map(chr, (t for context, window in asked.pairs for t in (*context, *window))))
+    assert whole.startswith("\0\n\n = A = \n\n\n\n\nxxx")
+    assert all((len(context), len(window)) == (1, WINDOW - 1) for context, window in asked.pairs)
+    assert len(one.questions(replace(given, count=2), lambda done, total: None).pairs) == 2
+    scores = [Score(-2.0 * (WINDOW - 1), False), Score(-4.0 * (WINDOW - 1), False)]
+    found = one.judge(given, Answers(scores=scores))
+    assert found.figures["token_perplexity"] == pytest.approx(math.exp(3))
+    assert found.figures["token_perplexity_stderr"] == pytest.approx(math.exp(3) * 1.0)
+    assert found.outcomes == {"token_perplexity": (-2.0, -4.0)}
+    with pytest.raises(HarnessError, match="windows of 2048 tokens, the model's context is 2047"):
+        one.questions(replace(given, context=WINDOW - 1), lambda done, total: None)
+
+
+@needs_data
+def test_wikitext_has_as_many_tokens_of_opt_as_is_known() -> None:
+    """287,645 is what GPTQ's own loading prints for OPT."""
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.ByteLevelBPETokenizer(*(str(DATA / "tokenizer_opt" / n) for n in ("vocab.json", "merges.txt")))
+
+    class Opt(_Letters):
+        def encode_plain(self, text: str) -> tuple[int, ...]:
+            return tuple(own.encode(text).ids)
+
+    given = Circumstances(Opt(), WINDOW, folder=DATA)
+    assert len(Opt().encode(_text(DATA)[0])) == 287_645
+    assert len(WikiText().questions(given, lambda done, total: None).pairs) == 287_645 // WINDOW

@@ -1,0 +1,81 @@
+"""What reports say of answers: losses by hand, perplexities as ratios, and what a reader must be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.api import (
+    Accuracy,
+    Bits,
+    LoadReport,
+    LocalModel,
+    ModelShape,
+    ModelSpec,
+    OffloadPolicy,
+    RunRecord,
+    RunSpec,
+    WorkloadSpec,
+)
+from reports.accuracy import accuracy_remarks, accuracy_table
+from reports.build import summary_rows
+from reports.text import MISSING
+
+SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)
+
+
+def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float], reference: bool = False) -> RunRecord:
+    spec = RunSpec("lm_eval_hf" if reference else "offload", ModelSpec("m"), WorkloadSpec(kind="task", task="t"), suite="s", name=name,
+                   policy=OffloadPolicy(weight_bits=bits), reference=reference)  # fmt: skip
+    figures = {"acc": sum(right) / len(right), "acc_stderr": 0.1, "word_perplexity": math.exp(-sum(nats) / len(nats))}
+    return RunRecord(
+        spec, spec.fingerprint(), 0, "ok",
+        load=LoadReport(10, 10, 1, spec.policy, "float32", (0, 1, 0)),
+        metrics={"score_throughput_tok_s": 5.0 + bits},
+        model=LocalModel("m", SHAPE, 1, "float32", "d", "Q4_1"),
+        accuracy=Accuracy("t", "by hand", len(right), figures, {"acc": tuple(right), "word_perplexity": tuple(nats)},
+                          {"word_perplexity": (1.0,) * len(nats)}, truncated=2),
+    )  # fmt: skip
+
+
+def lines(*records: RunRecord) -> dict[tuple[str, str], list[str]]:
+    table = accuracy_table(summary_rows(records))
+    assert table is not None
+    assert "by hand" in table.caption
+    found = [[cell.text for cell in row] for body in table.bodies for row in body.rows]
+    return {(line[0], line[1]): line[2:] for line in found}
+
+
+def test_answers_are_compared_in_pairs_with_the_exact_ones() -> None:
+    exact = record("exact", 16, [1.0] * 60 + [0.0] * 40, [-3.0, -5.0] * 50)
+    few = record("four", 4, [1.0] * 45 + [0.0] * 55, [-3.1, -5.1] * 50)
+    found = lines(exact, few)
+    assert found["exact", "acc"][4:] == [MISSING] * 4 + [""]
+    *known, interval, largest, p, verdict = found["four", "acc"]
+    assert known == ["0.450", "0.100", "100", "2", "-0.15"]
+    assert (largest, p, verdict[:6]) == ("1", "< 0.001", "a loss")
+    low, high = map(float, interval.split(" to "))
+    assert -0.23 < low < -0.15 < high < -0.07
+
+
+def test_perplexities_are_compared_as_ratios() -> None:
+    exact = record("exact", 16, [1.0, 0.0], [-3.0, -5.0])
+    found = lines(exact, record("four", 4, [1.0, 0.0], [-3.1, -5.1]))
+    *_, against, interval, largest, p, verdict = found["four", "word_perplexity"]
+    assert against == f"+{100 * math.expm1(0.1):.2f}%"
+    assert interval == f"{against} to {against}"
+    assert (largest, p, verdict[:6]) == ("0.1", MISSING, "a loss")
+
+
+def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference() -> None:
+    ours = record("ours", 16, [1.0, 0.0], [-3.0, -5.0])
+    other = record("reference", 16, [1.0, 0.0], [-3.0, -5.0001], reference=True)
+    found = lines(ours, other)
+    assert found["ours", "word_perplexity"][6] in ("0.0001", "1e-04")
+
+
+def test_a_file_that_was_quantized_is_told_of() -> None:
+    rows = summary_rows([record("exact", 16, [1.0], [-1.0])])
+    (remark,) = accuracy_remarks(rows)
+    assert "(Q4_1)" in remark
+    assert "indication" in remark

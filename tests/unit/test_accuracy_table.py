@@ -25,8 +25,15 @@ SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)
 
 
 def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float], reference: bool = False) -> RunRecord:
-    spec = RunSpec("lm_eval_hf" if reference else "offload", ModelSpec("m"), WorkloadSpec(kind="task", task="t"), suite="s", name=name,
-                   policy=OffloadPolicy(weight_bits=bits), reference=reference)  # fmt: skip
+    spec = RunSpec(
+        "lm_eval_hf" if reference else "offload",
+        ModelSpec("m"),
+        WorkloadSpec(kind="task", task="t"),
+        policy=OffloadPolicy(weight_bits=bits),
+        suite="s",
+        name=name,
+        reference=reference,
+    )
     figures = {"acc": sum(right) / len(right), "acc_stderr": 0.1, "word_perplexity": math.exp(-sum(nats) / len(nats))}
     return RunRecord(
         spec, spec.fingerprint(), 0, "ok",

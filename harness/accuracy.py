@@ -24,9 +24,9 @@ from harness.api.task import Answers, Circumstances, Questions, Report
 from harness.files import replace_with
 
 
-def ask(spec: RunSpec, model: LocalModel, folder: Path | None, path: Path, report: Report) -> None:
+def ask(spec: RunSpec, model: LocalModel, folder: Path | None, cache: Path, path: Path, report: Report) -> None:
     """Writes a cell's questions to `path`. Raises HarnessError for broken data and for a model without a tokenizer."""
-    found = registry.task(spec.workload.task).questions(_given(spec, model, folder), report)
+    found = registry.task(spec.workload.task).questions(_given(spec, model, folder, cache), report)
     if not (found.prompts or found.pairs):
         raise HarnessError(f"task {spec.workload.task} has no examples")
     replace_with(path, json.dumps(to_json(found)))
@@ -45,9 +45,11 @@ def answers_of(
     return {"tokens": [list(by_id[p.id]) for p in prompts], "scores": [[s.logprob, s.is_greedy] for s in scores]}
 
 
-def judge(spec: RunSpec, model: LocalModel, folder: Path | None, path: Path, answers: Mapping[str, Any]) -> Accuracy:
+def judge(
+    spec: RunSpec, model: LocalModel, folder: Path | None, cache: Path, path: Path, answers: Mapping[str, Any]
+) -> Accuracy:
     """What answers to the questions in `path` are worth."""
-    given, task, asked = _given(spec, model, folder), registry.task(spec.workload.task), read_questions(path)
+    given, task, asked = _given(spec, model, folder, cache), registry.task(spec.workload.task), read_questions(path)
     texts = [given.tokens.decode(tokens) for tokens in answers["tokens"]]
     found = task.judge(given, Answers(texts, [Score(*score) for score in answers["scores"]]))
     return Accuracy(
@@ -63,7 +65,14 @@ def judge(spec: RunSpec, model: LocalModel, folder: Path | None, path: Path, ans
     )
 
 
-def _given(spec: RunSpec, model: LocalModel, folder: Path | None) -> Circumstances:
+def _given(spec: RunSpec, model: LocalModel, folder: Path | None, cache: Path) -> Circumstances:
     count = spec.workload.num_requests
-    tokens = registry.text(spec.engine, model)
-    return Circumstances(tokens, model.shape.max_context, None if count == "auto" else count, folder, spec.seed)
+    return Circumstances(
+        tokens=registry.text(spec.engine, model),
+        context=model.shape.max_context,
+        count=None if count == "auto" else count,
+        folder=folder,
+        seed=spec.seed,
+        model=Path(model.path) if model.path else None,
+        cache=cache,
+    )

@@ -170,10 +170,10 @@ def _judge(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     return {"accuracy": to_json(judge(*_task_of(request), request["answers"]))}
 
 
-def _task_of(request: dict[str, Any]) -> tuple[RunSpec, LocalModel, Path | None, Path]:
+def _task_of(request: dict[str, Any]) -> tuple[RunSpec, LocalModel, Path | None, Path, Path]:
     data = Path(request["data"]) if request["data"] else None
     spec, model = from_json(RunSpec, request["spec"]), from_json(LocalModel, request["model"])
-    return spec, model, data, Path(request["questions"])
+    return spec, model, data, Path(request["cache"]), Path(request["questions"])
 
 
 _HELPERS: Mapping[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {

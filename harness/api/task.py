@@ -97,13 +97,18 @@ class Judged:
 @dataclass(frozen=True)
 class Circumstances:
     """For which model a task asks: its tokens, its `context` in tokens; and of how many examples (None: all), from
-    which folder of data (None: from the Hugging Face hub), under which seed."""
+    which folder of data (None: from the Hugging Face hub), under which seed.
+
+    `model` is the folder of its tokenizer, where it has one; `cache` one for what is kept between runs.
+    """
 
     tokens: Tokens
     context: int
     count: int | None = None
     folder: Path | None = None
     seed: int = 0
+    model: Path | None = None
+    cache: Path | None = None
 
 
 class Task(Protocol):

@@ -153,6 +153,7 @@ class ProcessLauncher:
             "spec": to_json(request.spec),
             "model": to_json(request.model),
             "data": None if request.data is None else str(request.data.resolve()),
+            "cache": str(self._cache),
             "questions": str(questions),
         }
 

@@ -6,10 +6,13 @@ import difflib
 
 from harness.api import HarnessError
 from harness.api.task import Task
+from suites.helm_bridge import HelmRun
 from suites.tasks import helm, wikitext, wrangling
 
 #: Before the name of a task of lm-eval's.
 LM_EVAL = "lm_eval:"
+#: Before an entry of HELM's own command line.
+HELM_RUN = "helm_run:"
 _TASKS: dict[str, Task] = {task.name: task for task in (*wrangling.TASKS, *helm.TASKS, wikitext.WikiText())}
 
 
@@ -19,12 +22,17 @@ def names() -> list[str]:
 
 
 def known(name: str) -> bool:
-    """Whether a suite may name it: of lm-eval's tasks only lm-eval knows which there are."""
-    return name in _TASKS or name.startswith(LM_EVAL)
+    """Whether a suite may name it: of lm-eval's tasks and HELM's entries only they know which there are."""
+    return name in _TASKS or name.startswith((LM_EVAL, HELM_RUN))
 
 
 def task(name: str) -> Task:
-    """A task by its name; `lm_eval:NAME` is any of lm-eval's. Raises HarnessError for one that there is not."""
+    """A task by its name; `lm_eval:NAME` is any of lm-eval's, `helm_run:ENTRY` any run spec of crfm-helm's.
+
+    Raises HarnessError for one that there is not.
+    """
+    if name.startswith(HELM_RUN):
+        return HelmRun(name.removeprefix(HELM_RUN))
     if name.startswith(LM_EVAL):
         return _of_lm_eval(name.removeprefix(LM_EVAL))
     if name not in _TASKS:

@@ -1,0 +1,99 @@
+"""crfm-helm's own run specs: what it asks becomes requests, its metrics figures; by a stand-in for its interpreter."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.api import HarnessError
+from harness.api.task import Answers, Circumstances
+from suites.tasks import known, task
+
+ENTRY = "mmlu:subject=anatomy"
+STAND_IN = """#!{python}
+import json, os, pathlib, sys
+if "metadata" in sys.argv[2]:
+    print("0.5.16"); sys.exit()
+words = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+assert words["--run-entries"] == "mmlu:subject=anatomy,model=harness/model", words
+assert not any(key.startswith("PYTHON") and key != "PYTHONPATH" for key in os.environ)
+if words["-m"] == "13":
+    sys.exit("Traceback\\nConnectionError: no route to the data")
+job = json.loads(pathlib.Path(os.environ["HARNESS_HELM_JOB"]).read_text())
+asked = dict(prompt="ab", max_tokens=4, temperature=0.5, num_completions=2, stop_sequences=["#"], top_p=1, random=None)
+pathlib.Path(job["asked"]).write_text(json.dumps(asked) + "\\n")
+right = float(bool(job["answers"]) and job["answers"] == ["x", "y"])
+def instance(split, value, perturbation=None):
+    stats = [dict(name=dict(name="exact_match", split=split), mean=value),
+             dict(name=dict(name="num_references", split=split), mean=4.0)]
+    return dict(instance_id="id1", train_trial_index=0, perturbation=perturbation, stats=stats)
+found = [instance("valid", 0.25), instance("test", right), instance("test", 0.5, dict(name="typos"))]
+run = pathlib.Path(words["-o"]) / "runs" / "harness" / "mmlu"
+run.mkdir(parents=True)
+(run / "per_instance_stats.json").write_text(json.dumps(found))
+"""
+
+
+class Letters:
+    begin = end = 0
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return tuple(map(ord, prompt))
+
+    encode_plain = encode
+
+    def decode(self, tokens: object) -> str:
+        raise NotImplementedError
+
+
+def given(folder: Path, context: int = 16, count: int | None = None) -> Circumstances:
+    return Circumstances(Letters(), context, count, model=folder, cache=folder)
+
+
+@pytest.fixture
+def helm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "python"
+    path.write_text(STAND_IN.replace("{python}", sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("HARNESS_HELM_PYTHON", str(path))
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    return tmp_path
+
+
+def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> None:
+    assert known(f"helm_run:{ENTRY}")
+    one = task(f"helm_run:{ENTRY}")
+    asked = one.questions(given(helm), lambda done, total: None)
+    assert (asked.examples, asked.truncated) == (1, 0)
+    first, second = asked.prompts
+    assert first.prompt == second.prompt == (97, 98)
+    assert (first.sampling.max_tokens, first.sampling.temperature, first.sampling.stop) == (4, 0.5, ("#",))
+    assert first.sampling.seed != second.sampling.seed
+    right = one.judge(given(helm), Answers(texts=["x", "y"]))
+    assert right.figures == {"exact_match": 1.0, "exact_match_stderr": 0.0}
+    assert one.judge(given(helm), Answers(texts=["x", "z"])).outcomes == {"exact_match": (0.0,)}
+    assert "0.5.16" in one.protocol
+    assert (helm / "helm" / "scenarios").is_dir()
+
+
+def test_what_is_too_long_loses_its_beginning_and_is_counted(helm: Path) -> None:
+    asked = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
+    assert asked.truncated == 1
+    assert asked.prompts[0].prompt == (98,)
+    with pytest.raises(HarnessError, match="asks for 4 new tokens, more than the model's context"):
+        task(f"helm_run:{ENTRY}").questions(given(helm, context=4), lambda done, total: None)
+
+
+def test_what_helm_cannot_do_is_told_in_its_last_line(helm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = task(f"helm_run:{ENTRY}")
+    with pytest.raises(HarnessError, match="crfm-helm failed: ConnectionError: no route to the data"):
+        one.questions(given(helm, count=13), lambda done, total: None)
+    monkeypatch.setenv("HARNESS_HELM_PYTHON", "/nowhere/python")
+    with pytest.raises(HarnessError, match=r"/nowhere/python does not run.*README"):
+        one.questions(given(helm), lambda done, total: None)
+    monkeypatch.delenv("HARNESS_HELM_PYTHON")
+    with pytest.raises(HarnessError, match=r"crfm-helm is not here.*HARNESS_HELM_PYTHON"):
+        one.questions(given(helm), lambda done, total: None)

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,17 @@ def main(arguments: Sequence[str], data: Path | None, cache: Path) -> int:
     that are broken."""
     command = registry.lm_eval()
     engines = [name for name, entry in registry.ENGINES.items() if not (entry.missing() or entry.builtin_model)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         words = list(arguments)
-        if data is not None:
+        if words and data is not None:
             command.write_local(data, Path(folder))
             words += ["--include_path", folder]
-        command.register(engines, lambda engine: _opening(engine, cache), cache / "scores")
+
+        def opening(engine: str) -> Callable[[Mapping[str, Any]], _Ready]:
+            return lambda settings: opened.enter_context(closing(_Ready(engine, settings, cache)))
+
+        command.register(engines, opening, cache / "scores")
         return int(command.run(words))
-
-
-def _opening(engine: str, cache: Path) -> Callable[[Mapping[str, Any]], _Ready]:
-    return lambda settings: _Ready(engine, settings, cache)
 
 
 class _Ready:
@@ -62,6 +63,7 @@ class _Ready:
         self.fingerprint = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
         self._cache = cache
         self._engine: Engine | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._longest = 0
 
     def score(self, pairs: Sequence[Pair]) -> Sequence[Score]:
@@ -73,10 +75,13 @@ class _Ready:
         return [self.tokens.decode(results[prompt.id]) for prompt in prompts]
 
     def close(self) -> None:
-        """Frees the engine. Idempotent."""
+        """Frees the engine and what it has on disk. Idempotent."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
 
     def _loaded(self, asked: Questions) -> Engine:
         if self._engine is not None and asked.max_sequence <= self._longest:
@@ -84,8 +89,8 @@ class _Ready:
         self.close()
         self._scratch = tempfile.TemporaryDirectory(prefix="harness-lm-eval-", dir=self._cache)
         job = Job(Path(self._scratch.name), self._cache, asked.max_sequence, max(1, asked.mean_sequence))
-        engine = registry.make_engine(self._cell.engine, dict(self._cell.options))
+        self._engine = engine = registry.make_engine(self._cell.engine, dict(self._cell.options))
         for note in engine.load(self._model, self._cell.policy, self._cell.limits, job).notes:
             sys.stderr.write(f"{note}\n")
-        self._engine, self._longest = engine, asked.max_sequence
+        self._longest = asked.max_sequence
         return engine

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import lm_eval.models  # noqa: F401  (its own models are known by this)
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 
-from harness.api import GenerationRequest, HarnessError, Score
+from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.task import Pair, Tokens
 from suites import lm_eval_local
 from suites.lm_eval_bridge import TokenModel
@@ -43,12 +44,14 @@ Opening = Callable[[Mapping[str, Any]], Ready]
 
 
 def run(words: Sequence[str]) -> int:
-    """lm-eval's command line on `words`; returns its exit code."""
+    """lm-eval's command line on `words`; returns its exit code. Raises HarnessError for what it does not know."""
     before, sys.argv = sys.argv, ["lm-eval", *words]
     try:
         cli_evaluate()
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    except ValueError as exc:  # how it says so of models and tasks
+        raise HarnessError(f"lm-eval: {first_line(exc)}") from exc
     finally:
         sys.argv = before
     return 0

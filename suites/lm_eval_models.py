@@ -6,8 +6,9 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import lm_eval.models  # noqa: F401  (its own models are known by this)
 from lm_eval.__main__ import cli_evaluate
@@ -18,7 +19,9 @@ from harness.api.task import Pair, Tokens
 from suites import lm_eval_local
 from suites.lm_eval_bridge import TokenModel
 
-#: Pairs that are scored, and then kept, at a time.
+Q = TypeVar("Q")
+
+#: Questions that are answered, and then kept, at a time.
 _PIECE = 1024
 
 
@@ -63,7 +66,7 @@ def write_local(data: Path, into: Path) -> None:
 
 
 def register(names: Sequence[str], opening: Callable[[str], Opening], kept: Path) -> None:
-    """Makes engines known to lm-eval by their names; scores are kept in the folder `kept` for the next run."""
+    """Makes engines known to lm-eval by their names; answers are kept in the folder `kept` for the next run."""
     for name in names:
         register_model(name)(_class_of(opening(name), kept))
 
@@ -90,57 +93,68 @@ def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
             return cls(opening(arg_dict))
 
         def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
-            known = self._kept.known
-            keys = [_key(pair) for pair in pairs]
-            asked = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in known}
-            todo = list(asked.items())
-            for start in range(0, len(todo), _PIECE):
-                _show(start, len(todo))
-                piece = todo[start : start + _PIECE]
-                self._kept.add([key for key, _ in piece], self._ready.score([pair for _, pair in piece]))
-            if todo:
-                _show(len(todo), len(todo))
-            return [known[key] for key in keys]
+            def scored(piece: Sequence[Pair]) -> list[tuple[float, bool]]:
+                return [(score.logprob, score.is_greedy) for score in self._ready.score(piece)]
+
+            found = self._kept.answers([_key(pair) for pair in pairs], pairs, scored, "scored")
+            return [Score(float(logprob), bool(greedy)) for logprob, greedy in found]
 
         def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
-            return self._ready.write(prompts)
+            keys = [_key((prompt.prompt, asdict(prompt.sampling))) for prompt in prompts]
+            return self._kept.answers(keys, prompts, self._ready.write, "written")
 
     return EngineModel
 
 
 class Kept:
-    """Scores that are known, a line each in a file that is only ever added to."""
+    """Answers that are known, a line each in a file that is only ever added to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.known: dict[str, Score] = {}
+        self._known: dict[str, Any] = {}
         try:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except (OSError, UnicodeDecodeError) as exc:
-            raise HarnessError(f"{path}: scores of an earlier run cannot be read: {exc}; remove the file") from None
+            raise HarnessError(f"{path}: answers of an earlier run cannot be read: {exc}; remove the file") from None
         for line in lines:
             try:
-                key, logprob, greedy = json.loads(line)
-                self.known[str(key)] = Score(float(logprob), bool(greedy))
+                key, answer = json.loads(line)
+                self._known[str(key)] = answer
             except (ValueError, TypeError):
                 continue  # the last line of a run that was killed
 
-    def add(self, keys: Sequence[str], scores: Sequence[Score]) -> None:
-        """Keeps scores, at once on disk. Raises HarnessError where they cannot be written."""
-        lines = [json.dumps([key, s.logprob, s.is_greedy]) for key, s in zip(keys, scores, strict=True)]
+    def answers(
+        self, keys: Sequence[str], questions: Sequence[Q], ask: Callable[[Sequence[Q]], Sequence[Any]], done: str
+    ) -> list[Any]:
+        """To each question what is known under its key, or else what `ask` says, kept as soon as it is there.
+
+        Raises HarnessError where that cannot be written.
+        """
+        todo = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._known}
+        left = list(todo)
+        for start in range(0, len(left), _PIECE):
+            _show(done, start, len(left))
+            piece = left[start : start + _PIECE]
+            self._add(piece, ask([todo[key] for key in piece]))
+        if left:
+            _show(done, len(left), len(left))
+        return [self._known[key] for key in keys]
+
+    def _add(self, keys: Sequence[str], answers: Sequence[Any]) -> None:
+        lines = [json.dumps([key, answer]) for key, answer in zip(keys, answers, strict=True)]
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" + "\n".join(lines) + "\n")  # after what a killed run may have left
         except OSError as exc:
             raise HarnessError(f"{self._path} cannot be written: {exc.strerror or exc}; free space") from None
-        self.known |= dict(zip(keys, scores, strict=True))
+        self._known |= dict(zip(keys, answers, strict=True))
 
 
-def _key(pair: Pair) -> str:
-    return hashlib.sha256(json.dumps(pair).encode()).hexdigest()
+def _key(question: Any) -> str:
+    return hashlib.sha256(json.dumps(question).encode()).hexdigest()
 
 
-def _show(done: int, total: int) -> None:
-    sys.stderr.write(f"scored {done} of {total}\n")
+def _show(what: str, done: int, total: int) -> None:
+    sys.stderr.write(f"{what} {done} of {total}\n")
     sys.stderr.flush()

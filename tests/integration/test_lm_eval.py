@@ -1,4 +1,4 @@
-"""lm-eval's tasks by our engines: the same scores as its own model of transformers, in suites and on its command line."""
+"""lm-eval's tasks by our engines: scores of its own model of transformers, in suites and on its command line."""
 
 import json
 import shutil

@@ -23,7 +23,7 @@ def names() -> list[str]:
 
 def known(name: str) -> bool:
     """Whether a suite may name it: of lm-eval's tasks and HELM's entries only they know which there are."""
-    return name in _TASKS or name.startswith((LM_EVAL, HELM_RUN))
+    return name in _TASKS or (name.startswith((LM_EVAL, HELM_RUN)) and name not in (LM_EVAL, HELM_RUN))
 
 
 def task(name: str) -> Task:

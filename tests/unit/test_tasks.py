@@ -14,7 +14,7 @@ import pytest
 
 from harness.api import HarnessError, Score
 from harness.api.task import Answers, Circumstances
-from suites.tasks import helm_metrics, names, task
+from suites.tasks import helm_metrics, known, names, task
 from suites.tasks.data import Data
 from suites.tasks.helm import Instance, sampled
 from suites.tasks.measures import f1, mean
@@ -173,6 +173,8 @@ def test_tasks_without_data_say_where_to_get_them(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(HarnessError, match="did you mean 'em_beer'"):
         task("em_bear")
     assert len(names()) == 14
+    assert known("lm_eval:anything") and known("helm_run:mmlu:subject=anatomy") and known("em_beer")
+    assert not (known("lm_eval:") or known("helm_run:") or known("em_bear"))
 
 
 def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from engines import requests as checks
 from engines.accelerate import AccelerateEngine, working_bytes
 from engines.causal_lm import Placement
 from engines.transformers import TransformersEngine
@@ -49,9 +50,12 @@ class LmEvalHfEngine(AccelerateEngine):
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """By lm-eval's `hf`: logits of all positions, and all contexts once where pairs differ in one last token. An
-        empty context becomes the token that begins a sequence, or else the one that ends it."""
-        begin = [self._begin()]
-        asked = [(("", ""), list(context) or begin, list(continuation)) for context, continuation in pairs]
+        empty context becomes the token that begins a sequence, or else the one that ends it. Raises HarnessError for a
+        pair that cannot be scored."""
+        shape, begin, asked = self._model.shape, self._begin(), []
+        for i, (context, continuation) in enumerate(pairs):
+            full = checks.full_sequence(i, context, continuation, shape, begin)
+            asked.append((("", ""), full[: -len(continuation)], full[-len(continuation) :]))
         return [Score(*found) for found in self._hf._loglikelihood_tokens(asked, disable_tqdm=True)]
 
     def trace(self) -> EngineTrace:

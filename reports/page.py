@@ -25,6 +25,7 @@ class WorkloadPart:
     remarks: tuple[str, ...]
     summary: Table
     summary_short: Table
+    accuracy: tuple[Table, ...]
     charts: tuple[Chart, ...]
     timelines: tuple[Timeline, ...]
     details: tuple[Table, ...]
@@ -91,13 +92,17 @@ def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
         remarks=tuple(_remarks(rows)),
         summary=cell_table("Summary, fastest first", rows, tables.SUMMARY, status=True),
         summary_short=cell_table("Summary, fastest first", rows, tables.SUMMARY_SHORT, status=True),
+        accuracy=_accuracy(rows, finished),
         charts=tuple(c for c in charts if c),
         timelines=timelines(rows),
-        details=(
-            *((judged,) if (judged := accuracy_table(rows)) else ()),
-            *(cell_table(caption, some, figures) for caption, some, figures in details if some),
-        ),
+        details=tuple(cell_table(caption, some, figures) for caption, some, figures in details if some),
     )
+
+
+def _accuracy(rows: Sequence[CellSummary], finished: Sequence[CellSummary]) -> tuple[Table, ...]:
+    """Of a task: what answers are worth, and how fast they came, with and without padding."""
+    judged = accuracy_table(rows)
+    return () if judged is None else (judged, cell_table("How fast the answers came", finished, tables.PADDING))
 
 
 def _remarks(rows: Sequence[CellSummary]) -> list[str]:

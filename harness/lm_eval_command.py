@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str], data: Path | None, cache: Path) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         words = list(arguments)
         if words and data is not None:
+            if any(word.startswith("--include_path") for word in words):
+                raise HarnessError("--include_path and --data-dir are both folders of tasks: give one of them")
             command.write_local(data, Path(folder))
             words += ["--include_path", folder]
 
@@ -59,7 +62,8 @@ class _Ready:
             identity = registry.identity(engine, self._model, cache, show("reading the model"))
         self.tokens = registry.text(engine, self._model)
         self.context = self._model.shape.max_context
-        known = [engine, identity, to_json(self._cell.policy), to_json(self._cell.options)]
+        versions = {name: metadata.version(name) for name in ("torch", "transformers", "offload-harness")}
+        known = [engine, identity, to_json(self._cell.policy), to_json(self._cell.options), versions]
         self.fingerprint = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
         self._cache = cache
         self._engine: Engine | None = None

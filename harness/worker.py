@@ -251,8 +251,8 @@ class _Run:
         generated = metrics(traces, capabilities.phased) if traces else {}
         padding = own.metrics.get("scored_padding_tokens", 0.0)
         self._out["metrics"] = (
-            generated
-            | (scored_metrics(*self._scored, padding) if self._scored else {})
+            (scored_metrics(*self._scored, padding) if self._scored else {})
+            | generated
             | {
                 **own.metrics,
                 "launch_s": started - self._launched,

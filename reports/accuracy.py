@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from harness.api import Accuracy, RunRecord
-from reports.paired import LEVEL, Paired, paired
+from reports.paired import FEWEST, LEVEL, Paired, paired
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
@@ -76,26 +76,34 @@ def _against(name: str, found: Accuracy, exact: Accuracy | None) -> list[Cell]:
     if exact is found or not ours or len(ours) != len(theirs):
         why = "these are what others are compared with" if exact is found else "no exact answers to the same examples"
         return [*[Cell(MISSING, why=why)] * 4, Cell("")]
-    largest = Cell(f"{max(abs(a - b) for a, b in zip(ours, theirs, strict=True)):.2g}")
-    compared = paired(theirs, ours, found.weights.get(name, ()))
+    weights = found.weights.get(name, ())
+    apart = [abs(a - b) * w for a, b, w in zip(ours, theirs, weights or [1.0] * len(ours), strict=True)]
+    largest = Cell(f"{max(apart):.2g}")
+    compared = paired(theirs, ours, weights)
+    if len(ours) < FEWEST:
+        few = [Cell(MISSING, why="too few examples")] * 2
+        return [*few, largest, few[0], Cell(f"fewer than {FEWEST} examples: too few to judge")]
     p = Cell(MISSING, why="a test for answers that are right or wrong") if compared.p is None else _p(compared.p)
     if name.endswith(_PERPLEXITY):  # outcomes are log-likelihoods: the more, the less perplexity
         times = [math.exp(-d) for d in (compared.difference, compared.high, compared.low)]
         seen = f"{math.expm1(compared.seen):+.2%} of perplexity"
         return [Cell(f"{times[0] - 1:+.2%}"), Cell(f"{times[1] - 1:+.2%} to {times[2] - 1:+.2%}"), largest, p,
-                _verdict(compared, seen)]  # fmt: skip
+                _verdict(compared, seen, "a loss", "a gain")]  # fmt: skip
     interval = f"{compared.low:+.3g} to {compared.high:+.3g}"
-    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), largest, p, _verdict(compared, number(compared.seen))]
+    return [Cell(f"{compared.difference:+.3g}"), Cell(interval), largest, p,
+            _verdict(compared, number(compared.seen), "lower", "higher")]  # fmt: skip
 
 
 def _p(p: float) -> Cell:
     return Cell("< 0.001" if p < 0.001 else f"{p:.2g}")
 
 
-def _verdict(compared: Paired, seen: str) -> Cell:
-    """In words; that there is no loss only with what would have been seen."""
+def _verdict(compared: Paired, seen: str, less: str, more: str) -> Cell:
+    """In words; that there is no difference only with what would have been seen."""
+    if compared.low == compared.high == 0 and not compared.seen:
+        return Cell("the same answers")
     if not compared.significant:
         return Cell(f"no significant difference; {seen} would have been seen (80 % power)")
     if compared.difference < 0:
-        return Cell(f"a loss, significant at {LEVEL:.0%}", tone="bad")
-    return Cell(f"a gain, significant at {LEVEL:.0%}", tone="good")
+        return Cell(f"{less}, significant at {LEVEL:.0%}", tone="bad")
+    return Cell(f"{more}, significant at {LEVEL:.0%}", tone="good")

@@ -12,6 +12,11 @@ from statistics import NormalDist, fmean
 _RESAMPLES, _SEED = 2000, 0
 #: Of tests, how sure; and with which power a loss would be seen.
 LEVEL, POWER = 0.05, 0.8
+#: Fewer examples than this say nothing: an interval by resampling them would be far too small.
+FEWEST = 10
+#: So many answers must be expected to turn wrong for six to do so with that power, which is where McNemar's exact test
+#: begins to see a loss.
+_FLIPS = 7.9
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] 
     binary = all(value in (0.0, 1.0) for value in (*old, *new))
     low, high = _interval(differences)
     p = mcnemar(sum(d > 0 for d in differences), sum(d < 0 for d in differences)) if binary else None
-    return Paired(fmean(differences), low, high, p, detectable(differences))
+    seen = detectable(differences)
+    return Paired(fmean(differences), low, high, p, max(seen, min(1.0, _FLIPS / len(differences))) if binary else seen)
 
 
 def mcnemar(better: int, worse: int) -> float:

@@ -12,7 +12,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,11 @@ class HelmRun:
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
         """HELM's own metrics of the answers, over the instances that it reports on."""
         with tempfile.TemporaryDirectory() as folder:
-            run = _run(self.entry, given, Path(folder), answers.texts)[1]
-            return judged(_worth(json.loads((run / "per_instance_stats.json").read_text(encoding="utf-8"))))
+            asked, run = _run(self.entry, given, Path(folder), answers.texts)
+            if sum(int(one["num_completions"]) for one in asked) != len(answers.texts):
+                raise HarnessError(f"HELM asked other questions for {self.entry!r} when it was run again")
+            values = _worth(json.loads((run / "per_instance_stats.json").read_text(encoding="utf-8")))
+            return replace(judged(values), examples=max(map(len, values.values())))
 
 
 def _request(asked: Mapping[str, Any], seed: int, i: int, k: int, ids: tuple[int, ...]) -> GenerationRequest:
@@ -141,6 +144,7 @@ def _python(words: Sequence[str], folder: Path | None) -> str:
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     if folder is not None:
         own |= {"HARNESS_HELM_JOB": str(folder / "job.json"), "PYTHONPATH": str(folder)}
+        own |= {"PYTHONHASHSEED": "0"}  # some scenarios go through sets: both runs must ask the same
     try:
         done = subprocess.run([python, *words], cwd=folder, env=own, capture_output=True, text=True, check=False)
     except OSError as exc:

@@ -30,8 +30,8 @@ from suites import lm_eval_local
 _MAX_TOKENS = 256
 #: Resamples for standard errors that have no formula; lm-eval's default takes minutes.
 _BOOTSTRAP = 1000
-#: Figures of the same sums as another, in other units.
-_SAME = ("bits_per_byte",)
+#: After a figure's name, its standard error's.
+_ERROR = "_stderr"
 
 
 class LmEvalTask:
@@ -55,14 +55,14 @@ class LmEvalTask:
         """What lm-eval asks for the task. Raises HarnessError for a task it does not have, and for broken data."""
         model = _Noting(given.tokens, given.context, given.seed)
         report(0, 1)
-        found = self._evaluated(model, given)
+        found = self._evaluated(model, given, 0)
         report(1, 1)
         examples = sum(int(counts["effective"]) for counts in found["n-samples"].values())
         return Questions(tuple(model.prompts), tuple(model.pairs), examples, 0, model.truncated, self._files)
 
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
         """lm-eval's own figures of the answers."""
-        found = self._evaluated(_Told(given.tokens, given.context, given.seed, answers), given)
+        found = self._evaluated(_Told(given.tokens, given.context, given.seed, answers), given, _BOOTSTRAP)
         figures: dict[str, float] = {}
         for task, own in found["results"].items():
             prefix = "" if len(found["results"]) == 1 else f"{task}/"
@@ -70,11 +70,11 @@ class LmEvalTask:
         samples = [sample for name in found["samples"] for sample in found["samples"][name]]
         return Judged(figures, *(_outcomes(samples) if len(found["samples"]) == 1 else ({}, {})))
 
-    def _evaluated(self, model: TokenModel, given: Circumstances) -> Mapping[str, Any]:
+    def _evaluated(self, model: TokenModel, given: Circumstances, resamples: int) -> Mapping[str, Any]:
         try:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
                 found = evaluator.simple_evaluate(
-                    model, tasks=[self._task], limit=given.count, bootstrap_iters=_BOOTSTRAP, random_seed=given.seed,
+                    model, tasks=[self._task], limit=given.count, bootstrap_iters=resamples, random_seed=given.seed,
                     log_samples=True, task_manager=self._manager(given.folder, Path(folder)),
                 )  # fmt: skip
         except HarnessError:
@@ -132,7 +132,10 @@ class TokenModel(TemplateLM):
         return "harness"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return list(self._tokens.encode(string) if add_special_tokens else self._tokens.encode_plain(string))
+        """As lm-eval's own model: with what the tokenizer adds by itself, unless the text begins with it already."""
+        plain = self._tokens.encode_plain(string)
+        added = plain[:1] != (self._tokens.begin,) if add_special_tokens is None else add_special_tokens
+        return list(self._tokens.encode(string) if added else plain)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -176,7 +179,8 @@ class TokenModel(TemplateLM):
         options = dict(how)
         until = options.pop("until", [])
         stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
-        most = int(options.pop("max_gen_toks", _MAX_TOKENS))
+        most = int(options.pop("max_new_tokens", _MAX_TOKENS))
+        most = int(options.pop("max_gen_toks", most))
         temperature = float(options.pop("temperature", 0.0))
         temperature = temperature if options.pop("do_sample", temperature > 0) else 0.0
         top_p, top_k = float(options.pop("top_p", 1.0)), int(options.pop("top_k", 0))
@@ -184,7 +188,7 @@ class TokenModel(TemplateLM):
             raise HarnessError(f"the task asks for generation by {', '.join(options)}, which engines do not know")
         if (room := self._context - most) < 1:
             raise HarnessError(f"the task asks for {most} new tokens, more than the model's context has room for")
-        ids = self._tokens.encode(context)
+        ids = tuple(self.tok_encode(context))
         self.truncated += len(ids) > room
         own = hashlib.sha256(f"{self._seed}/{self._asked}".encode()).digest()
         sampling = SamplingParams(max_tokens=most, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
@@ -229,22 +233,29 @@ def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in results.items():
         name, _, how = key.partition(",")
         if name not in ("alias", "sample_len") and isinstance(value, (int, float)) and math.isfinite(value):
-            yield (name if how in ("", "none") else f"{name},{how}"), float(value)
+            yield _named(name, how), float(value)
+
+
+def _named(metric: str, how: str) -> str:
+    """A figure by its metric and the filter that answers went through; its standard error has an ending more."""
+    bare = metric.removesuffix(_ERROR)
+    return (bare if how in ("", "none") else f"{bare},{how}") + (_ERROR if metric != bare else "")
 
 
 def _outcomes(
     samples: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
-    """Of each example what its figures are means of, and their weights where lm-eval gives a sum and a weight."""
-    ordered = sorted(samples, key=lambda sample: int(sample["doc_id"]))
+    """Of each example what its figures are means of, and their weights: of a perplexity lm-eval gives a sum and its
+    weight. Answers that went through several filters are as many samples."""
     outcomes, weights = {}, {}
-    for name in ordered[0].get("metrics") or ():
-        values: list[Any] = [sample.get(name) for sample in ordered]
-        if name in _SAME:
-            continue
-        if all(isinstance(v, (tuple, list)) and len(v) == 2 and v[1] for v in values):
-            outcomes[name] = tuple(float(v[0] / v[1]) for v in values)
-            weights[name] = tuple(float(v[1]) for v in values)
-        elif all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
-            outcomes[name] = tuple(float(v) for v in values)
+    for how in dict.fromkeys(str(sample.get("filter", "")) for sample in samples):
+        own = sorted((s for s in samples if str(s.get("filter", "")) == how), key=lambda s: int(s["doc_id"]))
+        for metric in own[0].get("metrics") or ():
+            values: list[Any] = [sample.get(metric) for sample in own]
+            name = _named(metric, how)
+            if all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+                outcomes[name] = tuple(float(v) for v in values)
+            elif metric.endswith("perplexity"):
+                outcomes[name] = tuple(float(total / weight) for total, weight in values)
+                weights[name] = tuple(float(weight) for _, weight in values)
     return outcomes, weights

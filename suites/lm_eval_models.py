@@ -53,7 +53,9 @@ def run(words: Sequence[str]) -> int:
         cli_evaluate()
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
-    except ValueError as exc:  # how it says so of models and tasks
+    except HarnessError:
+        raise
+    except Exception as exc:  # lm-eval, its tasks' code and the hub raise whatever they like
         raise HarnessError(f"lm-eval: {first_line(exc)}") from exc
     finally:
         sys.argv = before
@@ -90,18 +92,28 @@ def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
         def create_from_arg_obj(
             cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
         ) -> Any:
+            given = {key: value for key, value in (additional_config or {}).items() if value not in (None, 1)}
+            if given:
+                names = ", ".join(f"--{key}" for key in given)
+                raise HarnessError(f"{names}: say it by --model_args, such as gpu_batch_size=32 or limits.threads=2")
             return cls(opening(arg_dict))
 
         def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
             def scored(piece: Sequence[Pair]) -> list[tuple[float, bool]]:
                 return [(score.logprob, score.is_greedy) for score in self._ready.score(piece)]
 
-            found = self._kept.answers([_key(pair) for pair in pairs], pairs, scored, "scored")
+            found = self._kept.answers(
+                [_key(pair) for pair in pairs], pairs, lambda pair: sum(map(len, pair)), scored, "scored"
+            )
             return [Score(float(logprob), bool(greedy)) for logprob, greedy in found]
 
         def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
             keys = [_key((prompt.prompt, asdict(prompt.sampling))) for prompt in prompts]
-            return self._kept.answers(keys, prompts, self._ready.write, "written")
+
+            def size(prompt: GenerationRequest) -> int:
+                return len(prompt.prompt) + prompt.sampling.max_tokens
+
+            return self._kept.answers(keys, prompts, size, self._ready.write, "written")
 
     return EngineModel
 
@@ -124,14 +136,19 @@ class Kept:
                 continue  # the last line of a run that was killed
 
     def answers(
-        self, keys: Sequence[str], questions: Sequence[Q], ask: Callable[[Sequence[Q]], Sequence[Any]], done: str
+        self,
+        keys: Sequence[str],
+        questions: Sequence[Q],
+        size: Callable[[Q], int],
+        ask: Callable[[Sequence[Q]], Sequence[Any]],
+        done: str,
     ) -> list[Any]:
         """To each question what is known under its key, or else what `ask` says, kept as soon as it is there.
 
         Raises HarnessError where that cannot be written.
         """
         todo = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._known}
-        left = list(todo)
+        left = sorted(todo, key=lambda key: -size(todo[key]))  # the longest first: what is ready for it is for the rest
         for start in range(0, len(left), _PIECE):
             _show(done, start, len(left))
             piece = left[start : start + _PIECE]

@@ -86,12 +86,14 @@ class Judged:
     """Figures over answers: means, each with its `_stderr`, and what else there is; `outcomes`: of each example, in
     order, what the means are of, and `weights`: what each counts for, where not all count alike.
 
-    Figures named `*perplexity` have mean log-likelihoods, in nats, for outcomes.
+    Figures named `*perplexity` have mean log-likelihoods, in nats, for outcomes. `examples`: of how many, where that is
+    not how many were asked.
     """
 
     figures: Mapping[str, float]
     outcomes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    examples: int | None = None
 
 
 @dataclass(frozen=True)

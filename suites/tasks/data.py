@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ class Data:
         path = self._folder / name
         try:
             content = path.read_bytes()
-            found = content.decode("utf-8")
+            found = content.decode("utf-8-sig")
         except FileNotFoundError:
             raise HarnessError(f"{path} is not there: name the folder of the data by --data-dir") from None
         except UnicodeDecodeError as exc:
@@ -41,7 +42,7 @@ class Data:
     def rows(self, name: str, columns: Sequence[str]) -> list[dict[str, str]]:
         """The rows of a CSV file with a header; empty fields are empty texts. Raises HarnessError for what is amiss."""
         path = self._folder / name
-        reader = csv.DictReader(self.text(name).splitlines(keepends=True), strict=True)
+        reader = csv.DictReader(io.StringIO(self.text(name), newline=""), strict=True)
         found = []
         try:
             known = reader.fieldnames or ()
@@ -60,7 +61,7 @@ class Data:
     def bare_rows(self, name: str, fields: int) -> list[list[str]]:
         """The rows of a CSV file without a header, of so many fields each. Raises HarnessError."""
         path = self._folder / name
-        reader = csv.reader(self.text(name).splitlines(keepends=True), strict=True)
+        reader = csv.reader(io.StringIO(self.text(name), newline=""), strict=True)
         found = []
         try:
             for row in reader:
@@ -93,14 +94,14 @@ class Data:
         return value
 
 
-def from_hub(path: str, name: str | None, split: str, revision: str | None = None) -> Iterable[Mapping[str, Any]]:
+def from_hub(path: str, name: str | None, split: str) -> Iterable[Mapping[str, Any]]:
     """The rows of a data set on the Hugging Face hub. Raises HarnessError where it cannot be had."""
     try:
         import datasets
     except ImportError:
         raise HarnessError("data from the hub need datasets: pip install 'offload-harness[eval]'") from None
     try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(path, name, split=split, revision=revision)
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(path, name, split=split)
     except Exception as exc:  # whatever the hub, its client or a reader raise
         hint = "reach the hub, or name a folder that has them by --data-dir"
         raise HarnessError(f"data set {path} cannot be had: {first_line(exc)}; {hint}") from exc

@@ -65,8 +65,8 @@ class Helm(PromptTask):
 
     @property
     def protocol(self) -> str:
-        """Shots, trials and where the instances come from."""
-        return f"crfm-helm 0.2.1: {self.shots} shots, {self.trials} trials{self.note}"
+        """Shots, trials and which instances."""
+        return f"crfm-helm 0.2.1: {self.shots} shots, {self.trials} trials, validation and test together{self.note}"
 
     def material(self, folder: Path | None) -> Material:
         """The same questions in each trial, after other worked examples."""
@@ -81,8 +81,9 @@ class Helm(PromptTask):
         return Material(examples, data.digests)
 
     def worth(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
-        """Means of HELM's metrics over all trials."""
-        return by_name(self.metrics, [example.answers for example in examples], answers)
+        """Means of HELM's metrics over questions, of each over its trials: asked again it is no other question."""
+        keys = [example.key for example in examples]
+        return by_name(self.metrics, [example.answers for example in examples], answers, keys)
 
     def _examples(self, splits: Splits) -> list[Example]:
         train, pool = splits
@@ -92,9 +93,9 @@ class Helm(PromptTask):
             worked = [f"{w.question}{self.before_answer}{w.answer}\n\n" for w in sampled(train, self.shots, trial)]
             # with the last of the worked examples left out first
             fewer = ["".join(worked[:count]) for count in range(len(worked), -1, -1)]
-            for one in chosen:
+            for key, one in enumerate(chosen):
                 prompt, *shorter = (self.instructions + shown + one.question for shown in fewer)
-                found.append(Example(prompt, one.right, tuple(shorter)))
+                found.append(Example(prompt, one.right, tuple(shorter), key))
         return found
 
 
@@ -150,7 +151,7 @@ def _mmlu(subject: str) -> Helm:
             file = f"mmlu/{subject}_{name}.csv"
             found = []
             for question, *choices, letter in data.bare_rows(file, 6):
-                if letter not in _LETTERS or not letter:
+                if letter not in tuple(_LETTERS):
                     raise HarnessError(f"{file}: the answer {letter!r} is no letter of A to D")
                 found.append(_choice(question, choices, letter))
             return found
@@ -166,7 +167,7 @@ def _mmlu(subject: str) -> Helm:
 
     words = subject.replace("_", " ")
     return Helm(
-        f"helm_mmlu_{subject}", read, fetch, 5, 1, ("exact_match", "quasi_exact_match"), asked=100, stop=(),
+        f"helm_mmlu_{subject}", read, fetch, 5, 1, ("exact_match",), asked=100, stop=(),
         instructions=f"The following are multiple choice questions (with answers) about {words}.\n\n",
         note="; 100 questions, without augmentation",
     )  # fmt: skip

@@ -5,12 +5,15 @@ Source: crfm-helm 0.2.1, benchmark/metrics/basic_metrics.py.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
 
+from harness.api import HarnessError
 from harness.api.task import Judged
 from suites.tasks.measures import judged
 
@@ -19,13 +22,24 @@ _NOTHING = "Nothing."
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-def by_name(names: Sequence[str], right: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> Judged:
-    """Means of metrics of answers against the right texts, with standard errors.
+def by_name(
+    names: Sequence[str], right: Sequence[Sequence[str]], given: Sequence[Sequence[str]], keys: Sequence[int]
+) -> Judged:
+    """Means of metrics of answers against the right texts, with standard errors over questions by their `keys`.
 
     A metric `name@k` is the best of k answers to a question, a plain one the first answer's.
     """
     pairs = [(golds, [text.strip() for text in texts]) for golds, texts in zip(right, given, strict=True)]
-    return judged({name: [_best(name, *pair) for pair in pairs] for name in names})
+    found = judged({name: _by_key(keys, [_best(name, *pair) for pair in pairs]) for name in names})
+    return replace(found, examples=len(set(keys)))
+
+
+def _by_key(keys: Sequence[int], values: Sequence[float]) -> list[float]:
+    """The mean of each key's values."""
+    found: dict[int, list[float]] = {}
+    for key, value in zip(keys, values, strict=True):
+        found.setdefault(key, []).append(value)
+    return [fmean(some) for some in found.values()]
 
 
 def _best(name: str, golds: Sequence[str], answers: Sequence[str]) -> float:
@@ -78,10 +92,17 @@ def f1_set_match(gold: str, answer: str) -> float:
 
 
 def rouge_2(gold: str, answer: str) -> float:
-    """F1 of pairs of neighbouring words."""
-    pairs = [Counter(itertools.pairwise(words)) for words in (_words(gold), _words(answer))]
-    both, said = sum((pairs[0] & pairs[1]).values()), sum(pairs[0].values()) + sum(pairs[1].values())
-    return 2 * both / said if said else 0.0
+    """F1 of pairs of neighbouring words, of their stems. Raises HarnessError where rouge-score is not installed."""
+    return float(_rouge().score(gold, answer)["rouge2"].fmeasure)
+
+
+@functools.cache
+def _rouge() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError:
+        raise HarnessError("ROUGE needs rouge-score: pip install 'offload-harness[eval]' -c constraints.txt") from None
+    return RougeScorer(["rouge2"], use_stemmer=True)
 
 
 METRICS: Mapping[str, Metric] = {
@@ -105,7 +126,3 @@ def _set(text: str) -> set[str]:
 def _f1(wanted: set[str], given: set[str]) -> float:
     said = len(wanted) + len(given)
     return 2 * len(wanted & given) / said if said else 0.0
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())

@@ -21,8 +21,10 @@ def mean(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: middle, f"{name}_stderr": math.sqrt(spread / len(values))}
 
 
-def f1(wanted: Sequence[bool], given: Sequence[bool]) -> float:
-    """Of yes: twice what both say, over what each says; 0 where nobody says it rightly."""
-    both = sum(a and b for a, b in zip(wanted, given, strict=True))
-    said = sum(wanted) + sum(given)
-    return 2 * both / said if said else 0.0
+def f1(wanted: Sequence[bool], right: Sequence[bool]) -> float:
+    """Of yes, from where it is `wanted` and which answers are right: any wrong answer to a no counts as a yes.
+
+    Source: Narayan et al. 2022, whose own code divides by at least 1 and so gives less where F1 is low.
+    """
+    true = sum(a and b for a, b in zip(wanted, right, strict=True))
+    return 2 * true / (2 * true + len(right) - sum(right)) if true else 0.0

@@ -15,11 +15,12 @@ from harness.api.task import Answers, Circumstances, Judged, Questions, Report, 
 @dataclass(frozen=True)
 class Example:
     """One prompt and its right answers, any of which counts. `shorter`: with fewer and fewer worked examples, for where
-    it is too long."""
+    it is too long; `key`: which question it asks, where several ask the same one."""
 
     prompt: str
     answers: tuple[str, ...]
     shorter: tuple[str, ...] = ()
+    key: int = -1
 
 
 @dataclass(frozen=True)

@@ -57,5 +57,5 @@ def _text(folder: Path | None) -> tuple[str, Mapping[str, str]]:
         rows = from_hub("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
         return "\n\n".join(str(row["text"]) for row in rows), {}
     data = Data(folder)
-    lines = data.text(FILE).split("\n")
-    return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines[:-1]), data.digests
+    lines = data.text(FILE).removesuffix("\n").split("\n")
+    return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines), data.digests

@@ -59,14 +59,15 @@ class Wrangling(PromptTask):
         values = {"accuracy": [float(one) for one in right]}
         if not {*wanted} <= {YES.lower(), NO.lower()}:
             return judged(values)
-        yes = [[one.startswith(YES.lower()) for one in some] for some in (wanted, given)]
-        return judged(values, f1=f1(*yes))
+        return judged(values, f1=f1([one == YES.lower() for one in wanted], right))
 
     def _prefix(self, data: Data) -> Callable[[Row], str]:
         """The worked examples before a row's question: the same for all, or by the row's column."""
         if data.has(f"{PREFIXES}/{self.name}.txt"):
             same = data.text(f"{PREFIXES}/{self.name}.txt")
             return lambda row: same
+        if not data.has(f"{PREFIXES}/{self.name}.json"):
+            data.text(f"{PREFIXES}/{self.name}.txt")  # which says that it is not there
         by_column = data.json_object(f"{PREFIXES}/{self.name}.json")
 
         def prefix(row: Row) -> str:
@@ -88,7 +89,7 @@ def _pair(what: str, names: Mapping[str, str], ending: str) -> Callable[[Row], s
 
 def _matching(name: str, what: str, names: Mapping[str, str], ending: str) -> Wrangling:
     columns = (*(column + side for side in ("_A", "_B") for column in names), "label")
-    return Wrangling(name, 3, columns, _pair(what, names, ending), lambda row: YES if row["label"] == "1" else NO)
+    return Wrangling(name, 3, columns, _pair(what, names, ending), lambda row: _yes(row, "label"))
 
 
 def _imputing(name: str, most: int, names: Sequence[str], wanted: str, ending: str) -> Wrangling:
@@ -96,6 +97,14 @@ def _imputing(name: str, most: int, names: Sequence[str], wanted: str, ending: s
     return Wrangling(
         name, most, (*names, wanted), lambda row: f"{_fields(row, shown)}. {ending}", lambda row: row[wanted]
     )
+
+
+def _yes(row: Row, column: str) -> str:
+    """A column of 0 and 1. Raises HarnessError for what is neither."""
+    found = {"1": YES, "0": NO}.get(row[column].strip())
+    if found is None:
+        raise HarnessError(f"column {column}: {row[column]!r} is neither 0 nor 1 (in {'; '.join(row.values())[:80]!r})")
+    return found
 
 
 def _spelling(row: Row) -> str:
@@ -113,5 +122,5 @@ TASKS = (
     _imputing("di_buy", 10, ("name", "description"), "manufacturer", "Who is the manufacturer?"),
     _imputing("di_restaurant", 5, ("name", "addr", "phone", "type"), "city", "What is the city?"),
     Wrangling("ed_hospital", 3, ("col_name", "value", "is_clean"), _spelling,
-              lambda row: NO if row["is_clean"] == "1" else YES, "test_sample200.csv", judged_by_start=True),
+              lambda row: NO if _yes(row, "is_clean") == YES else YES, "test_sample200.csv", judged_by_start=True),
 )  # fmt: skip

@@ -24,12 +24,13 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_opt_is_as_good_as_it_was_published(cli, model):
-    if not isinstance(huggingface_hub.try_to_load_from_cache(model, "config.json"), str):
+    weights = huggingface_hub.try_to_load_from_cache(model, "pytorch_model.bin")
+    if not isinstance(weights, str):
         pytest.skip(f"the weights of {model} are not in the hub's cache on this machine")
     with_kernels(cli.folder / "cache")
     suite = cli.suite(
         "  - {name: a, engine: offload, policy: {schedule: sweep, gpu_batch_size: 32, compute_dtype: float32}}",
-        model=f"{{id: {model}}}",
+        model=f"{{id: {Path(weights).parent}, weights: pickle}}",
         workload="[{kind: task, task: 'lm_eval:lambada_openai'}, {kind: task, task: wikitext2_tokens}]",
         timeout="12h",
     )

@@ -62,14 +62,14 @@ def test_answers_are_compared_in_pairs_with_the_exact_ones() -> None:
     assert found["exact", "acc"][4:] == [MISSING] * 4 + [""]
     *known, interval, largest, p, verdict = found["four", "acc"]
     assert known == ["0.450", "0.100", "100", "2", "-0.15"]
-    assert (largest, p, verdict[:6]) == ("1", "< 0.001", "a loss")
+    assert (largest, p, verdict[:6]) == ("1", "< 0.001", "lower,")
     low, high = map(float, interval.split(" to "))
     assert -0.23 < low < -0.15 < high < -0.07
 
 
 def test_perplexities_are_compared_as_ratios() -> None:
-    exact = record("exact", 16, [1.0, 0.0], [-3.0, -5.0])
-    found = lines(exact, record("four", 4, [1.0, 0.0], [-3.1, -5.1]))
+    exact = record("exact", 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
+    found = lines(exact, record("four", 4, [1.0, 0.0] * 6, [-3.1, -5.1] * 6))
     *_, against, interval, largest, p, verdict = found["four", "word_perplexity"]
     assert against == f"+{100 * math.expm1(0.1):.2f}%"
     assert interval == f"{against} to {against}"
@@ -96,3 +96,14 @@ def test_a_file_that_was_quantized_is_told_of() -> None:
     (remark,) = accuracy_remarks(rows)
     assert "(Q4_1)" in remark
     assert "indication" in remark
+
+
+def test_few_examples_are_not_judged() -> None:
+    exact, few = record("exact", 16, [1.0] * 9, [-3.0] * 9), record("four", 4, [0.0] * 9, [-9.0] * 9)
+    assert lines(exact, few)["four", "acc"][-1] == "fewer than 10 examples: too few to judge"
+
+
+def test_the_same_answers_are_told_as_such() -> None:
+    exact, few = record("exact", 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6), record("8", 8, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
+    assert lines(exact, few)["8", "word_perplexity"][-1] == "the same answers"
+    assert "0.658 would have been seen" in lines(exact, few)["8", "acc"][-1]

@@ -19,7 +19,8 @@ if "metadata" in sys.argv[2]:
     print("0.5.16"); sys.exit()
 words = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 assert words["--run-entries"] == "mmlu:subject=anatomy,model=harness/model", words
-assert not any(key.startswith("PYTHON") and key != "PYTHONPATH" for key in os.environ)
+assert [key for key in sorted(os.environ) if key.startswith("PYTHON")] == ["PYTHONHASHSEED", "PYTHONPATH"]
+assert os.environ["PYTHONHASHSEED"] == "0"
 if words["-m"] == "13":
     sys.exit("Traceback\\nConnectionError: no route to the data")
 job = json.loads(pathlib.Path(os.environ["HARNESS_HELM_JOB"]).read_text())
@@ -73,8 +74,11 @@ def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> 
     assert (first.sampling.max_tokens, first.sampling.temperature, first.sampling.stop) == (4, 0.5, ("#",))
     assert first.sampling.seed != second.sampling.seed
     right = one.judge(given(helm), Answers(texts=["x", "y"]))
+    assert right.examples == 1
     assert right.figures == {"exact_match": 1.0, "exact_match_stderr": 0.0}
     assert one.judge(given(helm), Answers(texts=["x", "z"])).outcomes == {"exact_match": (0.0,)}
+    with pytest.raises(HarnessError, match="other questions"):
+        one.judge(given(helm), Answers(texts=["x"]))
     assert "0.5.16" in one.protocol
     assert (helm / "helm" / "scenarios").is_dir()
 

@@ -70,14 +70,17 @@ def test_right_answers_are_worth_all_and_wrong_ones_nothing(name: str) -> None:
         assert right.figures[first] == 1
     wrong = one.worth(examples, [("zzz",)] * len(examples))
     assert wrong.figures[first] == 0
-    assert len(right.outcomes[first]) == len(examples)
+    questions = {e.key for e in examples} - {-1}  # one that is asked in three trials is one question
+    assert len(right.outcomes[first]) == (right.examples if questions else len(examples))
+    assert right.examples == (len(questions) or None)
 
 
 def test_figures_by_hand() -> None:
     assert mean("a", [1.0, 0.0, 1.0, 1.0]) == {"a": 0.75, "a_stderr": pytest.approx((0.75 / 3 / 4) ** 0.5)}
     assert mean("a", [0.5]) == {"a": 0.5, "a_stderr": 0.0}
-    assert f1([True, True, False, False], [True, False, True, False]) == pytest.approx(0.5)
-    assert f1([False], [False]) == 0
+    # of two yes one was found; of three no one was not said: a wrong answer to it counts as a yes, whatever it was
+    assert f1([True, True, False, False, False], [True, False, True, True, False]) == pytest.approx(0.5)
+    assert f1([False], [True]) == f1([True], [False]) == 0
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,7 @@ def test_figures_by_hand() -> None:
         ("rouge_2", "the cat sat", "the cat sat", 1),
         ("rouge_2", "the cat sat down", "a cat sat up", 1 / 3),
         ("rouge_2", "cat", "cat", 0),
+        ("rouge_2", "dogs barked loudly", "dog barks loudly", 1),  # by their stems
     ],
 )
 def test_metrics_of_helm(metric: str, gold: str, answer: str, worth: float) -> None:
@@ -106,10 +110,36 @@ def test_metrics_of_helm(metric: str, gold: str, answer: str, worth: float) -> N
 
 def test_the_best_of_several_answers_and_of_several_right_ones() -> None:
     found = helm_metrics.by_name(
-        ("quasi_exact_match", "quasi_exact_match@2"), [("Rome", "Roma")], [("Paris", "roma", "rome")]
+        ("quasi_exact_match", "quasi_exact_match@2"), [("Rome", "Roma")], [("Paris", "roma", "rome")], [0]
     )
     assert found.figures["quasi_exact_match"] == 0
     assert found.figures["quasi_exact_match@2"] == 1
+
+
+def test_a_question_that_is_asked_again_is_no_other_question() -> None:
+    found = helm_metrics.by_name(("exact_match",), [("a",)] * 4, [("a",), ("b",), ("a",), ("a",)], [0, 1, 0, 1])
+    assert found.outcomes == {"exact_match": (1.0, 0.5)}
+    assert found.examples == 2
+    assert found.figures["exact_match_stderr"] == pytest.approx(0.25)
+
+
+@needs_data
+def test_what_is_neither_right_nor_a_choice_is_wrong() -> None:
+    one = task("helm_mmlu_abstract_algebra")
+    examples = one.material(DATA).examples[:20]
+    assert one.worth(examples, [("the",)] * 20).figures["exact_match"] == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [("Answer,BC", "'BC' is no letter"), ("Answer,", "'' is no letter")],
+)
+def test_answers_of_multiple_choice_are_one_letter(tmp_path: Path, table: str, what: str) -> None:
+    (tmp_path / "mmlu").mkdir()
+    for name in ("dev", "val", "test"):
+        (tmp_path / "mmlu" / f"abstract_algebra_{name}.csv").write_text(f"q,a,b,c,{table}\n")
+    with pytest.raises(HarnessError, match=what):
+        task("helm_mmlu_abstract_algebra").material(tmp_path)
 
 
 def test_worked_examples_are_of_every_class_and_differ_by_trial() -> None:
@@ -181,7 +211,7 @@ def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPat
     asked = []
     rows = [{"question": f"q{i} is by", "references": [f"p{i}", "x"]} for i in range(6)]
 
-    def load_dataset(path: str, name: str, split: str, revision: None) -> list[dict[str, object]]:
+    def load_dataset(path: str, name: str, split: str) -> list[dict[str, object]]:
         asked.append((path, name, split))
         return rows
 

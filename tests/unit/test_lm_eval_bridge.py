@@ -1,0 +1,83 @@
+"""What lm-eval asks as tokens, and what it says as figures: as its own models take and give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs lm-eval")
+
+from suites.lm_eval_bridge import _figures, _Noting, _outcomes
+
+
+class Words:
+    """A token a word; a beginning, 1, is added before texts by `encode`, and is known as `<s>` in them."""
+
+    begin, end = 1, 2
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return (1, *self.encode_plain(prompt))
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(1 if word == "<s>" else 10 + len(word) for word in text.split())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        raise NotImplementedError
+
+
+class Plain(Words):
+    """Adds nothing."""
+
+    encode = Words.encode_plain
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "added", "expected"),
+    [
+        (Words(), "a bb", None, [1, 11, 12]),
+        (Words(), "<s> a", None, [1, 11]),
+        (Words(), "a", True, [1, 11]),
+        (Words(), "a", False, [11]),
+        (Plain(), "a", None, [11]),
+    ],
+)
+def test_a_beginning_is_added_where_the_tokenizer_does_so_and_never_twice(
+    tokens: Words, text: str, added: bool | None, expected: list[int]
+) -> None:
+    assert _Noting(tokens, 64, 0).tok_encode(text, added) == expected
+
+
+def test_pairs_begin_as_the_tokenizer_begins_a_text() -> None:
+    model = _Noting(Words(), 64, 0)
+    context, continuation = model._encode_pair("a bb", " ccc")
+    assert (context, continuation) == ([1, 11, 12], [13])
+    assert model._windows("a bb") == [((1,), (1, 11, 12))]  # as lm-eval's own model: once as prefix, once as added
+
+
+def test_prompts_are_asked_as_they_are_scored() -> None:
+    model = _Noting(Words(), 64, 0)
+    assert model._prompt("a", {"until": ["."], "max_gen_toks": 4}).prompt == (1, 11)
+    assert model._prompt("<s> a", {"max_new_tokens": 3}).prompt == (1, 11)
+    assert model._prompt("a", {"max_new_tokens": 3}).sampling.max_tokens == 3
+
+
+def sample(i: int, how: str, **metrics: Any) -> dict[str, Any]:
+    return {"doc_id": i, "filter": how, "metrics": list(metrics), **metrics}
+
+
+def test_answers_through_two_filters_are_two_figures() -> None:
+    given = {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1, "exact_match,none": 1, "alias": "x"}
+    assert dict(_figures(given)) == {"exact_match,strict": 0.5, "exact_match,strict_stderr": 0.1, "exact_match": 1.0}
+    samples = [sample(1, "strict", exact_match=0), sample(0, "strict", exact_match=1), sample(0, "none", exact_match=1),
+               sample(1, "none", exact_match=1)]  # fmt: skip
+    assert _outcomes(samples)[0] == {"exact_match,strict": (1.0, 0.0), "exact_match": (1.0, 1.0)}
+
+
+def test_only_perplexities_have_sums_and_weights() -> None:
+    samples = [
+        sample(0, "none", word_perplexity=(-6.0, 3), f1=(1, 1)),
+        sample(1, "none", word_perplexity=(-2.0, 4), f1=(0, 1)),
+    ]
+    assert _outcomes(samples) == ({"word_perplexity": (-2.0, -0.5)}, {"word_perplexity": (3.0, 4.0)})

@@ -1,7 +1,8 @@
-"""Writes files whole or not at all."""
+"""Files that are written whole or not at all, and told by what they hold."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -16,3 +17,12 @@ def replace_with(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def file_digest(path: Path) -> str | None:
+    """The SHA-256 of a file, or None where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None

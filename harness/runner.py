@@ -29,6 +29,7 @@ from harness.api import (
     bound_of,
 )
 from harness.cell_names import find_twins
+from harness.files import file_digest
 from harness.launchers.memory import cap_method
 from harness.launchers.process import ProcessLauncher
 from harness.local_profile import LocalProfile
@@ -147,7 +148,7 @@ class Runner:
         done = {}
         for key, record in self._store.latest().items():
             cell = current.get(record.fingerprint)
-            if cell is None or not is_done(record, cell):
+            if cell is None or not is_done(record, cell) or not self._of_these_data(record):
                 continue
             labels = {name: getattr(cell, name) for name in ("suite", "name", "expect", "reference")}
             labelled = replace(record.spec, **labels)
@@ -155,6 +156,12 @@ class Runner:
                 self._store.append(replace(record, spec=labelled, command=self._command_of(cell)))
             done[key] = record
         return done
+
+    def _of_these_data(self, record: RunRecord) -> bool:
+        """Whether the files that a task was made from are what the folder of data holds now."""
+        if self._data is None or record.accuracy is None:
+            return True
+        return all(file_digest(self._data / name) == digest for name, digest in record.accuracy.files.items())
 
     def _without_places(self, cell: RunSpec) -> RunSpec:
         """Without folders of this machine."""

@@ -93,7 +93,7 @@ class LmEvalTask:
         if self._task not in found:
             raise HarnessError(f"{data} has no data of lm-eval's {self._task} (of {', '.join(found)} it has): "
                                "leave out --data-dir to ask the hub")  # fmt: skip
-        self._files = {self._task: found[self._task]}
+        self._files = {lm_eval_local.FILES[self._task][1]: found[self._task]}
         return TaskManager(include_path=str(into))
 
 

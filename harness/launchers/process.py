@@ -142,8 +142,8 @@ class ProcessLauncher:
     ) -> tuple[Status, str, object]:
         """What a launch's answers are worth, as plain data, with the launch's status."""
         body = {"kind": "judge", "answers": answers, **self._task_body(request, Path(questions))}
-        outcome = run_task(Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S), on_event)
-        status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
+        outcome = run_task(Task(body, request.workdir, request.log, _PREPARE_TIMEOUT_S), on_event)
+        status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
         if status == "ok" and outcome.result:
             return "ok", "", outcome.result["found"]["accuracy"]
         return status, f"its answers were not judged: {reason}", None

@@ -79,7 +79,7 @@ def test_lambada_is_scored_as_by_lm_evals_own_model(records, truth, engine):
         assert ours == pytest.approx(sample["filtered_resps"][0][0], abs=1e-3)
     assert found["examples"] == record["metrics"]["scored_pairs"] == COUNT
     assert found["files"] == {
-        "lambada_openai": "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
+        "lambada_openai/lambada_test.jsonl": "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
     }  # fmt: skip
     padded = record["metrics"]["padded_throughput_tok_s"] / record["metrics"]["total_throughput_tok_s"]
     assert padded > 1.01 if engine == "lm_eval_hf" else padded == 1

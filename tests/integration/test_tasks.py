@@ -51,6 +51,18 @@ def test_the_first_examples_are_asked_where_a_number_is_given(cli, data):
     assert records(cli)[0]["accuracy"]["examples"] == 2
 
 
+def test_a_run_goes_on_with_what_is_done_of_the_same_data_alone(cli, data):
+    command = ("run", suite(cli), "--data-dir", str(data), "--out", "out")
+    assert cli(*command).returncode == 0
+    before = len(records(cli))
+    assert cli(*command).returncode == 0
+    assert len(records(cli)) == before
+    (data / "di_buy" / "test.csv").write_text("name,description,manufacturer\na,b,c\n")
+    assert cli(*command).returncode == 0
+    assert len(records(cli)) == 2 * before
+    assert records(cli)[-1]["accuracy"]["examples"] == 1
+
+
 def test_broken_data_are_the_cells_end_with_their_line(cli, data):
     (data / "di_buy" / "test.csv").write_text("name,description,manufacturer\na,b\n")
     done = cli("run", suite(cli), "--data-dir", str(data), "--out", "out")

@@ -92,10 +92,10 @@ def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
         def create_from_arg_obj(
             cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
         ) -> Any:
-            given = {key: value for key, value in (additional_config or {}).items() if value not in (None, 1)}
-            if given:
-                names = ", ".join(f"--{key}" for key in given)
-                raise HarnessError(f"{names}: say it by --model_args, such as gpu_batch_size=32 or limits.threads=2")
+            if str((additional_config or {}).get("batch_size") or 1) != "1":
+                raise HarnessError(
+                    "--batch_size is for lm-eval's own models: set policy.gpu_batch_size in --model_args"
+                )
             return cls(opening(arg_dict))
 
         def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:

@@ -81,6 +81,7 @@ def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference
     other = record("reference", 16, [1.0, 0.0], [-3.0, -5.0001], reference=True)
     found = lines(ours, other)
     assert found["ours", "word_perplexity"][6] in ("0.0001", "1e-04")
+    assert found["ours", "word_perplexity"][-1] == ""
 
 
 def test_what_was_read_is_told_by_its_hash() -> None:

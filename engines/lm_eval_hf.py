@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from engines import requests as checks
 from engines.accelerate import AccelerateEngine, working_bytes
 from engines.causal_lm import Placement
-from engines.transformers import TransformersEngine
+from engines.transformers import resident
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -39,6 +39,7 @@ class LmEvalHfEngine(AccelerateEngine):
     """
 
     name = "lm_eval_hf"
+    _hf: Any = None
 
     def capabilities(self) -> Capabilities:
         return Capabilities(packages=("torch", "transformers", "safetensors", "accelerate", "lm-eval"))
@@ -65,15 +66,13 @@ class LmEvalHfEngine(AccelerateEngine):
         super().close()
         self._hf = None
 
-    _hf: Any = None
-
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
         weights = model.shape.params_total * DTYPE_BYTES[dtype]
         work = sum(self._working(model.shape, policy.gpu_batch_size, job.max_sequence, DTYPE_BYTES[dtype]))
         if limits.host_memory is None or weights + work <= limits.host_memory:
-            return TransformersEngine()._place(model, dtype, policy, limits, job)
+            return resident(model, dtype)
         return super()._place(model, dtype, policy, limits, job)
 
     def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:

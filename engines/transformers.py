@@ -36,5 +36,9 @@ class TransformersEngine(CausalLMEngine):
                 f"transformers needs at least {(weights + WORK_BYTES) / 2**20:.1f} MiB for all weights in {dtype} and "
                 f"to work; the budget is {budget / 2**20:.1f} MiB"
             )
-        module = from_checkpoint(model, dtype)
-        return Placement(module, (0, weights, 0))
+        return resident(model, dtype)
+
+
+def resident(model: LocalModel, dtype: Dtype) -> Placement:
+    """All weights in host memory."""
+    return Placement(from_checkpoint(model, dtype), (0, model.shape.params_total * DTYPE_BYTES[dtype], 0))

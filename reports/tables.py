@@ -192,6 +192,12 @@ SUMMARY = (
 )
 SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Range", "Compute"})
 
+_TOTALS = (
+    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
+    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+)
+_LOAD = Figure("Load", "s", _load_seconds, "not recorded")
+
 TIMES = (
     Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
     Figure("TTFT p50", "s", lambda r: r.ttft_p50_s, "not recorded"),
@@ -202,18 +208,16 @@ TIMES = (
     Figure("Decode", "s", lambda r: metric(r.ok_records, "decode_s"), _NO_TIMES),
     Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
     Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "of predictions only"),
-    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
-    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
-    Figure("Load", "s", _load_seconds, "not recorded"),
+    *_TOTALS,
+    _LOAD,
     Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
 )
 
 PADDING = (
-    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
-    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+    *_TOTALS,
     Figure("Real", "%", _real_share, "not recorded", scale=0.01),
     Figure("Generation", "tok/s", lambda r: metric(r.ok_records, "generation_throughput_tok_s"), "nothing was written"),
-    Figure("Load", "s", _load_seconds, "not recorded"),
+    _LOAD,
     Figure("Wall", "s", lambda r: median([x.wall_s for x in r.ok_records]), "not recorded"),
 )
 

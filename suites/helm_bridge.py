@@ -6,7 +6,6 @@ with a client that only notes what it is asked (helm_plugin.py), and again with 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from harness.api.task import Answers, Circumstances, Judged, Questions, Report
+from suites.seeds import own_seed
 from suites.tasks.measures import judged
 
 #: The interpreter of an environment with crfm-helm.
@@ -75,13 +75,12 @@ class HelmRun:
 
 
 def _request(asked: Mapping[str, Any], seed: int, i: int, k: int, ids: tuple[int, ...]) -> GenerationRequest:
-    own = hashlib.sha256(f"{seed}/{i}/{k}".encode()).digest()
     sampling = SamplingParams(
         max_tokens=int(asked["max_tokens"]),
         temperature=float(asked["temperature"]),
         top_p=float(asked["top_p"]),
         stop=tuple(asked["stop_sequences"]),
-        seed=int.from_bytes(own[:4], "big") >> 1,
+        seed=own_seed(seed, i, k),
     )
     return GenerationRequest(f"h{i:06d}.{k}", ids, sampling)
 

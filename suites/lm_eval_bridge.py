@@ -7,7 +7,6 @@ it is asked, and again with one that gives the answers an engine gave to that.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import math
 import tempfile
@@ -25,6 +24,7 @@ from lm_eval.tasks import TaskManager
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score, first_line
 from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report, Tokens
 from suites import lm_eval_local
+from suites.seeds import own_seed
 
 #: Tokens of an answer where a task names no number: as in lm-eval's own models.
 _MAX_TOKENS = 256
@@ -190,9 +190,8 @@ class TokenModel(TemplateLM):
             raise HarnessError(f"the task asks for {most} new tokens, more than the model's context has room for")
         ids = tuple(self.tok_encode(context))
         self.truncated += len(ids) > room
-        own = hashlib.sha256(f"{self._seed}/{self._asked}".encode()).digest()
         sampling = SamplingParams(max_tokens=most, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
-                                  seed=int.from_bytes(own[:4], "big") >> 1)  # fmt: skip
+                                  seed=own_seed(self._seed, self._asked))  # fmt: skip
         self._asked += 1
         return GenerationRequest(f"g{self._asked:06d}", ids[-room:], sampling)
 
@@ -255,7 +254,7 @@ def _outcomes(
             name = _named(metric, how)
             if all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
                 outcomes[name] = tuple(float(v) for v in values)
-            elif metric.endswith("perplexity"):
+            elif metric.endswith("perplexity") and all(weight for _, weight in values):
                 outcomes[name] = tuple(float(total / weight) for total, weight in values)
                 weights[name] = tuple(float(weight) for _, weight in values)
     return outcomes, weights

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import lm_eval.models  # noqa: F401  (its own models are known by this)
+import lm_eval.models  # noqa: F401  (registers its own models; lm-eval leaves them out where it finds others)
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 
@@ -83,15 +83,10 @@ def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
             self._kept = Kept(kept / f"{ready.fingerprint}.jsonl")
 
         @classmethod
-        def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> Any:
-            """`a=b,c=d`; what lm-eval adds for its own models, such as a device, has no meaning here."""
-            pairs = [part.partition("=") for part in arg_string.split(",") if part]
-            return cls.create_from_arg_obj({key.strip(): value.strip() for key, _, value in pairs})
-
-        @classmethod
         def create_from_arg_obj(
             cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
         ) -> Any:
+            """As its command line calls it, with what it adds for its own models."""
             if str((additional_config or {}).get("batch_size") or 1) != "1":
                 raise HarnessError(
                     "--batch_size is for lm-eval's own models: set policy.gpu_batch_size in --model_args"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from harness.api.task import Answers, Circumstances, Judged, Questions, Report, Tokens
+from suites.seeds import own_seed
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,8 @@ class PromptTask(ABC):
         return self.worth(examples, [texts[i : i + self.outputs] for i in range(0, len(texts), self.outputs)])
 
     def _request(self, seed: int, example: int, answer: int, ids: tuple[int, ...]) -> GenerationRequest:
-        own = hashlib.sha256(f"{seed}/{example}/{answer}".encode()).digest()
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop,
-                                  seed=int.from_bytes(own[:4], "big") >> 1)  # fmt: skip
+                                  seed=own_seed(seed, example, answer))  # fmt: skip
         return GenerationRequest(f"e{example:06d}.{answer}", ids, sampling)
 
     def _cut(self, text: str) -> str:

@@ -63,11 +63,9 @@ class Wrangling(PromptTask):
 
     def _prefix(self, data: Data) -> Callable[[Row], str]:
         """The worked examples before a row's question: the same for all, or by the row's column."""
-        if data.has(f"{PREFIXES}/{self.name}.txt"):
+        if not data.has(f"{PREFIXES}/{self.name}.json"):
             same = data.text(f"{PREFIXES}/{self.name}.txt")
             return lambda row: same
-        if not data.has(f"{PREFIXES}/{self.name}.json"):
-            data.text(f"{PREFIXES}/{self.name}.txt")  # which says that it is not there
         by_column = data.json_object(f"{PREFIXES}/{self.name}.json")
 
         def prefix(row: Row) -> str:

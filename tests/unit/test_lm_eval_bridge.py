@@ -24,7 +24,7 @@ class Words:
         return tuple(1 if word == "<s>" else 10 + len(word) for word in text.split())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        raise NotImplementedError
+        return " ".join("<s>" if token == 1 else "x" * (token - 10) for token in tokens)
 
 
 class Plain(Words):

@@ -35,7 +35,7 @@ class Ready:
 
 
 def model(ready: Ready, folder: Path) -> Any:
-    return _class_of(lambda settings: ready, folder).create_from_arg_string("pretrained=a b,memory=1GiB")
+    return _class_of(lambda settings: ready, folder).create_from_arg_obj({"pretrained": "a b", "memory": "1GiB"})
 
 
 PAIRS: list[Pair] = [((1, 2), (3,)), ((1,), (2, 3)), ((1, 2), (3,))]

@@ -25,6 +25,7 @@ import accelerate  # noqa: F401  (imported with the engine, so that it counts as
 
 from engines import checkpoints
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
+from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -36,9 +37,6 @@ from harness.api import (
     ModelShape,
     OffloadPolicy,
 )
-
-#: Held beyond the arithmetic below: read-ahead, allocator remains (measured up to 40 MB).
-SLACK_BYTES = 64 << 20
 
 
 class AccelerateEngine(CausalLMEngine):
@@ -106,18 +104,6 @@ class AccelerateEngine(CausalLMEngine):
     def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of KV cache and of activations."""
         return working_bytes(shape, batch, tokens, dtype_bytes)
-
-
-def working_bytes(shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
-    """Bytes of KV cache and of activations that `batch` sequences of `tokens` tokens take at their largest.
-
-    KV: all layers, and one layer's copy while it grows. Activations: the residual stream, queries, keys, values
-    and the feed-forward's input and output of one layer in prefill, and the last position's float32 logits with
-    the copies `generate` makes.
-    """
-    kv = batch * tokens * shape.kv_bytes_per_token(dtype_bytes)
-    prefill = batch * tokens * (6 * shape.hidden + 2 * shape.ffn) * dtype_bytes
-    return kv + kv // shape.num_layers, prefill + 3 * batch * shape.vocab * 4
 
 
 def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:

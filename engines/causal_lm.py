@@ -68,6 +68,8 @@ class CausalLMEngine(ABC):
     """
 
     name: ClassVar[str]
+    #: Fields of the policy that have an effect.
+    honours: ClassVar[tuple[str, ...]] = ("gpu_batch_size", "compute_dtype")
     _module: Any = None
     _model: LocalModel
     _block_size: int
@@ -82,7 +84,7 @@ class CausalLMEngine(ABC):
         """Loads `model` with its weights computed in `dtype`. Raises InfeasibleError when the budget is too small."""
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
+        policy.require_defaults_except(self.name, *self.honours)
         if limits.disk_bandwidth is not None:
             raise UnsupportedError(
                 f"engine {self.name} reads as fast as the disk does: it has no limits.disk_bandwidth"
@@ -190,6 +192,7 @@ class CausalLMEngine(ABC):
             max_new_tokens=max(s.max_tokens for s in rows),
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([clock]),
+            **self._generate_options(),
         )
         tokens = output[:, prompt_len:].tolist()
         times = [t - began for t in clock.times]
@@ -206,6 +209,10 @@ class CausalLMEngine(ABC):
             )
             for row, (request, length) in enumerate(zip(batch, clock.lengths, strict=True))
         ]
+
+    def _generate_options(self) -> dict[str, Any]:
+        """What else `generate` is called with."""
+        return {}
 
     def _eos(self) -> tuple[int, ...]:
         return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[0]

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from engines import requests as checks
-from engines.accelerate import AccelerateEngine, working_bytes
+from engines.accelerate import AccelerateEngine
 from engines.causal_lm import Placement
 from engines.transformers import resident
+from engines.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,

@@ -211,7 +211,9 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "Qwen/Qwen2.5-72B": _qwen(80, 8192, 29568, 64, 8),
     "mistralai/Mixtral-8x7B-v0.1": _mixtral(32, 4096, 14336, 32, 32768),
     "mistralai/Mixtral-8x22B-v0.1": _mixtral(56, 6144, 16384, 48, 65536),
-    # no published models: they cost next to nothing and run the same code
+    # no published models: LLaMA's layers in the bytes of OPT-1.3b, for engines that have no code for OPT
+    "twin/llama-of-opt-1.3b": _Llama(24, 2048, 5504, 32, 32, 50272, tied=True),
+    # nor these: they cost next to nothing and run the same code
     "tiny/opt": _Opt(2, 64, 2),
     "tiny/llama": _Llama(2, 64, 176, 2, 2),
 }

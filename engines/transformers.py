@@ -1,6 +1,11 @@
-"""The baseline without offloading: transformers with every weight resident in host memory."""
+"""The baseline without offloading of weights: transformers, with the caches of keys and values that it has."""
 
 from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
 
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
 from harness.api import (
@@ -8,10 +13,13 @@ from harness.api import (
     Capabilities,
     Dtype,
     HardwareLimits,
+    HarnessError,
     InfeasibleError,
     Job,
+    LoadReport,
     LocalModel,
     OffloadPolicy,
+    UnsupportedError,
 )
 
 #: The least a pass needs beside the weights: activations and KV cache of one short sequence, allocator slack.
@@ -19,9 +27,35 @@ WORK_BYTES = 32 << 20
 
 
 class TransformersEngine(CausalLMEngine):
-    """Takes no options. Honours policy.gpu_batch_size and policy.compute_dtype."""
+    """Honours policy.gpu_batch_size, policy.compute_dtype and policy.kv_bits.
+
+    With fewer than 16 bits keys and values are quantized by HQQ in groups of group_size, the latest 128 positions
+    excepted (transformers' own setting). `offload_cache` keeps those of all layers but the running one in host memory:
+    for models on a device, refused without one.
+    """
 
     name = "transformers"
+    honours = ("gpu_batch_size", "compute_dtype", "kv_bits", "group_size")
+
+    def __init__(self, *, offload_cache: bool = False) -> None:
+        self._offload_cache = offload_cache
+        self._cache: dict[str, Any] = {"cache_implementation": "offloaded"} if offload_cache else {}
+
+    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+        if self._offload_cache and not torch.cuda.is_available():
+            raise UnsupportedError("offload_cache moves the cache from a device to host memory, and there is no device")
+        if policy.kv_bits != 16:
+            if self._offload_cache:
+                raise UnsupportedError("a quantized cache cannot be offloaded too: choose offload_cache or kv_bits")
+            if importlib.util.find_spec("hqq") is None:
+                raise HarnessError("policy.kv_bits: transformers quantizes its cache by hqq: pip install hqq")
+            how = {"backend": "hqq", "nbits": policy.kv_bits, "axis_key": 1, "axis_value": 1}
+            settings = how | {"q_group_size": policy.group_size}
+            self._cache = {"cache_implementation": "quantized", "cache_config": settings}
+        return super().load(model, policy, limits, job)
+
+    def _generate_options(self) -> dict[str, Any]:
+        return self._cache
 
     def capabilities(self) -> Capabilities:
         return Capabilities(packages=("torch", "transformers", "safetensors"))

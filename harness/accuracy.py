@@ -54,7 +54,7 @@ def judge(
     found = task.judge(given, Answers(texts, [Score(*score) for score in answers["scores"]]))
     return Accuracy(
         task=task.name,
-        protocol=task.protocol,
+        protocol="; ".join(filter(None, (task.protocol, found.version))),
         examples=asked.examples if found.examples is None else found.examples,
         figures=found.figures,
         outcomes=found.outcomes,

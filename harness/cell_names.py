@@ -55,6 +55,7 @@ _CHOICES: tuple[_Part, ...] = (
     lambda spec: f"w{spec.policy.weight_bits}kv{spec.policy.kv_bits}",
     lambda spec: "any-latency" if spec.latency_s is None else f"{spec.latency_s:g}s",
     lambda spec: f"seed{spec.seed}",
+    lambda spec: spec.launcher,
 )
 _INPUTS: tuple[_Part, ...] = (_lengths, _model)
 
@@ -62,7 +63,7 @@ _INPUTS: tuple[_Part, ...] = (_lengths, _model)
 def name_cells(cells: Sequence[Cell]) -> list[RunSpec]:
     """The cells' specs with their final names.
 
-    A cell without a name is called after its engine; then compute dtype, schedule, batch, bits and seed where
+    A cell without a name is called after its engine; then compute dtype, schedule, batch, bits, seed and launcher where
     they vary among that engine's cells, then lengths and model where they vary in the suite. A given name is
     kept as it is, but where one matrix entry meets several workloads or models: these are added.
     Raises HarnessError for a name that is no safe file name, and for two cells of one name.

@@ -8,10 +8,11 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import click
 
+from harness.api import Isolation
 from harness.cli_errors import (
     EXIT_FAILED,
     EXIT_HARDWARE,
@@ -21,6 +22,7 @@ from harness.cli_errors import (
     drop_stdout,
     one_line_errors,
 )
+from harness.cli_images import images
 from harness.cli_plan import calibrate, check_model, lm_eval, plan
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def cli() -> None:
     """
 
 
-for _command in (plan, calibrate, check_model, lm_eval):
+for _command in (plan, calibrate, check_model, lm_eval, images):
     cli.add_command(_command)
 
 
@@ -61,6 +63,8 @@ for _command in (plan, calibrate, check_model, lm_eval):
 @click.option("--cell", "names", multiple=True, metavar="NAME", help="Only this cell; may be repeated.")
 @click.option("--set", "overrides", multiple=True, metavar="K=V", help="Override in every cell: policy.schedule=row.")
 @click.option("--shard", metavar="I/N", help="Run the I-th of N disjoint parts of the suite (1-based).")
+@click.option("--launcher", type=click.Choice(get_args(Isolation)),
+              help="A process, one in an environment of the engine's own, or a container.")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Start over: earlier records are set aside, not resumed.")
 @click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
 @click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
@@ -70,8 +74,8 @@ for _command in (plan, calibrate, check_model, lm_eval):
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and remembered searches [$HARNESS_CACHE].")
 def run(
     suite: str, out: Path | None, engines: tuple[str, ...], names: tuple[str, ...], overrides: tuple[str, ...],
-    shard: str | None, fresh: bool, simulate: bool, hardware: str | None, data_dir: Path | None, dry_run: bool,
-    as_json: bool, cache_dir: Path | None,
+    shard: str | None, launcher: str | None, fresh: bool, simulate: bool, hardware: str | None,
+    data_dir: Path | None, dry_run: bool, as_json: bool, cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Run SUITE (a file, or the name of a shipped suite) and write records and a report.
 
@@ -82,6 +86,7 @@ def run(
       harness run suites/quickstart.yaml
       harness run suites/cpu_offload.yaml --engine accelerate --set repeats=1 --out /tmp/try
       harness run suites/cpu_offload.yaml --shard 1/2
+      harness run suites/quickstart.yaml --launcher docker
       harness run suites/opt175b_t4.yaml --simulate --hardware t4_gcp
     """
     if as_json and not dry_run:
@@ -94,6 +99,7 @@ def run(
         from harness.registry import ENGINES
 
         path = _find_suite(suite)
+        overrides += (f"launcher={launcher}",) if launcher else ()
         loaded = load_suite(path, overrides, ENGINES)
         cells = _select(loaded, engines, names, shard)
         if dry_run:
@@ -262,13 +268,15 @@ def validate(suites: tuple[str, ...], as_json: bool) -> None:
 @cli.command("ls")
 @click.argument("what", type=click.Choice(["engines", "suites", "models", "hardware"]))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_(what: str, as_json: bool) -> None:
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where environments are built [$HARNESS_CACHE].")
+def list_(what: str, as_json: bool, cache_dir: Path | None) -> None:
     """List engines (and what each lacks here), shipped suites, built-in model shapes, or hardware profiles."""
     with one_line_errors():
         from harness import listing
+        from harness.runner import default_cache
 
         rows = {
-            "engines": listing.engines,
+            "engines": lambda: listing.engines(cache_dir or default_cache()),
             "suites": listing.suites,
             "models": listing.models,
             "hardware": listing.hardware,

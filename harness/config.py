@@ -34,7 +34,7 @@ _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
 _DURATIONS = ("timeout", "latency")
 _DEFAULTS = (
     *("engine", "options", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune"),
-    *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference"),
+    *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference", "launcher", "image"),
 )
 _SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)

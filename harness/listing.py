@@ -14,8 +14,10 @@ from typing import Any
 import click
 
 from harness import provenance, registry
-from harness.api import SuiteSpec
+from harness.api import HarnessError, SuiteSpec
+from harness.launchers import images
 from harness.launchers.memory import make_group, own_limit
+from harness.launchers.venv import VirtualEnvironments
 
 Row = dict[str, Any]
 
@@ -34,15 +36,39 @@ def show(rows: Sequence[Row], as_json: bool) -> None:
         click.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
-def engines() -> list[Row]:
-    """Every engine, whether it can run here, and what is missing where it cannot."""
+def engines(cache: Path) -> list[Row]:
+    """Every engine: whether it can run in this interpreter, in an environment of its own and in a container, and what
+    it lacks where it cannot; and what is not built at all."""
+    venvs, of_image = VirtualEnvironments(cache), _images()
     rows = []
     for name, entry in registry.ENGINES.items():
-        missing = entry.missing()
-        state = "ready" if not missing else "not installed"
-        remedy = f"needs {', '.join(missing)}: pip install 'offload-harness[{entry.extra}]'" if missing else ""
-        rows.append({"engine": name, "state": state, "description": entry.summary, "remedy": remedy})
-    return rows
+        missing, own = entry.missing(), entry.environment
+        pinned = registry.environment_pins(own).exists()
+        rows.append(
+            {
+                "engine": name,
+                "process": "not installed" if missing else "ready",
+                "venv": "no pins" if not pinned else "built" if venvs.built(own) else "buildable",
+                "image": of_image.get(own, "buildable") if pinned else "no pins",
+                "description": entry.summary,
+                "remedy": "; ".join(
+                    [*([f"needs {', '.join(missing)}: {entry.remedy}"] if missing else []),
+                     *([f"needs {entry.needs}"] if entry.needs else [])]
+                ),
+            }
+        )  # fmt: skip
+    gone = {"process": "not built", "venv": "not built", "image": "not built"}
+    return rows + [
+        {"engine": name, **gone, "description": why, "remedy": ""} for name, why in registry.NOT_BUILT.items()
+    ]
+
+
+def _images() -> dict[str, str]:
+    """The state of each environment's image; `no engine` for all where none answers."""
+    try:
+        return {row["environment"]: row["state"].replace("not built", "buildable") for row in images.built()}
+    except HarnessError:
+        return dict.fromkeys(images.environments(), "no container engine")
 
 
 def shipped_suites() -> list[SuiteSpec]:

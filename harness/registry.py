@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.resources
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from harness.api import (
@@ -36,10 +38,19 @@ class EngineEntry:
     builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
     builtin_text: str = ""  # and of what takes a tokenizer's place for them
     predicted: bool = False  # whether there is a performance model of it on a machine without a device
+    environment: str = ""  # the list of pins, and the image target, for an environment of its own
+    needs: str = ""  # what it cannot do without beside packages, in words
 
     def missing(self) -> list[str]:
         """Required modules that this interpreter does not have."""
         return [m for m in self.requires if importlib.util.find_spec(m) is None]
+
+    @property
+    def remedy(self) -> str:
+        """How to come by what is missing."""
+        if self.extra:
+            return f"pip install 'offload-harness[{self.extra}]' -c constraints.txt"
+        return "run its cells with --launcher venv or docker, where it has pins of its own"
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -50,24 +61,65 @@ ENGINES: dict[str, EngineEntry] = {
         "deterministic tokens in virtual time; drives the harness's tests",
         "engines.fake:MODEL",
         "engines.fake:FakeText",
+        environment="harness",
     ),
     "transformers": EngineEntry(
         "engines.transformers:TransformersEngine",
         ("torch", "transformers", "safetensors"),
         "transformers",
-        "Hugging Face transformers with everything resident",
+        "Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
+        environment="accelerate",
     ),
     "accelerate": EngineEntry(
         "engines.accelerate:AccelerateEngine",
         ("torch", "transformers", "safetensors", "accelerate"),
         "accelerate",
         "Hugging Face Accelerate: weights in RAM and on disk",
+        environment="accelerate",
+    ),
+    "deepspeed_zero": EngineEntry(
+        "engines.deepspeed_zero:DeepSpeedZeroEngine",
+        ("torch", "transformers", "safetensors", "deepspeed"),
+        "",
+        "DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in RAM or on disk",
+        environment="deepspeed",
+        needs="libaio and a C++ compiler for parameters on disk",
+    ),
+    "flexgen_ref": EngineEntry(
+        "engines.flexgen_ref:FlexGenEngine",
+        ("torch", "transformers", "flexgen"),
+        "",
+        "FlexGen's own code (OPT only); without CUDA through a shim of ours",
+        environment="flexgen",
+    ),
+    "llama_cpp": EngineEntry(
+        "engines.llama_cpp:LlamaCppEngine",
+        ("xllamacpp", "gguf"),
+        "",
+        "llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
+        environment="llamacpp",
+    ),
+    "airllm": EngineEntry(
+        "engines.airllm:AirLlmEngine",
+        ("torch", "transformers", "airllm"),
+        "",
+        "AirLLM: one layer in memory at a time (LLaMA and its like)",
+        environment="airllm",
+    ),
+    "vllm": EngineEntry(
+        "engines.vllm:VllmEngine",
+        ("torch", "vllm"),
+        "",
+        "vLLM with weights and KV cache offloaded to RAM",
+        environment="vllm",
+        needs="a CUDA device",
     ),
     "lm_eval_hf": EngineEntry(
         "engines.lm_eval_hf:LmEvalHfEngine",
         ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),
         "eval",
         "lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
+        environment="accelerate",
     ),
     "offload": EngineEntry(
         "engines.offload.engine:OffloadEngine",
@@ -75,7 +127,14 @@ ENGINES: dict[str, EngineEntry] = {
         "offload",
         "our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
         predicted=True,
+        environment="offload",
     ),
+}
+
+#: What others build and we do not, and what stands for it.
+NOT_BUILT = {
+    "petals": "collaborative inference over links: its packages do not install beside current ones (transformers < "
+    "4.35, pydantic < 2); pipeline stages over throttled links of our own are to represent it"
 }
 
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
@@ -124,10 +183,13 @@ def _require(name: str, who: str) -> EngineEntry:
     """An engine's entry. Raises HarnessError saying that `who` needs modules that are missing."""
     entry = engine_entry(name)
     if missing := entry.missing():
-        raise HarnessError(
-            f"{who} needs {', '.join(missing)}: pip install 'offload-harness[{entry.extra}]' -c constraints.txt"
-        )
+        raise HarnessError(f"{who} needs {', '.join(missing)}: {entry.remedy}")
     return entry
+
+
+def environment_pins(name: str) -> Path:
+    """The file of pins of an engine's own environment."""
+    return Path(str(importlib.resources.files("engines") / "environments" / f"{name}.txt"))
 
 
 def make_workload(kind: str, **fields: Any) -> Workload:

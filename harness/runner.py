@@ -30,8 +30,8 @@ from harness.api import (
 )
 from harness.cell_names import find_twins
 from harness.files import file_digest
+from harness.launchers.launcher import CellLauncher
 from harness.launchers.memory import cap_method
-from harness.launchers.process import ProcessLauncher
 from harness.local_profile import LocalProfile
 from harness.store import Store, is_done
 from harness.tuning import CEILING, SIZE_STATUSES, Remembered, choose, search_max_batch, settled
@@ -104,6 +104,8 @@ class Runner:
             raise HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
         self._store.open(fresh)
         try:
+            for kept in (self._out / "logs").glob("*.answers.json") if fresh else ():
+                kept.unlink()
             shutil.rmtree(self._work, ignore_errors=True)
             write_suite_copy(self._suite_file, self._out)
             done = self._carry_over(cells)
@@ -116,7 +118,8 @@ class Runner:
             todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]
             self._progress.planned(todo, len(steps) - len(todo))
             if todo:
-                self._launcher: Launcher = ProcessLauncher(self._cache, self._places)
+                self._launcher: Launcher = CellLauncher(self._cache, self._places)
+                self._launcher.ready({s.cell.launcher for s in todo})
                 self._provenance = provenance.collect()
                 self._remembered = Remembered(self._cache / "max_batch.json", provenance.machine_key())
                 for i, step in enumerate(todo):
@@ -273,7 +276,10 @@ class Runner:
             return cell, ()
         key = cell.fingerprint()
         if key not in self._settled:
-            memory_key = self._remembered.key(cell, self._engine_versions(cell), model.digest, cap_method())
+            runs_in = self._launcher.environment(cell, self._log(cell), self._progress.event)
+            if isinstance(runs_in, tuple):
+                return None, (Trial(cell.policy.gpu_batch_size, runs_in[0], None, runs_in[1]),)
+            memory_key = self._remembered.key(cell, runs_in, model.digest, cap_method())
             trials = self._remembered.get(memory_key)
             if trials is None:
                 requests = cell.workload.num_requests
@@ -292,9 +298,6 @@ class Runner:
         throughput = record.metrics.get("generation_throughput_tok_s") if record.status == "ok" else None
         self._progress.note(f"{step.cell.name}: batch {batch}: {record.status}")
         return Trial(batch, record.status, throughput, record.reason)
-
-    def _engine_versions(self, cell: RunSpec) -> dict[str, str]:
-        return provenance.package_versions(registry.engine_entry(cell.engine).requires)
 
     def _machine_rates(self, step: Step, model: LocalModel) -> MachineRates | None:
         """Rates measured at most a minute before the launch, so that they drift with what they bound."""

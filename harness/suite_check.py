@@ -181,6 +181,8 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
         )
     if job.task and (given := [n for n in ("prompt_len", "gen_len") if n in node.find(("workload",)).entries]):
         raise node.find(("workload", given[0])).error(f"workload.{given[0]}: the examples of a task have their own")
+    if spec.image and spec.launcher != "docker":
+        raise node.find(("image",)).error("image goes with `launcher: docker`: only a container has one")
     if not spec.model.id:
         raise node.find(("model", "id")).error("model.id is empty")
     if "name" in node.entries:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class Remembered:
         self._path = path
         self._machine_key = machine_key
 
-    def key(self, spec: RunSpec, versions: dict[str, str], model_digest: str, cap: str) -> str:
+    def key(self, spec: RunSpec, versions: Mapping[str, str], model_digest: str, cap: str) -> str:
         """What a search depends on: machine, cell (less labels and repeats), packages, weights, kind of cap."""
         parts = [self._machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), model_digest, cap]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

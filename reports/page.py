@@ -44,6 +44,7 @@ class Page:
     failures: Table | None
     trials: Table | None
     rates: Table | None
+    setup: Table | None
     provenance: Table | None
     commands: tuple[tuple[str, str], ...]
     definitions: tuple[tuple[str, str], ...]
@@ -64,6 +65,7 @@ def page(runs: Runs) -> Page:
         failures=sections.failures(rows),
         trials=sections.trials(rows),
         rates=sections.machine_rates(runs.records),
+        setup=sections.setup(rows),
         provenance=sections.provenance(runs.records),
         commands=tuple(sections.commands(rows)),
         definitions=sections.DEFINITIONS,

@@ -152,6 +152,24 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
 _RATE_COLUMNS = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
 
 
+def setup(rows: Sequence[CellSummary]) -> Table | None:
+    """How each cell was really set: what it ran in, its engine's packages, and what the engine said when it loaded."""
+    lines = []
+    for row in rows:
+        record = next((r for r in row.records if r.load), None)
+        if record is None or record.load is None or record.simulated:
+            continue
+        known = record.provenance
+        packages = known.get("packages")
+        versions = ", ".join(f"{n} {v}" for n, v in packages.items()) if isinstance(packages, dict) else ""
+        inside = f"{known['image']} {str(known.get('image_digest', ''))[:19]}" if "image" in known else ""
+        where = inside or str(known.get("environment", "")) or record.spec.launcher
+        notes = one_line("; ".join(record.load.notes)) or MISSING
+        lines.append((Cell(row.name), Cell(where), Cell(one_line(versions) or MISSING), Cell(notes)))
+    columns = [Column(title, numeric=False, wide=True) for title in ("Cell", "Runs in", "Packages", "As loaded")]
+    return plain_table("How each cell was set", columns, lines) if lines else None
+
+
 def provenance(records: Sequence[RunRecord]) -> Table | None:
     """What the records say about machine, versions, commit and the data of tasks; values that differ are listed with
     their counts."""

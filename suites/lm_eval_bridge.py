@@ -7,6 +7,7 @@ it is asked, and again with one that gives the answers an engine gave to that.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 import tempfile
@@ -68,7 +69,8 @@ class LmEvalTask:
             prefix = "" if len(found["results"]) == 1 else f"{task}/"
             figures |= {prefix + name: value for name, value in _figures(own)}
         samples = [sample for name in found["samples"] for sample in found["samples"][name]]
-        return Judged(figures, *(_outcomes(samples) if len(found["samples"]) == 1 else ({}, {})))
+        outcomes, weights = _outcomes(samples) if len(found["samples"]) == 1 else ({}, {})
+        return Judged(figures, outcomes, weights, version=_version(found, samples))
 
     def _evaluated(self, model: TokenModel, given: Circumstances, resamples: int) -> Mapping[str, Any]:
         try:
@@ -95,6 +97,13 @@ class LmEvalTask:
                                "leave out --data-dir to ask the hub")  # fmt: skip
         self._files = {lm_eval_local.FILES[self._task][1]: found[self._task]}
         return TaskManager(include_path=str(into))
+
+
+def _version(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The task's own versions, and a digest of the very examples: data from the hub may change under their name."""
+    versions = ", ".join(f"{task} {version}" for task, version in sorted(found["versions"].items()))
+    digest = hashlib.sha256("".join(f"{s['doc_hash']}{s['target_hash']}" for s in samples).encode())
+    return f"version {versions}; examples {digest.hexdigest()[:16]}"
 
 
 class TokenModel(TemplateLM):

@@ -100,6 +100,7 @@ def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
             found = self._kept.answers(
                 [_key(pair) for pair in pairs], pairs, lambda pair: sum(map(len, pair)), scored, "scored"
             )
+            self._tell_what_was_cut()
             return [Score(float(logprob), bool(greedy)) for logprob, greedy in found]
 
         def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
@@ -108,7 +109,17 @@ def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
             def size(prompt: GenerationRequest) -> int:
                 return len(prompt.prompt) + prompt.sampling.max_tokens
 
-            return self._kept.answers(keys, prompts, size, self._ready.write, "written")
+            found = self._kept.answers(keys, prompts, size, self._ready.write, "written")
+            self._tell_what_was_cut()
+            return found
+
+        def _tell_what_was_cut(self) -> None:
+            if self.truncated:
+                sys.stderr.write(
+                    f"{self.truncated} prompts were longer than the model's context of {self._ready.context} and "
+                    "lost their beginning\n"
+                )
+                self.truncated = 0
 
     return EngineModel
 

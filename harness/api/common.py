@@ -30,6 +30,8 @@ Bits = Literal[3, 4, 8, 16]
 #: How a cell's batch is settled: as given, the largest that survives, or by a plan, with
 #: its placement, and with its bits.
 Tune = Literal["none", "max_batch", "search", "search_bits"]
+#: What a cell runs in: a process of this interpreter, one of its engine's own environment, or a container of its image.
+Isolation = Literal["process", "venv", "docker"]
 
 FORBID = {"extra": "forbid"}  # read by pydantic where a suite file is validated; inert otherwise
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from harness.api.common import SCHEMA_VERSION, Status
+from harness.api.common import SCHEMA_VERSION, Isolation, Status
 from harness.api.engine import LoadReport, TraceEvent
 from harness.api.machine import LocalModel, MachineRates
 from harness.api.spec import RunSpec
@@ -185,6 +185,14 @@ class LaunchRequest:
 
 class Launcher(Protocol):
     """Runs work in isolation. Never raises for what the work did: that is a status and its reason."""
+
+    def ready(self, kinds: Iterable[Isolation]) -> None:
+        """Makes sure that cells of these kinds can be launched at all. Raises HarnessError with the remedy."""
+        ...
+
+    def environment(self, spec: RunSpec, log: Path, on_event: EventSink) -> Mapping[str, str] | tuple[Status, str]:
+        """What identifies the packages that a cell's engine runs with, or why it has none."""
+        ...
 
     def prepare(self, spec: RunSpec, workdir: Path, log: Path, on_event: EventSink) -> LocalModel | tuple[Status, str]:
         """Makes a cell's model ready, outside any limit and any timing."""

@@ -87,13 +87,14 @@ class Judged:
     order, what the means are of, and `weights`: what each counts for, where not all count alike.
 
     Figures named `*perplexity` have mean log-likelihoods, in nats, for outcomes. `examples`: of how many, where that is
-    not how many were asked.
+    not how many were asked. `version`: which of the task's versions and data, in words, beyond `files`.
     """
 
     figures: Mapping[str, float]
     outcomes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     examples: int | None = None
+    version: str = ""
 
 
 @dataclass(frozen=True)

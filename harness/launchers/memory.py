@@ -193,6 +193,32 @@ class Monitor:
             self._thread.join()
 
 
+class GroupReader:
+    """What the kernel counted of a process's own memory group, as far as this host shows it; `read` while it lives."""
+
+    def __init__(self, pid: int) -> None:
+        self.oom_kills = 0
+        self.peak_bytes: int | None = None
+        self.version = ""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                for version, base in (("cgroup-v1", CGROUP_ROOT / "memory"), ("cgroup-v2", CGROUP_ROOT)):
+                    known = controllers == "" if version == "cgroup-v2" else "memory" in controllers.split(",")
+                    if known and path.strip("/") and (base / path.strip("/") / "memory.stat").exists():
+                        self._group, self.version = base / path.strip("/"), version
+
+    def read(self) -> None:
+        """Takes what is there now; what was read stays when the group is gone."""
+        if not self.version:
+            return
+        v1 = self.version == "cgroup-v1"
+        kills = _keyed(self._group / ("memory.oom_control" if v1 else "memory.events")).get("oom_kill", 0)
+        peak = _number(self._group / ("memory.max_usage_in_bytes" if v1 else "memory.peak"))
+        self.oom_kills = max(self.oom_kills, kills)
+        self.peak_bytes = max(filter(None, (self.peak_bytes, peak)), default=None)
+
+
 def make_group(limit: int | None) -> MemoryGroup:
     """The strictest group this host allows; `limit` in bytes."""
     for kind, parent in _parents():

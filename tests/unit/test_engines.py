@@ -12,10 +12,11 @@ import torch
 import transformers
 
 from engines import checkpoints
-from engines.accelerate import SLACK_BYTES, AccelerateEngine, working_bytes
+from engines.accelerate import AccelerateEngine
 from engines.calibrate import gemm_rates
 from engines.causal_lm import next_batch
 from engines.transformers import WORK_BYTES, TransformersEngine
+from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (
     GenerationRequest,
     HardwareLimits,

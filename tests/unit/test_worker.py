@@ -18,7 +18,7 @@ from harness.api import (
     SamplingParams,
     UnsupportedError,
 )
-from harness.launchers.process import judge
+from harness.launchers.launcher import judge
 from harness.launchers.sandbox import Outcome
 from suites.workloads import Synthetic
 

@@ -1,0 +1,318 @@
+"""The `docker` launcher's sandbox: a worker in a container of its engine's image, through Docker's own API."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import docker
+import psutil
+import requests
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.types import DeviceRequest, LogConfig, Mount
+
+from harness import registry
+from harness.api import EventSink, HarnessError, RunSpec, Status, UnsupportedError
+from harness.launchers import images
+from harness.launchers.memory import GroupReader
+from harness.launchers.sandbox import Outcome, Task, exchange, log_tail, result_of, settings, watch
+
+#: Who started a container: host, process, and when that process began.
+OWNER = "offload-harness.owner"
+#: Where things are in a container.
+_WORK, _CACHE, _MODEL, _QUESTIONS = "/harness/work", "/harness/cache", "/harness/model", "/harness/questions"
+#: Of the worker, where the harness itself runs as root.
+_UNPRIVILEGED = 1000
+_MAX_PROCESSES = 4096
+_GONE_TIMEOUT_S = 20.0
+
+
+class Containers:
+    """Sandboxes of one Docker engine, which answers. Raises HarnessError where none does.
+
+    Containers of harnesses that are gone are removed first: they were killed and could not clean up.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self._client = images.connect()
+        self._cache = cache.resolve() / "containers"
+        version = self._client.version()
+        self._podman = "podman" in str(version.get("Components", "")).lower()
+        self._engine = f"{'Podman' if self._podman else 'Docker'} {version.get('Version', '')}"
+        remove_abandoned(self._client)
+
+    def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ContainerSandbox:
+        name = spec.image or images.name_of(registry.engine_entry(spec.engine).environment)
+        if spec.limits.device_memory is not None and self._podman:
+            raise UnsupportedError("Podman's API passes no GPU to a container: use Docker, or --launcher process")
+        try:
+            image = self._client.images.get(name)  # first, for a run would try to download what is missing
+        except ImageNotFound:
+            raise HarnessError(f"no image {name}: {images.remedy(spec)}") from None
+        images.check(image, name, spec)
+        return ContainerSandbox(self._client, self._engine, name, image.id, self._cache)
+
+
+@dataclass
+class _Watched:
+    """What the threads beside a container found: its exit code, and what went wrong with the engine."""
+
+    exit_code: int | None = None
+    lost: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class ContainerSandbox:
+    """Runs the worker that is in an image: no network, no privilege, not as root, the model read-only."""
+
+    def __init__(self, client: docker.DockerClient, engine: str, name: str, image: str, cache: Path) -> None:
+        self._client = client
+        self._engine = engine
+        self._name = name
+        self._image = image
+        self._cache = cache
+
+    def identity(self) -> Mapping[str, str]:
+        return {"image": self._name, "image_digest": self._image, "container_engine": self._engine}
+
+    def run(self, task: Task, on_event: EventSink) -> Outcome:
+        user = os.getuid() or _UNPRIVILEGED
+        group = os.getgid() if os.getuid() else _UNPRIVILEGED
+        self._own(self._cache, user, group)
+        body, mounts = _translated(task, self._cache)
+        # the worker's parent is the container's init
+        with exchange(task, 1, body) as log_start:
+            self._own(task.workdir, user, group)
+            try:
+                container = self._create(task, mounts, f"{user}:{group}")
+            except (DockerException, requests.RequestException) as exc:
+                return _refused("error", f"the container engine refuses: {_reason(exc)}")
+            try:
+                return self._run(container, task, log_start, on_event)
+            finally:
+                _remove(container)
+
+    @staticmethod
+    def _own(folder: Path, user: int, group: int) -> None:
+        """Makes `folder`, and gives it to whom the worker runs as."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.getuid() == 0:
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, user, group)
+
+    def _create(self, task: Task, mounts: list[Mount], user: str) -> Any:
+        limit = {} if task.limit_bytes is None else {"mem_limit": task.limit_bytes, "memswap_limit": task.limit_bytes}
+        cores = {} if task.threads is None else {"nano_cpus": min(task.threads, os.cpu_count() or 1) * 10**9}
+        gpus = {"device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])]} if task.gpu else {}
+        return self._client.containers.create(
+            self._image,
+            entrypoint=["python", "-P", "-m", "harness.worker"],
+            command=[_WORK],
+            environment=settings(task.threads) | {"HOME": "/tmp"},
+            labels={OWNER: _owner()},
+            mounts=mounts,
+            user=user,
+            init=True,
+            network_mode="none",
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges"],
+            pids_limit=_MAX_PROCESSES,
+            working_dir="/tmp",
+            log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "64m", "max-file": "1"}),
+            **limit,
+            **cores,
+            **gpus,
+        )
+
+    def _run(self, container: Any, task: Task, log_start: int, on_event: EventSink) -> Outcome:
+        try:
+            container.start()
+            container.reload()
+        except (DockerException, requests.RequestException) as exc:
+            reason = _reason(exc)
+            if "could not select device driver" in reason:
+                return _refused("unsupported", "this container engine has no GPU to give: install the vendor's runtime")
+            return _refused("error", f"the container did not start: {reason}")
+        pid = int(container.attrs["State"]["Pid"])
+        group = GroupReader(pid)
+        watched = _Watched()
+        streams = [
+            threading.Thread(target=target, args=(container, task, watched), daemon=True) for target in (_log, _wait)
+        ]
+        for stream in streams:
+            stream.start()
+
+        def ended() -> bool:
+            group.read()
+            return watched.over.is_set()
+
+        timed_out = watch(task, ended, on_event)
+        if timed_out:
+            _kill(container, pid)
+        for stream in streams:
+            stream.join(_GONE_TIMEOUT_S)
+        killed = _killed_for_memory(container)
+        if watched.lost and not killed:
+            _kill(container, pid)
+        found = None if timed_out or watched.lost else result_of(task)
+        return Outcome(
+            found,
+            _exit_code(watched.exit_code),
+            timed_out,
+            max(group.oom_kills, int(killed)),
+            group.peak_bytes,
+            f"container, {group.version}" if group.version else "container",
+            True,
+            log_tail(task.log, log_start),
+            ("error", watched.lost) if watched.lost and not timed_out else None,
+        )
+
+
+def remove_abandoned(client: docker.DockerClient) -> list[str]:
+    """Removes containers of this host's harnesses that live no longer; their names."""
+    removed = []
+    for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
+        host, _, rest = container.labels[OWNER].partition("/")
+        pid, _, began = rest.partition("@")
+        if host == platform.node() and not _lives(int(pid), began):
+            with contextlib.suppress(DockerException):
+                container.remove(force=True)
+                removed.append(container.name)
+    return removed
+
+
+def _owner() -> str:
+    return f"{platform.node()}/{os.getpid()}@{_began(os.getpid())}"
+
+
+def _lives(pid: int, began: str) -> bool:
+    """Whether that process is still there; one that may not be looked at is another user's, and is."""
+    try:
+        os.kill(pid, 0)
+        return _began(pid) == began
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+
+
+def _began(pid: int) -> str:
+    """When a process began: its number alone may be another's by now."""
+    try:
+        return f"{psutil.Process(pid).create_time():.2f}"
+    except psutil.Error:
+        return ""
+
+
+def _translated(task: Task, cache: Path) -> tuple[dict[str, Any], list[Mount]]:
+    """The request with a container's paths, and what has to be mounted there.
+
+    A mount of type bind refuses a source that does not exist (`volumes=` would make it, as root), and takes sources
+    with colons and spaces.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    body = task.body | {"cache": _CACHE}
+    mounts = [Mount(_WORK, str(task.workdir), type="bind"), Mount(_CACHE, str(cache), type="bind")]
+    model = body.get("model")
+    if model and model["path"]:
+        source, inside = _with_what_it_links_to(Path(model["path"]))
+        body["model"] = model | {"path": f"{_MODEL}/{inside}" if inside else _MODEL}
+        mounts.append(Mount(_MODEL, str(source), type="bind", read_only=True))
+    if "questions" in body:
+        questions = Path(body["questions"])
+        body["questions"] = f"{_QUESTIONS}/{questions.name}"
+        mounts.append(Mount(_QUESTIONS, str(questions.parent.resolve()), type="bind", read_only=True))
+    return body, mounts
+
+
+def _with_what_it_links_to(folder: Path) -> tuple[Path, str]:
+    """The folder that holds all a model folder's files, and the model folder's path in it: the hub's are links."""
+    folder = folder.absolute()
+    targets = [path.resolve() for path in folder.iterdir()]
+    if all(target.is_relative_to(folder.resolve()) for target in targets):
+        return folder.resolve(), ""
+    source = Path(os.path.commonpath([folder, *targets]))
+    if len(source.parts) < 3:
+        raise HarnessError(f"model {folder}: its links lead all over the file system; copy the files into one folder")
+    return source, str(folder.relative_to(source))
+
+
+def _log(container: Any, task: Task, watched: _Watched) -> None:
+    """Streams the container's output into the log. The stream ends silently when the engine dies: `_wait` notices."""
+    with contextlib.suppress(DockerException, requests.RequestException, OSError), task.log.open("ab", 0) as sink:
+        for piece in container.logs(stream=True, follow=True):
+            sink.write(piece)
+
+
+def _wait(container: Any, task: Task, watched: _Watched) -> None:
+    """Waits for the container's end. Without a timeout: the engine's death ends the connection."""
+    try:
+        watched.exit_code = int(container.wait()["StatusCode"])
+    except (DockerException, requests.RequestException) as exc:
+        watched.lost = f"the container engine was lost while the cell ran: {_reason(exc)}"
+    finally:
+        watched.over.set()
+
+
+def _exit_code(status: int | None) -> int:
+    """As of a process: the container's init says 128 and the number where a signal ended the worker."""
+    if status is None:
+        return -signal.SIGKILL
+    return 128 - status if 128 < status < 128 + signal.NSIG else status
+
+
+def _kill(container: Any, pid: int) -> None:
+    """Really ends it: through the engine, and where that does not answer by the kernel."""
+    with contextlib.suppress(DockerException, requests.RequestException):
+        container.kill()
+        return
+    with contextlib.suppress(OSError, psutil.Error):
+        if pid > 1 and _in_container(pid):
+            for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+                process.kill()
+
+
+def _in_container(pid: int) -> bool:
+    """Whether a process is still one of a container's: its number may be another's by now."""
+    return Path(f"/proc/{pid}/ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
+
+
+def _killed_for_memory(container: Any) -> bool:
+    """What the engine says; Podman never says yes."""
+    with contextlib.suppress(DockerException, requests.RequestException):
+        container.reload()
+        return bool(container.attrs["State"].get("OOMKilled"))
+    return False
+
+
+def _remove(container: Any) -> None:
+    """Whatever became of it; an engine that is gone leaves it to the next run's clean-up."""
+    deadline = time.monotonic() + _GONE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            container.remove(force=True)
+            return
+        except NotFound:
+            return
+        except APIError:  # its removal is under way, or a file of it is busy
+            time.sleep(0.2)
+        except (DockerException, requests.RequestException):
+            return
+
+
+def _refused(status: Status, reason: str) -> Outcome:
+    return Outcome(None, 1, False, 0, None, "container", True, "", (status, reason))
+
+
+def _reason(exc: Exception) -> str:
+    """What an error of the API says, in one line."""
+    text = exc.explanation if isinstance(exc, APIError) and exc.explanation else str(exc)
+    return " ".join(str(text).split())[:300]

@@ -1,0 +1,194 @@
+"""Images of the engines' environments: their names, what is in them, and how they are built from a checkout."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness import registry
+from harness.api import HarnessError, RunSpec
+
+if TYPE_CHECKING:
+    import docker
+
+#: Labels of an image: which environment is in it, and a digest of this project's code in it.
+ENVIRONMENT, CODE = "offload-harness.environment", "offload-harness.code"
+_REPOSITORY = "offload-harness"
+#: What an image is built from.
+_CONTEXT = ("Dockerfile", "harness", "engines", "suites", "reports")
+_CODE_SUFFIXES = (".py", ".cpp", ".h", ".yaml", ".csv", ".json", ".txt", ".html", ".css", ".js")
+#: Settings of pip that a build takes from this environment.
+_PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT", "PIP_DEFAULT_TIMEOUT")
+
+
+def require_sdk() -> None:
+    """Raises HarnessError where Docker's SDK is not installed."""
+    if importlib.util.find_spec("docker") is None:
+        raise HarnessError("containers need Docker's SDK: pip install 'offload-harness[docker]' -c constraints.txt")
+
+
+def connect() -> docker.DockerClient:
+    """A client of the container engine. Raises HarnessError with the remedy where none answers."""
+    require_sdk()
+    import docker
+    import requests
+
+    try:
+        client = docker.from_env()
+        client.ping()
+    except (docker.errors.DockerException, requests.RequestException) as exc:
+        where = os.environ.get("DOCKER_HOST", "its usual socket")
+        raise HarnessError(
+            f"no container engine answers at {where} ({_line(exc)}); start Docker or set DOCKER_HOST, or use "
+            "--launcher venv or process"
+        ) from None
+    return client
+
+
+def environments() -> list[str]:
+    """All that can be built."""
+    return sorted({entry.environment for entry in registry.ENGINES.values() if entry.environment} | {"helm"})
+
+
+def name_of(environment: str) -> str:
+    """The image of an environment."""
+    return f"{_REPOSITORY}/{environment}"
+
+
+def remedy(spec: RunSpec) -> str:
+    """How to come by a cell's image."""
+    if spec.image:
+        return "build or pull it, or leave `image` out"
+    return f"harness images build {registry.engine_entry(spec.engine).environment}"
+
+
+def check(image: Any, name: str, spec: RunSpec) -> None:
+    """Raises HarnessError for an image that cannot run a cell as this code would."""
+    labels, wanted = image.labels, registry.engine_entry(spec.engine).environment
+    if ENVIRONMENT not in labels:
+        raise HarnessError(f"image {name} has no worker of this harness in it: {remedy(spec)}")
+    if labels[ENVIRONMENT] != wanted:
+        raise HarnessError(
+            f"image {name} holds environment {labels[ENVIRONMENT]}, and engine {spec.engine} needs {wanted}"
+        )
+    if labels.get(CODE) != code_digest():
+        raise HarnessError(f"image {name} holds other code than this harness: harness images build {wanted}")
+
+
+def code_digest() -> str:
+    """A digest of this project's own code, as far as a launch may depend on it."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for package in ("harness", "engines", "suites", "reports"):
+        for path in sorted(p for p in (root / package).rglob("*") if p.suffix in _CODE_SUFFIXES):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def build(
+    environment: str, arguments: Sequence[str], wheels: Path | None, host_network: bool, say: Callable[[str], None]
+) -> str:
+    """Builds an environment's image and returns its id; `say` gets every line of the build.
+
+    `arguments` are KEY=VALUE of the Dockerfile; settings of pip are taken from this process's environment. Packages
+    in `wheels` are found before those of an index. Raises HarnessError with the last line of a build that fails.
+    """
+    import docker
+    import requests
+
+    root = Path(__file__).parents[2]
+    if missing := [name for name in _CONTEXT if not (root / name).exists()]:
+        raise HarnessError(f"images are built from a checkout of this project: {root} has no {missing[0]}")
+    given = dict(_argument(text) for text in arguments)
+    settings = {name: os.environ[name] for name in _PIP if name in os.environ}
+    client = connect()
+    with tempfile.TemporaryFile() as context:
+        _pack(root, environment, wheels, context)
+        context.seek(0)
+        last, image = "", ""
+        try:
+            lines = client.api.build(
+                fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=environment,
+                tag=name_of(environment), buildargs={"CODE": code_digest()} | settings | given, rm=True, forcerm=True,
+                decode=True, network_mode="host" if host_network else None,
+            )  # fmt: skip
+            for line in lines:
+                if "error" in line:
+                    raise HarnessError(f"image {environment} was not built: {_line(line['error'])}; {last}")
+                if text := str(line.get("stream", "")).strip():
+                    last = text.splitlines()[-1][:200]
+                    say(text)
+                image = line.get("aux", {}).get("ID", image)
+        except (docker.errors.DockerException, requests.RequestException) as exc:
+            raise HarnessError(f"image {environment} was not built: {_line(exc)}") from exc
+    return image
+
+
+def built() -> Iterator[dict[str, Any]]:
+    """A row for each environment: its image, if there is one, its age and whether it holds this code."""
+    client, now = connect(), code_digest()
+    import docker
+
+    for environment in environments():
+        row = {"environment": environment, "image": name_of(environment)}
+        try:
+            image = client.images.get(name_of(environment))
+        except docker.errors.ImageNotFound:
+            yield row | {"state": "not built", "created": "", "size": "", "digest": ""}
+            continue
+        state = "ready" if image.labels.get(CODE) == now else "of other code"
+        size = f"{image.attrs['Size'] / 2**30:.2f} GiB"
+        yield row | {"state": state, "created": image.attrs["Created"][:19], "size": size, "digest": image.short_id}
+
+
+def stages_of(dockerfile: str, target: str) -> str:
+    """A Dockerfile with the stages that `target` is made of and no others: a builder without BuildKit builds all."""
+    head, *rest = re.split(r"(?m)^(?=FROM )", dockerfile)
+    stages = {re.match(r"FROM \S+ AS (\S+)", text)[1]: text for text in rest}  # type: ignore[index]
+    needed, left = set[str](), [target]
+    while left:
+        name = left.pop()
+        if name in stages and name not in needed:
+            needed.add(name)
+            left += re.findall(r"(?m)^(?:FROM |COPY --from=)(\S+)", stages[name])
+    return head + "".join(text for name, text in stages.items() if name in needed)
+
+
+def _argument(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise HarnessError(f"--build-arg {text}: expected KEY=VALUE")
+    return key, value
+
+
+def _pack(root: Path, environment: str, wheels: Path | None, target: Any) -> None:
+    """The build's context. Times and owners are left out, so that a layer of the same files is the same layer."""
+
+    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if "__pycache__" in entry.name or entry.name.endswith((".pyc", ".egg-info")):
+            return None
+        entry.uid = entry.gid = 0
+        entry.uname = entry.gname = ""
+        entry.mtime = 0
+        return entry
+
+    with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as tar:
+        text = stages_of((root / "Dockerfile").read_text(), environment).encode()
+        entry = tarfile.TarInfo("Dockerfile")
+        entry.size = len(text)
+        tar.addfile(entry, io.BytesIO(text))
+        for name in _CONTEXT[1:]:
+            tar.add(root / name, name, filter=plain)
+        for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
+            tar.add(wheel.resolve(), f".wheels/{wheel.name}", filter=plain)
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:300]

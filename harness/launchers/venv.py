@@ -1,0 +1,108 @@
+"""Virtual environments: an engine's own pins without a container, built when first needed and kept by their hash."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import registry
+from harness.api import EventSink, HarnessError, RunSpec
+from harness.launchers.process import ProcessSandbox
+
+#: Part of an environment's hash: raise it when the same pins are installed in another way.
+_RECIPE = "1"
+_PACKAGES = ("harness", "engines", "suites", "reports")
+_READY = ".ready"
+_INSTALL_TIMEOUT_S = 3600.0
+
+
+class VirtualEnvironments:
+    """One environment for each of the lists of pins in engines/environments, under `cache`."""
+
+    def __init__(self, cache: Path) -> None:
+        self._folder = cache.resolve() / "environments"
+
+    def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ProcessSandbox:
+        name = registry.engine_entry(spec.engine).environment
+        if not name:
+            raise HarnessError(f"engine {spec.engine} has no environment of its own: use --launcher process")
+        identity = self.identity(name)
+        home = self._folder / identity
+        try:
+            with _locked(home.with_suffix(".lock")):
+                if not (home / _READY).exists():
+                    self._build(name, home, log, on_event)
+            return ProcessSandbox(str(home / "bin" / "python"), self._code(), identity)
+        except OSError as exc:
+            raise HarnessError(f"cannot build environment {name} in {home}: {exc.strerror}") from exc
+
+    @staticmethod
+    def identity(name: str) -> str:
+        """An environment's name and the hash of all that decides what is in it."""
+        pins = registry.environment_pins(name).read_bytes()
+        parts = [_RECIPE.encode(), pins, sys.version.encode(), sysconfig.get_platform().encode()]
+        return f"{name}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:12]}"
+
+    def built(self, name: str) -> bool:
+        """Whether an environment of these pins is there."""
+        return (self._folder / self.identity(name) / _READY).exists()
+
+    def _build(self, name: str, home: Path, log: Path, on_event: EventSink) -> None:
+        """Installs the pins into a new environment. One that was left unfinished is begun anew."""
+        shutil.rmtree(home, ignore_errors=True)
+        venv.create(home, symlinks=True, with_pip=True)
+        steps = install_steps(registry.environment_pins(name))
+        for done, step in enumerate(steps):
+            on_event(f"building environment {name}", done, len(steps))
+            command = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *step]
+            with log.open("ab") as sink:
+                sink.write(f"=== pip install {' '.join(step)}\n".encode())
+                sink.flush()
+                try:
+                    status = subprocess.run(
+                        command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
+                        timeout=_INSTALL_TIMEOUT_S,
+                    ).returncode  # fmt: skip
+                except subprocess.TimeoutExpired:
+                    status = 1
+            if status:
+                raise HarnessError(f"environment {name} could not be built: pip failed, see {log.name}")
+        (home / _READY).write_text(f"Python {platform.python_version()}\n")
+
+    def _code(self) -> Path:
+        """A folder that holds this code's packages and nothing else: what else is beside them stays out."""
+        roots = [Path(__file__).parents[2] / name for name in _PACKAGES]
+        folder = self._folder / f"code-{hashlib.sha256(os.fsencode(roots[0])).hexdigest()[:12]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for root in roots:
+            link = folder / root.name
+            if not link.is_symlink():
+                with contextlib.suppress(FileExistsError):  # another harness was faster
+                    link.symlink_to(root)
+        return folder
+
+
+def install_steps(pins: Path) -> list[list[str]]:
+    """What pip is asked for, one after another: what is built needs torch and the build tools there before it."""
+    first = [line for line in pins.read_text().splitlines() if line.startswith(("torch==", "setuptools==", "wheel=="))]
+    rest = ["--no-build-isolation", "--no-deps", "-r", str(pins)]
+    return [["--no-deps", *first], rest] if first else [rest]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """For one harness at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

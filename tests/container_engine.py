@@ -1,0 +1,244 @@
+"""A Docker engine for tests, and a base image without a registry.
+
+The engine that answers is used; else, as root on Debian, one is installed and started for the tests alone: no bridge,
+no change to the firewall, its own folders. The base image is the host's own Python with the Debian packages that
+`python:3.11-slim` and the Dockerfile's first stage would bring: their files are those that are installed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+BASE_IMAGE = "python:3.11-slim"
+_PACKAGES = (
+    "g++",
+    "libaio-dev",
+    "dash",
+    "bash",
+    "coreutils",
+    "grep",
+    "sed",
+    "tar",
+    "gzip",
+    "findutils",
+    "passwd",
+    "procps",
+)
+_LINKED = ("bin", "sbin", "lib", "lib64")  # into /usr
+_SKIPPED = {"site-packages", "test", "idlelib", "tkinter", "turtledemo", "__pycache__"}
+_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[str]:
+    """DOCKER_HOST of an engine. Raises RuntimeError where there is none and none can be started."""
+    given = os.environ.get("DOCKER_HOST")
+    for address in filter(None, (given, "unix:///var/run/docker.sock")):
+        if _answers(address):
+            yield address
+            return
+    with private_engine() as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def private_engine() -> Iterator[tuple[str, int]]:
+    """An engine for the tests alone: its address and its process. Raises RuntimeError where it cannot be started."""
+    if os.getuid() != 0:
+        raise RuntimeError("no Docker engine answers, and only root can start one")
+    if shutil.which("dockerd") is None:
+        _install("docker.io")
+    with (
+        tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder,
+        (Path(folder) / "log").open("wb") as log,
+    ):
+        address = f"unix://{folder}/docker.sock"
+        options = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid"]
+        options += ["--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false"]
+        daemon = subprocess.Popen(["dockerd", *options, "-H", address], stdout=log, stderr=log, start_new_session=True)
+        try:
+            _await(address, daemon, Path(folder) / "log")
+            yield address, daemon.pid
+        finally:
+            _stop(daemon, address, Path(folder))
+
+
+def copy_image(name: str, address: str) -> None:
+    """From the engine of DOCKER_HOST to another one."""
+    with subprocess.Popen(["docker", "save", name], stdout=subprocess.PIPE) as saved:
+        subprocess.run(["docker", "-H", address, "load"], stdin=saved.stdout, check=True, capture_output=True)
+
+
+def base_image(address: str) -> str:
+    """The name of a base image, made where the engine has none."""
+    docker = ["docker", "-H", address]
+    if subprocess.run([*docker, "image", "inspect", BASE_IMAGE], capture_output=True, check=False).returncode:
+        path = "PATH=/usr/local/bin:/usr/bin:/bin"
+        changes = ["-c", f"ENV {path}", "-c", "ENV LANG=C.UTF-8", "-c", 'CMD ["python3"]']
+        with tempfile.TemporaryFile() as root:
+            write_root(root)
+            root.seek(0)
+            subprocess.run([*docker, "import", *changes, "-", BASE_IMAGE], stdin=root, check=True, capture_output=True)
+    return BASE_IMAGE
+
+
+def write_root(target: BinaryIO) -> None:
+    """A root file system as a tar file: this interpreter at /usr/local, and Debian packages from this host."""
+    names: set[str] = set()
+    with tarfile.open(fileobj=target, mode="w") as tar:
+
+        def folder(name: str, mode: int = 0o755) -> None:
+            if name and name not in names:
+                folder(str(Path(name).parent).strip("."))
+                names.add(name)
+                entry = tarfile.TarInfo(name)
+                entry.type, entry.mode = tarfile.DIRTYPE, mode
+                tar.addfile(entry)
+
+        def add(source: str, name: str) -> None:
+            name = name.strip("/")
+            if name.split("/")[0] in _LINKED:
+                name = f"usr/{name}"
+            if name not in names and os.path.lexists(source):
+                folder(str(Path(name).parent).strip("."))
+                names.add(name)
+                tar.add(source, name, recursive=False)
+
+        for name in (
+            "usr/local/bin",
+            "etc",
+            "var",
+            "proc",
+            "sys",
+            "dev",
+            "root",
+            "run",
+            *(f"usr/{n}" for n in _LINKED),
+        ):
+            folder(name)
+        folder("tmp", 0o1777)
+        for name in _LINKED:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{name}"
+            tar.addfile(entry)
+        for path in _files_of(_closure(_PACKAGES)):
+            if not path.startswith(("/usr/share/doc", "/usr/share/man", "/usr/share/locale", "/proc", "/sys", "/dev")):
+                add(path, path)
+        for path in (
+            "/etc/passwd",
+            "/etc/group",
+            "/etc/nsswitch.conf",
+            "/etc/hosts",
+            "/etc/alternatives",
+            _CERTIFICATES,
+        ):
+            add(path, path)
+        for path in sorted(Path("/etc/alternatives").glob("*")):
+            add(str(path), str(path))
+        for path in (p for p in Path("/usr/bin").iterdir() if p.is_symlink()):
+            if str(path.readlink()).startswith("/etc/alternatives/"):
+                add(str(path), str(path))
+        _add_python(tar, add)
+        libraries = io.BytesIO(b"/usr/local/lib\n/usr/lib/x86_64-linux-gnu\n/lib/x86_64-linux-gnu\n")
+        entry = tarfile.TarInfo("etc/ld.so.conf")
+        entry.size = len(libraries.getvalue())
+        tar.addfile(entry, libraries)
+
+
+def _add_python(tar: tarfile.TarFile, add: Callable[[str, str], None]) -> None:
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    program = Path(os.path.realpath(Path(sys.base_prefix) / "bin" / f"python{version}"))
+    add(str(program), f"usr/local/bin/python{version}")
+    for name in ("python", "python3"):
+        entry = tarfile.TarInfo(f"usr/local/bin/{name}")
+        entry.type, entry.linkname = tarfile.SYMTYPE, f"python{version}"
+        tar.addfile(entry)
+    needing = [program]
+    library = Path(sysconfig.get_path("stdlib", vars={"base": sys.base_prefix, "installed_base": sys.base_prefix}))
+    for folder, inner, files in os.walk(library):
+        inner[:] = sorted(i for i in inner if i not in _SKIPPED and not i.startswith("config-"))
+        for name in sorted(files):
+            source = Path(folder) / name
+            add(str(source), f"usr/local/lib/python{version}/{source.relative_to(library)}")
+            needing += [source] if source.suffix == ".so" else []
+    for path in sorted({path for binary in needing for path in _libraries(binary)}):
+        add(os.path.realpath(path), f"usr/lib/x86_64-linux-gnu/{Path(path).name}")
+
+
+def _libraries(binary: Path) -> list[str]:
+    found = subprocess.run(["ldd", str(binary)], capture_output=True, text=True, check=False).stdout
+    words = [line.split() for line in found.splitlines()]
+    return [w[2] for w in words if len(w) > 2 and w[1] == "=>" and w[2].startswith("/")]
+
+
+def _closure(packages: tuple[str, ...]) -> list[str]:
+    """The packages and all that they depend on."""
+    known = subprocess.run(["dpkg-query", "-W", "-f", "${Package}\n"], capture_output=True, text=True, check=True)
+    missing = [p for p in packages if p not in known.stdout.split()]
+    if missing:
+        _install(*missing)
+    no = [f"--no-{kind}" for kind in ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")]
+    command = ["apt-cache", "depends", "--recurse", "--installed", *no, *packages]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sorted({line for line in found.splitlines() if line and line[0] not in " <|"})
+
+
+def _files_of(packages: list[str]) -> list[str]:
+    done = subprocess.run(["dpkg", "-L", *packages], capture_output=True, text=True, check=False)
+    return sorted({line for line in done.stdout.splitlines() if line.startswith("/") and line != "/."})
+
+
+def _install(*packages: str) -> None:
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    wait = ["-o", "DPkg::Lock::Timeout=300", "-qq"]
+    for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+        done = subprocess.run(
+            ["apt-get", *wait, *command], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"apt-get {command[0]} failed: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def _answers(address: str) -> bool:
+    command = ["curl", "-sf", "-m", "5", "--unix-socket", address.removeprefix("unix://"), "http://d/_ping"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _await(address: str, daemon: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not _answers(address):
+        if daemon.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"dockerd did not start: {log.read_text(errors='replace').splitlines()[-1:]}")
+        time.sleep(0.1)
+
+
+def _stop(daemon: subprocess.Popen[bytes], address: str, folder: Path) -> None:
+    """Its containers first: without the engine nobody would end them."""
+    docker = ["docker", "-H", address]
+    found = subprocess.run([*docker, "ps", "-aq"], capture_output=True, text=True, check=False).stdout.split()
+    if found:
+        subprocess.run([*docker, "rm", "-f", *found], capture_output=True, check=False)
+    daemon.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        daemon.wait(30)
+    daemon.kill()
+    for mounted in ("exec/netns/default", "data"):
+        subprocess.run(["umount", "-l", str(folder / mounted)], capture_output=True, check=False)
+
+
+if __name__ == "__main__":
+    with engine() as address:
+        sys.stdout.write(f"{base_image(address)} {address}\n")

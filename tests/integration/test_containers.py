@@ -1,0 +1,216 @@
+"""Cells in real containers: how they end, what they may do, and what is left when something dies."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import docker
+import pytest
+
+from harness.api import to_json
+from harness.launchers.docker import OWNER
+from tests import container_engine
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine's address. Where none can be had CI fails, and everyone else is told."""
+    try:
+        with container_engine.engine() as address, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DOCKER_HOST", address)
+            yield address
+    except RuntimeError as exc:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no container engine: {exc}")
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    return docker.from_env()
+
+
+def build(*names: str) -> None:
+    """The engines' images, by the command that users have."""
+    wheels = Path(os.environ.get("PIP_FIND_LINKS", "-"))
+    options = ["--wheels", str(wheels)] if wheels.is_dir() else []
+    command = [str(Path(sys.executable).with_name("harness")), "images", "build", *names, "--host-network", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def images(engine):
+    """The smallest image: the harness and its fake engine."""
+    container_engine.base_image(engine)
+    build("harness")
+
+
+def test_every_way_to_end_is_told_apart(cli, images, client):
+    suite = cli.suite(
+        """
+  - {name: fine, engine: fake}
+  - {name: exception, engine: fake, options: {crash: exception}, expect: error}
+  - {name: killed, engine: fake, options: {crash: sigkill}, expect: error}
+  - {name: exits, engine: fake, options: {crash: exit}, expect: error}
+  - {name: full, engine: fake, options: {crash: enospc}, expect: disk_full}
+  - {name: refuses, engine: fake, options: {crash: unsupported}, expect: unsupported}
+  - {name: eats, engine: fake, options: {eat_bytes: 400000000}, limits: {host_memory: 100MiB}, expect: oom_host}
+  - {name: eats-little, engine: fake, options: {eat_bytes: 30000000}, limits: {host_memory: 100MiB}}
+  - {name: hangs, engine: fake, options: {hang: true}, timeout: 3s, expect: timeout}
+  - {name: no-image, engine: fake, image: "offload-harness/nothing", expect: error}
+  - {name: other-image, engine: fake, image: "python:3.11-slim", expect: error}
+  - {name: gpu, engine: fake, limits: {device_memory: 1GiB}, expect: unsupported}
+""",
+        repeats=1,
+        launcher="docker",
+    )
+    done = cli.run(suite)
+    found = {r.spec.name: r for r in cli.records()}
+    assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}
+    assert done.returncode == 0, done.stderr
+    assert "SIGKILL" in found["killed"].reason
+    assert "exited with" in found["exits"].reason
+    assert found["eats"].memory.limit_bytes == found["eats"].memory.idle_bytes + (100 << 20)
+    assert "its limit of" in found["eats"].reason
+    assert found["eats-little"].memory.method.startswith("container")
+    assert found["fine"].provenance["image"] == "offload-harness/harness"
+    assert found["fine"].provenance["image_digest"].startswith("sha256:")
+    assert "no image offload-harness/nothing" in found["no-image"].reason
+    assert "no worker of this harness" in found["other-image"].reason
+    assert "no GPU" in found["gpu"].reason
+    for record in found.values():
+        assert str(cli.folder) not in json.dumps(to_json(record)), "records name no folder of this machine"
+    assert "ValueError" in (cli.out / "logs" / "exception.log").read_text() or "Error" in found["exception"].reason
+    assert client.containers.list(all=True, filters={"label": OWNER}) == []
+
+
+def test_a_path_with_spaces_and_colons_and_two_harnesses_at_once(cli, images, tmp_path):
+    odd = tmp_path / "a folder: with, odd = names"
+    odd.mkdir()
+    suite = cli.suite("  - {name: fine, engine: fake, options: {sleep_s: 1.0}}", repeats=2, launcher="docker")
+    outs = [odd / "one", odd / "two"]
+    done = [None, None]
+
+    def run(i: int) -> None:
+        done[i] = cli("run", suite, "--out", outs[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result, out in zip(done, outs, strict=True):
+        assert result.returncode == 0, result.stderr
+        assert len((out / "records.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_a_killed_harness_leaves_is_removed_by_the_next(cli, images, client):
+    suite = cli.suite(
+        "  - {name: hangs, engine: fake, options: {hang: true}, timeout: 300s}", repeats=1, launcher="docker"
+    )
+    process = subprocess.Popen(
+        cli.command("run", suite, "--out", cli.out),
+        env=cli.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not client.containers.list(filters={"label": OWNER}):
+        assert time.monotonic() < deadline, "no container was started"
+        time.sleep(0.2)
+    process.kill()
+    process.wait()
+    assert client.containers.list(filters={"label": OWNER}), "it is still there"
+    other = cli.suite("  - {name: fine, engine: fake}", repeats=1, launcher="docker", name="other")
+    assert cli("run", other, "--out", cli.folder / "other").returncode == 0
+    assert client.containers.list(all=True, filters={"label": OWNER}) == []
+
+
+def test_a_results_folder_that_cannot_be_written_is_told_in_one_line(cli, images):
+    suite = cli.suite("  - {name: fine, engine: fake}", repeats=1, launcher="docker")
+    done = cli("run", suite, "--out", "/proc/no")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_no_engine_is_told_with_the_remedy(cli, images, monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    suite = cli.suite("  - {name: fine, engine: fake}", repeats=1, launcher="docker")
+    done = cli.run(suite)
+    assert done.returncode == 2
+    assert "start Docker or set DOCKER_HOST" in done.stderr
+    assert "process" in cli("ls", "engines").stdout
+
+
+def test_quickstart_runs_in_containers(cli, images):
+    build("offload", "accelerate")
+    done = cli(
+        "run", "quickstart", "--launcher", "docker", "--out", cli.out, "--set", "repeats=1",
+        "--cell", "offload-sweep", "--cell", "accelerate", "--cell", "transformers-within-limit",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = {r.spec.name: r for r in cli.records()}
+    assert records["offload-sweep"].provenance["image"] == "offload-harness/offload"
+    assert records["offload-sweep"].memory.limit_bytes is not None
+    assert (cli.out / "report.html").exists()
+
+
+def test_an_engine_that_dies_is_an_error_and_its_worker_ends(cli, images, tmp_path):
+    """Of an engine of its own: the shared one is not killed."""
+    with container_engine.private_engine() as (address, pid):
+        container_engine.copy_image("offload-harness/harness", address)
+        suite = cli.suite(
+            "  - {name: hangs, engine: fake, options: {hang: true}, timeout: 120s}", repeats=1, launcher="docker"
+        )
+        environment = cli.environment | {"DOCKER_HOST": address}
+        process = subprocess.Popen(
+            cli.command("run", suite, "--out", cli.out), env=environment, stderr=subprocess.PIPE, text=True
+        )
+        client = docker.DockerClient(base_url=address)
+        deadline = time.monotonic() + 60
+        while not client.containers.list(filters={"label": OWNER}):
+            assert time.monotonic() < deadline, "no container was started"
+            time.sleep(0.2)
+        os.kill(pid, 9)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    (record,) = cli.records()
+    assert record.status == "error"
+    assert "engine was lost" in record.reason
+
+
+def compose() -> list[str]:
+    """The command of Docker Compose that is here, of either version."""
+    for command in (["docker", "compose"], ["docker-compose"]):
+        try:
+            if subprocess.run([*command, "version"], capture_output=True, check=False).returncode == 0:
+                return command
+        except FileNotFoundError:
+            continue
+    (pytest.fail if os.environ.get("CI") else pytest.skip)("no Docker Compose here")
+    return []
+
+
+@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+def test_compose_s_file_is_valid(profile):
+    done = subprocess.run(
+        [*compose(), "--profile", profile, "config", "-q"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_compose_runs_quickstart_and_leaves_the_report(images, tmp_path):
+    build("offload")
+    (tmp_path / "results").mkdir()
+    file = ["-f", str(ROOT / "compose.yaml"), "--project-directory", str(tmp_path)]
+    up = [*compose(), *file, "--profile", "cpu", "up", "--no-build"]
+    done = subprocess.run(up, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = tmp_path / "results" / "quickstart" / "report.html"
+    assert report.stat().st_size > 10_000, done.stdout[-2000:]

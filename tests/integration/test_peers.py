@@ -1,0 +1,98 @@
+"""The engines we are compared with, each in an environment of its own, beside transformers on the same tiny models."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+SUITE = """
+  - {name: exact, engine: transformers, launcher: process, policy: {gpu_batch_size: 3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory):
+    """Built once for all tests here."""
+    return tmp_path_factory.mktemp("environments")
+
+
+def answers(cli, environments, model: str, matrix: str, **changes):
+    """How many tokens each request got and a digest of them, by cell; and the records."""
+    (cli.folder / "cache").mkdir(exist_ok=True)
+    (cli.folder / "cache" / "environments").symlink_to(environments)
+    workload = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"
+    model = f'{{id: "{model}", weights: dummy, dtype: float32}}'
+    suite = cli.suite(SUITE + matrix, model=model, workload=workload, repeats=1, warmup=1, timeout="900s",
+                      launcher="venv", seed=3, **changes)  # fmt: skip
+    done = cli.run(suite)
+    found = {r.spec.name: r for r in cli.records()}
+    assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}, done.stderr
+    return {n: [(q.id, q.generated_tokens, q.digest) for q in sorted(r.requests, key=lambda q: q.id)]
+            for n, r in found.items()}, found  # fmt: skip
+
+
+def test_deepspeed_reads_parameters_from_disk_and_answers_as_transformers_does(cli, environments):
+    found, records = answers(cli, environments, "tiny/opt", """
+  - {name: disk, engine: deepspeed_zero, options: {parameters: disk}, policy: {gpu_batch_size: 3}}
+  - {name: host, engine: deepspeed_zero, options: {parameters: host}, policy: {gpu_batch_size: 3}}
+  - {name: llama, engine: deepspeed_zero, model: {id: tiny/llama}, policy: {gpu_batch_size: 3}}
+  - {name: small, engine: deepspeed_zero, options: {parameters: disk}, limits: {host_memory: 2MiB}, expect: infeasible}
+""")  # fmt: skip
+    assert found["disk"] == found["exact"] == found["host"]
+    assert records["disk"].load.weights_by_tier[2] > 0
+    assert records["host"].load.weights_by_tier[1] > 0
+    assert records["disk"].provenance["packages"]["deepspeed"] == "0.19.8"
+    assert records["disk"].provenance["environment"].startswith("deepspeed-")
+
+
+def test_flexgen_s_own_code_runs_the_checkpoint_s_weights_through_the_shim(cli, environments):
+    found, records = answers(cli, environments, "tiny/opt", """
+  - {name: ram, engine: flexgen_ref, policy: {gpu_batch_size: 3, weights: [0, 1, 0]}}
+  - name: disk
+    engine: flexgen_ref
+    policy: {schedule: zigzag, gpu_batch_size: 2, num_gpu_batches: 2, weights: [0, 0, 1]}
+  - {name: sweep, engine: flexgen_ref, policy: {schedule: sweep}, expect: unsupported}
+  - {name: llama, engine: flexgen_ref, model: {id: tiny/llama}, expect: unsupported}
+""")  # fmt: skip
+    assert found["ram"] == found["disk"]
+    # float16 against float32 on random weights: near ties may fall otherwise, but not most of them
+    agreeing = sum(a == b for a, b in zip(found["ram"], found["exact"], strict=True))
+    assert agreeing >= 3, found
+    assert "shim" in records["ram"].load.notes[0]
+    assert records["disk"].load.weights_by_tier[2] > 0
+
+
+def test_llama_cpp_answers_as_transformers_does_with_the_file_that_is_written_for_it(cli, environments):
+    found, records = answers(cli, environments, "tiny/llama", """
+  - {name: mapped, engine: llama_cpp, policy: {gpu_batch_size: 3}}
+  - {name: read, engine: llama_cpp, options: {mmap: false}, policy: {gpu_batch_size: 1}}
+  - {name: opt, engine: llama_cpp, model: {id: tiny/opt}, expect: unsupported}
+""")  # fmt: skip
+    assert found["mapped"] == found["exact"] == found["read"]
+    assert records["mapped"].load.weights_by_tier[2] > 0
+    times = records["mapped"].requests[0].token_times_s
+    assert len(set(times)) == len(times), "every token has its own time"
+
+
+def test_airllm_answers_as_transformers_does_a_layer_at_a_time(cli, environments):
+    found, _ = answers(cli, environments, "tiny/llama", """
+  - {name: layers, engine: airllm, policy: {gpu_batch_size: 3}}
+  - {name: opt, engine: airllm, model: {id: tiny/opt}, expect: unsupported}
+""")  # fmt: skip
+    assert found["layers"] == found["exact"]
+
+
+def test_vllm_says_that_it_needs_a_device(cli):
+    suite = cli.suite("  - {name: none, engine: vllm, expect: error}", repeats=1)
+    assert cli.run(suite).returncode == 0
+    (record,) = cli.records()
+    assert "vllm" in record.reason
+
+
+def test_transformers_quantizes_its_cache(cli, environments):
+    found, records = answers(cli, environments, "tiny/llama", """
+  - {name: eight, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 8}}
+  - {name: moved, engine: transformers, options: {offload_cache: true}, expect: unsupported}
+""")  # fmt: skip
+    agreeing = sum(a == b for a, b in zip(found["eight"], found["exact"], strict=True))
+    assert agreeing >= 3, found
+    assert records["eight"].load.policy.kv_bits == 8

@@ -1,0 +1,104 @@
+"""What launchers decide before anything runs: paths in containers, environments by pins, images by labels."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from engines.environments.__main__ import WANTED
+from harness import registry
+from harness.api import HarnessError, ModelSpec, RunSpec, WorkloadSpec
+from harness.config import load_cell
+from harness.launchers import images
+from harness.launchers.sandbox import Task
+from harness.launchers.venv import VirtualEnvironments, install_steps
+
+SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
+
+
+def test_a_cell_s_fingerprint_knows_its_launcher_and_is_what_it_was_for_processes():
+    assert "launcher" not in json.dumps(SPEC.fingerprint())
+    prints = {
+        RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), launcher=kind).fingerprint() for kind in ("process", "venv")
+    }
+    assert len(prints) == 2
+    assert SPEC.fingerprint() == RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), launcher="process").fingerprint()
+
+
+def test_an_image_goes_with_a_container():
+    cell = {"engine": "fake", "model": {"id": "fake"}, "workload": {}, "image": "mine"}
+    with pytest.raises(HarnessError, match="launcher: docker"):
+        load_cell(cell)
+    assert load_cell(cell | {"launcher": "docker"}).image == "mine"
+
+
+def test_every_environment_has_its_pins_and_is_built_torch_first():
+    named = {entry.environment for entry in registry.ENGINES.values()} | {"helm"}
+    assert named == set(WANTED) == set(images.environments())
+    for name in sorted(named):
+        pins = registry.environment_pins(name)
+        lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
+        assert lines, name
+        assert all("==" in line and "+" not in line for line in lines), name
+        steps = install_steps(pins)
+        assert ("torch" in {line.split("==")[0] for line in lines}) == any(w.startswith("torch==") for w in steps[0])
+
+
+def test_an_environment_is_known_by_its_pins(tmp_path, monkeypatch):
+    pins = tmp_path / "pins.txt"
+    monkeypatch.setattr(registry, "environment_pins", lambda name: pins)
+    pins.write_text("a==1\n")
+    first = VirtualEnvironments.identity("offload")
+    pins.write_text("a==2\n")
+    assert first.startswith("offload-")
+    assert VirtualEnvironments.identity("offload") != first
+    assert not VirtualEnvironments(tmp_path).built("offload")
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ({}, "no worker of this harness"),
+        ({images.ENVIRONMENT: "vllm", images.CODE: "x"}, "holds environment vllm"),
+        ({images.ENVIRONMENT: "harness", images.CODE: "x"}, "holds other code"),
+    ],
+)
+def test_an_image_that_cannot_run_this_cell_is_refused(labels, words):
+    with pytest.raises(HarnessError, match=words):
+        images.check(SimpleNamespace(labels=labels), "mine", SPEC)
+
+
+def test_an_image_of_this_code_is_taken():
+    labels = {images.ENVIRONMENT: "harness", images.CODE: images.code_digest()}
+    images.check(SimpleNamespace(labels=labels), "mine", SPEC)
+
+
+def test_requests_speak_of_a_container_s_paths(tmp_path):
+    docker = pytest.importorskip("harness.launchers.docker")
+    blobs, model = tmp_path / "hub: a, b" / "blobs", tmp_path / "hub: a, b" / "snapshots" / "1"
+    blobs.mkdir(parents=True)
+    model.mkdir(parents=True)
+    (blobs / "x").write_text("weights")
+    (model / "model.safetensors").symlink_to("../../blobs/x")
+    body = {
+        "kind": "run",
+        "cache": str(tmp_path),
+        "model": {"path": str(model)},
+        "questions": str(tmp_path / "q" / "1.json"),
+    }
+    found, mounts = docker._translated(Task(body, tmp_path / "work", tmp_path / "log", 1.0), tmp_path / "cache")
+    assert found["model"]["path"] == "/harness/model/snapshots/1"
+    assert found["questions"] == "/harness/questions/1.json"
+    assert str(tmp_path) not in json.dumps(found)
+    by_target = {m["Target"]: m for m in mounts}
+    assert by_target["/harness/model"]["Source"] == str(tmp_path / "hub: a, b")
+    assert by_target["/harness/model"]["ReadOnly"]
+    assert not by_target["/harness/cache"]["ReadOnly"]
+    assert body["cache"] == str(tmp_path), "the task itself is left as it is"
+
+
+def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():
+    docker = pytest.importorskip("harness.launchers.docker")
+    assert docker._exit_code(137) == -9
+    assert docker._exit_code(73) == 73
+    assert docker._exit_code(255) == 255

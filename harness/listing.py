@@ -59,7 +59,7 @@ def engines(cache: Path) -> list[Row]:
         )  # fmt: skip
     gone = {"process": "not built", "venv": "not built", "image": "not built"}
     return rows + [
-        {"engine": name, **gone, "description": why, "remedy": ""} for name, why in registry.NOT_BUILT.items()
+        {"engine": name, **gone, "description": what, "remedy": why} for name, (what, why) in registry.NOT_BUILT.items()
     ]
 
 

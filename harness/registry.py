@@ -50,7 +50,7 @@ class EngineEntry:
         """How to come by what is missing."""
         if self.extra:
             return f"pip install 'offload-harness[{self.extra}]' -c constraints.txt"
-        return "run its cells with --launcher venv or docker, where it has pins of its own"
+        return "use --launcher venv or docker"
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -131,10 +131,13 @@ ENGINES: dict[str, EngineEntry] = {
     ),
 }
 
-#: What others build and we do not, and what stands for it.
+#: What others build and we do not: what it is, and why.
 NOT_BUILT = {
-    "petals": "collaborative inference over links: its packages do not install beside current ones (transformers < "
-    "4.35, pydantic < 2); pipeline stages over throttled links of our own are to represent it"
+    "petals": (
+        "collaborative inference over slow links",
+        "installs only beside old packages (transformers < 4.35, pydantic < 2); pipeline stages of ours over throttled "
+        "links are to represent it",
+    )
 }
 
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}

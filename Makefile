@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HELM := .venv-helm
 
-.PHONY: quickstart test test-full lint format schema architectures clean
+.PHONY: quickstart test test-full test-peers test-containers lint format schema architectures clean
 
 quickstart: $(STAMP)
 	$(BIN)/harness run suites/quickstart.yaml
@@ -16,7 +16,15 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
 
 test-full: test $(VENV)/.models $(HELM)/.installed
-	HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -m "slow and not gpu" -rs
+	HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -m "slow and not gpu and not peers and not containers" -rs
+
+# The engines that we are compared with, each in an environment of its own (built for the test; libaio-dev and a compiler)
+test-peers: $(STAMP)
+	$(BIN)/python -m pytest -m peers -rs
+
+# A real container engine: one that answers, or as root on Debian one that is started for the tests
+test-containers: $(STAMP)
+	$(BIN)/python -m pytest -m containers -rs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

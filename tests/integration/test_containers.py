@@ -16,7 +16,7 @@ from harness.launchers.docker import OWNER
 from tests import container_engine
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.containers, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

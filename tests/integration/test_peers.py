@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(1500)]
 
 SUITE = """
   - {name: exact, engine: transformers, launcher: process, policy: {gpu_batch_size: 3}}

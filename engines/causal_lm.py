@@ -124,7 +124,7 @@ class CausalLMEngine(ABC):
         for request in requests:
             checks.validate(request, self._model.shape)
         decode = checks.decoder(self._model.path) if any(r.sampling.stop for r in requests) else None
-        return self._batches(list(requests), decode, time.perf_counter())
+        return self._batches(requests, decode, time.perf_counter())
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores in float32 from the logits of the continuation's positions only.
@@ -156,21 +156,14 @@ class CausalLMEngine(ABC):
     # ----------------------------------------------------------------------- generation
 
     def _batches(
-        self, pending: list[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
+        self, pending: Sequence[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
     ) -> Iterator[GenerationResult]:
-        pending.sort(key=lambda r: r.arrival_s)  # stable: equal arrivals keep their order
-        while pending:
-            wait = pending[0].arrival_s - (time.perf_counter() - began)
-            if wait > 0:
-                time.sleep(wait)
-            batch = self._take(pending, time.perf_counter() - began)
-            taken = {id(r) for r in batch}
-            pending = [r for r in pending if id(r) not in taken]
+        for batch in checks.in_turn(pending, self._take, began):
             yield from self._run_batch(batch, decode, began)
 
     def _take(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
         """The requests of the next batch, of those that have arrived."""
-        return next_batch(pending, now_s, self._block_size)
+        return checks.next_batch(pending, now_s, self._block_size)
 
     @torch.inference_mode()
     def _run_batch(
@@ -238,9 +231,3 @@ class CausalLMEngine(ABC):
             picked = log_probs.gather(1, target[:, None]).double().sum().item()
             scores.append(Score(picked, bool((log_probs.argmax(dim=-1) == target).all())))
         return scores
-
-
-def next_batch(pending: Sequence[GenerationRequest], now_s: float, size: int) -> list[GenerationRequest]:
-    """The next requests to run together: those that have arrived and are as long as the first one, at most `size`."""
-    length = len(pending[0].prompt)
-    return [r for r in pending if r.arrival_s <= now_s and len(r.prompt) == length][:size]

@@ -84,7 +84,7 @@ def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, i
 
 def largest_tensor_bytes(path: str | Path) -> int:
     """Bytes of the largest single tensor of a model folder, in its stored dtype. Raises HarnessError as `prepare`."""
-    shards = [_read_shard(Path(path) / name) for name in shard_names(Path(path))]
+    shards = [read_shard(Path(path) / name) for name in shard_names(Path(path))]
     return max(size for shard in shards for _, size in shard.tensors.values())
 
 
@@ -92,7 +92,7 @@ def largest_tensor_bytes(path: str | Path) -> int:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """One safetensors file: its header, and which bytes its tensors take."""
 
     name: str
@@ -104,7 +104,7 @@ class _Shard:
 def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     """Checks that a checkpoint is whole and describes it; reads the headers only. `shape` None: from its config."""
     config = _json_object(folder / "config.json")
-    shards = [_read_shard(folder / name) for name in shard_names(folder)]
+    shards = [read_shard(folder / name) for name in shard_names(folder)]
     dtypes: Counter[str] = Counter()
     for shard in shards:
         for dtype, size in shard.tensors.values():
@@ -148,7 +148,8 @@ def shard_names(folder: Path) -> list[str]:
     )
 
 
-def _read_shard(path: Path) -> _Shard:
+def read_shard(path: Path) -> Shard:
+    """The header of a safetensors file. Raises HarnessError for one that is missing, damaged or cut short."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -166,7 +167,7 @@ def _read_shard(path: Path) -> _Shard:
         raise HarnessError(f"{path} is not a safetensors file: its header does not parse ({size} bytes)") from exc
     if size != expected:
         raise HarnessError(f"{path} is truncated or damaged: expected {expected} bytes, found {size}")
-    return _Shard(path.name, size, raw, tensors)
+    return Shard(path.name, size, raw, tensors)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def _digest(config: Mapping[str, Any], shards: list[_Shard]) -> str:
+def _digest(config: Mapping[str, Any], shards: list[Shard]) -> str:
     """A cheap content hash: the configuration and every shard's name, size and header, never the tensors."""
     known = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,17 +169,11 @@ class FlexGenEngine:
                 raise UnsupportedError(
                     f"request {request.id}: FlexGen decodes greedily here: no sampling, stop strings or logprobs"
                 )
-        return self._blocks(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
+        return self._blocks(requests, time.perf_counter())
 
-    def _blocks(self, pending: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
-        while pending:
-            wait = pending[0].arrival_s - (time.perf_counter() - began)
-            if wait > 0:
-                time.sleep(wait)
-            now, length = time.perf_counter() - began, len(pending[0].prompt)
-            block = [r for r in pending if r.arrival_s <= now and len(r.prompt) == length][: self._block]
-            taken = {id(r) for r in block}
-            pending = [r for r in pending if id(r) not in taken]
+    def _blocks(self, requests: Sequence[GenerationRequest], began: float) -> Iterator[GenerationResult]:
+        take = partial(checks.next_batch, size=self._block)
+        for block in checks.in_turn(requests, take, began):
             yield from self._run(block, began)
 
     def _run(self, block: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
@@ -192,7 +187,7 @@ class FlexGenEngine:
         end = time.perf_counter() - began
         # a step's tokens are there when its last layer is; the last ones when all is written back
         times = [stop - began for stop in timer.stop_times[:-1]] + [end]
-        ends = checks.special_tokens(_generation_config(self._model), self._model.shape.vocab)[0]
+        ends = checks.special_tokens(checks.generation_settings(self._model.path), self._model.shape.vocab)[0]
         for row, request in enumerate(block):
             prompt = len(request.prompt)
             found = [int(t) for t in tokens[row, prompt:]]
@@ -247,14 +242,6 @@ def _require_opt(model: LocalModel) -> None:
         raise UnsupportedError(f"FlexGen's code is for OPT, not {model.shape.family}")
     if config.get("word_embed_proj_dim", model.shape.hidden) != model.shape.hidden:
         raise UnsupportedError("FlexGen has no code for OPT with projected embeddings (opt-350m)")
-
-
-def _generation_config(model: LocalModel) -> Any:
-    path = Path(model.path)
-    for name in ("generation_config.json", "config.json"):
-        if (path / name).is_file():
-            return SimpleNamespace(**json.loads((path / name).read_text()))
-    return SimpleNamespace()
 
 
 def _as_files(model: LocalModel, cache: Path) -> Path:

@@ -288,8 +288,7 @@ def _describe(writer: GGUFWriter, model: LocalModel, config: dict[str, Any], rop
     writer.add_rope_freq_base(rope)
     writer.add_layer_norm_rms_eps(float(config.get("rms_norm_eps", 1e-6)))
     writer.add_vocab_size(shape.vocab)
-    ends = config.get("eos_token_id")
-    ends = [e for e in (ends if isinstance(ends, list) else [ends]) if e is not None and e < shape.vocab]
+    ends = checks.special_tokens(checks.generation_settings(model.path), shape.vocab)[0]
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i} " for i in range(shape.vocab)])
     writer.add_token_scores([0.0] * shape.vocab)

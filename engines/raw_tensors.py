@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engines.checkpoints import shard_names
+from engines.checkpoints import read_shard, shard_names
 
 #: numpy has no bfloat16: its bits.
 _STORED: Mapping[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -28,23 +27,21 @@ class RawTensor:
     file: Path
     offset: int
 
-    def bits(self) -> npt.NDArray[np.generic]:
+    def bits(self) -> npt.NDArray[Any]:
         """The values as they are stored; of bfloat16 the upper halves of float32 as uint16."""
         return np.array(np.memmap(self.file, _STORED[self.dtype], "r", self.offset, self.shape))
 
-    def values(self) -> npt.NDArray[np.floating]:
+    def values(self) -> npt.NDArray[Any]:
         """The values as floats; bfloat16 exactly as float32."""
         found = self.bits()
-        return (found.astype(np.uint32) << 16).view(np.float32) if self.dtype == "BF16" else found  # type: ignore[return-value]
+        return (found.astype(np.uint32) << 16).view(np.float32) if self.dtype == "BF16" else found
 
 
 def read(folder: Path) -> Iterator[RawTensor]:
     """All tensors of a folder of safetensors, in the order of its files. The checkpoint has been checked before."""
     for name in shard_names(folder):
-        with (folder / name).open("rb") as file:
-            length = struct.unpack("<Q", file.read(8))[0]
-            header = json.loads(file.read(length))
-        for tensor, entry in header.items():
+        header = read_shard(folder / name).header
+        for tensor, entry in json.loads(header).items():
             if tensor != "__metadata__":
-                offset = 8 + length + entry["data_offsets"][0]
+                offset = 8 + len(header) + entry["data_offsets"][0]
                 yield RawTensor(tensor, entry["dtype"], tuple(entry["shape"]), folder / name, offset)

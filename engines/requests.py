@@ -1,10 +1,13 @@
-"""What every engine checks before it works: requests and pairs that can be run on this model."""
+"""What every engine does with requests before it works: whether they can be run, and which of them together."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from engines.text import load_tokenizer
@@ -59,6 +62,36 @@ def full_sequence(
         )
     _check_ids(f"pair {index}", full, shape.vocab)
     return full
+
+
+def in_turn(
+    requests: Sequence[GenerationRequest],
+    take: Callable[[Sequence[GenerationRequest], float], list[GenerationRequest]],
+    began: float,
+) -> Iterator[list[GenerationRequest]]:
+    """All requests, in the batches that `take` makes of those that are left, given the seconds since `began`; waits for
+    the next one to arrive where none is there."""
+    pending = sorted(requests, key=lambda r: r.arrival_s)  # stable: equal arrivals keep their order
+    while pending:
+        wait = pending[0].arrival_s - (time.perf_counter() - began)
+        if wait > 0:
+            time.sleep(wait)
+        batch = take(pending, time.perf_counter() - began)
+        taken = {id(r) for r in batch}
+        pending = [r for r in pending if id(r) not in taken]
+        yield batch
+
+
+def next_batch(pending: Sequence[GenerationRequest], now_s: float, size: int) -> list[GenerationRequest]:
+    """The next requests to run together: those that have arrived and are as long as the first one, at most `size`."""
+    length = len(pending[0].prompt)
+    return [r for r in pending if r.arrival_s <= now_s and len(r.prompt) == length][:size]
+
+
+def generation_settings(folder: str) -> SimpleNamespace:
+    """What a model folder's generation_config.json says, or else its config.json: ids of special tokens, for one."""
+    files = [path for name in ("generation_config.json", "config.json") if (path := Path(folder) / name).is_file()]
+    return SimpleNamespace(**json.loads(files[0].read_text())) if files else SimpleNamespace()
 
 
 def decoder(folder: str) -> Callable[[Sequence[int]], str]:

@@ -150,8 +150,8 @@ def built() -> Iterator[dict[str, Any]]:
 
 def stages_of(dockerfile: str, target: str) -> str:
     """A Dockerfile with the stages that `target` is made of and no others: a builder without BuildKit builds all."""
-    head, *rest = re.split(r"(?m)^(?=FROM )", dockerfile)
-    stages = {re.match(r"FROM \S+ AS (\S+)", text)[1]: text for text in rest}  # type: ignore[index]
+    head, *rest = re.split(r"(?m)^(?=FROM \S+ AS (\S+))", dockerfile)
+    stages = dict(zip(rest[::2], rest[1::2], strict=True))
     needed, left = set[str](), [target]
     while left:
         name = left.pop()

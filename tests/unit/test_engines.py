@@ -14,7 +14,7 @@ import transformers
 from engines import checkpoints
 from engines.accelerate import AccelerateEngine
 from engines.calibrate import gemm_rates
-from engines.causal_lm import next_batch
+from engines.requests import next_batch
 from engines.transformers import WORK_BYTES, TransformersEngine
 from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (

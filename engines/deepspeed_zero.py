@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-Inference: ZeRO stage 3, each parameter fetched from RAM or disk when its module runs.
 
-Configured as DeepSpeed's own ZeRO-Inference example does, in the best way found (deepspeed 0.19.8, CPU):
+Configured after DeepSpeed's ZeRO-Inference example, for a budget of memory (deepspeed 0.19.8):
 
 - `HfDeepSpeedConfig` exists before `from_pretrained`, so that no more than a shard is ever in memory at load.
 - Parameters on disk pass through `buffers` pinned buffers, each as large as the largest parameter (the embedding): with
@@ -40,7 +40,7 @@ from harness.api import (
     UnsupportedError,
 )
 
-#: Of the asynchronous reads: DeepSpeed's own tuning result for one NVMe disk.
+#: Of the asynchronous reads: large blocks and a deep queue, read ahead of the computation.
 _AIO = {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "single_submit": False, "overlap_events": True}
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import click
 
@@ -39,3 +40,8 @@ def one_line_errors() -> Iterator[None]:
 def drop_stdout() -> None:
     """Nobody reads it any more, or nobody can: what is left in it must not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def interrupt(signum: int, frame: object) -> NoReturn:
+    """A signal's handler: as Ctrl-C."""
+    raise KeyboardInterrupt

@@ -14,10 +14,11 @@ from typing import Any
 import click
 
 from harness import provenance, registry
-from harness.api import HarnessError, SuiteSpec
+from harness.api import HarnessError
 from harness.launchers import images
 from harness.launchers.memory import make_group, own_limit
 from harness.launchers.venv import VirtualEnvironments
+from harness.shipped import shipped_suites
 
 Row = dict[str, Any]
 
@@ -69,14 +70,6 @@ def _images() -> dict[str, str]:
         return {row["environment"]: row["state"].replace("not built", "buildable") for row in images.built()}
     except HarnessError:
         return dict.fromkeys(images.environments(), "no container engine")
-
-
-def shipped_suites() -> list[SuiteSpec]:
-    """Every suite that comes with the package."""
-    import suites as package
-    from harness.config import load_suite
-
-    return [load_suite(path) for path in sorted(Path(package.__file__).parent.glob("*.yaml"))]
 
 
 def suites() -> list[Row]:

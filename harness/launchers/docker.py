@@ -86,10 +86,13 @@ class ContainerSandbox:
     def run(self, task: Task, on_event: EventSink) -> Outcome:
         user = os.getuid() or _UNPRIVILEGED
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
-        self._own(self._cache, user, group)
-        body, mounts = _translated(task, self._cache)
+        try:
+            body, mounts = _translated(task, self._cache)
+        except UnsupportedError as exc:
+            return _refused("unsupported", str(exc))
         # the worker's parent is the container's init
         with exchange(task, 1, body) as log_start:
+            self._own(self._cache, user, group)
             self._own(task.workdir, user, group)
             try:
                 container = self._create(task, mounts, f"{user}:{group}")
@@ -216,9 +219,8 @@ def _translated(task: Task, cache: Path) -> tuple[dict[str, Any], list[Mount]]:
     """The request with a container's paths, and what has to be mounted there.
 
     A mount of type bind refuses a source that does not exist (`volumes=` would make it, as root), and takes sources
-    with colons and spaces.
+    with colons and spaces. Raises UnsupportedError for a model folder that cannot be mounted.
     """
-    cache.mkdir(parents=True, exist_ok=True)
     body = task.body | {"cache": _CACHE}
     mounts = [Mount(_WORK, str(task.workdir), type="bind"), Mount(_CACHE, str(cache), type="bind")]
     model = body.get("model")
@@ -241,7 +243,7 @@ def _with_what_it_links_to(folder: Path) -> tuple[Path, str]:
         return folder.resolve(), ""
     source = Path(os.path.commonpath([folder, *targets]))
     if len(source.parts) < 3:
-        raise HarnessError(f"model {folder}: its links lead all over the file system; copy the files into one folder")
+        raise UnsupportedError(f"model {folder}: its links lead all over; copy its files into one folder")
     return source, str(folder.relative_to(source))
 
 

@@ -87,7 +87,7 @@ class CellLauncher:
     def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord:
         """One RunRecord, whatever the workload does. KeyboardInterrupt passes through once the worker is gone."""
         spec = request.spec
-        started_at, start = provenance.now(), time.monotonic()
+        started_at = provenance.now()
         try:
             sandbox = self._of(spec, request.log, on_event)
         except HarnessError as exc:
@@ -103,18 +103,17 @@ class CellLauncher:
                 return RunRecord(spec, "", request.repeat, found[0], self.scrub(found[1]), started_at)
             asked = found
         kept = KeptAnswers(request, asked)
-        record, answers = kept.read() or self._run(sandbox, request, asked, idle, started_at, on_event)
+        record, answers = kept.read() or self._run(sandbox, request, asked, idle, on_event)
         if record.status == "ok" and asked:
             kept.write(record, answers)
             status, reason, accuracy = self._judged(request, asked, answers, on_event)
             record = replace(record, status=status, reason=self.scrub(reason), accuracy=accuracy)
             if status == "ok":
                 kept.drop()
-        return replace(record, wall_s=round(time.monotonic() - start, 3))
+        return record
 
     def _run(
-        self, sandbox: Sandbox, request: LaunchRequest, asked: Path | None, idle: int, started_at: str,
-        on_event: EventSink,
+        self, sandbox: Sandbox, request: LaunchRequest, asked: Path | None, idle: int, on_event: EventSink
     ) -> tuple[RunRecord, object]:  # fmt: skip
         """The launch itself: what it measured, and its answers to a task's questions."""
         spec = request.spec
@@ -129,7 +128,9 @@ class CellLauncher:
         }
         body |= {} if asked is None else {"questions": str(asked)}
         task = Task(body, request.workdir, request.log, spec.timeout_s, limit, spec.limits.threads, gpu)
+        started_at, start = provenance.now(), time.monotonic()
         outcome = sandbox.run(task, on_event)
+        wall_s = round(time.monotonic() - start, 3)
         status, reason = judge(outcome, spec.timeout_s, limit)
         record = RunRecord(spec, "", request.repeat, status, self.scrub(reason), started_at)
         result = outcome.result or {}
@@ -138,6 +139,7 @@ class CellLauncher:
             from_json(RunRecord, to_json(record) | {k: result[k] for k in kept if k in result}),
             memory=MemoryLimit(outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache),
             provenance={"packages": result.get("packages", {})} | dict(sandbox.identity()),
+            wall_s=wall_s,
         )
         return record, result.get("answers")
 

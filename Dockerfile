@@ -10,7 +10,7 @@ FROM ${BASE_IMAGE} AS base
 RUN if command -v apt-get >/dev/null; then \
       apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libaio-dev && rm -rf /var/lib/apt/lists/*; \
     else echo "the base image has no apt-get: it has to bring a C++ compiler and libaio itself"; fi
-RUN mkdir -p /cache /results && chown 1000:1000 /cache /results
+RUN mkdir -p /cache /results && chmod 1777 /cache /results
 ENV PATH=/opt/engine/bin:$PATH PYTHONUNBUFFERED=1 HARNESS_CACHE=/cache
 
 # ------------------------------------------------------------------ where packages are installed: pip's settings are

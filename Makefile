@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HELM := .venv-helm
 
-.PHONY: quickstart test test-full test-peers test-containers lint format schema architectures clean
+.PHONY: quickstart test test-full lint format schema architectures clean
 
 quickstart: $(STAMP)
 	$(BIN)/harness run suites/quickstart.yaml
@@ -15,16 +15,12 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
 
+# Beside real models and the browser: the engines that we are compared with, each in an environment of its own (-m peers;
+# needs libaio-dev and a C++ compiler), and a real container engine (-m containers): one that answers, or as root on
+# Debian one that is started for the tests
 test-full: test $(VENV)/.models $(HELM)/.installed
-	HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python $(BIN)/python -m pytest -m "slow and not gpu and not peers and not containers" -rs
-
-# The engines that we are compared with, each in an environment of its own (built for the test; libaio-dev and a compiler)
-test-peers: $(STAMP)
-	$(BIN)/python -m pytest -m peers -rs
-
-# A real container engine: one that answers, or as root on Debian one that is started for the tests
-test-containers: $(STAMP)
-	$(BIN)/python -m pytest -m containers -rs
+	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
+	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile -rs --durations 15
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

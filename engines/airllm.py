@@ -15,6 +15,7 @@ import torch
 from airllm.airllm_base import AirLLMBaseModel
 
 from engines.causal_lm import CausalLMEngine, Placement
+from engines.devices import cuda
 from engines.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -39,7 +40,7 @@ class AirLlmEngine(CausalLMEngine):
     _streamed: Any = None
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(packages=("torch", "transformers", "safetensors", "accelerate", "airllm"))
+        return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "accelerate", "airllm"))
 
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
@@ -47,6 +48,7 @@ class AirLlmEngine(CausalLMEngine):
         shape = model.shape
         if shape.family not in _FAMILIES:
             raise UnsupportedError(f"engine airllm runs {', '.join(_FAMILIES)}, not {shape.family}")
+        device = "cuda:0" if cuda(limits) else "cpu"
         width = DTYPE_BYTES[dtype]
         layer = max(shape.params_per_layer, shape.vocab * shape.hidden) * width
         work = sum(working_bytes(shape, policy.gpu_batch_size, job.max_sequence, width))
@@ -58,12 +60,12 @@ class AirLlmEngine(CausalLMEngine):
         AirLLMBaseModel.get_tokenizer = lambda self, hf_token=None: None
         self._streamed = airllm.AutoModel.from_pretrained(
             model.path,
-            device="cuda:0" if torch.cuda.is_available() else "cpu",
+            device=device,
             dtype=getattr(torch, dtype),
             layer_shards_saving_path=str(job.scratch),
         )
         total = shape.params_total * width
-        return Placement(self._streamed.model, (0, 0, total), ("a layer at a time from files of its own",))
+        return Placement(self._streamed.model, (0, 0, total), ("a layer at a time from files of its own",), device)
 
     def close(self) -> None:
         super().close()

@@ -34,11 +34,13 @@ from harness.api import (
 
 @dataclass(frozen=True)
 class Placement:
-    """A model made ready by an engine: the module, weight bytes by tier (device, host, disk), what was set."""
+    """A model made ready by an engine: the module, weight bytes by tier (device, host, disk), what was set, and the
+    device that it takes its input on."""
 
     module: Any
     weights_by_tier: tuple[int, int, int]
     notes: tuple[str, ...] = ()
+    device: str = "cpu"
 
 
 def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
@@ -71,6 +73,7 @@ class CausalLMEngine(ABC):
     #: Fields of the policy that have an effect.
     honours: ClassVar[tuple[str, ...]] = ("gpu_batch_size", "compute_dtype")
     _module: Any = None
+    _device: str
     _model: LocalModel
     _block_size: int
 
@@ -93,7 +96,7 @@ class CausalLMEngine(ABC):
             torch.set_num_threads(limits.threads)
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
         placed = self._place(model, dtype, policy, limits, job)
-        self._module = placed.module.eval()
+        self._module, self._device = placed.module.eval(), placed.device
         old = self._module.generation_config
         # a checkpoint's own sampling settings or penalties must not change what a request asks for
         self._module.generation_config = GenerationConfig(
@@ -173,8 +176,9 @@ class CausalLMEngine(ABC):
         eos = self._eos()
         prompt_len = max(len(r.prompt) for r in batch)
         padding = [prompt_len - len(r.prompt) for r in batch]
-        ids = torch.tensor([[*[0] * pad, *r.prompt] for pad, r in zip(padding, batch, strict=True)])
-        real = torch.tensor([[*[0] * pad, *[1] * (prompt_len - pad)] for pad in padding])
+        on = self._device
+        ids = torch.tensor([[*[0] * pad, *r.prompt] for pad, r in zip(padding, batch, strict=True)], device=on)
+        real = torch.tensor([[*[0] * pad, *[1] * (prompt_len - pad)] for pad in padding], device=on)
         clock = sampling.RowClock(rows, prompt_len, eos, decode)
         sampler = sampling.RowSampler(rows, eos)
         start = time.perf_counter() - began
@@ -218,7 +222,7 @@ class CausalLMEngine(ABC):
 
     @torch.inference_mode()
     def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[Score]:
-        ids = torch.tensor(sequences)
+        ids = torch.tensor(sequences, device=self._device)
         keep = max(lengths)
         partial = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
         extra = {"logits_to_keep": keep} if partial else {}

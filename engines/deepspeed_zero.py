@@ -7,14 +7,16 @@ Configured after DeepSpeed's ZeRO-Inference example, for a budget of memory (dee
   the default of five a small budget holds nothing else. Two are the least that lets reads run ahead.
 - The prefetch bucket and the limit of live parameters are two layers' worth: the next layer's parameters are read while
   one runs. What is smaller than `hidden` values stays in memory.
-- Without CUDA the accelerator is the CPU and the backend gloo; with it they are CUDA and NCCL.
+- Without a device the accelerator is the CPU and the backend gloo; with one they are CUDA and NCCL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
+import resource
 import shutil
 import socket
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
+from engines.devices import cuda
 from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -45,7 +48,8 @@ _AIO = {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "single_sub
 
 
 class DeepSpeedZeroEngine(CausalLMEngine):
-    """Honours policy.gpu_batch_size, policy.compute_dtype and policy.weight_bits (16, or 4 in groups of group_size).
+    """Honours policy.gpu_batch_size, policy.compute_dtype and policy.weight_bits (16, or on a device 4 in groups
+    of group_size, in float16 and with parameters in RAM).
 
     `parameters` says where they are: `disk` (DeepSpeed's nvme), `host` or, under a limit of host memory, `auto`: in RAM
     where they fit it beside the work. `buffers` is the number of pinned buffers for those on disk. DeepSpeed computes
@@ -65,31 +69,35 @@ class DeepSpeedZeroEngine(CausalLMEngine):
         self._parameters, self._buffers = parameters, buffers
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(packages=("torch", "transformers", "safetensors", "deepspeed"))
+        return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "deepspeed"))
 
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
-        with _builds(job.cache / "torch_extensions"):
-            return self._initialised(model, dtype, policy, limits, job)
-
-    def _initialised(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        deepspeed = _alone()
+        device = "cuda" if cuda(limits) else "cpu"
         if policy.weight_bits not in (16, 4):
             raise UnsupportedError(f"engine {self.name} stores weights in 16 or 4 bits, not {policy.weight_bits}")
+        if dtype == "float16" and device == "cpu":
+            raise UnsupportedError("DeepSpeed computes in float16 only on a device: compute_dtype float32 or bfloat16")
+        if policy.weight_bits == 4 and dtype != "float16":
+            raise UnsupportedError(
+                "DeepSpeed quantizes only what is in float16: weight_bits 4 needs compute_dtype float16"
+            )
         on_disk, note = self._tier(model, dtype, policy, limits, job)
-        config = self._settings(model, dtype, job.scratch, on_disk)
+        with _builds(job.cache / "torch_extensions"):
+            deepspeed = _alone(device)
+            if self._parameters != "host":  # also where it is not used: what it takes belongs to the idle footprint
+                _load_disk_reads(on_disk)
+        config = self._settings(model, dtype, job.scratch, on_disk, device)
         self._config = HfDeepSpeedConfig(config)  # transformers looks for it, so it has to live as long as the model
         module = from_checkpoint(model, dtype)
         if policy.weight_bits == 4:
-            from deepspeed.compression.inference.quantization import _init_group_wise_weight_quantization
+            from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
 
-            module = _init_group_wise_weight_quantization(module, _in_four_bits(policy.group_size))
+            module = _init_group_wise_weight_quantization(module, config | _in_four_bits(policy.group_size))
         self._engine = deepspeed.initialize(model=module, config_params=config)[0]
         total = model.shape.params_total * DTYPE_BYTES[dtype] * policy.weight_bits // 16
-        return Placement(self._engine.module, (0, 0, total) if on_disk else (0, total, 0), (note,))
+        return Placement(self._engine.module, (0, 0, total) if on_disk else (0, total, 0), (note,), device)
 
     def _tier(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
@@ -101,6 +109,11 @@ class DeepSpeedZeroEngine(CausalLMEngine):
         work = sum(working_bytes(model.shape, policy.gpu_batch_size, job.max_sequence, width)) + SLACK_BYTES
         buffers = self._buffers * _buffer_elements(model.shape) * width
         fits = budget is None or weights + work <= budget
+        if self._parameters == "host" and not fits:
+            raise InfeasibleError(
+                f"{self.name} needs {(weights + work) / 2**20:.1f} MiB for parameters in RAM and to work; the budget "
+                f"is {(budget or 0) / 2**20:.1f} MiB"
+            )
         on_disk = not fits if self._parameters == "auto" else self._parameters == "disk"
         if on_disk and policy.weight_bits != 16:
             raise UnsupportedError("DeepSpeed keeps quantized weights in memory: weight_bits 4 needs parameters: host")
@@ -109,16 +122,20 @@ class DeepSpeedZeroEngine(CausalLMEngine):
                 f"{self.name} needs {buffers / 2**20:.1f} MiB for {self._buffers} buffers of its largest parameter in "
                 f"{dtype}; the budget is {budget / 2**20:.1f} MiB"
             )
+        if on_disk and buffers > _lockable():
+            raise UnsupportedError(
+                f"DeepSpeed locks its buffers in memory, {buffers / 2**20:.1f} MiB, and this user may lock "
+                f"{_lockable() / 2**20:.1f} MiB: raise ulimit -l"
+            )
         where = f"disk, through {self._buffers} buffers of {buffers // self._buffers} bytes" if on_disk else "RAM"
         return on_disk, f"parameters in {where}; weights {weights}, work {work} bytes, budget {budget}"
 
-    def _settings(self, model: LocalModel, dtype: Dtype, scratch: Path, on_disk: bool) -> dict[str, Any]:
+    def _settings(self, model: LocalModel, dtype: Dtype, scratch: Path, on_disk: bool, device: str) -> dict[str, Any]:
         """DeepSpeed's configuration."""
         hidden = model.shape.hidden
         layer = model.shape.params_per_layer
-        place: dict[str, Any] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        place: dict[str, Any] = {"device": "cpu", "pin_memory": device == "cuda"}
         if on_disk:
-            _require_disk_reads()
             place |= {
                 "device": "nvme",
                 "nvme_path": str(scratch),
@@ -150,7 +167,7 @@ class DeepSpeedZeroEngine(CausalLMEngine):
 
 @contextlib.contextmanager
 def _builds(folder: Path) -> Iterator[None]:
-    """DeepSpeed compiles what it needs on first use, for minutes: into `folder`, by one process at a time. What a
+    """For DeepSpeed's compiling on first use, which takes minutes: into `folder`, by one process at a time. What a
     killed one left locked would be waited for without end."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
@@ -161,9 +178,9 @@ def _builds(folder: Path) -> Iterator[None]:
         yield
 
 
-def _alone() -> Any:
+def _alone(device: str) -> Any:
     """The module deepspeed, with a process group of this one process."""
-    if not torch.cuda.is_available():
+    if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -173,14 +190,25 @@ def _alone() -> Any:
     import deepspeed
 
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        deepspeed.init_distributed("nccl" if device == "cuda" else "gloo", verbose=False)
     return deepspeed
 
 
-def _require_disk_reads() -> None:
-    """Builds or loads DeepSpeed's asynchronous I/O. Raises UnsupportedError where it cannot be."""
+def _lockable() -> float:
+    """Bytes that this process may lock in memory; root any number."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return math.inf if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else soft
+
+
+def _load_disk_reads(needed: bool) -> None:
+    """Builds or loads DeepSpeed's asynchronous I/O, if it can be. Raises UnsupportedError where it is `needed` and
+    cannot."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    if not needed:
+        with contextlib.suppress(Exception):
+            AsyncIOBuilder().load(verbose=False)
+        return
     if not shutil.which(os.environ.get("CXX", "c++")):
         raise UnsupportedError("DeepSpeed builds its disk I/O on first use and finds no C++ compiler here: install g++")
     if not AsyncIOBuilder().is_compatible(verbose=False):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ import torch
 
 from engines import raw_tensors
 from engines import requests as checks
+from engines.checkpoints import content_digest, evict
+from engines.devices import cuda
 from engines.folders import build_once
 from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (
@@ -39,6 +42,7 @@ from harness.api import (
     Job,
     LoadReport,
     LocalModel,
+    ModelShape,
     OffloadPolicy,
     Score,
     UnsupportedError,
@@ -46,6 +50,7 @@ from harness.api import (
 
 _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "weight_bits",
              "kv_bits", "cpu_attention", "value_sparsity", "overlap")  # fmt: skip
+_NAME = "weights"  # of which FlexGen makes the name of its folder
 _WIDTH = 2  # bytes of a float16
 _GROUP = 64  # FlexGen's own, of weights along the outputs and of the cache along the head
 
@@ -62,7 +67,7 @@ class FlexGenEngine:
     _env: Any = None
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(packages=("torch", "transformers", "flexgen", "numpy"))
+        return Capabilities(device=True, packages=("torch", "transformers", "flexgen", "numpy"))
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, *_HONOURED)
@@ -73,15 +78,15 @@ class FlexGenEngine:
             raise UnsupportedError("flexgen_ref reads as fast as the disk does: it has no limits.disk_bandwidth")
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
-        cuda = torch.cuda.is_available()
-        placed = self._placement(model, policy, limits, job, cuda)
-        if not cuda:
+        on_device = cuda(limits)
+        placed = self._placement(model, policy, limits, job, on_device)
+        if not on_device:
             _without_cuda()
         from flexgen import compression, flex_opt, opt_config, pytorch_backend
 
         shape = model.shape
         config = opt_config.OptConfig(
-            name=model.digest,
+            name=_NAME,
             num_hidden_layers=shape.num_layers,
             max_seq_len=shape.max_context,
             hidden_size=shape.hidden,
@@ -91,7 +96,7 @@ class FlexGenEngine:
             vocab_size=shape.vocab,
             pad_token_id=-1,  # nothing is padded, and no token of a prompt may be taken for padding
         )
-        fast = pytorch_backend.TorchDevice("cuda:0" if cuda else "cpu")
+        fast = pytorch_backend.TorchDevice("cuda:0" if on_device else "cpu")
         host = pytorch_backend.TorchDevice("cpu")
         disk = pytorch_backend.TorchDisk(str(job.scratch / "flexgen"))
         mixed = pytorch_backend.TorchMixedDevice([fast, host, disk])
@@ -100,10 +105,10 @@ class FlexGenEngine:
         own = flex_opt.Policy(
             policy.gpu_batch_size,
             policy.num_gpu_batches,
-            *(tiers[i] for i in _slots(cuda)),
+            *(tiers[i] for i in _slots(on_device)),
             overlap=policy.overlap,
             sep_layer=True,
-            pin_weight=cuda,
+            pin_weight=on_device,
             cpu_cache_compute=policy.cpu_attention,
             attn_sparsity=policy.value_sparsity,
             compress_weight=policy.weight_bits == 4,
@@ -111,53 +116,53 @@ class FlexGenEngine:
             compress_cache=policy.kv_bits == 4,
             comp_cache_config=compression.CompressionConfig(4, _GROUP, group_dim=2, symmetric=False),
         )
-        files = _as_files(model, job.cache)
+        files = _as_files(model, job)
         self._lm = flex_opt.OptLM(config, self._env, str(files), own)
         self._timers = flex_opt.timers
         self._model, self._block = model, policy.block_size
-        total = shape.params_total * _WIDTH * policy.weight_bits // 16
-        device, ram, slow = placed.weights
-        shim = () if cuda else ("no CUDA: FlexGen's gpu is a second CPU device, by a shim outside its code",)
+        shim = () if on_device else ("no CUDA: FlexGen's gpu is a second CPU device, by a shim outside its code",)
         return LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=self._block,
             policy=placed.policy,
             compute_dtype="float16",
-            weights_by_tier=(int(total * device), int(total * ram), int(total * slow)),
-            notes=(*shim, f"--percent {' '.join(f'{tiers[i]:g}' for i in _slots(cuda))}"),
+            weights_by_tier=_homes(shape, placed.weights, policy.weight_bits),
+            notes=(*shim, f"--percent {' '.join(f'{tiers[i]:g}' for i in _slots(on_device))}"),
         )
 
     def _placement(
-        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, cuda: bool
+        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, on_device: bool
     ) -> SimpleNamespace:
         """Shares of (device, host, disk) for weights, cache and activations, and the policy that says them."""
         shape, block = model.shape, policy.block_size
-        fast = (1.0, 0.0, 0.0) if cuda else (0.0, 1.0, 0.0)
+        fast = (1.0, 0.0, 0.0) if on_device else (0.0, 1.0, 0.0)
         cache, activations = policy.cache or fast, policy.activations or fast
         for what, triple in (("weights", policy.weights), ("cache", cache), ("activations", activations)):
-            if triple and triple[0] and not cuda:
+            if triple and triple[0] and not on_device:
                 raise UnsupportedError(f"policy.{what} puts a part on a device, and there is none here")
-        if activations[2] and not cuda:
+        if activations[2] and not on_device:
             raise UnsupportedError("policy.activations: on disk FlexGen hangs without CUDA; keep them in RAM")
+        if policy.value_sparsity != 1.0 and not on_device:
+            raise UnsupportedError("policy.value_sparsity: FlexGen leaves values out only on a device")
         for what, bits in (("weight_bits", policy.weight_bits), ("kv_bits", policy.kv_bits)):
             if bits not in (16, 4):
                 raise UnsupportedError(f"policy.{what}: FlexGen stores 16 or 4 bits, not {bits}")
+            if bits == 4 and not on_device:
+                raise UnsupportedError(f"policy.{what}: FlexGen decompresses 4 bits only on a device")
         weights = policy.weights
         if weights is None:
-            total = shape.params_total * _WIDTH * policy.weight_bits // 16
             kv, work = working_bytes(shape, block, job.max_sequence, _WIDTH)
             # a layer is copied to where it is computed while the next one is read
             passing = 2 * max(shape.params_per_layer, shape.vocab * shape.hidden) * _WIDTH
-            budget = limits.host_memory if not cuda else limits.device_memory
-            free = total if budget is None else budget - kv * policy.kv_bits // 16 - work - passing - SLACK_BYTES
-            share = max(0.0, min(1.0, int(100 * free / total) / 100))
+            budget = limits.device_memory if on_device else limits.host_memory
+            free = math.inf if budget is None else budget - kv * policy.kv_bits // 16 - work - passing - SLACK_BYTES
             if budget is not None and passing + work > budget:
                 raise InfeasibleError(
                     f"flexgen_ref needs {(passing + work) / 2**20:.1f} MiB for two layers and its work; the budget is "
                     f"{budget / 2**20:.1f} MiB"
                 )
-            weights = (share, 0.0, 1 - share) if cuda else (0.0, share, 1 - share)
+            weights = _largest_share(shape, free, policy.weight_bits, 0 if on_device else 1)
         said = replace(policy, weights=weights, cache=cache, activations=activations, compute_dtype="float16")
         return SimpleNamespace(weights=weights, cache=cache, activations=activations, policy=said)
 
@@ -217,12 +222,44 @@ class FlexGenEngine:
         self._env = None
 
 
-def _slots(cuda: bool) -> tuple[int, ...]:
+def _homes(shape: ModelShape, shares: tuple[float, float, float], bits: int) -> tuple[int, int, int]:
+    """Bytes on device, host and disk that shares of weights come to, by FlexGen's rule (flex_opt.init_weight_list).
+
+    Of each half of a layer the first tensors go to disk, the next to the host, the last to the device: each as a whole,
+    by where its middle falls. Shares are therefore coarse. The embeddings are there twice, at both ends.
+    """
+    h, ffn = shape.hidden, shape.ffn
+    table = [shape.vocab * h, (shape.max_context + 2) * h]
+    attention = [n for _ in range(4) for n in (h * h, h)] + [h, h]
+    layers = [[table], [[h, h, shape.vocab * h]], *[[attention, [ffn * h, ffn, h * ffn, h, h, h]]] * shape.num_layers]
+    found = [0, 0, 0]
+    for tensors in (part for layer in layers for part in layer):
+        total, before = sum(tensors), 0
+        for size in tensors:
+            middle = (before + size / 2) / total
+            tier = 2 if middle < shares[2] else 1 if middle < shares[2] + shares[1] else 0
+            matrix = size > ffn  # in 4 bits with a scale and a minimum for each group
+            found[tier] += size // 2 + 2 * _WIDTH * size // _GROUP if matrix and bits == 4 else size * _WIDTH
+            before += size
+    return found[0], found[1], found[2]
+
+
+def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> tuple[float, float, float]:
+    """Shares of weights of which as much as fits `free` bytes lies in `tier`, in whole percent, the rest on disk."""
+    for percent in range(100, -1, -1):
+        shares = [0.0, 0.0, 1 - percent / 100]
+        shares[tier] = percent / 100
+        if _homes(shape, (shares[0], shares[1], shares[2]), bits)[tier] <= free:
+            break
+    return shares[0], shares[1], shares[2]
+
+
+def _slots(on_device: bool) -> tuple[int, ...]:
     """Of (device, host, disk) for weights, cache and activations those that FlexGen's --percent names: its gpu and cpu.
 
     Without CUDA its gpu is RAM and its cpu is left empty.
     """
-    return (0, 1, 3, 4, 6, 7) if cuda else (1, 0, 4, 3, 7, 6)
+    return (0, 1, 3, 4, 6, 7) if on_device else (1, 0, 4, 3, 7, 6)
 
 
 def _length(tokens: list[int], request: GenerationRequest, ends: Sequence[int]) -> tuple[int, bool]:
@@ -244,20 +281,25 @@ def _require_opt(model: LocalModel) -> None:
         raise UnsupportedError("FlexGen has no code for OPT with projected embeddings (opt-350m)")
 
 
-def _as_files(model: LocalModel, cache: Path) -> Path:
+def _as_files(model: LocalModel, job: Job) -> Path:
     """The folder in which FlexGen finds `<name>-np`: each tensor as a float16 .npy file, written once."""
-    folder = cache / "flexgen" / model.digest
+    folder = job.cache / "flexgen" / content_digest(model, job.cache, job.on_progress)
 
     def write(temporary: Path) -> None:
-        inner = temporary / f"{model.digest}-np"
+        inner = temporary / f"{_NAME}-np"
         inner.mkdir()
         for tensor in raw_tensors.read(Path(model.path)):
             name = tensor.name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
             if name != "lm_head.weight":  # tied to the embeddings
                 with (inner / name).open("wb") as file:
-                    np.save(file, tensor.values().astype(np.float16))
+                    header = {"descr": "<f2", "fortran_order": False, "shape": tensor.shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                    for piece in tensor.pieces():
+                        file.write(raw_tensors.values(piece, tensor.dtype).astype(np.float16).tobytes())
 
-    return build_once(folder, "FlexGen's copy of the weights", model.shape.params_total * _WIDTH, write)
+    build_once(folder, "FlexGen's copy of the weights", model.shape.params_total * _WIDTH, write)
+    evict(folder / f"{_NAME}-np")
+    return folder
 
 
 def _without_cuda() -> None:

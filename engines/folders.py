@@ -47,7 +47,7 @@ def _build(folder: Path, what: str, needed: int, build: Callable[[Path], None]) 
     try:
         temporary.mkdir()
         build(temporary)
-        for path in [*temporary.iterdir(), temporary]:
+        for path in [*temporary.rglob("*"), temporary]:
             _sync(path)
         temporary.rename(folder)
     except BaseException as exc:

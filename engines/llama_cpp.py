@@ -29,6 +29,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
 from engines import raw_tensors
 from engines import requests as checks
+from engines.checkpoints import content_digest, evict
 from engines.folders import build_once
 from harness.api import (
     DTYPE_BYTES,
@@ -63,14 +64,15 @@ _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 #: Of an answer's first token: loading pages in may take long under a tight limit.
 _PATIENCE_S = 7200.0
 _SLACK_BYTES = 64 << 20
-_RECIPE = 1
+_RECIPE = 2
 
 
 class LlamaCppEngine:
     """Honours policy.gpu_batch_size (the server's parallel sequences) and policy.kv_bits (16 or 8).
 
-    `mmap` maps the weights from disk (llama.cpp's default) or reads them into memory; `gpu_layers` is its -ngl.
-    LLaMA and Qwen 2 only. Raises UnsupportedError for scores, stop strings, min_tokens and logprobs.
+    `mmap` maps the weights from disk (llama.cpp's default) or reads them into memory; `gpu_layers` is its -ngl, the
+    user's choice of how many fit limits.device_memory. LLaMA and Qwen 2 only. Raises UnsupportedError for scores, stop
+    strings, min_tokens and logprobs.
     """
 
     name = "llama_cpp"
@@ -80,14 +82,15 @@ class LlamaCppEngine:
         self._mmap, self._gpu_layers = mmap, gpu_layers
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(phased=False, packages=("xllamacpp", "gguf", "numpy"))
+        return Capabilities(phased=False, device=True, packages=("xllamacpp", "gguf", "numpy"))
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "kv_bits", "weights")
+        policy.require_defaults_except(self.name, "gpu_batch_size", "kv_bits")
         if policy.kv_bits not in (16, 8):
             raise UnsupportedError(f"policy.kv_bits: llama.cpp keeps them in 16 or 8 bits here, not {policy.kv_bits}")
         if limits.disk_bandwidth is not None:
             raise UnsupportedError("llama_cpp reads as fast as the disk does: it has no limits.disk_bandwidth")
+        _check_device(self._gpu_layers, limits)
         shape, batch = model.shape, policy.gpu_batch_size
         context = batch * (job.max_sequence + 16)  # the server keeps a few positions free in each sequence
         cache = context * shape.kv_bytes_per_token(2) * policy.kv_bits // 16
@@ -98,19 +101,20 @@ class LlamaCppEngine:
                 f"llama_cpp needs at least {held / 2**20:.1f} MiB for its {what}; the budget is "
                 f"{limits.host_memory / 2**20:.1f} MiB"
             )
-        file = _as_gguf(model, job.cache)
+        file = _as_gguf(model, job)
         threads = limits.threads or len(os.sched_getaffinity(0))
         self._server = xllamacpp.Server(self._settings(file, batch, context, policy.kv_bits, threads))
         self._address = urlsplit(self._server.listening_address)
         self._model, self._batch = model, batch
-        stored = model.weight_bytes
+        stored, given = model.weight_bytes, min(self._gpu_layers, shape.num_layers)
+        device = given * shape.params_per_layer * DTYPE_BYTES[model.dtype]
         return LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=batch,
             policy=policy,
-            compute_dtype="float32" if model.dtype == "float32" else "float16",
-            weights_by_tier=(0, 0, stored) if self._mmap else (0, stored, 0),
+            compute_dtype=model.dtype,
+            weights_by_tier=(device, 0, stored - device) if self._mmap else (device, stored - device, 0),
             notes=(
                 f"{'mapped' if self._mmap else 'read'} GGUF in {model.dtype}, {batch} parallel sequences, "
                 f"context {context}, {threads} threads",
@@ -232,11 +236,21 @@ class LlamaCppEngine:
 # --------------------------------------------------------------------------- the checkpoint as a GGUF file
 
 
-def _as_gguf(model: LocalModel, cache: Path) -> Path:
-    """The checkpoint as a GGUF file in its stored dtype, written once, a tensor at a time."""
+def _check_device(gpu_layers: int, limits: HardwareLimits) -> None:
+    """Raises UnsupportedError where layers are to lie on a device and there is none, or the other way round."""
+    if bool(gpu_layers) != (limits.device_memory is not None):
+        raise UnsupportedError("llama_cpp: gpu_layers and limits.device_memory go together")
+    kinds = {device["type"] for device in xllamacpp.get_device_info()} - {xllamacpp.ggml_backend_dev_type(0)}
+    if gpu_layers and not kinds:
+        raise UnsupportedError("llama_cpp: this build of it, or this machine, has no GPU for gpu_layers")
+
+
+def _as_gguf(model: LocalModel, job: Job) -> Path:
+    """The checkpoint as a GGUF file in its stored dtype, written once, a tensor at a time. Out of the page cache: what
+    an earlier launch has mapped would be free memory for this one."""
     config = json.loads((Path(model.path) / "config.json").read_text())
     family, rope = _checked(model, config)
-    folder = cache / "gguf" / f"{model.digest}-{_RECIPE}"
+    folder = job.cache / "gguf" / f"{content_digest(model, job.cache, job.on_progress)}-{_RECIPE}"
 
     def write(temporary: Path) -> None:
         writer = GGUFWriter(temporary / "model.gguf", family)
@@ -257,6 +271,7 @@ def _as_gguf(model: LocalModel, cache: Path) -> Path:
         writer.close()
 
     build_once(folder, "the weights as a GGUF file", model.weight_bytes, write)
+    evict(folder)
     return folder / "model.gguf"
 
 
@@ -313,13 +328,13 @@ def _gguf_name(name: str) -> str:
 def _converted(tensor: raw_tensors.RawTensor, model: LocalModel, family: str) -> npt.NDArray[Any]:
     """A tensor's values as GGUF holds them: vectors in float32, and LLaMA's queries and keys with the two halves of
     each head interleaved, for its rotary positions turn neighbours."""
-    values = tensor.values() if len(tensor.shape) == 1 else tensor.bits()
+    bits = tensor.bits()
     if len(tensor.shape) == 1:
-        return values.astype(np.float32)
+        return raw_tensors.values(bits, tensor.dtype).astype(np.float32)
     heads = {"q_proj": model.shape.num_heads, "k_proj": model.shape.num_kv_heads}
     part = tensor.name.rsplit(".", 2)[-2]
     if family == "llama" and part in heads:
         rows, columns = tensor.shape
-        halves = values.reshape(heads[part], 2, rows // heads[part] // 2, columns)
-        values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
-    return values
+        halves = bits.reshape(heads[part], 2, rows // heads[part] // 2, columns)
+        return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
+    return bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from engines.checkpoints import read_shard, shard_names
 
 #: numpy has no bfloat16: its bits.
 _STORED: Mapping[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+#: Values read at once.
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,21 @@ class RawTensor:
 
     def bits(self) -> npt.NDArray[Any]:
         """The values as they are stored; of bfloat16 the upper halves of float32 as uint16."""
-        return np.array(np.memmap(self.file, _STORED[self.dtype], "r", self.offset, self.shape))
+        flat = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.offset)
+        return flat.reshape(self.shape)
 
-    def values(self) -> npt.NDArray[Any]:
-        """The values as floats; bfloat16 exactly as float32."""
-        found = self.bits()
-        return (found.astype(np.uint32) << 16).view(np.float32) if self.dtype == "BF16" else found
+    def pieces(self) -> Iterator[npt.NDArray[Any]]:
+        """The same, flat and a piece of some MiB after the other: for tensors of which a copy may not fit in memory."""
+        stored, left, offset = _STORED[self.dtype], math.prod(self.shape), self.offset
+        while left:
+            piece = np.fromfile(self.file, stored, min(left, _PIECE), offset=offset)
+            left, offset = left - len(piece), offset + piece.nbytes
+            yield piece
+
+
+def values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """What is stored, as floats; bfloat16 exactly as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else bits
 
 
 def read(folder: Path) -> Iterator[RawTensor]:

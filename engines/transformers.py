@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import torch
-
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
+from engines.devices import cuda
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -29,9 +28,9 @@ WORK_BYTES = 32 << 20
 class TransformersEngine(CausalLMEngine):
     """Honours policy.gpu_batch_size, policy.compute_dtype and policy.kv_bits.
 
-    With fewer than 16 bits keys and values are quantized by HQQ in groups of group_size, the latest 128 positions
-    excepted (transformers' own setting). `offload_cache` keeps those of all layers but the running one in host memory:
-    for models on a device, refused without one.
+    With fewer than 16 bits keys and values are quantized by HQQ in groups of group_size, but for up to 128 generated
+    since the last time (transformers' own setting). With limits.device_memory the model is on that device, and
+    `offload_cache` keeps keys and values of all layers but the running one in host memory.
     """
 
     name = "transformers"
@@ -42,8 +41,8 @@ class TransformersEngine(CausalLMEngine):
         self._cache: dict[str, Any] = {"cache_implementation": "offloaded"} if offload_cache else {}
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        if self._offload_cache and not torch.cuda.is_available():
-            raise UnsupportedError("offload_cache moves the cache from a device to host memory, and there is no device")
+        if self._offload_cache and limits.device_memory is None:
+            raise UnsupportedError("offload_cache moves the cache off a device: it needs limits.device_memory")
         if policy.kv_bits != 16:
             if self._offload_cache:
                 raise UnsupportedError("a quantized cache cannot be offloaded too: choose offload_cache or kv_bits")
@@ -58,18 +57,21 @@ class TransformersEngine(CausalLMEngine):
         return self._cache
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(packages=("torch", "transformers", "safetensors"))
+        return Capabilities(device=True, packages=("torch", "transformers", "safetensors"))
 
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
         weights = model.shape.params_total * DTYPE_BYTES[dtype]
-        budget = limits.host_memory
+        on_device = cuda(limits)
+        budget = limits.device_memory if on_device else limits.host_memory
         if budget is not None and weights + WORK_BYTES > budget:
             raise InfeasibleError(
                 f"transformers needs at least {(weights + WORK_BYTES) / 2**20:.1f} MiB for all weights in {dtype} and "
                 f"to work; the budget is {budget / 2**20:.1f} MiB"
             )
+        if on_device:
+            return Placement(from_checkpoint(model, dtype).to("cuda"), (weights, 0, 0), device="cuda")
         return resident(model, dtype)
 
 

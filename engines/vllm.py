@@ -21,6 +21,7 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from engines import requests as checks
+from engines.devices import cuda
 from engines.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -56,17 +57,19 @@ class VllmEngine:
         self._cpu_offload, self._kv_tier = cpu_offload, kv_tier
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(phased=False, packages=("torch", "transformers", "vllm"))
+        return Capabilities(phased=False, device=True, packages=("torch", "transformers", "vllm"))
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
-        if not torch.cuda.is_available():
-            raise UnsupportedError("vLLM's offloading needs a CUDA device, and there is none here")
+        if limits.threads is not None or limits.disk_bandwidth is not None:
+            raise UnsupportedError("engine vllm has no limits.threads or limits.disk_bandwidth")
+        if limits.device_memory is None or not cuda(limits):
+            raise UnsupportedError("vLLM's offloading is from a CUDA device: it needs limits.device_memory")
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
         weights = shape.params_total * DTYPE_BYTES[dtype]
         whole = torch.cuda.get_device_properties(0).total_memory
-        device = min(whole, limits.device_memory or whole)
+        device = min(whole, limits.device_memory)
         cache, work = working_bytes(shape, batch, job.max_sequence, DTYPE_BYTES[dtype])
         room = int(device * _PLANNED) - cache - work
         offload = max(0, weights - room) if self._cpu_offload is None else self._cpu_offload

@@ -263,8 +263,8 @@ class _Run:
     def _load(self, engine: Engine, scratch: Path, asked: Questions | None) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
-        if spec.limits.device_memory is not None:
-            raise UnsupportedError("limits.device_memory: no engine uses a device yet; limit host_memory")
+        if spec.limits.device_memory is not None and not engine.capabilities().device:
+            raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device yet; limit host_memory")
         job = Job(
             scratch,
             self._cache,

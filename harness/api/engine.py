@@ -94,6 +94,7 @@ class Capabilities:
 
     phased: bool = True  # a block's prefill and decode do not overlap
     simulated: bool = False  # times come from a model of time, not from a clock
+    device: bool = False  # runs on a device where limits.device_memory gives it one
     packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
     batch_policy: OffloadPolicy = _BATCH_POLICY
 

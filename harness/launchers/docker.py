@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import signal
 import threading
 import time
@@ -16,19 +17,22 @@ from typing import Any
 import docker
 import psutil
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
-from docker.types import DeviceRequest, LogConfig, Mount
+from docker.errors import APIError, DockerException, NotFound
+from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
 from harness import registry
-from harness.api import EventSink, HarnessError, RunSpec, Status, UnsupportedError
+from harness.api import EventSink, RunSpec, Status, UnsupportedError
 from harness.launchers import images
+from harness.launchers.images import engine_errors, reason
 from harness.launchers.memory import GroupReader
 from harness.launchers.sandbox import Outcome, Task, exchange, log_tail, result_of, settings, watch
+from harness.worker import REQUEST
 
 #: Who started a container: host, process, and when that process began.
 OWNER = "offload-harness.owner"
+_OWNER = re.compile(r"(?P<host>.*)/(?P<pid>\d+)@(?P<began>.*)")
 #: Where things are in a container.
-_WORK, _CACHE, _MODEL, _QUESTIONS = "/harness/work", "/harness/cache", "/harness/model", "/harness/questions"
+_WORK, _CACHE, _MODEL, _INPUTS = "/harness/work", "/harness/cache", "/harness/model", "/harness/inputs"
 #: Of the worker, where the harness itself runs as root.
 _UNPRIVILEGED = 1000
 _MAX_PROCESSES = 4096
@@ -44,21 +48,37 @@ class Containers:
     def __init__(self, cache: Path) -> None:
         self._client = images.connect()
         self._cache = cache.resolve() / "containers"
-        version = self._client.version()
-        self._podman = "podman" in str(version.get("Components", "")).lower()
-        self._engine = f"{'Podman' if self._podman else 'Docker'} {version.get('Version', '')}"
-        remove_abandoned(self._client)
+        with engine_errors("containers"):
+            version, info = self._client.version(), self._client.info()
+            remove_abandoned(self._client)
+        podman = "podman" in str(version.get("Components", "")).lower()
+        self._engine = _Engine(
+            f"{'Podman' if podman else 'Docker'} {version.get('Version', '')}",
+            gives_gpus=not podman,
+            limits_memory=bool(info.get("MemoryLimit", True)),
+            rootless="rootless" in str(info.get("SecurityOptions", "")),
+        )
 
     def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ContainerSandbox:
         name = spec.image or images.name_of(registry.engine_entry(spec.engine).environment)
-        if spec.limits.device_memory is not None and self._podman:
+        if spec.limits.device_memory is not None and not self._engine.gives_gpus:
             raise UnsupportedError("Podman's API passes no GPU to a container: use Docker, or --launcher process")
-        try:
+        if spec.limits.host_memory is not None and not self._engine.limits_memory:
+            raise UnsupportedError("this container engine cannot limit memory (no such cgroup): use --launcher process")
+        with engine_errors(f"no image {name} ({images.remedy(spec)})"):
             image = self._client.images.get(name)  # first, for a run would try to download what is missing
-        except ImageNotFound:
-            raise HarnessError(f"no image {name}: {images.remedy(spec)}") from None
         images.check(image, name, spec)
         return ContainerSandbox(self._client, self._engine, name, image.id, self._cache)
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A container engine: its name and version, and what it can do."""
+
+    name: str
+    gives_gpus: bool
+    limits_memory: bool
+    rootless: bool
 
 
 @dataclass
@@ -73,7 +93,7 @@ class _Watched:
 class ContainerSandbox:
     """Runs the worker that is in an image: no network, no privilege, not as root, the model read-only."""
 
-    def __init__(self, client: docker.DockerClient, engine: str, name: str, image: str, cache: Path) -> None:
+    def __init__(self, client: docker.DockerClient, engine: _Engine, name: str, image: str, cache: Path) -> None:
         self._client = client
         self._engine = engine
         self._name = name
@@ -81,45 +101,43 @@ class ContainerSandbox:
         self._cache = cache
 
     def identity(self) -> Mapping[str, str]:
-        return {"image": self._name, "image_digest": self._image, "container_engine": self._engine}
+        return {"image": self._name, "image_digest": self._image, "container_engine": self._engine.name}
 
     def run(self, task: Task, on_event: EventSink) -> Outcome:
         user = os.getuid() or _UNPRIVILEGED
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
-        try:
-            body, mounts = _translated(task, self._cache)
-        except UnsupportedError as exc:
-            return _refused("unsupported", str(exc))
+        body, mounts = _translated(task, self._cache)
         # the worker's parent is the container's init
         with exchange(task, 1, body) as log_start:
-            self._own(self._cache, user, group)
-            self._own(task.workdir, user, group)
+            self._cache.mkdir(parents=True, exist_ok=True)
+            if os.getuid() == 0:
+                # only what is ours: what a container has left in the cache may be a link to anything
+                for path in (self._cache, task.workdir, task.workdir / REQUEST):
+                    os.chown(path, user, group, follow_symlinks=False)
             try:
                 container = self._create(task, mounts, f"{user}:{group}")
             except (DockerException, requests.RequestException) as exc:
-                return _refused("error", f"the container engine refuses: {_reason(exc)}")
+                return _refused("error", f"the container engine refuses: {reason(exc)}")
             try:
                 return self._run(container, task, log_start, on_event)
             finally:
                 _remove(container)
 
-    @staticmethod
-    def _own(folder: Path, user: int, group: int) -> None:
-        """Makes `folder`, and gives it to whom the worker runs as."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.getuid() == 0:
-            for path in (folder, *folder.iterdir()):
-                os.chown(path, user, group)
-
     def _create(self, task: Task, mounts: list[Mount], user: str) -> Any:
         limit = {} if task.limit_bytes is None else {"mem_limit": task.limit_bytes, "memswap_limit": task.limit_bytes}
-        cores = {} if task.threads is None else {"nano_cpus": min(task.threads, os.cpu_count() or 1) * 10**9}
+        cores: dict[str, Any] = {}
+        if task.threads is not None:
+            cores["nano_cpus"] = min(task.threads, os.cpu_count() or 1) * 10**9
+        if len(mine := os.sched_getaffinity(0)) < (os.cpu_count() or 1):  # a process would inherit it
+            cores["cpuset_cpus"] = ",".join(map(str, sorted(mine)))
+        # pinned buffers are locked memory; the cgroup bounds that too
+        locked = [] if self._engine.rootless else [Ulimit(name="memlock", soft=-1, hard=-1)]
         gpus = {"device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])]} if task.gpu else {}
         return self._client.containers.create(
             self._image,
             entrypoint=["python", "-P", "-m", "harness.worker"],
             command=[_WORK],
-            environment=settings(task.threads) | {"HOME": "/tmp"},
+            environment=settings(task) | {"HOME": "/tmp"},
             labels={OWNER: _owner()},
             mounts=mounts,
             user=user,
@@ -128,6 +146,7 @@ class ContainerSandbox:
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             pids_limit=_MAX_PROCESSES,
+            ulimits=locked,
             working_dir="/tmp",
             log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "64m", "max-file": "1"}),
             **limit,
@@ -140,10 +159,9 @@ class ContainerSandbox:
             container.start()
             container.reload()
         except (DockerException, requests.RequestException) as exc:
-            reason = _reason(exc)
-            if "could not select device driver" in reason:
+            if "could not select device driver" in (why := reason(exc)):
                 return _refused("unsupported", "this container engine has no GPU to give: install the vendor's runtime")
-            return _refused("error", f"the container did not start: {reason}")
+            return _refused("error", f"the container did not start: {why}")
         pid = int(container.attrs["State"]["Pid"])
         group = GroupReader(pid)
         watched = _Watched()
@@ -183,9 +201,8 @@ def remove_abandoned(client: docker.DockerClient) -> list[str]:
     """Removes containers of this host's harnesses that live no longer; their names."""
     removed = []
     for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
-        host, _, rest = container.labels[OWNER].partition("/")
-        pid, _, began = rest.partition("@")
-        if host == platform.node() and not _lives(int(pid), began):
+        owner = _OWNER.fullmatch(container.labels[OWNER])
+        if owner and owner["host"] == platform.node() and not _lives(int(owner["pid"]), owner["began"]):
             with contextlib.suppress(DockerException):
                 container.remove(force=True)
                 removed.append(container.name)
@@ -197,21 +214,22 @@ def _owner() -> str:
 
 
 def _lives(pid: int, began: str) -> bool:
-    """Whether that process is still there; one that may not be looked at is another user's, and is."""
+    """Whether that process is still there; one that may not be signalled is another user's, and may be."""
     try:
         os.kill(pid, 0)
         return _began(pid) == began
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        return _began(pid) == began
 
 
 def _began(pid: int) -> str:
-    """When a process began: its number alone may be another's by now."""
+    """When a process began, in ticks of this boot: its number alone may be another's by now, and clocks are set."""
     try:
-        return f"{psutil.Process(pid).create_time():.2f}"
-    except psutil.Error:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{boot}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except OSError:
         return ""
 
 
@@ -219,32 +237,27 @@ def _translated(task: Task, cache: Path) -> tuple[dict[str, Any], list[Mount]]:
     """The request with a container's paths, and what has to be mounted there.
 
     A mount of type bind refuses a source that does not exist (`volumes=` would make it, as root), and takes sources
-    with colons and spaces. Raises UnsupportedError for a model folder that cannot be mounted.
+    with colons and spaces. Of a model folder each file is mounted by itself, for a hub's are links to elsewhere.
     """
     body = task.body | {"cache": _CACHE}
     mounts = [Mount(_WORK, str(task.workdir), type="bind"), Mount(_CACHE, str(cache), type="bind")]
     model = body.get("model")
     if model and model["path"]:
-        source, inside = _with_what_it_links_to(Path(model["path"]))
-        body["model"] = model | {"path": f"{_MODEL}/{inside}" if inside else _MODEL}
-        mounts.append(Mount(_MODEL, str(source), type="bind", read_only=True))
+        folder = Path(model["path"])
+        body["model"] = model | {"path": f"{_MODEL}/{folder.name}"}
+        mounts += [_read_only(f"{_MODEL}/{folder.name}/{f.name}", f) for f in sorted(folder.iterdir()) if f.exists()]
     if "questions" in body:
-        questions = Path(body["questions"])
-        body["questions"] = f"{_QUESTIONS}/{questions.name}"
-        mounts.append(Mount(_QUESTIONS, str(questions.parent.resolve()), type="bind", read_only=True))
+        mounts.append(_read_only(f"{_INPUTS}/questions", Path(body["questions"])))
+        body["questions"] = f"{_INPUTS}/questions"
+    if trace := body["spec"]["workload"]["trace"]:
+        mounts.append(_read_only(f"{_INPUTS}/trace", Path(trace)))
+        workload = body["spec"]["workload"] | {"trace": f"{_INPUTS}/trace"}
+        body["spec"] = body["spec"] | {"workload": workload}
     return body, mounts
 
 
-def _with_what_it_links_to(folder: Path) -> tuple[Path, str]:
-    """The folder that holds all a model folder's files, and the model folder's path in it: the hub's are links."""
-    folder = folder.absolute()
-    targets = [path.resolve() for path in folder.iterdir()]
-    if all(target.is_relative_to(folder.resolve()) for target in targets):
-        return folder.resolve(), ""
-    source = Path(os.path.commonpath([folder, *targets]))
-    if len(source.parts) < 3:
-        raise UnsupportedError(f"model {folder}: its links lead all over; copy its files into one folder")
-    return source, str(folder.relative_to(source))
+def _read_only(inside: str, source: Path) -> Mount:
+    return Mount(inside, str(source.resolve()), type="bind", read_only=True)
 
 
 def _log(container: Any, task: Task, watched: _Watched) -> None:
@@ -259,7 +272,7 @@ def _wait(container: Any, task: Task, watched: _Watched) -> None:
     try:
         watched.exit_code = int(container.wait()["StatusCode"])
     except (DockerException, requests.RequestException) as exc:
-        watched.lost = f"the container engine was lost while the cell ran: {_reason(exc)}"
+        watched.lost = f"the container engine was lost while the cell ran: {reason(exc)}"
     finally:
         watched.over.set()
 
@@ -312,9 +325,3 @@ def _remove(container: Any) -> None:
 
 def _refused(status: Status, reason: str) -> Outcome:
     return Outcome(None, 1, False, 0, None, "container", True, "", (status, reason))
-
-
-def _reason(exc: Exception) -> str:
-    """What an error of the API says, in one line."""
-    text = exc.explanation if isinstance(exc, APIError) and exc.explanation else str(exc)
-    return " ".join(str(text).split())[:300]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -35,6 +36,24 @@ def require_sdk() -> None:
         raise HarnessError("containers need Docker's SDK: pip install 'offload-harness[docker]' -c constraints.txt")
 
 
+@contextlib.contextmanager
+def engine_errors(doing: str) -> Iterator[None]:
+    """Whatever a container engine refuses, or that it is gone, as a HarnessError of one line that says `doing` what."""
+    import docker
+    import requests
+
+    try:
+        yield
+    except (docker.errors.DockerException, requests.RequestException) as exc:
+        raise HarnessError(f"{doing}: the container engine says: {reason(exc)}") from exc
+
+
+def reason(error: object) -> str:
+    """What an error says, in one line; of the API's the explanation."""
+    text = getattr(error, "explanation", None) or error
+    return " ".join(str(text).split())[:300]
+
+
 def connect() -> docker.DockerClient:
     """A client of the container engine. Raises HarnessError with the remedy where none answers."""
     require_sdk()
@@ -47,7 +66,7 @@ def connect() -> docker.DockerClient:
     except (docker.errors.DockerException, requests.RequestException) as exc:
         where = os.environ.get("DOCKER_HOST", "its usual socket")
         raise HarnessError(
-            f"no container engine answers at {where} ({_line(exc)}); start Docker or set DOCKER_HOST, or use "
+            f"no container engine answers at {where} ({reason(exc)}); start Docker or set DOCKER_HOST, or use "
             "--launcher venv or process"
         ) from None
     return client
@@ -100,9 +119,6 @@ def build(
     `arguments` are KEY=VALUE of the Dockerfile; settings of pip are taken from this process's environment. Packages
     in `wheels` are found before those of an index. Raises HarnessError with the last line of a build that fails.
     """
-    import docker
-    import requests
-
     root = Path(__file__).parents[2]
     if missing := [name for name in _CONTEXT if not (root / name).exists()]:
         raise HarnessError(f"images are built from a checkout of this project: {root} has no {missing[0]}")
@@ -113,7 +129,7 @@ def build(
         _pack(root, environment, wheels, context)
         context.seek(0)
         last, image = "", ""
-        try:
+        with engine_errors(f"image {environment} was not built"):
             lines = client.api.build(
                 fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=environment,
                 tag=name_of(environment), buildargs={"CODE": code_digest()} | settings | given, rm=True, forcerm=True,
@@ -121,13 +137,11 @@ def build(
             )  # fmt: skip
             for line in lines:
                 if "error" in line:
-                    raise HarnessError(f"image {environment} was not built: {_line(line['error'])}; {last}")
+                    raise HarnessError(f"image {environment} was not built: {reason(line['error'])}; {last}")
                 if text := str(line.get("stream", "")).strip():
                     last = text.splitlines()[-1][:200]
                     say(text)
                 image = line.get("aux", {}).get("ID", image)
-        except (docker.errors.DockerException, requests.RequestException) as exc:
-            raise HarnessError(f"image {environment} was not built: {_line(exc)}") from exc
     return image
 
 
@@ -139,8 +153,11 @@ def built() -> Iterator[dict[str, Any]]:
     for environment in environments():
         row = {"environment": environment, "image": name_of(environment)}
         try:
-            image = client.images.get(name_of(environment))
-        except docker.errors.ImageNotFound:
+            with engine_errors("images"):
+                image = client.images.get(name_of(environment))
+        except HarnessError as exc:
+            if not isinstance(exc.__cause__, docker.errors.ImageNotFound):
+                raise
             yield row | {"state": "not built", "created": "", "size": "", "digest": ""}
             continue
         state = "ready" if image.labels.get(CODE) == now else "of other code"
@@ -188,7 +205,3 @@ def _pack(root: Path, environment: str, wheels: Path | None, target: Any) -> Non
             tar.add(root / name, name, filter=plain)
         for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
             tar.add(wheel.resolve(), f".wheels/{wheel.name}", filter=plain)
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

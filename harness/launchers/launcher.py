@@ -233,6 +233,8 @@ class CellLauncher:
             spec.engine,
             to_json(spec.options),
             spec.policy.compute_dtype,
+            spec.policy.weight_bits,
+            spec.policy.kv_bits,
             spec.limits.threads,
         ]
         key = json.dumps([*engine, model.dtype, model.shape.family])
@@ -283,6 +285,7 @@ def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status
         status, reason = "disk_full", "no space left for the worker's result; free space where --out is"
     elif outcome.result is None:
         code = outcome.exit_code
-        end = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        died = -code in {s.value for s in signal.Signals}
+        end = f"died of {signal.Signals(-code).name}" if died else f"exited with {code}"
         reason = f"worker {end}; last log lines: {outcome.log_tail}"
     return status, reason

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -76,15 +78,17 @@ def ignore_events(phase: str, done: int, total: int) -> None:
     """An event sink for workers nobody watches."""
 
 
-def settings(threads: int | None) -> dict[str, str]:
-    """Environment variables of every worker."""
+def settings(task: Task) -> dict[str, str]:
+    """Environment variables of a worker. One that is to use no device sees none: engines would take it unasked."""
     found = {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return found if threads is None else found | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if task.threads is not None:
+        found |= {"OMP_NUM_THREADS": str(task.threads), "MKL_NUM_THREADS": str(task.threads)}
+    return found if task.gpu else found | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextlib.contextmanager
@@ -128,11 +132,11 @@ def watch(task: Task, ended: Callable[[], bool], on_event: EventSink) -> bool:
 
 def result_of(task: Task) -> dict[str, Any] | None:
     """What the worker wrote: all of it or nothing, for it renames the file into place."""
-    path = task.workdir / RESULT
-    if not path.exists():
+    try:
+        found = json.loads(_plain(task.workdir / RESULT))
+    except (OSError, ValueError):
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def log_tail(log: Path, offset: int) -> str:
@@ -149,11 +153,20 @@ def _follow(path: Path) -> Iterator[list[dict[str, Any]]]:
     position = 0
     while True:
         lines: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(position)
-            for line in file:
+        with contextlib.suppress(OSError, ValueError):
+            for line in _plain(path, position).splitlines(keepends=True):
                 if not line.endswith(b"\n"):
                     break
                 position += len(line)
                 lines.append(json.loads(line))
         yield lines
+
+
+def _plain(path: Path, offset: int = 0) -> bytes:
+    """A file's bytes. Raises OSError for a link or a pipe: a container may put one where the harness reads."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        file.seek(offset)
+        return file.read()

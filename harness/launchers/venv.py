@@ -39,12 +39,13 @@ class VirtualEnvironments:
         identity = self.identity(name)
         home = self._folder / identity
         try:
-            with _locked(home.with_suffix(".lock")):
+            with _locked(home.with_suffix(".lock")) as lock:
                 if not (home / _READY).exists():
-                    self._build(name, home, log, on_event)
+                    self._build(name, home, log, on_event, lock)
             return ProcessSandbox(str(home / "bin" / "python"), self._code(), identity)
-        except OSError as exc:
-            raise HarnessError(f"cannot build environment {name} in {home}: {exc.strerror}") from exc
+        except (OSError, subprocess.CalledProcessError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else "python -m venv failed: is python3-venv installed?"
+            raise HarnessError(f"cannot build environment {name} in {home}: {why}") from exc
 
     @staticmethod
     def identity(name: str) -> str:
@@ -57,8 +58,11 @@ class VirtualEnvironments:
         """Whether an environment of these pins is there."""
         return (self._folder / self.identity(name) / _READY).exists()
 
-    def _build(self, name: str, home: Path, log: Path, on_event: EventSink) -> None:
-        """Installs the pins into a new environment. One that was left unfinished is begun anew."""
+    def _build(self, name: str, home: Path, log: Path, on_event: EventSink, lock: int) -> None:
+        """Installs the pins into a new environment. One that was left unfinished is begun anew.
+
+        pip holds `lock` too: it goes on when a harness is killed, and no other may begin beside it.
+        """
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, symlinks=True, with_pip=True)
         steps = install_steps(registry.environment_pins(name))
@@ -71,7 +75,7 @@ class VirtualEnvironments:
                 try:
                     status = subprocess.run(
                         command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-                        timeout=_INSTALL_TIMEOUT_S,
+                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,),
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     status = 1
@@ -100,9 +104,9 @@ def install_steps(pins: Path) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """For one harness at a time."""
+def _locked(path: Path) -> Iterator[int]:
+    """For one harness at a time; gives the lock's descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock.fileno()

@@ -35,6 +35,13 @@ def test_deepspeed_reads_parameters_from_disk_and_answers_as_transformers_does(c
   - {name: disk, engine: deepspeed_zero, options: {parameters: disk}, policy: {gpu_batch_size: 3}}
   - {name: host, engine: deepspeed_zero, options: {parameters: host}, policy: {gpu_batch_size: 3}}
   - {name: llama, engine: deepspeed_zero, model: {id: tiny/llama}, policy: {gpu_batch_size: 3}}
+  - {name: half, engine: deepspeed_zero, policy: {compute_dtype: float16}, expect: unsupported}
+  - {name: of-float32, engine: deepspeed_zero, policy: {weight_bits: 4}, expect: unsupported}
+  - name: no-room
+    engine: deepspeed_zero
+    options: {parameters: host}
+    limits: {host_memory: 2MiB}
+    expect: infeasible
   - {name: small, engine: deepspeed_zero, options: {parameters: disk}, limits: {host_memory: 2MiB}, expect: infeasible}
 """)  # fmt: skip
     assert found["disk"] == found["exact"] == found["host"]
@@ -50,6 +57,9 @@ def test_flexgen_s_own_code_runs_the_checkpoint_s_weights_through_the_shim(cli, 
   - name: disk
     engine: flexgen_ref
     policy: {schedule: zigzag, gpu_batch_size: 2, num_gpu_batches: 2, weights: [0, 0, 1]}
+  - {name: halves, engine: flexgen_ref, policy: {gpu_batch_size: 3, weights: [0, 0.5, 0.5]}}
+  - {name: four-bits, engine: flexgen_ref, policy: {weight_bits: 4}, expect: unsupported}
+  - {name: fitted, engine: flexgen_ref, policy: {max_batch: true}, limits: {host_memory: 96MiB}}
   - {name: sweep, engine: flexgen_ref, policy: {schedule: sweep}, expect: unsupported}
   - {name: llama, engine: flexgen_ref, model: {id: tiny/llama}, expect: unsupported}
 """)  # fmt: skip
@@ -59,16 +69,22 @@ def test_flexgen_s_own_code_runs_the_checkpoint_s_weights_through_the_shim(cli, 
     assert agreeing >= 3, found
     assert "shim" in records["ram"].load.notes[0]
     assert records["disk"].load.weights_by_tier[2] > 0
+    assert found["halves"] == found["ram"]
+    assert min(records["halves"].load.weights_by_tier[1:]) > 0
+    assert len({t.gpu_batch_size for t in records["fitted"].tuning}) > 1
 
 
 def test_llama_cpp_answers_as_transformers_does_with_the_file_that_is_written_for_it(cli, environments):
     found, records = answers(cli, environments, "tiny/llama", """
   - {name: mapped, engine: llama_cpp, policy: {gpu_batch_size: 3}}
   - {name: read, engine: llama_cpp, options: {mmap: false}, policy: {gpu_batch_size: 1}}
+  - {name: eight-bits, engine: llama_cpp, policy: {gpu_batch_size: 3, kv_bits: 8}}
   - {name: opt, engine: llama_cpp, model: {id: tiny/opt}, expect: unsupported}
+  - {name: gpu, engine: llama_cpp, options: {gpu_layers: 1}, expect: unsupported}
 """)  # fmt: skip
     assert found["mapped"] == found["exact"] == found["read"]
     assert records["mapped"].load.weights_by_tier[2] > 0
+    assert sum(a == b for a, b in zip(found["eight-bits"], found["exact"], strict=True)) >= 3
     times = records["mapped"].requests[0].token_times_s
     assert len(set(times)) == len(times), "every token has its own time"
 
@@ -81,18 +97,13 @@ def test_airllm_answers_as_transformers_does_a_layer_at_a_time(cli, environments
     assert found["layers"] == found["exact"]
 
 
-def test_vllm_says_that_it_needs_a_device(cli):
-    suite = cli.suite("  - {name: none, engine: vllm, expect: error}", repeats=1)
-    assert cli.run(suite).returncode == 0
-    (record,) = cli.records()
-    assert "vllm" in record.reason
-
-
 def test_transformers_quantizes_its_cache(cli, environments):
     found, records = answers(cli, environments, "tiny/llama", """
   - {name: eight, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 8}}
+  - {name: three, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 3}}
   - {name: moved, engine: transformers, options: {offload_cache: true}, expect: unsupported}
 """)  # fmt: skip
     agreeing = sum(a == b for a, b in zip(found["eight"], found["exact"], strict=True))
     assert agreeing >= 3, found
+    assert found["three"] != found["exact"]
     assert records["eight"].load.policy.kv_bits == 8

@@ -1,6 +1,9 @@
 """What launchers decide before anything runs: paths in containers, environments by pins, images by labels."""
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,8 @@ from engines.environments.__main__ import WANTED
 from harness import registry
 from harness.api import HarnessError, ModelSpec, RunSpec, WorkloadSpec
 from harness.config import load_cell
-from harness.launchers import images
+from harness.launchers import images, sandbox
+from harness.launchers.launcher import judge
 from harness.launchers.sandbox import Task
 from harness.launchers.venv import VirtualEnvironments, install_steps
 
@@ -84,16 +88,46 @@ def test_requests_speak_of_a_container_s_paths(tmp_path):
         "cache": str(tmp_path),
         "model": {"path": str(model)},
         "questions": str(tmp_path / "q" / "1.json"),
+        "spec": {"workload": {"trace": str(tmp_path / "trace.csv")}},
     }
     found, mounts = docker._translated(Task(body, tmp_path / "work", tmp_path / "log", 1.0), tmp_path / "cache")
-    assert found["model"]["path"] == "/harness/model/snapshots/1"
-    assert found["questions"] == "/harness/questions/1.json"
+    assert found["model"]["path"] == "/harness/model/1"
+    assert found["questions"] == "/harness/inputs/questions"
+    assert found["spec"]["workload"]["trace"] == "/harness/inputs/trace"
     assert str(tmp_path) not in json.dumps(found)
     by_target = {m["Target"]: m for m in mounts}
-    assert by_target["/harness/model"]["Source"] == str(tmp_path / "hub: a, b")
-    assert by_target["/harness/model"]["ReadOnly"]
-    assert not by_target["/harness/cache"]["ReadOnly"]
+    assert by_target["/harness/model/1/model.safetensors"]["Source"] == str(blobs / "x"), "a hub's files are links"
+    assert {t for t, m in by_target.items() if not m["ReadOnly"]} == {"/harness/work", "/harness/cache"}
     assert body["cache"] == str(tmp_path), "the task itself is left as it is"
+    assert body["spec"]["workload"]["trace"] == str(tmp_path / "trace.csv")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "broken", "list"])
+def test_a_result_that_is_not_the_worker_s_is_none(tmp_path, kind):
+    """A container may leave anything in the folder that the harness reads."""
+    path = tmp_path / "result.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        (tmp_path / "other").write_text("{}")
+        path.symlink_to(tmp_path / "other")
+    else:
+        path.write_text({"broken": '{"status"', "list": "[]"}[kind])
+    task = Task({}, tmp_path, tmp_path / "log", 1.0)
+    assert sandbox.result_of(task) is None
+    (tmp_path / "events.jsonl").write_text('{"phase": "load", "done": 1, "total": 2}\nnonsense\n')
+    assert not sandbox.watch(task, lambda: True, sandbox.ignore_events)
+
+
+def test_an_end_by_a_signal_without_a_name_is_told():
+    outcome = sandbox.Outcome(None, -42, False, 0, None, "none", False, "(none)")
+    assert judge(outcome, 1.0, None) == ("error", "worker exited with -42; last log lines: (none)")
+
+
+def test_without_a_limit_of_device_memory_no_engine_sees_a_device():
+    task = Task({}, Path("work"), Path("log"), 1.0)
+    assert sandbox.settings(task)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in sandbox.settings(replace(task, gpu=True))
 
 
 def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():

@@ -56,7 +56,6 @@ class Containers:
             f"{'Podman' if podman else 'Docker'} {version.get('Version', '')}",
             gives_gpus=not podman,
             limits_memory=bool(info.get("MemoryLimit", True)),
-            rootless="rootless" in str(info.get("SecurityOptions", "")),
         )
 
     def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ContainerSandbox:
@@ -78,7 +77,6 @@ class _Engine:
     name: str
     gives_gpus: bool
     limits_memory: bool
-    rootless: bool
 
 
 @dataclass
@@ -99,6 +97,7 @@ class ContainerSandbox:
         self._name = name
         self._image = image
         self._cache = cache
+        self._locks_memory = True
 
     def identity(self) -> Mapping[str, str]:
         return {"image": self._name, "image_digest": self._image, "container_engine": self._engine.name}
@@ -107,13 +106,8 @@ class ContainerSandbox:
         user = os.getuid() or _UNPRIVILEGED
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
         body, mounts = _translated(task, self._cache)
-        # the worker's parent is the container's init
-        with exchange(task, 1, body) as log_start:
-            self._cache.mkdir(parents=True, exist_ok=True)
-            if os.getuid() == 0:
-                # only what is ours: what a container has left in the cache may be a link to anything
-                for path in (self._cache, task.workdir, task.workdir / REQUEST):
-                    os.chown(path, user, group, follow_symlinks=False)
+
+        def attempt(log_start: int) -> Outcome:
             try:
                 container = self._create(task, mounts, f"{user}:{group}")
             except (DockerException, requests.RequestException) as exc:
@@ -123,6 +117,19 @@ class ContainerSandbox:
             finally:
                 _remove(container)
 
+        # the worker's parent is the container's init
+        with exchange(task, 1, body) as log_start:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            if os.getuid() == 0:
+                # only what is ours: what a container has left in the cache may be a link to anything
+                for path in (self._cache, task.workdir, task.workdir / REQUEST):
+                    os.chown(path, user, group, follow_symlinks=False)
+            outcome = attempt(log_start)
+            if self._locks_memory and outcome.refused and "rlimit" in outcome.refused[1]:
+                self._locks_memory = False  # an engine without root's rights cannot raise the limit: as it is, then
+                outcome = attempt(log_start)
+            return outcome
+
     def _create(self, task: Task, mounts: list[Mount], user: str) -> Any:
         limit = {} if task.limit_bytes is None else {"mem_limit": task.limit_bytes, "memswap_limit": task.limit_bytes}
         cores: dict[str, Any] = {}
@@ -131,7 +138,7 @@ class ContainerSandbox:
         if len(mine := os.sched_getaffinity(0)) < (os.cpu_count() or 1):  # a process would inherit it
             cores["cpuset_cpus"] = ",".join(map(str, sorted(mine)))
         # pinned buffers are locked memory; the cgroup bounds that too
-        locked = [] if self._engine.rootless else [Ulimit(name="memlock", soft=-1, hard=-1)]
+        locked = [Ulimit(name="memlock", soft=-1, hard=-1)] if self._locks_memory else []
         gpus = {"device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])]} if task.gpu else {}
         return self._client.containers.create(
             self._image,

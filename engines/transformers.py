@@ -43,6 +43,8 @@ class TransformersEngine(CausalLMEngine):
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         if self._offload_cache and limits.device_memory is None:
             raise UnsupportedError("offload_cache moves the cache off a device: it needs limits.device_memory")
+        if policy.kv_bits == 3:
+            raise UnsupportedError("policy.kv_bits: transformers' cache takes 8 or 4 bits: HQQ packs no 3 here")
         if policy.kv_bits != 16:
             if self._offload_cache:
                 raise UnsupportedError("a quantized cache cannot be offloaded too: choose offload_cache or kv_bits")

@@ -15,14 +15,16 @@ def environments(tmp_path_factory):
     return tmp_path_factory.mktemp("environments")
 
 
-def answers(cli, environments, model: str, matrix: str, **changes):
+SHORT = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"
+
+
+def answers(cli, environments, model: str, matrix: str, workload: str = SHORT):
     """How many tokens each request got and a digest of them, by cell; and the records."""
     (cli.folder / "cache").mkdir(exist_ok=True)
     (cli.folder / "cache" / "environments").symlink_to(environments)
-    workload = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"
     model = f'{{id: "{model}", weights: dummy, dtype: float32}}'
     suite = cli.suite(SUITE + matrix, model=model, workload=workload, repeats=1, warmup=1, timeout="900s",
-                      launcher="venv", seed=3, **changes)  # fmt: skip
+                      launcher="venv", seed=3)  # fmt: skip
     done = cli.run(suite)
     found = {r.spec.name: r for r in cli.records()}
     assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}, done.stderr
@@ -100,10 +102,10 @@ def test_airllm_answers_as_transformers_does_a_layer_at_a_time(cli, environments
 def test_transformers_quantizes_its_cache(cli, environments):
     found, records = answers(cli, environments, "tiny/llama", """
   - {name: eight, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 8}}
-  - {name: three, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 3}}
+  - {name: four, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 4}}
+  - {name: three, engine: transformers, policy: {kv_bits: 3}, expect: unsupported}
   - {name: moved, engine: transformers, options: {offload_cache: true}, expect: unsupported}
-""")  # fmt: skip
-    agreeing = sum(a == b for a, b in zip(found["eight"], found["exact"], strict=True))
-    assert agreeing >= 3, found
-    assert found["three"] != found["exact"]
+""", "{kind: synthetic, prompt_len: 100, gen_len: 40, num_requests: 12}")  # fmt: skip
+    alike = {n: sum(a == b for a, b in zip(found[n], found["exact"], strict=True)) for n in ("eight", "four")}
+    assert alike["eight"] > alike["four"] > 3, "each bit less tells"
     assert records["eight"].load.policy.kv_bits == 8

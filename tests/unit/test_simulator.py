@@ -63,9 +63,9 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     metrics = engine.trace().metrics
     runtime = engine._now.runtime
     cache, parking = runtime._cache._disk, runtime._parking
-    moved = (cache.bytes_read, cache.bytes_written) if cache else (0, 0)
     parked = parking.rows_on_disk if parking else 0
-    engine.close()
+    engine.close()  # which waits for the last writes: answers do not
+    moved = (cache.bytes_read, cache.bytes_written) if cache else (0, 0)
 
     job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
     loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)

@@ -22,7 +22,6 @@ import ctypes
 from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
-import torch
 
 from engines import checkpoints
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
@@ -45,9 +44,8 @@ class AccelerateEngine(CausalLMEngine):
 
         share = budget - KV cache - activations - passing tensor - slack
 
-    of RAM for weights. The passing tensor is the largest one, as the pages it is read from, as the copy it is
-    computed with and, on CPUs with units for its dtype, as oneDNN packs it: without that room the kernel evicts and
-    rereads pages without end (OPT-125m in 224 MiB took minutes for what takes seconds). KV cache and
+    of RAM for weights. The passing tensor is the largest one, both as the pages it is read from and as the copy
+    it is computed with: without that room the kernel evicts and rereads pages without end. KV cache and
     activations are for `gpu_batch_size` sequences of the job's `max_sequence` tokens.
     `cpu_memory` (bytes) sets the share instead; `disk_only` makes it 0. Without a limit Accelerate decides.
     """
@@ -97,11 +95,10 @@ class AccelerateEngine(CausalLMEngine):
         if budget is None:
             return None, ("no limit: device_map auto decides",)
         kv, activations = self._working(model.shape, batch, tokens, DTYPE_BYTES[dtype])
-        packed = largest if _packs(dtype) else 0
-        share = max(0, budget - kv - activations - stored - largest - packed - SLACK_BYTES)
+        share = max(0, budget - kv - activations - stored - largest - SLACK_BYTES)
         return share, (
             f"max_memory cpu = {share} bytes = budget {budget} - KV cache {kv} - activations {activations} "
-            f"- passing tensor {stored} + {largest} + {packed} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens",
+            f"- passing tensor {stored} + {largest} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens",
         )
 
     def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
@@ -122,15 +119,6 @@ def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
         else:
             host += parameter.numel() * parameter.element_size()
     return 0, host, disk
-
-
-def _packs(dtype: Dtype) -> bool:
-    """Whether oneDNN multiplies this dtype here, for which it packs a copy of each matrix as it is used."""
-    units = {
-        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return dtype in units and bool(units[dtype]())
 
 
 def _make_resident(module: Any) -> None:

@@ -59,6 +59,18 @@ def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
     return module
 
 
+def _project_rows(module: Any) -> None:
+    """Hands the vocabulary projection rows that lie together.
+
+    After prefill transformers projects each sequence's last position: a strided view, for which torch 2.13 multiplies
+    sequence by sequence in 16 bits on a CPU and copies the matrix for each of them (OPT-1.3b, 8 sequences: 1.6 GB and
+    seconds, where rows in one piece take 0 bytes and 20 ms).
+    """
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    if isinstance(head, torch.nn.Module):
+        head.register_forward_pre_hook(lambda _, args: tuple(a.contiguous() for a in args))
+
+
 class CausalLMEngine(ABC):
     """The Engine protocol on a transformers causal model; a subclass says only where the weights live.
 
@@ -97,6 +109,7 @@ class CausalLMEngine(ABC):
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
         placed = self._place(model, dtype, policy, limits, job)
         self._module, self._device = placed.module.eval(), placed.device
+        _project_rows(self._module)
         old = self._module.generation_config
         # a checkpoint's own sampling settings or penalties must not change what a request asks for
         self._module.generation_config = GenerationConfig(

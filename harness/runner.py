@@ -41,6 +41,8 @@ from harness.worker import classify
 _REFUSALS = ("infeasible", "unsupported", "timeout")
 #: So are those of a cell whose batch search failed, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
+#: A trial of a batch search may take so many times what the last one makes expect, and this many seconds more.
+_THRASHING, _STARTUP_S = 3.0, 60.0
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
 _PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
@@ -285,19 +287,34 @@ class Runner:
                 requests = cell.workload.num_requests
                 ceiling = CEILING if requests == "auto" else min(CEILING, requests)
                 start = cell.policy.gpu_batch_size
-                trials = search_max_batch(start, lambda batch: self._trial(step, model, batch), ceiling)
+                trials = self._search(step, model, start, ceiling)
                 if all(t.status in (*SIZE_STATUSES, *_REFUSALS) for t in trials):
                     self._remembered.put(memory_key, trials)
             batch = choose(trials)
             self._settled[key] = (None if batch is None else settled(cell, batch), trials)
         return self._settled[key]
 
-    def _trial(self, step: Step, model: LocalModel, batch: int) -> Trial:
-        self._progress.started(step, f"searching the largest batch: {batch}")
-        record = self._launch(settled(step.cell, batch), step.repeat, model)
-        throughput = record.metrics.get("generation_throughput_tok_s") if record.status == "ok" else None
-        self._progress.note(f"{step.cell.name}: batch {batch}: {record.status}")
-        return Trial(batch, record.status, throughput, record.reason)
+    def _search(self, step: Step, model: LocalModel, start: int, ceiling: int) -> tuple[Trial, ...]:
+        """Tries batches. One that takes far longer a sequence than the one before it thrashes, which is no way to
+        survive: it is ended long before the cell's own timeout."""
+        patience = step.cell.timeout_s
+        last = (0, 0.0)
+
+        def attempt(batch: int) -> Trial:
+            nonlocal last
+            self._progress.started(step, f"searching the largest batch: {batch}")
+            tried, wall = last
+            longest = _THRASHING * wall * max(1.0, batch / tried) + _STARTUP_S if tried else patience
+            cell = replace(settled(step.cell, batch), timeout_s=min(patience, longest))
+            record = self._launch(cell, step.repeat, model)
+            speed = None
+            if record.status == "ok":
+                last, speed = (batch, record.wall_s), record.metrics.get("generation_throughput_tok_s")
+            rate = f", {speed:.3g} tok/s" if speed else ""
+            self._progress.note(f"{step.cell.name}: batch {batch}: {record.status}{rate}")
+            return Trial(batch, record.status, speed, record.reason)
+
+        return search_max_batch(start, attempt, ceiling)
 
     def _machine_rates(self, step: Step, model: LocalModel) -> MachineRates | None:
         """Rates measured at most a minute before the launch, so that they drift with what they bound."""

@@ -14,12 +14,16 @@ from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 from harness.files import replace_with
 
 CEILING = 4096
+#: A larger batch this much slower than a smaller one is past the best.
+_PAYS = 0.9
 #: How a trial ends if only the batch's size decided.
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
 
 def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING) -> tuple[Trial, ...]:
     """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
+
+    It stops going up where a larger batch is clearly slower than a smaller one: it survives, but it does not pay.
 
     No batch above `ceiling`, such as the number of requests there are, is tried.
 
@@ -36,6 +40,8 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
     batch = min(start, ceiling)
     while not (good and bad) and batch >= 1 and good < ceiling:
         if survives(batch):
+            if _pays_no_more(trials):
+                return tuple(trials)
             good, batch = batch, min(batch * 2, ceiling)
         else:
             bad, batch = batch, batch // 2
@@ -50,6 +56,13 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
         if trials[-1].status not in SIZE_STATUSES:
             break
     return tuple(trials)
+
+
+def _pays_no_more(trials: Sequence[Trial]) -> bool:
+    """Whether the last trial, of the largest batch, gave less than another by more than launches differ."""
+    speeds = [t.throughput_tok_s or 0.0 for t in trials if t.status == "ok"]
+    largest = trials[-1].gpu_batch_size == max(t.gpu_batch_size for t in trials)
+    return largest and speeds[-1] < _PAYS * max(speeds)
 
 
 def choose(trials: Sequence[Trial]) -> int | None:

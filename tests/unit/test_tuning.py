@@ -39,6 +39,13 @@ def test_a_passing_trouble_in_the_bisection_ends_it_too():
     assert [t.gpu_batch_size for t in trials] == [8, 16, 12]
 
 
+def test_what_survives_but_does_not_pay_ends_the_search():
+    speeds = {8: 2.0, 16: 3.0, 32: 3.2, 64: 2.5}
+    trials = search_max_batch(8, lambda batch: Trial(batch, "ok", speeds[batch]))
+    assert [t.gpu_batch_size for t in trials] == [8, 16, 32, 64]
+    assert choose(trials) == 32
+
+
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     Remembered(tmp_path / "file" / "max_batch.json", "m").put("key", [Trial(1, "ok", 1.0)])

@@ -11,8 +11,10 @@ from engines.offload.pages import STAGES, page_bytes, pages_for, record_bytes
 from engines.offload.storage import Storage
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
-#: Buffers of the matrix library, allocator remains, thread stacks: measured up to 40 MB.
+#: Buffers of the matrix library and thread stacks: measured up to 40 MB; and the share of a budget for what the
+#: allocator keeps of a warm-up: 38 MB in 1.2 GiB.
 SLACK_BYTES = 64 << 20
+_KEPT_SHARE = 1 / 32
 #: Slots of the ring through which weights stream: enough to keep the disk busy while a pass ends, and the share
 #: of a budget that may go to them.
 _SLOTS = (4, 16)
@@ -116,7 +118,7 @@ class _Planner:
         most = policy.gpu_batch_size * demand.max_sequence
         self.chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), most)
         self.ring = self.slots * largest
-        self._other = demand.small + demand.cast_bytes + SLACK_BYTES
+        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * _KEPT_SHARE)
         self._weights = sum(b.nbytes for b in demand.blocks)
         self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
 

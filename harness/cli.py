@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
+from harness.cli_compare import compare
 from harness.cli_errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, drop_stdout, one_line_errors
 from harness.cli_generate import generate
+from harness.cli_history import history
 from harness.cli_images import images
 from harness.cli_plan import calibrate, check_model, lm_eval, plan
 from harness.cli_run import run
@@ -30,15 +32,17 @@ def cli() -> None:
       harness validate suites/*.yaml              check suite files
       harness ls engines                          what can be compared on this machine
       harness report results/quickstart           write the report again from its records
+      harness compare results/main results/branch say which cells became slower
       harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp
       harness generate --model M --input prompts.jsonl --output answers.jsonl
 
     Exit codes: 0 ok; 1 a cell or a line of a job failed; 2 bad usage or suite; 3 the hardware does not meet the
-    suite; 4 the limits are too small; 130 interrupted (run the same command again to go on).
+    suite; 4 the limits are too small; 5 a comparison could not be decided; 130
+    interrupted (run the same command again to go on).
     """
 
 
-for _command in (run, generate, plan, calibrate, check_model, lm_eval, images):
+for _command in (run, compare, history, generate, plan, calibrate, check_model, lm_eval, images):
     cli.add_command(_command)
 
 
@@ -103,13 +107,15 @@ def doctor(as_json: bool, cache_dir: Path | None) -> None:
 
 @cli.command()
 @click.argument("dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for the report [default: the first DIR].")
-def report(dirs: tuple[Path, ...], out: Path | None) -> None:
+@click.option("--out", type=click.Path(path_type=Path),
+              help="Folder for the report, or a file .html, .md or .csv [default: the first DIR].")  # fmt: skip
+@click.option("--history", "url", metavar="URL", help="Show what this history has of the cells (harness history).")
+def report(dirs: tuple[Path, ...], out: Path | None, url: str | None) -> None:
     """Write report.html, report.md and report.csv from the records in DIRS."""
     with one_line_errors():
         from reports.build import build
 
-        for path in build(list(dirs), out):
+        for path in build(list(dirs), out, url):
             click.echo(path)
 
 

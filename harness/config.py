@@ -38,7 +38,7 @@ _DEFAULTS = (
 )
 _SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
-SUITE_KEYS = ("name", "description", "hardware", "machine_probe", "matrix", *_DEFAULTS)
+SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", "matrix", *_DEFAULTS)
 
 
 def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[str] = ENGINES) -> SuiteSpec:
@@ -85,7 +85,7 @@ def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
 
 def _header(root: Node, hardware: Node) -> Node:
-    entries = root.only("name", "description", "machine_probe").entries
+    entries = root.only("name", "description", "machine_probe", "reproduces").entries
     if "requires" in hardware.entries:
         entries["requires"] = _in_bytes(hardware.entries["requires"])
     return Node(entries, root.at)

@@ -22,6 +22,7 @@ from harness.api import (
     ModelSpec,
     OffloadPolicy,
     Processor,
+    PublishedTable,
     RunSpec,
     WorkloadSpec,
 )
@@ -88,6 +89,7 @@ class Header:
     description: str = ""
     requires: HardwareRequirements = HardwareRequirements()  # noqa: RUF009 - frozen
     machine_probe: bool = True
+    reproduces: PublishedTable | None = None  # a paper's table; reports show its figures beside the suite's
 
 
 _HEADER = TypeAdapter(Header)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.api import Accuracy, RunRecord
 from reports.paired import FEWEST, LEVEL, Paired, paired
+from reports.stats import ALPHA
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
+from reports.vega import COLOURS, SHAPES, Panel, amount, chart, labels_of, says
 
 #: Of what figures outcomes are mean log-likelihoods, in nats.
 _PERPLEXITY = "perplexity"
+#: A loss of a mean log-likelihood that counts.
+_LEAST_NATS = 1e-3
 _COLUMNS = (
     Column("Cell", numeric=False),
     Column("Figure", numeric=False),
@@ -49,6 +53,64 @@ def accuracy_remarks(rows: Sequence[CellSummary]) -> list[str]:
     known = {m.quantized_as for row in rows if _accuracy(row) for r in row.ok_records if (m := r.model) is not None}
     words = "what further quantization takes from its answers is an indication, not what a model stored in floats loses"
     return [f"The model's own file is quantized ({name}): {words}." for name in sorted(known - {""})]
+
+
+def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """The first figure of each cell's task over its speed, with the standard error; None below two such cells."""
+    points = []
+    for row in rows:
+        found = _accuracy(row)
+        name = next((n for n in found.figures if not n.endswith("_stderr")), None) if found else None
+        if found and name and row.median:
+            points.append((row, name, found.figures[name], found.figures.get(f"{name}_stderr", 0.0)))
+    if len(points) < 2:
+        return None
+    names, (_, title, _, _) = labels_of(r for r, _, _, _ in points), points[0]
+    data = [
+        {"cell": names[r.fingerprint], "engine": "reference" if r.reference else r.engine, "speed": r.median,
+         "value": value, "low": value - 2 * error, "high": value + 2 * error,
+         "says": f"{names[r.fingerprint]}: {name} {number(value)} at {number(r.median or 0)} tok/s"}
+        for r, name, value, error in points if name == title
+    ]  # fmt: skip
+    engines = sorted({str(d["engine"]) for d in data})
+    kind = {"field": "engine", "type": "nominal", "title": None}
+    x, y = amount("tok/s", "speed", zero=False), amount(title, zero=False)
+    spec = chart(
+        300,
+        data={"values": data},
+        encoding={
+            "x": x,
+            "color": kind | {"scale": {"domain": engines, "range": list(COLOURS[: len(engines)])}},
+            "shape": kind | {"scale": {"domain": engines, "range": list(SHAPES[: len(engines)])}},
+            **says(),
+        },
+        layer=[
+            {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
+             "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}, "shape": None}},
+            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"y": y}},
+        ],
+    )  # fmt: skip
+    note = "Bars are two standard errors of the figure to each side. The table of answers has all figures."
+    return Panel("Accuracy against speed", note, spec, None)
+
+
+def lost_accuracy(before: Iterable[RunRecord], after: Iterable[RunRecord]) -> str:
+    """In words, the first figure that the same examples show to be worse after than before; empty where none is.
+
+    Beyond the paired test a perplexity must have grown by a thousandth, which the order of sums does not do.
+    """
+    old, new = (next((r.accuracy for r in side if r.status == "ok" and r.accuracy), None) for side in (before, after))
+    if old is None or new is None:
+        return ""
+    for name, value in new.figures.items():
+        theirs, ours = old.outcomes.get(name, ()), new.outcomes.get(name, ())
+        if len(ours) != len(theirs) or len(ours) < FEWEST:
+            continue
+        compared = paired(theirs, ours, new.weights.get(name, ()))
+        clear = compared.significant and (compared.p is None or compared.p < ALPHA)
+        if clear and compared.difference < (-_LEAST_NATS if name.endswith(_PERPLEXITY) else 0):
+            return f"less accurate: {name} {number(old.figures[name])} is {number(value)}"
+    return ""
 
 
 def _accuracy(row: CellSummary) -> Accuracy | None:

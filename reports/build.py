@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jinja2
-
-from harness.api import HarnessError
 from reports.flat import to_csv
-from reports.page import page
+from reports.page import Page, page
 from reports.rates import with_rates_around
 from reports.records import Runs, load_records, read_runs
+from reports.render import html_of, markdown_of, write
 from reports.summary import CellSummary, headline, summary_rows
-from reports.text import clean, markdown
 from reports.timeline import chrome_trace
+from reports.vega import Panel, library
 
 __all__ = ["CellSummary", "build", "headline", "load_records", "summary_rows"]
 
-TEMPLATES = Path(__file__).parent / "templates"
 
-
-def build(dirs: Sequence[Path], out: Path | None = None) -> list[Path]:
+def build(dirs: Sequence[Path], out: Path | None = None, history: str | None = None) -> list[Path]:
     """Writes the report on run directories `dirs` and returns the files written.
 
     `out` is a folder for all three formats (made if missing; by default the first run directory) and, below
     `traces`, for the Chrome trace of each cell that has one; or one file whose suffix (.html, .md, .csv) picks
-    the format. Raises HarnessError for unreadable records and for a target that cannot be written; an earlier
+    the format. `history`: the URL of a store whose trends of these cells are shown. Raises HarnessError for
+    unreadable records and for a target that cannot be written; an earlier
     report is replaced only by a complete new one.
     """
     runs = read_runs(dirs)
@@ -36,54 +32,38 @@ def build(dirs: Sequence[Path], out: Path | None = None) -> list[Path]:
         files = {target: _FORMATS[target.suffix]}
     else:
         files = {target / f"report{suffix}": render for suffix, render in _FORMATS.items()}
+    shown = page(runs, _trends(runs, history) if history else ())
     for path, render in files.items():
-        _write(path, render(runs))
+        write(path, render(runs, shown))
     if target not in files:
         for name, text in chrome_trace(runs.records).items():
-            _write(target / "traces" / f"{name}.json", text)
+            write(target / "traces" / f"{name}.json", text)
     return list(files)
 
 
-def _html(runs: Runs) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: clean(value) if type(value) is str else value,
-    )
-    return environment.get_template("report.html").render(page=page(runs))
+def _trends(runs: Runs, url: str) -> list[Panel]:
+    # not needed otherwise, and neither are its packages
+    from reports.history import History
+    from reports.trend import trend_panels
+
+    history = History(url)
+    try:
+        return trend_panels(history.series({r.fingerprint for r in runs.records}))
+    finally:
+        history.close()
 
 
-def _markdown(runs: Runs) -> str:
-    # Autoescape knows only HTML; `finalize` escapes every expression for Markdown in the same way.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=False,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=markdown,
-    )
-    return environment.get_template("report.md").render(page=page(runs))
+def _html(_: Runs, shown: Page) -> str:
+    return html_of("report.html", page=shown, library=library())
 
 
-def _csv(runs: Runs) -> str:
+def _markdown(_: Runs, shown: Page) -> str:
+    return markdown_of("report.md", page=shown)
+
+
+def _csv(runs: Runs, _: Page) -> str:
     order = {fingerprint: i for i, fingerprint in enumerate(dict.fromkeys(r.fingerprint for r in runs.records))}
     return to_csv(sorted(with_rates_around(runs.records), key=lambda r: (order[r.fingerprint], r.repeat)))
 
 
-_FORMATS: dict[str, Callable[[Runs], str]] = {".html": _html, ".md": _markdown, ".csv": _csv}
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8", newline="\n")
-        part.replace(path)
-    except OSError as exc:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another place with --out") from exc
+_FORMATS: dict[str, Callable[[Runs, Page], str]] = {".html": _html, ".md": _markdown, ".csv": _csv}

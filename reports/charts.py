@@ -1,196 +1,276 @@
-"""Chart geometry: axes and marks in percent of the width, so that SVG stretches and its text does not."""
+"""Charts with a row for each cell: throughput, what the machine allows, memory, tasks; and predictions."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from reports import tables
+from reports.stats import interval_of
 from reports.summary import CellSummary, throughput
-from reports.tables import allowed, name_cell
-from reports.text import MIB, number
+from reports.tables import Cell, Column, allowed, cell_table, plain_table
+from reports.text import GIB, MIB, MISSING, columns_of, number
+from reports.vega import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    SOFT,
+    Datum,
+    Panel,
+    amount,
+    chart,
+    drawn,
+    labels_of,
+    left_out,
+    log_toggle,
+    marked,
+    rows_axis,
+    says,
+)
+
+_ROW = {"step": 26}
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Something drawn in a row: kind is bar, dot, median, limit, compute, disk or beyond; `at` is in percent."""
-
-    kind: str
-    at: float
-    title: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cell in a chart: its marks and the value in words. `reason` stands in where there is nothing to draw."""
-
-    name: str
-    badges: tuple[str, ...]
-    value: str
-    marks: tuple[Mark, ...]
-    reference: bool
-    hollow: bool
-    reason: str = ""
-
-    @property
-    def spoken(self) -> str:
-        """The row for a screen reader."""
-        return f"{self.name}: {self.reason or '; '.join(m.title for m in self.marks if m.kind != 'bar')}"
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Rows over one axis; ticks are (percent, label), the legend (kind, meaning)."""
-
-    title: str
-    axis: str
-    ticks: tuple[tuple[float, str], ...]
-    legend: tuple[tuple[str, str], ...]
-    rows: tuple[Row, ...]
-
-
-class Linear:
-    """An axis from zero to a round number at or above `largest`."""
-
-    def __init__(self, largest: float) -> None:
-        largest = largest or 1.0
-        step = _nice(largest / 5)
-        self.top = step * math.ceil(round(largest / step, 6))
-        count = round(self.top / step)
-        places = max(0, -math.floor(math.log10(step)))
-        self.ticks = tuple((100.0 * i / count, number(i * step, places)) for i in range(count + 1))
-
-    def at(self, value: float) -> float:
-        """Position of `value` in percent."""
-        return 100 * value / self.top
-
-
-class Log:
-    """An axis over whole decades around positive values."""
-
-    def __init__(self, smallest: float, largest: float) -> None:
-        self.low = math.floor(math.log10(smallest))
-        self.high = max(math.ceil(math.log10(largest)), self.low + 1)
-        stride = math.ceil((self.high - self.low) / 6)
-        powers = range(self.low, self.high + 1, stride)
-        self.ticks = tuple((self._percent(p), number(10.0**p, max(0, -p))) for p in powers)
-
-    def at(self, value: float) -> float:
-        """Position of `value` in percent."""
-        return self._percent(math.log10(value))
-
-    def _percent(self, exponent: float) -> float:
-        return 100 * (exponent - self.low) / (self.high - self.low)
-
-
-def throughput_chart(rows: Sequence[CellSummary]) -> Chart | None:
-    """Every repeat as a dot on a bar to the median; None where no cell gave a figure."""
-    drawn = [r for r in rows if r.median is not None]
-    if not drawn:
+def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """Every repeat, the median and its interval; None where no cell gave a figure."""
+    rows = [r for r in rows if r.median is not None]
+    if not rows:
         return None
-    axis = _axis([(r, v) for r in drawn for v in r.throughput])
-    lines = []
-    for row in rows:
-        marks: list[Mark] = []
-        if row.median is not None:
-            marks += [Mark("bar", axis.at(row.median), ""), _median(row, axis)]
-            marks += [
-                Mark("dot", axis.at(v), f"repeat {r.repeat + 1}: {number(v)} tok/s")
-                for r in row.ok_records
-                if (v := throughput(r)) is not None
-            ]
-        lines.append(_row(row, marks, number(row.median) if row.median is not None else ""))
-    return _chart("Generation throughput", "tok/s", axis, {"bar": "median", "dot": "one repeat"}, lines)
+    names = labels_of(rows)
+    shown = drawn(rows)
+    own = max((v for r in shown if not r.reference for v in r.throughput), default=0.0)
+    largest = max(v for r in shown for v in r.throughput)
+    end = largest if largest <= 1.5 * own or not own else 1.1 * own  # a reference far above must not squeeze the rest
+    data: list[Datum] = []
+    for row in shown:
+        label = marked(row, names[row.fingerprint])
+        of = "reference" if row.reference else "hollow" if row.simulated or row.projected else "measured"
+        known: Datum = {"cell": label, "of": of}
+        if interval := interval_of(row.throughput):
+            words = f"{label}: 95 % interval of the median {' to '.join(columns_of(interval))} tok/s"
+            data.append(known | {"kind": "interval", "low": interval[0], "high": interval[1], "says": words})
+        median = row.median or 0.0
+        data.append(known | {"kind": "median", "value": median,
+                             "says": f"{label}: median {number(median)} tok/s of {len(row.throughput)}"})  # fmt: skip
+        data += [
+            known | {"kind": "repeat", "value": v, "says": f"{label}, repeat {r.repeat + 1}: {number(v)} tok/s"}
+            for r in row.ok_records
+            if (v := throughput(r)) is not None
+        ]
+    for datum in data:  # what is off the axis is an arrow at its end
+        if datum.get("value", 0.0) > end:
+            datum |= {"kind": "beyond"}
+    by_kind = {"condition": {"test": "datum.of === 'measured'", "value": BLUE}, "value": GREY}
+    y = rows_axis([marked(r, names[r.fingerprint]) for r in shown])
+    x = amount("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
+    spec = chart(
+        _ROW,
+        data={"values": data},
+        usermeta=log_toggle(min(v for r in shown for v in r.throughput), largest),
+        encoding={"y": y, "color": by_kind, **says()},
+        layer=[
+            {"transform": [{"filter": "datum.kind === 'interval'"}],
+             "mark": {"type": "bar", "height": 9, "opacity": 0.3},
+             "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}}},
+            {"transform": [{"filter": "datum.kind === 'repeat'"}], "mark": {"type": "point", "size": 40, "filled": True,
+             "opacity": 0.85}, "encoding": {"x": x}},
+            {"transform": [{"filter": "datum.kind === 'median'"}], "mark": {"type": "tick", "thickness": 3, "size": 18},
+             "encoding": {"x": x}},
+            {"transform": [{"filter": "datum.kind === 'beyond'"}], "mark": {"type": "point", "shape": "triangle-right",
+             "size": 70, "filled": True}, "encoding": {"x": x}},
+        ],
+    )  # fmt: skip
+    note = "A dot is one launch, the tick their median, the band its interval." + left_out(rows)
+    return Panel("Generation throughput", note, spec, _repeats_table(rows))
 
 
-def memory_chart(rows: Sequence[CellSummary]) -> Chart | None:
-    """Peak memory as a bar, the limit as a line; None where nothing was counted."""
-    if not any(r.peak_bytes is not None for r in rows):
-        return None
-    axis = _axis([(r, b / MIB) for r in rows for b in (r.peak_bytes, r.limit_bytes) if b is not None])
-    lines = []
-    for row in rows:
-        marks = []
-        value = ""
-        if row.peak_bytes is not None:
-            peak = row.peak_bytes / MIB
-            marks += [Mark("bar", axis.at(peak), ""), Mark("median", axis.at(peak), f"peak {number(peak)} MiB")]
-            value = number(peak)
-        if row.limit_bytes is not None:
-            limit = row.limit_bytes / MIB
-            marks.append(Mark("limit", axis.at(limit), f"limit {number(limit)} MiB"))
-            value += f" of {number(limit)}" if value else ""
-        lines.append(_row(row, marks, value))
-    return _chart("Peak memory against the limit", "MiB", axis, {"bar": "peak", "limit": "limit"}, lines)
-
-
-def bound_chart(rows: Sequence[CellSummary]) -> Chart | None:
+def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
     """Measured throughput beside what compute and disk each allow, on a logarithmic axis."""
-    kinds = {"compute": "compute allows", "disk": "disk allows", "dot": "measured"}
-    found: list[tuple[CellSummary, dict[str, float]]] = []
-    for row in rows:
-        if row.bound_tok_s is None or not row.median:
-            continue
-        values: dict[str, float | None] = {
-            "compute": allowed(row, "compute_s"),
-            "disk": allowed(row, "disk_s"),
-            "dot": row.median,
-        }
-        found.append((row, {k: v for k, v in values.items() if v}))
-    if not found:
+    rows = [r for r in rows if r.bound_tok_s is not None and r.median]
+    if not rows:
         return None
-    everything = [v for _, values in found for v in values.values()]
-    axis = Log(min(everything), max(everything))
+    names = labels_of(rows)
+    data: list[Datum] = []
+    kinds = {
+        "compute allows": ("square", GREEN),
+        "disk allows": ("triangle-right", ORANGE),
+        "measured": ("circle", BLUE),
+    }
+    for row in drawn(rows):
+        found = dict(zip(kinds, (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median), strict=True))
+        label = marked(row, names[row.fingerprint])
+        data += [
+            {"cell": label, "kind": kind, "value": value, "says": f"{label}: {kind} {number(value)} tok/s"}
+            for kind, value in found.items()
+            if value
+        ]
+    kind = {"field": "kind", "type": "nominal", "title": None}
+    scale = {"type": "log", "domain": [min(d["value"] for d in data) * 0.8, max(d["value"] for d in data) * 1.25]}
+    spec = chart(
+        _ROW,
+        data={"values": data},
+        mark={"type": "point", "filled": True, "size": 80},
+        encoding={
+            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(rows)]),
+            "x": amount("tok/s, logarithmic") | {"scale": scale},
+            "shape": kind | {"scale": {"domain": list(kinds), "range": [s for s, _ in kinds.values()]}},
+            "color": kind | {"scale": {"domain": list(kinds), "range": [c for _, c in kinds.values()]}},
+            **says(),
+        },
+    )
+    note = "The bound is the slower of compute and disk at rates measured beside each launch." + left_out(rows)
+    return Panel("What the machine allows", note, spec, cell_table("", rows, tables.BOUND))
+
+
+def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """The host's peak against its limit; None where nothing was counted."""
+    rows = [r for r in rows if r.peak_bytes is not None]
+    if not rows:
+        return None
+    names, data = labels_of(rows), []
+    for row in drawn(rows):
+        label = marked(row, names[row.fingerprint])
+        for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes)):
+            if size is not None:
+                words = f"{label}: {kind} {number(size / MIB)} MiB"
+                data.append({"cell": label, "kind": kind, "value": size / GIB, "says": words})
+    spec = chart(
+        _ROW,
+        data={"values": data},
+        encoding={
+            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(rows)]),
+            "x": amount("GiB", zero=True),
+            **says(),
+        },
+        layer=[
+            {"transform": [{"filter": "datum.kind === 'peak'"}],
+             "mark": {"type": "bar", "height": 12, "color": BLUE, "opacity": 0.55}},
+            {"transform": [{"filter": "datum.kind === 'limit'"}],
+             "mark": {"type": "tick", "thickness": 3, "size": 20, "color": ORANGE}},
+        ],
+    )  # fmt: skip
+    note = "Bars are the peak of the engine's process tree, the ticks its limit: idle footprint + budget." + left_out(
+        rows
+    )
+    return Panel("Peak memory against the limit", note, spec, cell_table("", rows, tables.MEMORY))
+
+
+#: Tiers as they are named, and their colours: fast ones first.
+_TIERS = (("device", GREEN), ("RAM", BLUE), ("disk", ORANGE))
+
+
+def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """Where each cell's weights were; None where no engine said."""
+    placed = [r for r in rows if any(x.load and sum(x.load.weights_by_tier) for x in r.ok_records)]
+    if not placed:
+        return None
+    names, data = labels_of(placed), []
+    for row in drawn(placed):
+        label = marked(row, names[row.fingerprint])
+        tiers = next(x.load.weights_by_tier for x in reversed(row.ok_records) if x.load)
+        data += [
+            {"cell": label, "kind": kind, "value": size / GIB, "order": i,
+             "says": f"{label}: {number(size / GIB)} GiB of weights in {kind}"}
+            for i, ((kind, _), size) in enumerate(zip(_TIERS, tiers, strict=True))
+            if size
+        ]  # fmt: skip
+    spec = chart(
+        _ROW,
+        data={"values": data},
+        mark={"type": "bar", "height": 14},
+        encoding={
+            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(placed)]),
+            "x": amount("GiB of weights", zero=True),
+            "color": {"field": "kind", "type": "nominal", "title": None,
+                      "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}},
+            "order": {"field": "order"},
+            **says(),
+        },
+    )  # fmt: skip
+    policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
+    table = cell_table("", policy, tables.PLACEMENT) if policy else None
+    return Panel("Memory by tier", "What was really placed where, as the engine said." + left_out(placed), spec, table)
+
+
+_TASKS = (
+    ("load_weights", "load weights"), ("load_cache", "load cache"), ("store_cache", "store cache"),
+    ("move_activations", "activations"), ("products", "products"), ("attention", "attention"), ("other", "other"),
+)  # fmt: skip
+
+
+def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """Seconds by task; what overlaps counts in both."""
+    rows = [r for r in rows if any("task_products_s" in x.metrics for x in r.ok_records)]
+    if not rows:
+        return None
+    names, data = labels_of(rows), []
+    for row in drawn(rows):
+        label = marked(row, names[row.fingerprint])
+        for i, (key, kind) in enumerate(_TASKS):
+            if seconds := tables.seconds_of(key)(row):
+                words = f"{label}: {kind} {number(seconds)} s"
+                data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "says": words})
+    spec = chart(
+        _ROW,
+        data={"values": data},
+        mark={"type": "bar", "height": 14},
+        params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
+        encoding={
+            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(rows)]),
+            "x": amount("seconds at work; what overlaps counts in both", zero=True),
+            "color": {"field": "kind", "type": "nominal", "title": None,
+                      "scale": {"domain": [k for _, k in _TASKS], "range": _TASK_COLOURS}},
+            "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.12},
+            "order": {"field": "order"},
+            **says(),
+        },
+    )  # fmt: skip
+    note = "A click on a task in the legend puts it alone." + left_out(rows)
+    return Panel("Breakdown by task", note, spec, cell_table("", rows, tables.TASKS))
+
+
+_TASK_COLOURS = [f"var(--series-{i})" for i in (1, 2, 3, 4, 5, 6)] + [GREY]
+
+
+def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """What the performance model said beside what was measured, with the line where both are one."""
+    rows = [r for r in rows if r.median and r.predicted_tok_s and not r.simulated]
+    if not rows:
+        return None
+    names = labels_of(rows)
+    data = [
+        {"cell": names[r.fingerprint], "measured": r.median, "value": r.predicted_tok_s, "says":
+         f"{names[r.fingerprint]}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
+        for r in rows
+    ]  # fmt: skip
+    both = [v for d in data for v in (d["measured"], d["value"]) if isinstance(v, float)]
+    ends = [min(both) * 0.8, max(both) * 1.25]
+    scale = {"type": "log", "domain": ends, "nice": False}
+    line = [{"measured": v, "value": v, "says": "prediction equals measurement"} for v in ends]
+    x, y = amount("measured tok/s", "measured"), amount("predicted tok/s")
+    spec = chart(
+        320,
+        encoding={"x": x | {"scale": scale}, "y": y | {"scale": scale}},
+        layer=[
+            {"data": {"values": line}, "mark": {"type": "line", "color": SOFT, "strokeDash": [4, 3]}},
+            {"data": {"values": data}, "mark": {"type": "point", "filled": True, "size": 70, "color": BLUE,
+             "opacity": 0.8}, "encoding": says()},
+        ],
+    )  # fmt: skip
+    note = "On the dashed line the performance model is right; above it it promised too much. Both axes logarithmic."
+    return Panel("Predicted against measured", note, spec, cell_table("", rows, tables.PREDICTED))
+
+
+def _repeats_table(rows: Sequence[CellSummary]) -> tables.Table:
+    count = max(len(r.throughput) for r in rows)
+    columns = [Column("Cell", numeric=False), Column("Median", "tok/s"), Column("95 % interval", "tok/s")]
+    columns += [Column(f"Repeat {i + 1}", "tok/s") for i in range(count)]
     lines = []
-    for row, positive in found:
-        marks = [Mark(k, axis.at(v), f"{kinds[k]} {number(v)} tok/s") for k, v in positive.items()]
-        lines.append(_row(row, marks, f"{number((row.bound_fraction or 0) * 100)} %"))
-    axis_title = "tok/s, logarithmic; on the right the fraction of the bound reached"
-    return _chart("What the machine allows", axis_title, axis, kinds, lines)
-
-
-def spark(samples: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Points (x, y) in percent for samples over the run, zero at the bottom and the largest near the top."""
-    top = max(samples, default=0) or 1
-    width = max(len(samples) - 1, 1)
-    return tuple((4 + 92 * i / width, 90 - 75 * v / top) for i, v in enumerate(samples))
-
-
-def _axis(values: Sequence[tuple[CellSummary, float]]) -> Linear:
-    """An axis for the cells that compete; a reference far above them runs off it rather than squeezing them."""
-    largest = max(v for _, v in values)
-    own = max((v for r, v in values if not r.reference), default=largest)
-    return Linear(largest if largest <= 1.5 * own else own)
-
-
-def _chart(title: str, unit: str, axis: Linear | Log, legend: Mapping[str, str], rows: Sequence[Row]) -> Chart:
-    beyond = any(m.kind == "beyond" for r in rows for m in r.marks)
-    kinds = dict(legend) | ({"beyond": "beyond the axis"} if beyond else {})
-    return Chart(title, unit, axis.ticks, tuple(kinds.items()), tuple(rows))
-
-
-def _clip(marks: Sequence[Mark]) -> tuple[Mark, ...]:
-    """Marks on the axis as they are; those past its end become one arrow that says what they were."""
-    off = [m for m in marks if m.at > 100.01]
-    if not off:
-        return tuple(marks)
-    bar = [Mark("bar", 100.0, "")] if any(m.kind == "bar" for m in off) else []
-    arrow = Mark("beyond", 100.0, "; ".join(m.title for m in off if m.title))
-    return (*bar, *(m for m in marks if m not in off), arrow)
-
-
-def _row(row: CellSummary, marks: Sequence[Mark], value: str) -> Row:
-    reason = "" if marks else f"{row.status} (expected)" if row.expected_failure else row.status
-    hollow = row.simulated or row.projected
-    return Row(row.name, name_cell(row).badges, value, _clip(marks), row.reference, hollow, reason)
-
-
-def _median(row: CellSummary, axis: Linear) -> Mark:
-    value = row.median or 0
-    return Mark("median", axis.at(value), f"median {number(value)} tok/s of {len(row.throughput)}")
-
-
-def _nice(step: float) -> float:
-    """The nearest of 1, 2, 5 times a power of ten at or above `step`."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= step * 0.999)
+    for row in rows:
+        interval = interval_of(row.throughput)
+        texts = columns_of([row.median, *row.throughput])
+        none = Cell(MISSING, why="needs two repeats")
+        shown = [Cell(" to ".join(columns_of(interval))) if interval else none]
+        missing = [Cell(MISSING, why="not run, or not ok")] * (count - len(row.throughput))
+        lines.append([tables.name_cell(row), Cell(texts[0]), *shown, *map(Cell, texts[1:]), *missing])
+    return plain_table("", columns, lines)

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reports import sections, tables
-from reports.accuracy import accuracy_remarks, accuracy_table
-from reports.charts import Chart, bound_chart, memory_chart, throughput_chart
+from reports.ablation import ablation_panel
+from reports.accuracy import accuracy_panel, accuracy_remarks, accuracy_table
+from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
+from reports.environment import machines
+from reports.latency import pareto_panel, spread_panels
+from reports.published import published_table
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, headline, metric, others_share, summary_rows
+from reports.summary import DISTURBED, CellSummary, by_workload, headline, others_share, summary_rows
 from reports.tables import Table, cell_table
 from reports.text import median, number, one_line, plural
-from reports.timeline import Timeline, timelines
+from reports.timeline import utilisation_panel
+from reports.vega import Panel
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,8 @@ class WorkloadPart:
     summary: Table
     summary_short: Table
     accuracy: tuple[Table, ...]
-    charts: tuple[Chart, ...]
-    timelines: tuple[Timeline, ...]
+    published: Table | None
+    panels: tuple[Panel, ...]
     details: tuple[Table, ...]
 
 
@@ -41,7 +46,9 @@ class Page:
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     workloads: tuple[WorkloadPart, ...]
+    trends: tuple[Panel, ...]
     failures: Table | None
+    logs: tuple[tuple[str, str], ...]
     trials: Table | None
     rates: Table | None
     setup: Table | None
@@ -50,19 +57,21 @@ class Page:
     definitions: tuple[tuple[str, str], ...]
 
 
-def page(runs: Runs) -> Page:
-    """The report on `runs`."""
+def page(runs: Runs, trends: Sequence[Panel] = ()) -> Page:
+    """The report on `runs`, with what the history says of their cells."""
     rows = summary_rows(runs.records)
     suites = list(dict.fromkeys(row.suite for row in rows if row.suite))
     facts = {"Started": sections.period(runs.records), "Commit": sections.commit(runs.records)}
     return Page(
-        title=", ".join(suites) or "Benchmark report",
+        title=_title(suites),
         descriptions=runs.descriptions,
         outcome=_outcome(rows),
         facts=tuple((k, v) for k, v in facts.items() if v),
-        notes=runs.notes,
-        workloads=tuple(_workload(title, group) for title, group in by_workload(rows).items()),
+        notes=(*runs.notes, *_mixed(runs)),
+        workloads=tuple(_workload(title, group, runs) for title, group in by_workload(rows).items()),
+        trends=tuple(trends),
         failures=sections.failures(rows),
+        logs=tuple((row.name, tail) for row in rows if (tail := _log_tail(row, runs))),
         trials=sections.trials(rows),
         rates=sections.machine_rates(runs.records),
         setup=sections.setup(rows),
@@ -72,22 +81,19 @@ def page(runs: Runs) -> Page:
     )
 
 
-def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
+def _title(suites: Sequence[str]) -> str:
+    more = f" and {len(suites) - 4} more" if len(suites) > 4 else ""
+    return (", ".join(suites[:4]) + more) or "Benchmark report"
+
+
+def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> WorkloadPart:
     finished = [r for r in rows if r.throughput]
-    bounded = [r for r in finished if r.bound_tok_s is not None]
-    counted = [r for r in rows if r.peak_bytes is not None]
-    forecast = [r for r in finished if r.predicted_tok_s is not None and not r.simulated]
-    tasked = [r for r in finished if metric(r.ok_records, "task_products_s") is not None]
-    placed = [r for r in finished if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
-    charts = (throughput_chart(rows), memory_chart(rows), bound_chart(rows))
-    details = [
-        ("Memory over all repeats, the largest seen", counted, tables.MEMORY),
-        ("What the machine allows", bounded, tables.BOUND),
-        ("Prediction beside measurement", forecast, tables.PREDICTED),
-        ("Latency, phases and energy, median over repeats", finished, tables.TIMES),
-        ("Seconds in which each task was at work; what overlaps counts in both", tasked, tables.TASKS),
-        ("What was placed where", placed, tables.PLACEMENT),
-    ]
+    panels = (
+        throughput_panel(rows), pareto_panel(finished), ablation_panel(rows), tasks_panel(finished),
+        utilisation_panel(rows), bound_panel(finished), memory_panel(rows), tiers_panel(finished),
+        predicted_panel(finished), accuracy_panel(finished), *spread_panels(finished),
+    )  # fmt: skip
+    times = [cell_table("Latency, phases and energy, median over repeats", finished, tables.TIMES)] * bool(finished)
     return WorkloadPart(
         title=title,
         headline=headline(rows),
@@ -95,9 +101,9 @@ def _workload(title: str, rows: Sequence[CellSummary]) -> WorkloadPart:
         summary=cell_table("Summary, fastest first", rows, tables.SUMMARY, status=True),
         summary_short=cell_table("Summary, fastest first", rows, tables.SUMMARY_SHORT, status=True),
         accuracy=_accuracy(rows, finished),
-        charts=tuple(c for c in charts if c),
-        timelines=timelines(rows),
-        details=tuple(cell_table(caption, some, figures) for caption, some, figures in details if some),
+        published=published_table(rows, runs.reproduces),
+        panels=tuple(p for p in panels if p),
+        details=tuple(times),
     )
 
 
@@ -105,6 +111,19 @@ def _accuracy(rows: Sequence[CellSummary], finished: Sequence[CellSummary]) -> t
     """Of a task: what answers are worth, and how fast they came, with and without padding."""
     judged = accuracy_table(rows)
     return () if judged is None else (judged, cell_table("How fast the answers came", finished, tables.PADDING))
+
+
+def _mixed(runs: Runs) -> list[str]:
+    """That the records are of several machines, where they are: no ratio between them says anything of engines."""
+    count = machines(runs.records)
+    words = "figures of one cannot be compared with those of another"
+    return [f"These records are of {count} machines: {words}; Provenance lists what differs."] if count > 1 else []
+
+
+def _log_tail(row: CellSummary, runs: Runs) -> str:
+    """The last lines of the log of a repeat that should not have ended so."""
+    failed = (r for r in reversed(row.records) if r.status not in ("ok", row.expect))
+    return next((tail for r in failed if (tail := runs.log_tail(r))), "")
 
 
 def _remarks(rows: Sequence[CellSummary]) -> list[str]:
@@ -121,7 +140,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         remarks.append("Not all cells answered the same number of requests; those with fewer are marked.")
     if any(r.simulated or r.projected for r in rows):
         remarks.append("Simulated and projected cells were not measured and are never ranked above measured ones.")
-    if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None):
+    if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None and not r.simulated):
         middle = number(100 * (median(errors) or 0.0))
         remarks.append(f"The performance model is off by {middle} % in the median of {plural(len(errors), 'cell')}, by "
                        f"{number(100 * errors[-1])} % at most; `harness plan --explain` says where.")  # fmt: skip
@@ -129,7 +148,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         names = ", ".join(disturbed)
         remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU while these ran: {names}.")
     remarks += accuracy_remarks(rows)
-    if any(len(r.throughput) < 3 for r in own):
+    if any(len(r.throughput) < 3 and not r.simulated for r in own):
         remarks.append("Some cells have fewer than three finished repeats: too few to judge small differences.")
     return remarks
 
@@ -143,8 +162,7 @@ def _outcome(rows: Sequence[CellSummary]) -> str:
     ok = sum(r.status == "ok" and r.as_expected for r in rows)
     parts = [f"{ok} ok", *(f"{n} {status}" for status, n in Counter(r.status for r in answers).items())]
     parts += [f"{expected} failed as expected"] if expected else []
-    parts += [f"{len(unexpected)} not as expected ({one_line(', '.join(r.name for r in unexpected))})"] * bool(
-        unexpected
-    )
+    names = one_line(", ".join(r.name for r in unexpected[:12])) + (" and others" if len(unexpected) > 12 else "")
+    parts += [f"{len(unexpected)} not as expected ({names})"] * bool(unexpected)
     repeats = sum(len(r.records) for r in rows)
     return f"{plural(len(rows), 'cell')}, {plural(repeats, 'repeat')}: {', '.join(parts)}."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
+
+import numpy as np
 
 #: Resamples of a bootstrap, and its seed: the same figures for the same records.
 _RESAMPLES, _SEED = 2000, 0
@@ -85,21 +86,14 @@ def _linear(differences: Sequence[float], weights: Sequence[float]) -> list[floa
 
 def _interval(differences: Sequence[float]) -> tuple[float, float]:
     """95 % of resampled means. Most differences of two runs are 0, and count without being drawn one by one."""
-    n, rng = len(differences), random.Random(_SEED)
-    apart = [d for d in differences if d]
-    if not apart:
+    n, rng = len(differences), np.random.default_rng(_SEED)
+    apart = np.array([d for d in differences if d], np.float64)
+    if not len(apart):
         return 0.0, 0.0
-    means = sorted(math.fsum(rng.choices(apart, k=_binomial(rng, n, len(apart) / n))) / n for _ in range(_RESAMPLES))
-    return means[int(LEVEL / 2 * _RESAMPLES)], means[int((1 - LEVEL / 2) * _RESAMPLES) - 1]
-
-
-def _binomial(rng: random.Random, n: int, p: float) -> int:
-    """How many of n draws fall among those that differ."""
-    if p >= 1:
-        return n
-    if n * min(p, 1 - p) > 50:  # as good as normal
-        return min(n, max(0, round(rng.gauss(n * p, math.sqrt(n * p * (1 - p))))))
-    return sum(rng.random() < p for _ in range(n))
+    draws = rng.binomial(n, len(apart) / n, size=_RESAMPLES)
+    means = [float(rng.choice(apart, size=k).sum()) / n for k in draws]
+    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+    return float(low), float(high)
 
 
 def _log_choose(n: int, k: int) -> float:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from harness.api import HarnessError, RunRecord, parse_record
 
+#: Of a log, what a report shows.
+_TAIL_BYTES, _TAIL_LINES = 8000, 30
 RECORDS = "records.jsonl"
 SUITE = "suite.yaml"
 
@@ -21,6 +24,23 @@ class Runs:
     records: tuple[RunRecord, ...]
     descriptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    reproduces: frozenset[str] = frozenset()  # papers' tables that the suites say they reproduce
+    folders: Mapping[tuple[str, int], Path] = field(default_factory=dict)  # where each record was read, by its key
+
+    def log_tail(self, record: RunRecord) -> str:
+        """The last lines of a record's log, if it is still in its run directory; empty otherwise."""
+        folder = self.folders.get((record.fingerprint, record.repeat))
+        if folder is None or not record.log:
+            return ""
+        try:
+            path = (folder / record.log).resolve()
+            if not path.is_relative_to(folder.resolve()):  # records come from files, and may name anything
+                return ""
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        except (OSError, ValueError):  # of a name that is none, too
+            return ""
 
 
 def load_records(dirs: Sequence[Path]) -> list[RunRecord]:
@@ -42,20 +62,25 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
     notes: list[str] = []
     descriptions: list[str] = []
     latest: dict[tuple[str, int], RunRecord] = {}
+    folders: dict[tuple[str, int], Path] = {}
+    reproduces: set[str] = set()
     total = 0
     for folder in dirs:
         records = _read_folder(folder, notes)
         total += len(records)
         for record in records:
             latest[record.fingerprint, record.repeat] = record
-        description = _description(folder / SUITE, notes)
-        if description and description not in descriptions:
+            folders[record.fingerprint, record.repeat] = folder
+        suite = _suite(folder / SUITE, notes)
+        description, table = suite.get("description"), suite.get("reproduces")
+        if isinstance(description, str) and description and description not in descriptions:
             descriptions.append(description)
+        reproduces |= {table} if isinstance(table, str) else set()
     if superseded := total - len(latest):
         notes.append(
             f"Left out {superseded} of {total} records: a later one of the same cell and repeat replaces them."
         )
-    return Runs(tuple(latest.values()), tuple(descriptions), tuple(notes))
+    return Runs(tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders)
 
 
 def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
@@ -76,14 +101,13 @@ def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
     return records
 
 
-def _description(path: Path, notes: list[str]) -> str:
-    """The suite's description. The records alone make the report, so a damaged suite file is only noted."""
+def _suite(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    """What the suite says of itself. The records alone make the report, so a damaged suite file is only noted."""
     if not path.exists():
-        return ""
+        return {}
     try:
         suite = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         notes.append(f"{path} cannot be read; its description is left out.")
-        return ""
-    text = suite.get("description") if isinstance(suite, dict) else None
-    return text if isinstance(text, str) else ""
+        return {}
+    return suite if isinstance(suite, dict) else {}

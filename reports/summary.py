@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
 from reports.rates import with_rates_around
-from reports.text import TIMES_SIGN, finite, median, number, one_line
+from reports.stats import Ratio, ratio_of
+from reports.text import TIMES_SIGN, columns_of, finite, median, number, one_line
 
 #: Above this share of CPU time taken by others a figure is marked as disturbed.
 DISTURBED = 0.05
@@ -19,8 +20,8 @@ class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None is not measured.
 
     Every figure is over the repeats that ended ok: the median, except `minimum`, `maximum` and the memory
-    figures, which are the largest seen. `ratio` is the cell's median over that of `rival`, the fastest ranked
-    cell of another engine in the same workload; where one engine alone is ranked, of its other cells.
+    figures, which are the largest seen. `ratio` is the Hodges-Lehmann ratio to `rival`, the fastest ranked cell of
+    another engine in the same workload (where one engine alone is ranked, of its other cells), with its interval.
     """
 
     fingerprint: str
@@ -45,6 +46,8 @@ class CellSummary:
     tpot_p50_s: float | None = None
     tpot_p99_s: float | None = None
     ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
     rival: str | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
@@ -169,15 +172,24 @@ def headline(rows: Sequence[CellSummary]) -> str:
     best = order[0]
     kind = " (simulated)" if best.simulated else " (projected)" if best.projected else ""
     within = " within the limit" if best.limit_bytes else ""
-    parts = [f"Fastest{within}{kind}: {best.name}, {number(best.median or 0)} tok/s"]
+    parts = []
     rival = _rival(best, order)
-    if rival and rival.median and best.median:
+    if rival and rival.throughput:
         what = "the next" if rival.engine == best.engine else "the best of another engine"
-        overlap = " (their ranges overlap)" if (rival.maximum or 0) >= (best.minimum or 0) else ""
-        parts.append(f"{number(best.median / rival.median)}{TIMES_SIGN} {rival.name}, {what}{overlap}")
+        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput))} {rival.name}, {what}")
     if best.bound_fraction is not None:
-        parts.append(f"at {number(best.bound_fraction * 100)} % of the bound ({best.limited_by})")
-    return ", ".join(parts) + "."
+        parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
+    speed = f"{number(best.median or 0)} tok/s{within}{kind}"
+    return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
+
+
+def _times(ratio: Ratio) -> str:
+    """How many times, with the interval, or why there is none."""
+    times = f"{number(ratio.ratio)}{TIMES_SIGN}"
+    if ratio.low is None or ratio.high is None:
+        return f"{times} (too few launches for an interval)"
+    unsure = "" if ratio.excludes_one else " (1 is possible: not told apart)"
+    return f"{times} [{', '.join(columns_of([ratio.low, ratio.high]))}]{unsure}"
 
 
 def _cell(records: Sequence[RunRecord]) -> CellSummary:
@@ -193,8 +205,8 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         fingerprint=last.fingerprint,
         suite=one_line(spec.suite),
         name=one_line(spec.name) or spec.engine,
-        engine=spec.engine,
-        workload=_workload(last),
+        engine=one_line(spec.engine),
+        workload=workload_of(last),
         statuses=tuple(r.status for r in records),
         expect=spec.expect,
         reference=spec.reference,
@@ -224,7 +236,8 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
     )
 
 
-def _workload(record: RunRecord) -> str:
+def workload_of(record: RunRecord) -> str:
+    """What was asked of which model, in words: cells with the same words may be compared."""
     model, load = record.spec.model, record.spec.workload
     details = [f"revision {model.revision}"] if model.revision else []
     details += ["dummy weights"] if model.weights == "dummy" else []
@@ -262,7 +275,8 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
         related = replace(row, most_requests=most or None)
         rival = _rival(row, order) if row in order else None
         if rival and rival.median and row.median is not None:
-            related = replace(related, ratio=row.median / rival.median, rival=rival.name)
+            found = ratio_of(rival.throughput, row.throughput)
+            related = replace(related, ratio=found.ratio, ratio_low=found.low, ratio_high=found.high, rival=rival.name)
         rows.append(_compare_outputs(related, group))
     place = {r.fingerprint: i for i, r in enumerate(order)}
     return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))

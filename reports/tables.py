@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.api import RunRecord
 from reports.summary import CellSummary, measured_peak, measured_sum, metric
-from reports.text import MB, MIB, MISSING, TIMES_SIGN, decimals, finite, median, number
+from reports.text import MB, MIB, MISSING, TIMES_SIGN, columns_of, finite, median
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,18 @@ def _range(row: CellSummary) -> str | None:
     return " to ".join(columns_of([row.minimum, row.maximum]))
 
 
+def _read(row: CellSummary) -> float | None:
+    """Bytes read a token; a page here and there is nothing."""
+    found = row.read_bytes_per_token
+    return found if found is None or found > 0.01 * MB else 0.0
+
+
+def _ratio_interval(row: CellSummary) -> str | None:
+    if row.ratio_low is None or row.ratio_high is None:
+        return None
+    return " to ".join(columns_of([row.ratio_low, row.ratio_high]))
+
+
 def _agreement(row: CellSummary) -> str | None:
     return f"{row.equal_outputs} of {row.compared_outputs}" if row.compared_outputs else None
 
@@ -135,7 +147,7 @@ def _method(row: CellSummary) -> str | None:
     return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"
 
 
-def _seconds_of(task: str) -> Callable[[CellSummary], float | None]:
+def seconds_of(task: str) -> Callable[[CellSummary], float | None]:
     """How long a task was at work; None where it had nothing to do, which a wait of no time is not."""
 
     def seconds(row: CellSummary) -> float | None:
@@ -150,7 +162,7 @@ def _predicted_seconds_of(task: str) -> Callable[[CellSummary], float | None]:
     return lambda row: median([r.predicted.metrics.get(f"task_{task}_s") for r in row.ok_records if r.predicted])
 
 
-_SECONDS = {"predicted": _predicted_seconds_of, "measured": _seconds_of}
+_SECONDS = {"predicted": _predicted_seconds_of, "measured": seconds_of}
 
 
 def _realised(row: CellSummary, name: str) -> Any:
@@ -170,6 +182,7 @@ def _in_memory(row: CellSummary, name: str) -> float | None:
 
 
 REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
+_UNRANKED = "not ranked: reference, incomplete, or nothing to compare"
 _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran beside this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
@@ -182,12 +195,13 @@ SUMMARY = (
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Range", "tok/s", _range, "needs two repeats"),
-    Figure("To best rival", TIMES_SIGN, lambda r: r.ratio, "not ranked: reference, incomplete, or nothing to compare"),
+    Figure("To best rival", TIMES_SIGN, lambda r: r.ratio, _UNRANKED),
+    Figure("95 % interval", TIMES_SIGN, _ratio_interval, _UNRANKED, numeric=True),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
     Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
-    Figure("Read", "MB/token", lambda r: r.read_bytes_per_token, _NO_COUNTER, scale=MB),
+    Figure("Read", "MB/token", _read, _NO_COUNTER, scale=MB),
     Figure("Same output", "", _agreement, "no reference cell of this seed finished"),
 )
 SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Range", "Compute"})
@@ -255,7 +269,7 @@ PREDICTED = (
 
 _NOT_AT_WORK = "this task had nothing to do"
 TASKS = tuple(
-    Figure(title, "s", _seconds_of(name), _NOT_AT_WORK)
+    Figure(title, "s", seconds_of(name), _NOT_AT_WORK)
     for title, name in (
         ("Load weights", "load_weights"),
         ("Load cache", "load_cache"),
@@ -293,13 +307,6 @@ def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figu
     references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
     bodies = [Body(own)] * bool(own) + [Body(references, REFERENCES, apart=True)] * bool(references)
     return Table(caption, tuple(columns), tuple(bodies))
-
-
-def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
-    """Numbers of one column, all with the same decimals; None is the missing sign."""
-    scaled = [None if v is None else v / scale for v in values]
-    places = decimals(v for v in scaled if v is not None)
-    return [MISSING if v is None else number(v, places) for v in scaled]
 
 
 def name_cell(row: CellSummary) -> Cell:

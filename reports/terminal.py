@@ -23,8 +23,7 @@ _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     """A headline and a table for each workload, plain text at most `width` columns wide, without colours."""
-    out = io.StringIO()
-    console = Console(file=out, width=width, no_color=True, highlight=False, emoji=False)
+    console, out = _console(width)
     for title, rows in by_workload(summary_rows(records)).items():
         console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
         console.print(_rich(cell_table("", rows, _SHOWN, status=True)))
@@ -32,6 +31,25 @@ def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
             console.print(_rich(judged.only(_JUDGED)))
             for remark in accuracy_remarks(rows):
                 console.print(Text(clean(remark)))
+    return _stripped(out)
+
+
+def plain_text(title: str, table: Table, remarks: Iterable[str], width: int = 100) -> str:
+    """A title, a table and a line for each remark, as above."""
+    console, out = _console(width)
+    console.print(Text(clean(title)))
+    console.print(_rich(table))
+    for remark in remarks:
+        console.print(Text(clean(remark)))
+    return _stripped(out)
+
+
+def _console(width: int) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width, no_color=True, highlight=False, emoji=False), out
+
+
+def _stripped(out: io.StringIO) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 

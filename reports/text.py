@@ -69,9 +69,16 @@ def number(value: float, places: int | None = None) -> str:
     return f"{value:.2g}" if value and float(text.replace(",", "")) == 0 else text
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 cell`, `2 cells`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
+    """Numbers of one column, all with the same decimals; None is the missing sign."""
+    scaled = [None if v is None else v / scale for v in values]
+    places = decimals(v for v in scaled if v is not None)
+    return [MISSING if v is None else number(v, places) for v in scaled]
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """`1 cell`, `2 cells`; `many` where it is more than an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {many or noun + 's'}"
 
 
 def finite(value: object) -> float | None:

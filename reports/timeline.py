@@ -1,44 +1,77 @@
-"""One pass of an engine as lanes of time, and as a Chrome trace file."""
+"""One pass of an engine: how busy each resource is over it, and the whole as a Chrome trace file."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from harness.api import RunRecord, TraceEvent, to_json, union_length
-from reports.charts import Linear
 from reports.summary import CellSummary
+from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import number, one_line
+from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, amount, chart, labels_of, rows_axis, says
+
+#: Parts of a pass that are looked at one by one.
+_BINS = 80
+#: Cells that are drawn: a row of charts for each.
+_MOST_CELLS = 6
+_COLOURS = {"load": ORANGE, "compute": BLUE, "attention": GREEN}
 
 
-@dataclass(frozen=True)
-class Lane:
-    """What ran in one lane: (start, width, title) of each event in percent, and the share of the pass in words."""
-
-    name: str
-    spans: tuple[tuple[float, float, str], ...]
-    value: str
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One pass of one cell. Ticks are (percent, label)."""
-
-    name: str
-    axis: str
-    ticks: tuple[tuple[float, str], ...]
-    lanes: tuple[Lane, ...]
-
-
-def timelines(rows: Sequence[CellSummary]) -> tuple[Timeline, ...]:
-    """The kept pass of each cell's last repeat, for engines that keep one; all on the same scale."""
+def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """How busy each lane is over the kept pass of each cell's last repeat; None where no engine keeps one."""
     traced = [(row, record.trace) for row in rows if (record := _last_traced(row.ok_records))]
     if not traced:
-        return ()
-    axis = Linear(max(_end(events) for _, events in traced) / 1e6)
-    return tuple(_timeline(one_line(row.name), events, axis) for row, events in traced)
+        return None
+    names = labels_of(row for row, _ in traced)
+    shown = traced[:_MOST_CELLS]
+    data: list[Datum] = []
+    for row, events in shown:
+        end = _end(events)
+        data += [
+            {"cell": f"{names[row.fingerprint]}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
+             "shares": [round(share, 3) for share in busy(own, end)]}
+            for lane, own in _lanes(events).items()
+        ]  # fmt: skip
+    lanes = list(dict.fromkeys(str(d["lane"]) for d in data))
+    spec = chart(
+        {"step": 24},
+        data={"values": data},
+        transform=[
+            {"flatten": ["shares"], "as": ["share"]},
+            {"window": [{"op": "row_number", "as": "bin"}], "groupby": ["cell"]},
+            {"calculate": "(datum.bin - 1) * datum.width", "as": "at"},
+            {"calculate": "datum.bin * datum.width", "as": "to"},
+            {"as": "says", "calculate":
+             "datum.cell + ' ' + format(datum.share, '.0%') + ' busy at ' + format(datum.at, '.3~g') + ' s'"},
+        ],
+        mark={"type": "rect", "height": 16},
+        encoding={
+            "x": amount("seconds of the pass", "at"),
+            "x2": {"field": "to"},
+            "y": rows_axis(list(dict.fromkeys(str(d["cell"]) for d in data))),
+            "color": {"field": "lane", "type": "nominal", "title": None,
+                      "scale": {"domain": lanes, "range": [_COLOURS.get(lane, GREY) for lane in lanes]}},
+            "opacity": {"field": "share", "type": "quantitative", "legend": None,
+                        "scale": {"domain": [0, 1], "range": [0.04, 1]}},
+            **says(),
+        },
+    )  # fmt: skip
+    more = f" The first {_MOST_CELLS} of {len(traced)} cells are drawn." if len(traced) > _MOST_CELLS else ""
+    note = f"The fuller the colour, the busier. The pass itself is in the folder traces, for Perfetto.{more}"
+    return Panel("Utilisation by resource over one pass", note, spec, _table(traced))
+
+
+def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[float]:
+    """The busy share of each of `bins` equal parts of the time up to `end`, in the events' own unit."""
+    width = end / bins or 1.0
+    found = []
+    for i in range(bins):
+        low, high = i * width, (i + 1) * width
+        inside = ((max(e.ts, low), min(e.ts + e.dur, high)) for e in events if e.ts < high and e.ts + e.dur > low)
+        found.append(min(1.0, union_length(inside) / width))
+    return found
 
 
 def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
@@ -54,21 +87,27 @@ def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
     }
 
 
+def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
+    """The share of the pass that each lane was busy."""
+    lanes = list(dict.fromkeys(lane for _, events in traced for lane in _lanes(events)))
+    columns = [Column("Cell", numeric=False), Column("Pass", "s"), *(Column(lane, "% busy") for lane in lanes)]
+    lines = []
+    for row, events in traced:
+        own, end = _lanes(events), _end(events)
+        shares = [union_length((e.ts, e.ts + e.dur) for e in own.get(lane, ())) / end if end else 0.0 for lane in lanes]
+        lines.append([name_cell(row), Cell(number(end / 1e6)), *(Cell(number(100 * s)) for s in shares)])
+    return plain_table("", columns, lines)
+
+
+def _lanes(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
+    lanes: dict[str, list[TraceEvent]] = {}
+    for event in sorted(events, key=lambda e: e.tid):
+        lanes.setdefault(one_line(event.cat), []).append(event)
+    return lanes
+
+
 def _last_traced(records: Sequence[RunRecord]) -> RunRecord | None:
     return next((r for r in reversed(records) if r.trace), None)
-
-
-def _timeline(name: str, events: Sequence[TraceEvent], axis: Linear) -> Timeline:
-    length = _end(events)
-    lanes = []
-    for lane in dict.fromkeys(e.cat for e in sorted(events, key=lambda e: e.tid)):
-        own = [e for e in events if e.cat == lane]
-        spans = tuple(
-            (axis.at(e.ts / 1e6), axis.at(e.dur / 1e6), one_line(f"{e.name}: {number(e.dur / 1e3)} ms")) for e in own
-        )
-        busy = union_length((e.ts, e.ts + e.dur) for e in own) / length if length else 0.0
-        lanes.append(Lane(one_line(lane), spans, f"{number(100 * busy)} %"))
-    return Timeline(name, "s; on the right the share of the pass", axis.ticks, tuple(lanes))
 
 
 def _end(events: Sequence[TraceEvent]) -> float:

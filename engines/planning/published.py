@@ -1,16 +1,14 @@
 """Published throughputs, and how far the model is from them.
 
-The figures are in published/: FlexGen (Sheng et al. 2023), tables 4, 14 to 16 and 21; LM-Offload (Wu et al. 2024),
-table 3. A figure counts as an interval of half its last digit to both sides. Cells that constants were fitted on are
-marked: they are no evidence.
+The figures are those of harness.api.published: FlexGen (Sheng et al. 2023), tables 4, 14 to 16 and 21; LM-Offload
+(Wu et al. 2024), table 3. A figure counts as an interval of half its last digit to both sides. Cells that constants
+were fitted on are marked: they are no evidence.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from engines.planning import resident
@@ -19,9 +17,8 @@ from engines.planning.predict import Planner
 from engines.planning.search import Wanted, search
 from engines.planning.work import Lengths
 from engines.shapes import shape
-from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
+from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule, published_rows
 
-_FOLDER = Path(__file__).with_name("published")
 #: LM-Offload's host has 240 GB beside the device's 40: what its table says used more cannot have run there.
 _LM_OFFLOAD_GB = 280
 #: Its GPU batches, of which it gives only the product with their number.
@@ -151,7 +148,7 @@ def _flexgen() -> Iterator[Cell]:
         "flexgen": "flexgen_ref",
         "flexgen_c": "flexgen_ref",
     }
-    for row in _rows("flexgen_throughput_t4"):
+    for row in published_rows("flexgen_throughput_t4"):
         engine, bits = engines[row["system"]], 4 if row["system"] == "flexgen_c" else 16
         policy = _policy(row, weight_bits=bits, kv_bits=bits, cpu_attention=engine == "flexgen_ref" and bits == 16)
         lengths = Lengths(int(row["prompt_len"]), int(row["gen_len"]))
@@ -171,7 +168,7 @@ def _flexgen() -> Iterator[Cell]:
 
 
 def _ablation() -> Iterator[Cell]:
-    for row in _rows("flexgen_ablation_t4"):
+    for row in published_rows("flexgen_ablation_t4"):
         for model in ("opt-30b", "opt-175b"):
             figure = row[f"{model}_tok_s"]
             if not figure:
@@ -205,7 +202,7 @@ def _disks() -> Iterator[Cell]:
 
 def _lm_offload() -> Iterator[Cell]:
     engines = {"flexgen": "flexgen_ref", "zero_inference": "deepspeed_zero", "lm_offload": "lm_offload"}
-    for row in _rows("lm_offload_a100"):
+    for row in published_rows("lm_offload_a100"):
         if float(row["mem_gb"]) > _LM_OFFLOAD_GB:
             continue
         batches = max(1, round(int(row["batch"]) / _LM_OFFLOAD_BATCH))
@@ -254,11 +251,6 @@ def _policy(row: Mapping[str, str], **settings: Any) -> OffloadPolicy:
 def _fractions(row: Mapping[str, str], kind: str) -> tuple[float, float, float]:
     device, host = float(row[f"{kind}g"]) / 100, float(row[f"{kind}c"]) / 100
     return device, host, max(0.0, 1 - device - host)
-
-
-def _rows(name: str) -> Iterator[dict[str, str]]:
-    with (_FOLDER / f"{name}.csv").open(encoding="utf-8") as file:
-        yield from csv.DictReader(line for line in file if not line.startswith("#"))
 
 
 def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:

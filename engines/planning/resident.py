@@ -5,16 +5,13 @@ Source: NanoFlow (Zhu et al. 2025), section 3 and table 2.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from engines.planning.work import VALUE_BYTES, Lengths, cache_values
 from engines.shapes import shape
-from harness.api import ModelShape
+from harness.api import ModelShape, published_rows
 
-_TABLE = Path(__file__).with_name("published") / "nanoflow_a100.csv"
 _LIMITS = ("arithmetic", "memory", "network")
 
 
@@ -83,12 +80,11 @@ def published() -> Iterator[tuple[str, str, float]]:
     """
     devices = Devices(8, 312e12, 2e12, 300e9)
     found = {o.name: o for o in operations(shape("meta-llama/Llama-2-70b-hf"), Lengths(512, 1024), 2048, devices)}
-    with _TABLE.open(encoding="utf-8") as file:
-        for row in csv.DictReader(line for line in file if not line.startswith("#")):
-            figures = [row[name] for name in ("t_compute_ms", "t_mem_ms", "t_net_ms")]
-            for limit, figure, seconds in zip(_LIMITS, figures, found[row["op"]].seconds(devices), strict=True):
-                if float(figure):
-                    yield f"{row['op']}, {limit}", figure, 1e3 * seconds
+    for row in published_rows("nanoflow_a100"):
+        figures = [row[name] for name in ("t_compute_ms", "t_mem_ms", "t_net_ms")]
+        for limit, figure, seconds in zip(_LIMITS, figures, found[row["op"]].seconds(devices), strict=True):
+            if float(figure):
+                yield f"{row['op']}, {limit}", figure, 1e3 * seconds
 
 
 def optimal_tok_s(devices: Devices, params: float) -> float:

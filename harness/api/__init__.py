@@ -44,6 +44,7 @@ from harness.api.machine import (
     MachineRates,
     ModelShape,
 )
+from harness.api.published import PublishedTable, published_rows
 from harness.api.record import (
     Accuracy,
     Bound,
@@ -113,6 +114,7 @@ __all__ = [
     "Phase",
     "Probe",
     "Processor",
+    "PublishedTable",
     "RequestTrace",
     "RunRecord",
     "RunSpec",
@@ -134,6 +136,7 @@ __all__ = [
     "from_json",
     "interpolate",
     "parse_record",
+    "published_rows",
     "roofline",
     "to_json",
     "union_length",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import collections.abc
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -61,16 +62,21 @@ def _convert(hint: Any, data: Any, where: str) -> Any:
 
 def _object(cls: Any, data: Any, where: str) -> Any:
     _require(Mapping, data, where)
-    hints = typing.get_type_hints(cls)
-    if unknown := sorted(set(data) - {f.name for f in dataclasses.fields(cls)}):
+    hints, required = _fields(cls)
+    if unknown := sorted(data.keys() - hints.keys()):
         raise HarnessError(f"{where}: unknown field {unknown[0]!r}")
-    if missing := [f.name for f in dataclasses.fields(cls) if f.name not in data and _is_required(f)]:
+    if missing := [name for name in required if name not in data]:
         raise HarnessError(f"{where}: field {missing[0]!r} is missing")
     return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+@functools.cache
+def _fields(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Types by field, and the fields without a default; kept, as records have thousands of objects."""
+    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
+    missing = dataclasses.MISSING
+    required = tuple(f.name for f in fields if f.default is missing and f.default_factory is missing)
+    return {f.name: hints[f.name] for f in fields}, required
 
 
 def _union(arms: tuple[Any, ...], data: Any, where: str) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +31,7 @@ from harness.api import (
     InfeasibleError,
     OffloadPolicy,
     Schedule,
+    published_rows,
 )
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
@@ -107,8 +106,7 @@ def test_a_figure_is_an_interval_of_half_its_last_digit() -> None:
 
 def test_nanoflows_table_and_optimum() -> None:
     devices = Devices(8, 312e12, 2e12, 300e9)
-    path = Path(published.__file__).with_name("published") / "nanoflow_a100.csv"
-    rows = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+    rows = list(published_rows("nanoflow_a100"))
     found = {o.name: o for o in operations(shape("meta-llama/Llama-2-70b-hf"), Lengths(512, 1024), 2048, devices)}
     assert len(rows) == len(found) == 7
     for row in rows:

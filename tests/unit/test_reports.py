@@ -6,163 +6,32 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.api import (
     Bound,
-    HardwareLimits,
     HarnessError,
-    LoadReport,
-    MachineRates,
-    Measurement,
-    MemoryLimit,
     ModelSpec,
-    OffloadPolicy,
-    RequestTrace,
     RunRecord,
-    RunSpec,
-    Status,
     TraceEvent,
-    Trial,
     WorkloadSpec,
     to_json,
 )
 from reports import text
 from reports.build import build, load_records, summary_rows
-from reports.charts import Linear, Log
 from reports.records import read_runs
 from reports.summary import CellSummary, headline, ranked
 from reports.tables import allowed
 from reports.terminal import summary_text
-from reports.timeline import timelines
+from reports.timeline import busy, utilisation_panel
+from reports.vega import library
+from tests.records import GIB, HOSTILE, cell, demo, failed, hostile_records, record, repeats, write
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "report.csv"
-GIB = 2**30
-MODEL = ModelSpec("facebook/opt-1.3b", "dummy", "bfloat16")
-PROVENANCE = {
-    "machine": {"cpu": "Intel(R) Xeon(R) Platinum 8481C", "cores_usable": 8, "ram_bytes": 67_416_000_000, "gpus": []},
-    "python": "3.11.2",
-    "git": {"commit": "c8102f3d0c6f4c7f9b0d1e2f3a4b5c6d7e8f9a0b", "dirty": False},
-    "packages": {"torch": "2.8.0"},
-}
-
-
-def cell(name: str = "accelerate-float32", engine: str = "accelerate", **changes: Any) -> RunSpec:
-    """A cell of the suite `demo`."""
-    base = RunSpec(engine, MODEL, WorkloadSpec(), limits=HardwareLimits(host_memory=GIB), suite="demo", name=name)
-    return replace(base, **changes)
-
-
-def record(
-    spec: RunSpec,
-    repeat: int = 0,
-    speed: float = 2.0,
-    digests: Sequence[str] = ("a", "b", "c", "d"),
-    dtype: str = "float32",
-    batch: int = 4,
-    **changes: Any,
-) -> RunRecord:
-    """A repeat that ended ok at `speed` tokens/s, on a machine whose disk allows 4 and whose compute 10."""
-    tokens = 16 * len(digests)
-    prefill = 0.25 * tokens / speed
-    base = RunRecord(
-        spec=spec,
-        fingerprint=spec.fingerprint(),
-        repeat=repeat,
-        status="ok",
-        started_at=f"2026-11-21T05:{repeat:02}:00+00:00",
-        wall_s=60.0,
-        load=LoadReport(50272, 2048, batch, OffloadPolicy(gpu_batch_size=batch), dtype, (0, GIB, GIB)),
-        requests=tuple(
-            RequestTrace(str(i), 128, 16, 0, 0.0, (prefill, tokens / speed), "length", d) for i, d in enumerate(digests)
-        ),
-        metrics={
-            "generation_throughput_tok_s": speed,
-            "decode_throughput_tok_s": speed * 1.25,
-            "total_throughput_tok_s": speed * 9,
-            "padded_throughput_tok_s": speed * 9,
-            "total_s": tokens / speed,
-            "prefill_s": prefill,
-            "decode_s": 3 * prefill,
-            "generated_tokens": float(tokens),
-            "prompt_tokens": 8.0 * tokens,
-            "padding_tokens": 0.0,
-            "num_requests": float(len(digests)),
-            "ttft_p50_s": prefill,
-            "ttft_p99_s": prefill * 1.5,
-            "tpot_p50_s": batch / speed,
-            "tpot_p99_s": batch / speed * 1.1,
-            "launch_s": 0.5,
-            "import_s": 4.0,
-        },
-        measurements=(
-            Measurement("wall_s", "s", (5.0,), "load"),
-            Measurement("read_bytes", "bytes", (2.6e9,), "load"),
-            Measurement("read_bytes", "bytes", (1e9 * tokens / 16,), "generate"),
-            Measurement("write_bytes", "bytes", (0.0,), "generate"),
-            Measurement("rss_anon_bytes", "bytes", (0.5 * GIB, 0.75 * GIB), "generate"),
-            Measurement("rss_file_bytes", "bytes", (0.25 * GIB,), "generate"),
-            Measurement("energy_j", "J", (), "generate", "no RAPL"),
-        ),
-        memory=MemoryLimit("cgroup-v2", GIB // 2, GIB, 3 * GIB // 2, 5 * GIB // 4, True),
-        bound=Bound(4.0, 6.4, 16.0, "disk"),
-        machine=MachineRates(
-            (2.0e9, 2.1e9 + repeat * 1e8),
-            (2048, 8192),
-            {"float32": {"1": (8e9,), "64": (210e9,), "256": (400e9,)}, "bfloat16": {"64": (510e9,)}},
-            f"2026-11-21T05:{repeat:02}:00+00:00",
-        ),
-        provenance=PROVENANCE,
-        command=f"harness run demo --cell {spec.name}",
-        log=f"logs/{spec.name}.log",
-    )
-    return replace(base, **changes)
-
-
-def failed(spec: RunSpec, status: Status, reason: str, repeat: int = 0, **changes: Any) -> RunRecord:
-    """A repeat that gave nothing."""
-    plain = RunRecord(spec, spec.fingerprint(), repeat, status, reason, log=f"logs/{spec.name}.log")
-    return replace(plain, **({"provenance": PROVENANCE, "started_at": "2026-11-21T05:00:00+00:00"} | changes))
-
-
-def repeats(spec: RunSpec, speeds: Iterable[float], **changes: Any) -> list[RunRecord]:
-    """One record a speed."""
-    return [record(spec, i, speed, **changes) for i, speed in enumerate(speeds)]
-
-
-def write(folder: Path, records: Iterable[RunRecord], tail: str = "") -> Path:
-    """A run directory."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(to_json(r)) + "\n" for r in records]
-    (folder / "records.jsonl").write_text("".join(lines) + tail)
-    return folder
-
-
-def demo() -> list[RunRecord]:
-    """A suite as it may come out: our engine, baselines, references, failures of both kinds."""
-    unlimited: dict[str, Any] = {"limits": HardwareLimits(), "reference": True, "engine": "transformers"}
-    resident = {"bound": None, "memory": MemoryLimit("none", GIB // 2, None, None, 4 * GIB)}
-    oom = cell("transformers-within-limit", "transformers", expect="oom_host")
-    broken = cell("flexgen-percent-50", "flexgen_ref")
-    trials = (Trial(4, "ok", 1.1), Trial(8, "ok", 2.0), Trial(16, "oom_host", None, "cgroup OOM event at 1.5 GiB"))
-    reason = "killed by the host limit (cgroup OOM event)"
-    return [
-        *repeats(cell(policy=OffloadPolicy(gpu_batch_size=8)), (2.0, 2.2, 1.9), batch=8, tuning=trials),
-        *repeats(cell("accelerate-bfloat16"), (1.0, 1.1, 1.05), dtype="bfloat16", digests=("a", "b", "x", "d")),
-        *repeats(cell("offload-zigzag", "offload"), (3.0, 3.2, 3.1)),
-        *[failed(oom, "oom_host", reason, i) for i in range(3)],
-        *[failed(broken, "error", "RuntimeError: expected scalar type Half but found Float", i) for i in range(3)],
-        *repeats(cell("resident-float32", **unlimited), (11.0, 12.0, 11.5), **resident),
-        *repeats(
-            cell("resident-bfloat16", **unlimited, seed=0, warmup=2), (8.0, 8.2, 8.1), dtype="bfloat16", **resident
-        ),
-    ]
 
 
 def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
@@ -284,11 +153,13 @@ def test_what_each_resource_allows_is_the_median_over_repeats() -> None:
 
 def test_headline() -> None:
     assert headline(summary_rows(demo())) == (
-        "Fastest within the limit: offload-zigzag, 3.10 tok/s, 1.55\u00d7 accelerate-float32, the best of another "
-        "engine, at 77.5 % of the bound (disk)."
+        "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the best of another engine, and at 77.5 % of "
+        "the roofline (disk): 3.10 tok/s within the limit."
     )
     close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
-    assert "b, the next (their ranges overlap)" in headline(summary_rows(close))
+    assert "b, the next" in headline(summary_rows(close))
+    assert "(1 is possible: not told apart)" in headline(summary_rows(close))
+    assert "too few launches for an interval" in headline(summary_rows([record(cell("a")), record(cell("b", seed=1))]))
     assert headline(summary_rows([failed(cell(), "error", "x")])) == "The cell gave no result."
 
 
@@ -303,10 +174,17 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "traces" / "..-traced.json").read_text())
     assert kept["traceEvents"][1] == {"name": "w1", "cat": "load", "ts": 2e5, "dur": 4e5, "tid": 0, "pid": 0, "ph": "X"}
     assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
-    (drawn,) = timelines(summary_rows(load_records([tmp_path])))
-    assert [(lane.name, lane.value) for lane in drawn.lanes] == [("load", "60 %"), ("compute", "50 %")]
-    assert drawn.lanes[0].spans[1][:2] == (20.0, 40.0)
-    assert "One pass of" in (tmp_path / "report.html").read_text()
+    (row,) = summary_rows([record(cell("traced"), trace=events)])
+    panel = utilisation_panel([row])
+    assert panel is not None and panel.table is not None and panel.spec is not None
+    assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "60", "50"]  # seconds, and percent of them
+    lanes = {d["lane"]: d["shares"] for d in panel.spec["data"]["values"]}
+    assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0
+
+
+def test_busy_shares_are_of_each_part_and_count_overlaps_once() -> None:
+    events = (TraceEvent("a", "x", 0.0, 15.0), TraceEvent("b", "x", 10.0, 10.0), TraceEvent("c", "x", 35.0, 1.0))
+    assert busy(events, 40.0, 4) == [1.0, 1.0, 0.0, 0.1]
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -366,8 +244,6 @@ def test_a_damaged_suite_file_is_only_noted(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ writing
 
-HOSTILE = "<script>alert(1)</script> | `code` \n# *x* [l](javascript:1) ![i](//e) @all \x1b[31m \u202e \ud800 {{7*7}}"
-
 
 class _Page(HTMLParser):
     """Collects what a browser would make of a page."""
@@ -382,25 +258,6 @@ class _Page(HTMLParser):
         self.attributes += attrs
 
 
-def hostile_records() -> list[RunRecord]:
-    """Every string a record carries is an attack."""
-    spec = cell(HOSTILE, suite=HOSTILE, model=ModelSpec(HOSTILE, revision=HOSTILE))
-    changes: dict[str, Any] = {
-        "provenance": {HOSTILE: HOSTILE, "list": [HOSTILE, {HOSTILE: HOSTILE}]},
-        "command": HOSTILE,
-        "tuning": (Trial(1, "error", None, HOSTILE),),
-    }
-    machine = MachineRates((1.0,), (1, 1), {HOSTILE: {HOSTILE: (1.0,)}}, HOSTILE)
-    load = LoadReport(1, 1, 1, OffloadPolicy(), HOSTILE, (0, 0, 0))
-    memory = MemoryLimit(HOSTILE, 1, 1, 1, 1)
-    reference = cell(HOSTILE, reference=True, seed=2, model=spec.model)
-    return [
-        record(spec, started_at=HOSTILE, machine=machine, load=load, memory=memory, **changes),
-        failed(spec, "error", HOSTILE, 1, log=HOSTILE, **changes),
-        record(reference, simulated=True),
-    ]
-
-
 @pytest.fixture
 def hostile(tmp_path: Path) -> dict[str, str]:
     write(tmp_path, hostile_records())
@@ -411,18 +268,22 @@ def hostile(tmp_path: Path) -> dict[str, str]:
 def test_hostile_text_is_inert_in_html(hostile: dict[str, str]) -> None:
     page = _Page()
     page.feed(hostile[".html"])
-    assert page.tags.count("script") == 1
+    scripts = re.findall(r"<script([^>]*)>", hostile[".html"])
+    assert sum("application/json" not in s for s in scripts) == 2  # the library and ours; what else there is is data
     assert not {"img", "iframe", "link", "object"} & set(page.tags)
     assert not [a for a in page.attributes if a[0].startswith("on") or a[0] == "src"]
     assert all(v and v.startswith("#") for k, v in page.attributes if k == "href")
     assert "&lt;script&gt;alert(1)" in hostile[".html"]
     assert "{{7*7}}" in hostile[".html"]
+    data = re.findall(r'<script type="application/json">(.*?)</script>', hostile[".html"], re.S)
+    assert data and all(json.loads(text) for text in data)
     assert not set("\x1b\u202e") & set(hostile[".html"])
 
 
 def test_html_needs_no_network(hostile: dict[str, str]) -> None:
     assert "default-src 'none'" in hostile[".html"]
-    assert not re.search(r"""(src=|@import|url\(|href="?http)""", hostile[".html"])
+    own = hostile[".html"].replace(str(library()), "")
+    assert not re.search(r"""(src=|@import|url\(|href="?http)""", own)
 
 
 def test_hostile_text_is_inert_in_markdown(hostile: dict[str, str]) -> None:
@@ -479,16 +340,20 @@ def test_html_is_complete_and_accessible(tmp_path: Path) -> None:
     ids = [v for k, v in page.attributes if k == "id"]
     assert len(ids) == len(set(ids))
     assert {(v or "")[1:] for k, v in page.attributes if k == "href"} <= set(ids)
-    assert page.tags.count("circle") >= 15  # every ok repeat is a dot
-    for expected in ("oom_host (expected)", "never ranked", "harness run demo --cell offload-zigzag", "Batch search"):
+    throughput = next(
+        json.loads(t) for t in re.findall(r'<script type="application/json">(.*?)</script>', document, re.S)
+    )
+    dots = [d for d in throughput["data"]["values"] if d["kind"] in ("repeat", "beyond")]
+    assert len(dots) >= 15  # every ok repeat is a dot
+    for expected in ("never ranked", "harness run demo --cell offload-zigzag", "Batch search"):
         assert expected in document
-    assert "77.5 % of the bound (disk)" in document
+    assert "77.5 % of the roofline (disk)" in document
 
 
 def test_markdown_holds_the_results(tmp_path: Path) -> None:
     build([write(tmp_path, demo())])
     document = (tmp_path / "report.md").read_text()
-    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 77.5 | disk |" in document
+    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 77.5 | disk |" in document
     assert "5 cells" not in document and "7 cells, 21 repeats: 5 ok, 1 failed as expected" in document
     assert len(document) < 60_000
 
@@ -515,18 +380,3 @@ def test_a_column_has_one_number_of_decimals() -> None:
     assert text.decimals([120.0, 0.054]) == 3
     assert text.decimals([8, 16]) == 0
     assert text.decimals([]) == 0
-
-
-@pytest.mark.parametrize("largest", [0.0, 1e-9, 0.7, 1.0, 3.2, 99.0, 1e12])
-def test_linear_axes_hold_their_values(largest: float) -> None:
-    axis = Linear(largest)
-    assert 0 <= axis.at(largest) <= 100.0001
-    assert 3 <= len(axis.ticks) <= 7
-    assert len({label for _, label in axis.ticks}) == len(axis.ticks)
-
-
-@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (0.003, 900.0), (1e-9, 1e12), (10.0, 10.0)])
-def test_log_axes_hold_their_values(low: float, high: float) -> None:
-    axis = Log(low, high)
-    assert -0.001 <= axis.at(low) <= axis.at(high) <= 100.001
-    assert 2 <= len(axis.ticks) <= 8

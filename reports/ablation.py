@@ -1,0 +1,123 @@
+"""What single settings are worth: cells of one engine that differ from its fastest in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.api import to_json
+from reports.stats import Ratio, ratio_of
+from reports.summary import CellSummary, ranked
+from reports.tables import Cell, Column, name_cell, plain_table
+from reports.text import MISSING, TIMES_SIGN, number, one_line
+from reports.vega import GREEN, GREY, ORANGE, SOFT, Datum, Panel, amount, chart, labels_of, rows_axis, says
+
+#: Settings that only make sense together count as one.
+_TOGETHER: Mapping[str, str] = {
+    "policy.gpu_batch_size": "batch and schedule",
+    "policy.num_gpu_batches": "batch and schedule",
+    "policy.schedule": "batch and schedule",
+    "policy.weights": "placement",
+    "policy.cache": "placement",
+    "policy.activations": "placement",
+    "policy.nano_batches": "nano-batches",
+    "policy.nano_overlap": "nano-batches",
+    "policy.weight_bits": "bits",
+    "policy.kv_bits": "bits",
+}
+_LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s", "warmup", "workload.num_requests")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A cell and how it differs from the one that all are measured against."""
+
+    row: CellSummary
+    change: str
+    ratio: Ratio
+
+
+def steps(rows: Sequence[CellSummary]) -> tuple[CellSummary, list[Step]] | None:
+    """The cell that most others differ from in one setting, and those others by what the change costs; None below two.
+
+    All of one engine and workload. Of cells that are alike in this the fastest is taken.
+    """
+    best: tuple[CellSummary, list[Step]] | None = None
+    settings = {r.fingerprint: _settings(r) for r in rows}
+    for base in ranked(rows):
+        found = []
+        for row in ranked(rows):
+            change = _change(settings[base.fingerprint], settings[row.fingerprint])
+            if row is not base and row.engine == base.engine and change:
+                found.append(Step(row, change, ratio_of(base.throughput, row.throughput)))
+        if len(found) >= 2 and (best is None or len(found) > len(best[1])):
+            best = (base, sorted(found, key=lambda s: -s.ratio.ratio))
+    return best
+
+
+def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
+    """A waterfall: from the whole, what each single change takes or adds."""
+    found = steps(rows)
+    if found is None:
+        return None
+    base, changes = found
+    names = labels_of([base, *(s.row for s in changes)])
+    whole = base.median or 0.0
+    top = names[base.fingerprint]
+    data: list[Datum] = [{"cell": top, "from": 0.0, "to": whole, "kind": "all of it",
+                          "says": f"{top}: {number(whole)} tok/s"}]  # fmt: skip
+    for step in changes:
+        name, value = names[step.row.fingerprint], step.row.median or 0.0
+        words = f"{name}: {number(value)} tok/s, {_times(step.ratio)} of {top} ({step.change})"
+        data.append({"cell": name, "from": whole, "to": value, "says": words,
+                     "kind": "loses" if value < whole else "gains"})  # fmt: skip
+    kinds = {"all of it": GREY, "loses": ORANGE, "gains": GREEN}
+    spec = chart(
+        {"step": 26},
+        data={"values": data},
+        encoding={"y": rows_axis([str(d["cell"]) for d in data]), **says()},
+        layer=[
+            {"mark": {"type": "bar", "height": 13, "opacity": 0.75},
+             "encoding": {"x": amount("generated tok/s", "from", zero=True), "x2": {"field": "to"},
+                          "color": {"field": "kind", "type": "nominal", "title": None,
+                                    "scale": {"domain": list(kinds), "range": list(kinds.values())}}}},
+            {"mark": {"type": "tick", "thickness": 2, "size": 18},
+             "encoding": {"x": amount("generated tok/s", "to"), "color": {"value": SOFT}}},
+            {"data": {"values": [{"value": whole}]}, "mark": {"type": "rule", "color": SOFT, "strokeDash": [4, 3]},
+             "encoding": {"x": amount("generated tok/s"), "y": None, "tooltip": None, "description": None}},
+        ],
+    )  # fmt: skip
+    lines = [[name_cell(base), Cell("the whole"), Cell(number(whole)), Cell(MISSING, why="itself"),
+              Cell(MISSING, why="itself")]]  # fmt: skip
+    for step in changes:
+        low, high = step.ratio.low, step.ratio.high
+        interval = Cell(MISSING, why="needs two repeats") if low is None else Cell(f"{low:.2f} to {high:.2f}")
+        lines.append([name_cell(step.row), Cell(step.change), Cell(number(step.row.median or 0)),
+                      Cell(f"{step.ratio.ratio:.2f}"), interval])  # fmt: skip
+    columns = [Column("Cell", numeric=False), Column("Changed", numeric=False, wide=True),
+               Column("Throughput", "tok/s"), Column("Of the whole", TIMES_SIGN), Column("95 % interval")]  # fmt: skip
+    note = f"Each cell differs from {top} in one thing; a bar is what that costs, or gains."
+    return Panel("What each technique is worth", note, spec, plain_table("", columns, lines))
+
+
+def _times(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.ratio:.2f}{TIMES_SIGN}"
+    return f"{ratio.ratio:.2f}{TIMES_SIGN} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def _settings(row: CellSummary) -> dict[str, Any]:
+    spec = to_json(row.records[-1].spec)
+    flat = {key: value for key, value in spec.items() if not isinstance(value, Mapping)}
+    for section in ("model", "workload", "policy", "limits", "options"):
+        flat |= {f"{section}.{key}": value for key, value in spec[section].items()}
+    return {key: value for key, value in flat.items() if key not in _LABELS}
+
+
+def _change(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In words, the one thing in which they differ; empty where they differ in more or in nothing."""
+    apart = [k for k in {**base, **other} if base.get(k) != other.get(k)]
+    if not apart or len({_TOGETHER.get(k, k) for k in apart}) > 1:
+        return ""
+    return one_line(", ".join(f"{k.rpartition('.')[2]} {base.get(k)} to {other.get(k)}" for k in apart))

@@ -1,0 +1,143 @@
+"""A comparison as text, Markdown, JSON, JUnit XML, or data for github-action-benchmark."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from harness.api import to_json
+from reports.render import markdown_of
+from reports.tables import Cell, Column, Table, plain_table
+from reports.terminal import plain_text
+from reports.text import MISSING, clean, columns_of, number
+from reports.verdicts import CellVerdict, Comparison
+
+_TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
+_COLUMNS = (
+    Column("Cell", numeric=False),
+    Column("Verdict", numeric=False),
+    Column("Base"),
+    Column("Head"),
+    Column("Head / base", "speed"),
+    Column("95 % interval"),
+    Column("p", "Holm"),
+    Column("Counts above", "%"),
+    Column("Launches"),
+    Column("Why", numeric=False, wide=True),
+)
+#: A comment with this in it is the one to update on a pull request.
+MARKER = "<!-- offload-harness: comparison -->"
+
+
+def compare_table(found: Comparison) -> Table:
+    """A row a cell, the worst first."""
+    order = ("regression", "not comparable", "inconclusive", "improvement", "no change", "new", "as expected")
+    cells = sorted(found.cells, key=lambda c: order.index(c.verdict))
+    base, head = columns_of([c.base for c in cells]), columns_of([c.head for c in cells])
+    rows = [_row(cell, old, new) for cell, old, new in zip(cells, base, head, strict=True)]
+    return plain_table(f"{found.head} against {found.base}, {found.metric} in {found.unit}", _COLUMNS, rows)
+
+
+def _row(cell: CellVerdict, base: str, head: str) -> list[Cell]:
+    interval = MISSING if cell.low is None or cell.high is None else f"{cell.low:.3f} to {cell.high:.3f}"
+    p = MISSING if cell.p is None else "< 0.001" if cell.p < 0.001 else f"{cell.p:.3f}"
+    return [
+        Cell(cell.name, why=f"{cell.engine}, {cell.workload}"),
+        Cell(cell.verdict, tone=_TONES.get(cell.verdict, "muted")),
+        Cell(base),
+        Cell(head),
+        Cell(MISSING if cell.ratio is None else f"{cell.ratio:.3f}"),
+        Cell(interval),
+        Cell(p),
+        Cell(MISSING if cell.threshold is None else number(100 * cell.threshold)),
+        Cell(f"{cell.base_launches}, {cell.head_launches}"),
+        Cell("; ".join([cell.reason, *cell.remarks])),
+    ]
+
+
+def text(found: Sequence[Comparison]) -> str:
+    """For a terminal, without colours."""
+    parts = []
+    for one in found:
+        table = compare_table(one).only({c.title for c in _COLUMNS} - {"Counts above", "Why"})
+        why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in one.cells]
+        parts.append(plain_text(one.summary, table, [*why, *one.notes]))
+    return "\n\n".join(parts)
+
+
+def markdown(found: Sequence[Comparison]) -> str:
+    """For a comment on a pull request."""
+    shown = [(one, compare_table(one)) for one in found]
+    return f"{MARKER}\n{markdown_of('compare.md', comparisons=shown)}"
+
+
+def as_json(found: Sequence[Comparison]) -> str:
+    """Every figure, and the verdicts."""
+    return json.dumps([to_json(one) | {"verdict": one.verdict} for one in found], indent=2, allow_nan=False)
+
+
+def junit(found: Sequence[Comparison]) -> str:
+    """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped."""
+    root = ET.Element("testsuites")
+    for one in found:
+        failed, undecided = one.of("regression"), one.of("inconclusive", "not comparable")
+        suite = ET.SubElement(
+            root, "testsuite", name=_xml(f"{one.head} against {one.base}"), tests=str(len(one.cells)),
+            failures=str(len(failed)), errors="0", skipped=str(len(undecided)),
+        )  # fmt: skip
+        for cell in one.cells:
+            case = ET.SubElement(suite, "testcase", classname=_xml(cell.workload), name=_xml(cell.name))
+            words = _xml("; ".join([cell.reason, *cell.remarks]))
+            if cell in failed:
+                ET.SubElement(case, "failure", message=words, type=cell.verdict).text = _xml(_figures(cell, one.unit))
+            elif cell in undecided:
+                ET.SubElement(case, "skipped", message=_xml(f"{cell.verdict}: {words}"))
+            else:
+                ET.SubElement(case, "system-out").text = _xml(f"{words}. {_figures(cell, one.unit)}")
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def github_action_benchmark(found: Sequence[Comparison]) -> str:
+    """The heads' figures in the format of github-action-benchmark: customBiggerIsBetter, or for times the other."""
+    entries: list[dict[str, Any]] = [
+        {
+            "name": cell.name if len(found) == 1 else f"{one.head}: {cell.name}",
+            "unit": one.unit,
+            "value": cell.head,
+            "range": _range(cell),
+            "extra": f"{cell.verdict}: {cell.reason}",
+        }
+        for one in found
+        for cell in one.cells
+        if cell.head is not None
+    ]
+    return json.dumps(entries, indent=2, allow_nan=False)
+
+
+FORMATS: Mapping[str, Callable[[Sequence[Comparison]], str]] = {
+    "text": text,
+    "md": markdown,
+    "json": as_json,
+    "junit": junit,
+    "gab": github_action_benchmark,
+}
+
+
+def _range(cell: CellVerdict) -> str:
+    if cell.low is None or cell.high is None:
+        return f"{cell.head_launches} launches"
+    return f"{cell.low:.3f} to {cell.high:.3f} of the base"
+
+
+def _figures(cell: CellVerdict, unit: str) -> str:
+    if cell.ratio is None or cell.base is None or cell.head is None:
+        return "No ratio."
+    return f"{number(cell.base)} is {number(cell.head)} {unit}; as speed {cell.ratio:.3f}, {_range(cell)}"
+
+
+def _xml(words: str) -> str:
+    """XML has no place for most control characters, not even escaped."""
+    return clean(words).replace("\ufffe", "\ufffd").replace("\uffff", "\ufffd")

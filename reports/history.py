@@ -1,0 +1,167 @@
+"""An append-only store of records over time: SQLite by default, any database that SQLAlchemy knows by its URL."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from harness.api import HarnessError, RunRecord, first_line, to_json
+from reports.environment import environment_of
+from reports.summary import throughput, workload_of
+from reports.text import one_line
+
+#: Of the tables below; a database of a newer program is refused.
+SCHEMA = 1
+_METADATA = sa.MetaData()
+_SCHEMA = sa.Table("offload_harness_schema", _METADATA, sa.Column("version", sa.Integer, primary_key=True))
+_RECORDS = sa.Table(
+    "offload_harness_records",
+    _METADATA,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("key", sa.String(64), nullable=False, unique=True),  # of the launch: the same one is added once
+    sa.Column("started_at", sa.String(40), nullable=False),  # ISO 8601 in UTC, which sorts as text
+    sa.Column("commit", sa.String(64), nullable=False),
+    sa.Column("dirty", sa.Boolean, nullable=False),
+    sa.Column("machine", sa.String(16), nullable=False),
+    sa.Column("suite", sa.Text, nullable=False),
+    sa.Column("cell", sa.Text, nullable=False),
+    sa.Column("engine", sa.Text, nullable=False),
+    sa.Column("workload", sa.Text, nullable=False),
+    sa.Column("fingerprint", sa.String(64), nullable=False, index=True),
+    sa.Column("status", sa.String(20), nullable=False),
+    sa.Column("tok_s", sa.Float),
+    sa.Column("record", sa.Text, nullable=False),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """All launches of a cell at one commit on one machine. `started_at` is the first one's; speeds in tok/s."""
+
+    commit: str
+    started_at: str
+    speeds: tuple[float, ...]
+    failed: int
+
+
+@dataclass(frozen=True)
+class Series:
+    """A cell on one machine over commits, in the order in which they were first measured."""
+
+    suite: str
+    cell: str
+    engine: str
+    workload: str
+    fingerprint: str
+    machine: str
+    points: tuple[Point, ...]
+
+
+class History:
+    """The store at `url`, made if it is not there.
+
+    Raises HarnessError for URLs that are none, databases that cannot be opened and those of a newer program.
+    """
+
+    def __init__(self, url: str) -> None:
+        with _one_line(url):
+            self._engine = sa.create_engine(url)
+        self.url = self._engine.url.render_as_string(hide_password=True)
+        with _one_line(self.url), self._engine.begin() as connection:
+            _METADATA.create_all(connection)
+            found = connection.execute(sa.select(_SCHEMA.c.version)).scalar()
+            if found is None:
+                connection.execute(_SCHEMA.insert().values(version=SCHEMA))
+            elif found > SCHEMA:
+                raise HarnessError(f"{self.url} is of a newer harness (schema {found}, this one has {SCHEMA}): update")
+
+    def add(self, records: Iterable[RunRecord]) -> tuple[int, int]:
+        """Appends what is not there yet; returns how many were added, and how many were known. Interrupted and
+        simulated launches say nothing over time and are left out."""
+        rows = {row["key"]: row for r in records if r.status != "interrupted" and not r.simulated for row in [_row(r)]}
+        with _one_line(self.url), self._engine.begin() as connection:
+            known: set[str] = set()
+            keys = list(rows)
+            for i in range(0, len(keys), 500):  # databases limit how many values a statement may have
+                some = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + 500]))
+                known |= set(connection.execute(some).scalars())
+            new = [row for key, row in rows.items() if key not in known]
+            if new:
+                connection.execute(_RECORDS.insert(), new)
+        return len(new), len(known)
+
+    def series(self, fingerprints: Collection[str] = (), cell: str = "", suite: str = "") -> list[Series]:
+        """What is known of these cells (all, where nothing is asked for), by cell and machine."""
+        wanted = sa.select(*(c for c in _RECORDS.c if c.name != "record")).order_by(
+            _RECORDS.c.started_at, _RECORDS.c.id
+        )
+        for column, value in ((_RECORDS.c.cell, cell), (_RECORDS.c.suite, suite)):
+            wanted = wanted.where(column == value) if value else wanted
+        with _one_line(self.url), self._engine.connect() as connection:
+            rows = [dict(row._mapping) for row in connection.execute(wanted)]
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in rows:
+            if not fingerprints or row["fingerprint"] in fingerprints:
+                groups.setdefault((row["fingerprint"], row["machine"]), []).append(row)
+        return [_series(group) for group in groups.values()]
+
+    def close(self) -> None:
+        """Gives the connections back."""
+        self._engine.dispose()
+
+
+def _row(record: RunRecord) -> dict[str, Any]:
+    git = record.provenance.get("git") or {}
+    identity = [record.fingerprint, record.repeat, record.started_at, git.get("commit"), record.wall_s]
+    machine = {k: v for k, v in environment_of(record, engines=True).items() if k.startswith("machine.")}
+    return {
+        "key": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        "started_at": record.started_at,
+        "commit": str(git.get("commit") or "unknown"),
+        "dirty": bool(git.get("dirty")),
+        "machine": hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12],
+        "suite": one_line(record.spec.suite),
+        "cell": one_line(record.spec.name) or record.spec.engine,
+        "engine": one_line(record.spec.engine),
+        "workload": workload_of(record),
+        "fingerprint": record.fingerprint,
+        "status": record.status,
+        "tok_s": throughput(record) if record.status == "ok" else None,
+        "record": json.dumps(to_json(record), allow_nan=False),
+    }
+
+
+def _series(rows: Sequence[dict[str, Any]]) -> Series:
+    commits: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        commits.setdefault(row["commit"] + ("+" if row["dirty"] else ""), []).append(row)
+    points = tuple(
+        Point(
+            commit,
+            some[0]["started_at"],
+            tuple(r["tok_s"] for r in some if r["tok_s"]),
+            sum(r["status"] != "ok" for r in some),
+        )
+        for commit, some in commits.items()
+    )
+    named = {k: rows[-1][k] for k in ("suite", "cell", "engine", "workload", "fingerprint", "machine")}
+    return Series(**named, points=points)
+
+
+@contextlib.contextmanager
+def _one_line(url: str) -> Iterator[None]:
+    """What SQLAlchemy and its drivers say, as an error that the user can act on."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        raise HarnessError(f"the database of {url} needs the package {exc.name}: pip install it") from exc
+    except SQLAlchemyError as exc:
+        why = first_line(getattr(exc, "orig", None) or exc)
+        raise HarnessError(f"history {url}: {why}; --db takes a URL such as sqlite:///results/history.db") from exc

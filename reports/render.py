@@ -1,0 +1,48 @@
+"""Templates into text: HTML and Markdown that show every value literally."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from harness.api import HarnessError
+from reports.text import clean, markdown
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def html_of(template: str, **values: Any) -> str:
+    """The HTML of a template; what is no markup of ours is escaped."""
+    environment = _environment(autoescape=True, finalize=lambda v: clean(v) if type(v) is str else v)
+    return environment.get_template(template).render(**values)
+
+
+def markdown_of(template: str, **values: Any) -> str:
+    """The Markdown of a template. Autoescape knows only HTML; here every expression is escaped in the same way."""
+    return _environment(autoescape=False, finalize=markdown).get_template(template).render(**values)
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves what was there. Raises HarnessError for a place that cannot be written."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8", newline="\n")
+        part.replace(path)
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another place with --out") from exc
+
+
+def _environment(**options: Any) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )

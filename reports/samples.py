@@ -1,0 +1,126 @@
+"""The launches of a cell on one side of a comparison, and which cells of two sides belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from harness.api import HarnessError, RunRecord, to_json
+from reports.summary import workload_of
+from reports.text import finite, median, one_line
+from reports.verdicts import CellVerdict
+
+THROUGHPUT = "throughput"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The launches of one cell on one side."""
+
+    records: tuple[RunRecord, ...]
+    speeds: tuple[float, ...]
+
+    @property
+    def telling(self) -> tuple[RunRecord, ...]:
+        """Launches that say something about the engine."""
+        return tuple(r for r in self.records if r.status != "interrupted")
+
+    @property
+    def failed(self) -> tuple[RunRecord, ...]:
+        """Those that did not end ok."""
+        return tuple(r for r in self.telling if r.status != "ok")
+
+    @property
+    def expected(self) -> bool:
+        """Whether it failed just as its suite says."""
+        return bool(self.telling) and all(r.status == r.spec.expect != "ok" for r in self.telling)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its figures are a model's, and exact."""
+        return any(r.simulated for r in self.records)
+
+
+def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:
+    """Launches by cell, with the figures of those that ended ok."""
+    cells: dict[str, list[RunRecord]] = {}
+    for record in records:
+        cells.setdefault(record.fingerprint, []).append(record)
+    return {
+        key: Sample(tuple(some), tuple(v for r in some if r.status == "ok" and (v := speed_of(r, metric)) is not None))
+        for key, some in cells.items()
+    }
+
+
+def speed_of(record: RunRecord, metric: str) -> float | None:
+    """A launch's figure such that more is better: times, bytes and joules as their reciprocals. None: not measured."""
+    value = value_of(record, metric)
+    if value is None or value <= 0:
+        return None
+    return value if _more_is_better(metric) else 1 / value
+
+
+def value_of(record: RunRecord, metric: str) -> float | None:
+    """A launch's figure as it was recorded."""
+    if metric != THROUGHPUT:
+        return finite(record.metrics.get(metric))
+    rate = record.metrics.get("generation_throughput_tok_s")
+    return finite(record.metrics.get("score_throughput_tok_s") if rate is None else rate)
+
+
+def _more_is_better(metric: str) -> bool:
+    return metric == THROUGHPUT or metric.endswith("_tok_s") or not metric.endswith(("_s", "_bytes", "_j"))
+
+
+def unit_of(metric: str, records: Iterable[RunRecord]) -> str:
+    """What a metric is in, by its name. Raises HarnessError for one that no record has."""
+    known = {name for r in records for name in r.metrics}
+    if metric != THROUGHPUT and metric not in known:
+        raise HarnessError(f"no record has a metric {metric!r}; there are {', '.join([THROUGHPUT, *sorted(known)])}")
+    units = {THROUGHPUT: "tok/s", "_tok_s": "tok/s", "_s": "s", "_bytes": "B", "_j": "J"}
+    return next((unit for end, unit in units.items() if metric.endswith(end)), "")
+
+
+def pairs_of(before: Mapping[str, Sample], after: Mapping[str, Sample]) -> list[tuple[Sample | None, Sample | None]]:
+    """Cells that are the same on both sides; what is left is paired by name, to say how it changed."""
+    pairs: list[tuple[Sample | None, Sample | None]] = [(before[k], after[k]) for k in before if k in after]
+    old = [s for k, s in before.items() if k not in after]
+    new = [s for k, s in after.items() if k not in before]
+    for sample in old:
+        name = sample.records[-1].spec.name
+        same = next((s for s in new if s.records[-1].spec.name == name), None)
+        new = [s for s in new if s is not same]
+        pairs.append((sample, same))
+    return [*pairs, *((None, sample) for sample in new)]
+
+
+def in_unit(shown: CellVerdict, a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
+    """With both sides' medians as they were recorded."""
+    base, head = (
+        median([value_of(r, metric) for r in side.records if r.status == "ok"]) if side else None for side in (a, b)
+    )
+    return replace(shown, base=base, head=head)
+
+
+def labelled(sample: Sample | None) -> CellVerdict:
+    """A cell's names, with nothing said of it yet."""
+    record = sample.records[-1] if sample else None
+    assert record is not None  # a pair has at least one side, and a side at least one record
+    name = one_line(record.spec.name) or record.spec.engine
+    return CellVerdict(name, one_line(record.spec.engine), workload_of(record), "not comparable", "")
+
+
+def changed_cell(a: RunRecord, b: RunRecord) -> str:
+    """Which settings of two cells of one name differ; empty where the cells are the same."""
+    if a.fingerprint == b.fingerprint:
+        return ""
+    old, new = _flat(to_json(a.spec)), _flat(to_json(b.spec))
+    labels = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
+    changed = [f"{k} {old.get(k)} is {new.get(k)}" for k in {**old, **new} if old.get(k) != new.get(k)]
+    return one_line("; ".join(c for c in changed if c.split()[0] not in labels)) or "its fingerprint"
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}".lstrip(".")).items()}

@@ -1,0 +1,170 @@
+"""Records as a suite may leave them, for tests of what is made of records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.api import (
+    Bound,
+    HardwareLimits,
+    LoadReport,
+    MachineRates,
+    Measurement,
+    MemoryLimit,
+    ModelSpec,
+    OffloadPolicy,
+    RequestTrace,
+    RunRecord,
+    RunSpec,
+    Status,
+    Trial,
+    WorkloadSpec,
+    to_json,
+)
+
+GIB = 2**30
+MODEL = ModelSpec("facebook/opt-1.3b", "dummy", "bfloat16")
+PROVENANCE = {
+    "machine": {"cpu": "Intel(R) Xeon(R) Platinum 8481C", "cores_usable": 8, "ram_bytes": 67_416_000_000, "gpus": []},
+    "python": "3.11.2",
+    "git": {"commit": "c8102f3d0c6f4c7f9b0d1e2f3a4b5c6d7e8f9a0b", "dirty": False},
+    "packages": {"torch": "2.8.0"},
+}
+
+
+def cell(name: str = "accelerate-float32", engine: str = "accelerate", **changes: Any) -> RunSpec:
+    """A cell of the suite `demo`."""
+    base = RunSpec(engine, MODEL, WorkloadSpec(), limits=HardwareLimits(host_memory=GIB), suite="demo", name=name)
+    return replace(base, **changes)
+
+
+def record(
+    spec: RunSpec,
+    repeat: int = 0,
+    speed: float = 2.0,
+    digests: Sequence[str] = ("a", "b", "c", "d"),
+    dtype: str = "float32",
+    batch: int = 4,
+    **changes: Any,
+) -> RunRecord:
+    """A repeat that ended ok at `speed` tokens/s, on a machine whose disk allows 4 and whose compute 10."""
+    tokens = 16 * len(digests)
+    prefill = 0.25 * tokens / speed
+    base = RunRecord(
+        spec=spec,
+        fingerprint=spec.fingerprint(),
+        repeat=repeat,
+        status="ok",
+        started_at=f"2026-11-21T05:{repeat:02}:00+00:00",
+        wall_s=60.0,
+        load=LoadReport(50272, 2048, batch, OffloadPolicy(gpu_batch_size=batch), dtype, (0, GIB, GIB)),
+        requests=tuple(
+            RequestTrace(str(i), 128, 16, 0, 0.0, (prefill, tokens / speed), "length", d) for i, d in enumerate(digests)
+        ),
+        metrics={
+            "generation_throughput_tok_s": speed,
+            "decode_throughput_tok_s": speed * 1.25,
+            "total_throughput_tok_s": speed * 9,
+            "padded_throughput_tok_s": speed * 9,
+            "total_s": tokens / speed,
+            "prefill_s": prefill,
+            "decode_s": 3 * prefill,
+            "generated_tokens": float(tokens),
+            "prompt_tokens": 8.0 * tokens,
+            "padding_tokens": 0.0,
+            "num_requests": float(len(digests)),
+            "ttft_p50_s": prefill,
+            "ttft_p99_s": prefill * 1.5,
+            "tpot_p50_s": batch / speed,
+            "tpot_p99_s": batch / speed * 1.1,
+            "launch_s": 0.5,
+            "import_s": 4.0,
+        },
+        measurements=(
+            Measurement("wall_s", "s", (5.0,), "load"),
+            Measurement("read_bytes", "bytes", (2.6e9,), "load"),
+            Measurement("read_bytes", "bytes", (1e9 * tokens / 16,), "generate"),
+            Measurement("write_bytes", "bytes", (0.0,), "generate"),
+            Measurement("rss_anon_bytes", "bytes", (0.5 * GIB, 0.75 * GIB), "generate"),
+            Measurement("rss_file_bytes", "bytes", (0.25 * GIB,), "generate"),
+            Measurement("energy_j", "J", (), "generate", "no RAPL"),
+        ),
+        memory=MemoryLimit("cgroup-v2", GIB // 2, GIB, 3 * GIB // 2, 5 * GIB // 4, True),
+        bound=Bound(4.0, 6.4, 16.0, "disk"),
+        machine=MachineRates(
+            (2.0e9, 2.1e9 + repeat * 1e8),
+            (2048, 8192),
+            {"float32": {"1": (8e9,), "64": (210e9,), "256": (400e9,)}, "bfloat16": {"64": (510e9,)}},
+            f"2026-11-21T05:{repeat:02}:00+00:00",
+        ),
+        provenance=PROVENANCE,
+        command=f"harness run demo --cell {spec.name}",
+        log=f"logs/{spec.name}.log",
+    )
+    return replace(base, **changes)
+
+
+def failed(spec: RunSpec, status: Status, reason: str, repeat: int = 0, **changes: Any) -> RunRecord:
+    """A repeat that gave nothing."""
+    plain = RunRecord(spec, spec.fingerprint(), repeat, status, reason, log=f"logs/{spec.name}.log")
+    return replace(plain, **({"provenance": PROVENANCE, "started_at": "2026-11-21T05:00:00+00:00"} | changes))
+
+
+def repeats(spec: RunSpec, speeds: Iterable[float], **changes: Any) -> list[RunRecord]:
+    """One record a speed."""
+    return [record(spec, i, speed, **changes) for i, speed in enumerate(speeds)]
+
+
+def write(folder: Path, records: Iterable[RunRecord], tail: str = "") -> Path:
+    """A run directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(to_json(r)) + "\n" for r in records]
+    (folder / "records.jsonl").write_text("".join(lines) + tail)
+    return folder
+
+
+def demo() -> list[RunRecord]:
+    """A suite as it may come out: our engine, baselines, references, failures of both kinds."""
+    unlimited: dict[str, Any] = {"limits": HardwareLimits(), "reference": True, "engine": "transformers"}
+    resident = {"bound": None, "memory": MemoryLimit("none", GIB // 2, None, None, 4 * GIB)}
+    oom = cell("transformers-within-limit", "transformers", expect="oom_host")
+    broken = cell("flexgen-percent-50", "flexgen_ref")
+    trials = (Trial(4, "ok", 1.1), Trial(8, "ok", 2.0), Trial(16, "oom_host", None, "cgroup OOM event at 1.5 GiB"))
+    reason = "killed by the host limit (cgroup OOM event)"
+    return [
+        *repeats(cell(policy=OffloadPolicy(gpu_batch_size=8)), (2.0, 2.2, 1.9), batch=8, tuning=trials),
+        *repeats(cell("accelerate-bfloat16"), (1.0, 1.1, 1.05), dtype="bfloat16", digests=("a", "b", "x", "d")),
+        *repeats(cell("offload-zigzag", "offload"), (3.0, 3.2, 3.1)),
+        *[failed(oom, "oom_host", reason, i) for i in range(3)],
+        *[failed(broken, "error", "RuntimeError: expected scalar type Half but found Float", i) for i in range(3)],
+        *repeats(cell("resident-float32", **unlimited), (11.0, 12.0, 11.5), **resident),
+        *repeats(
+            cell("resident-bfloat16", **unlimited, seed=0, warmup=2), (8.0, 8.2, 8.1), dtype="bfloat16", **resident
+        ),
+    ]
+
+
+HOSTILE = "<script>alert(1)</script> | `code` \n# *x* [l](javascript:1) ![i](//e) @all \x1b[31m \u202e \ud800 {{7*7}}"
+
+
+def hostile_records() -> list[RunRecord]:
+    """Every string a record carries is an attack."""
+    spec = cell(HOSTILE, suite=HOSTILE, model=ModelSpec(HOSTILE, revision=HOSTILE))
+    changes: dict[str, Any] = {
+        "provenance": {HOSTILE: HOSTILE, "list": [HOSTILE, {HOSTILE: HOSTILE}]},
+        "command": HOSTILE,
+        "tuning": (Trial(1, "error", None, HOSTILE),),
+    }
+    machine = MachineRates((1.0,), (1, 1), {HOSTILE: {HOSTILE: (1.0,)}}, HOSTILE)
+    load = LoadReport(1, 1, 1, OffloadPolicy(), HOSTILE, (0, 0, 0))
+    memory = MemoryLimit(HOSTILE, 1, 1, 1, 1)
+    reference = cell(HOSTILE, reference=True, seed=2, model=spec.model)
+    return [
+        record(spec, started_at=HOSTILE, machine=machine, load=load, memory=memory, **changes),
+        failed(spec, "error", HOSTILE, 1, log=HOSTILE, **changes),
+        record(reference, simulated=True),
+    ]

@@ -1,0 +1,318 @@
+"""Verdicts on runs and engines: each kind by a small case, every format, and the rates of errors by simulation."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.api import Accuracy, HarnessError, OffloadPolicy, RunRecord
+from reports.compare import compare_engines, compare_records, compare_runs
+from reports.compare_formats import FORMATS, MARKER
+from reports.records import Runs
+from reports.verdicts import Comparison
+from tests import simulate_compare
+from tests.records import HOSTILE, PROVENANCE, cell, failed, record, repeats, write
+from tests.simulate_compare import Case, alarm, rate, seen
+
+SPEEDS = (10.1, 9.8, 10.4, 9.9, 10.0, 10.2, 9.7)
+
+
+def slower(part: float, speeds: Sequence[float] = SPEEDS) -> list[float]:
+    """The same launches at `part` of the speed."""
+    return [part * v for v in speeds]
+
+
+def compared(base: Sequence[RunRecord], head: Sequence[RunRecord], **options: Any) -> Comparison:
+    return compare_records(Runs(tuple(base)), Runs(tuple(head)), **options)
+
+
+def verdict(base: Sequence[RunRecord], head: Sequence[RunRecord], **options: Any) -> tuple[str, str]:
+    """Verdict and reason of the only cell."""
+    (found,) = compared(base, head, **options).cells
+    return found.verdict, found.reason
+
+
+BASE = repeats(cell(), SPEEDS)
+
+
+def test_the_same_again_is_no_change() -> None:
+    (found,) = compared(BASE, repeats(cell(), SPEEDS[::-1])).cells
+    assert found.verdict == "no change"
+    assert found.ratio == pytest.approx(1.0) and found.p == 1.0
+    assert found.low is not None and found.high is not None and found.low < 1 < found.high
+    assert (found.base, found.head, found.base_launches, found.head_launches) == (10.0, 10.0, 7, 7)
+
+
+def test_a_planted_slowdown_of_ten_percent() -> None:
+    (found,) = compared(BASE, repeats(cell(), slower(0.9))).cells
+    assert found.verdict == "regression" and found.reason == "10.0% slower"
+    assert found.ratio == pytest.approx(0.9)
+    assert found.p is not None and found.p < 0.002
+    assert verdict(repeats(cell(), slower(0.9)), BASE)[0] == "improvement"
+
+
+def test_a_difference_below_three_percent_is_none() -> None:
+    """However sure it is."""
+    exact = [10.0 + i / 1000 for i in range(7)]
+    (found,) = compared(repeats(cell(), exact), repeats(cell(), slower(0.98, exact))).cells
+    assert found.p is not None and found.p < 0.002
+    assert found.verdict == "no change" and found.threshold == 0.03
+
+
+def test_noise_raises_what_counts() -> None:
+    noisy = (10.0, 13.0, 9.0, 12.0, 8.0, 11.0, 12.5)
+    (found,) = compared(repeats(cell(), noisy), repeats(cell(), slower(0.6, noisy))).cells
+    assert found.noise_floor is not None and found.threshold == pytest.approx(2 * found.noise_floor)
+    assert found.threshold > 0.03
+
+
+def test_another_run_of_the_base_counts_as_noise() -> None:
+    again = Runs(tuple(repeats(cell(), slower(1.06))))
+    head = repeats(cell(), slower(0.9))
+    assert verdict(BASE, head)[0] == "regression"
+    (found,) = compared(BASE, head, again=again).cells
+    assert found.noise_floor == pytest.approx(0.06)
+    assert found.verdict != "regression"  # 11 % is less than twice 6 %
+
+
+def test_three_launches_are_inconclusive_never_a_pass() -> None:
+    kind, reason = verdict(BASE[:3], repeats(cell(), slower(0.5, SPEEDS[:3])))
+    assert kind == "inconclusive"
+    assert reason == "3 and 3 launches cannot give p < 0.02 over 1 cell: run 5 on each side"
+    assert compared(BASE[:3], repeats(cell(), SPEEDS[:3])).verdict == "inconclusive"
+
+
+def test_more_cells_need_more_launches() -> None:
+    specs = [cell(f"c{i}", seed=i) for i in range(4)]
+    base = [r for s in specs for r in repeats(s, SPEEDS[:5])]
+    head = [r for s in specs for r in repeats(s, slower(0.5, SPEEDS[:5]))]
+    found = compared(base, head)
+    assert {c.verdict for c in found.cells} == {"inconclusive"}  # 4 x 2/252 is more than 0.02
+    assert "run 6 on each side" in found.cells[0].reason
+    assert {c.verdict for c in compared(base, head, alpha=0.05).cells} == {"regression"}
+
+
+def test_noise_that_could_hide_a_slowdown_is_inconclusive() -> None:
+    wild = (10.0, 16.0, 7.0, 14.0, 6.0, 11.0, 12.5)
+    kind, reason = verdict(repeats(cell(), wild), repeats(cell(), wild[::-1]))
+    assert kind == "inconclusive" and "a slowdown of 10% is not excluded" in reason
+
+
+def test_a_cell_that_newly_fails_is_a_regression() -> None:
+    head = [*repeats(cell(), SPEEDS[:6]), failed(cell(), "oom_host", "killed at its limit", 6)]
+    assert verdict(BASE, head) == ("regression", "1 of 7 launches newly fail, oom_host: killed at its limit")
+    assert verdict(head, BASE)[0] == "improvement"
+    assert verdict(head, head)[0] == "not comparable"
+
+
+def test_an_interrupted_launch_is_no_failure() -> None:
+    head = [*repeats(cell(), SPEEDS[:6]), failed(cell(), "interrupted", "", 6)]
+    assert verdict(BASE, head)[0] == "no change"
+
+
+def test_expected_failures_stay_out() -> None:
+    spec = cell("refused", seed=9, expect="infeasible")
+    refused = [failed(spec, "infeasible", "too small", i) for i in range(7)]
+    found = compared([*BASE, *refused], [*repeats(cell(), SPEEDS), *refused])
+    assert [c.verdict for c in found.cells] == ["no change", "as expected"]
+    assert found.verdict == "no change"
+    assert verdict(refused, refused)[0] == "as expected"
+    other = [replace(r, status="error") for r in refused]
+    assert verdict(refused, other)[0] == "not comparable"
+
+
+def test_another_machine_is_not_comparable_and_says_in_what() -> None:
+    other = PROVENANCE | {"machine": PROVENANCE["machine"] | {"cpu": "AMD EPYC"}}
+    kind, reason = verdict(BASE, repeats(cell(), SPEEDS, provenance=other))
+    assert kind == "not comparable"
+    assert reason == "another environment: machine.cpu Intel(R) Xeon(R) Platinum 8481C is AMD EPYC"
+    mixed = [*BASE[:6], replace(BASE[6], provenance=other)]
+    assert "machine.cpu AMD EPYC or Intel" in verdict(mixed, BASE)[1]
+
+
+def test_other_packages_are_not_comparable_unless_they_are_what_is_compared() -> None:
+    head = repeats(cell(), slower(0.9), provenance=PROVENANCE | {"packages": {"torch": "2.9.0"}})
+    assert "packages.torch 2.8.0 is 2.9.0" in verdict(BASE, head)[1]
+    assert verdict(BASE, head, allow=["packages.torch"])[0] == "regression"
+    assert verdict(BASE, head, allow=["packages"])[0] == "regression"
+    assert verdict(BASE, head, allow=["pack"])[0] == "not comparable"
+
+
+def test_another_commit_is_what_comparisons_are_for() -> None:
+    head = repeats(cell(), SPEEDS, provenance=PROVENANCE | {"git": {"commit": "f" * 40, "dirty": True}})
+    assert verdict(BASE, head)[0] == "no change"
+
+
+def test_a_changed_cell_of_the_same_name_says_what_changed() -> None:
+    head = repeats(cell(policy=OffloadPolicy(gpu_batch_size=16)), SPEEDS)
+    assert verdict(BASE, head) == (
+        "not comparable",
+        "another cell of the same name: policy.gpu_batch_size 1 is 16",
+    )
+
+
+def test_cells_of_one_side() -> None:
+    found = compared(BASE, [*repeats(cell(), SPEEDS), *repeats(cell("more", seed=3), SPEEDS)])
+    assert [c.verdict for c in found.cells] == ["no change", "new"]
+    assert found.verdict == "no change"
+    gone = compared([*BASE, *repeats(cell("more", seed=3), SPEEDS)], repeats(cell(), SPEEDS))
+    assert [c.verdict for c in gone.cells] == ["no change", "not comparable"]
+    assert gone.verdict == "not comparable"
+
+
+def test_simulations_are_exact() -> None:
+    base = [record(cell(), 0, 10.0, simulated=True)]
+    assert verdict(base, [record(cell(), 0, 9.9, simulated=True)])[0] == "no change"
+    assert verdict(base, [record(cell(), 0, 9.0, simulated=True)])[0] == "regression"
+    assert verdict(base, [record(cell(), 0, 9.0)])[0] == "not comparable"
+
+
+def test_times_count_the_other_way_round() -> None:
+    (found,) = compared(BASE, repeats(cell(), slower(0.8)), metric="ttft_p99_s").cells
+    assert found.verdict == "regression"
+    assert found.ratio == pytest.approx(0.8)  # as speed
+    assert found.head is not None and found.base is not None and found.head > found.base  # as it was recorded
+    with pytest.raises(HarnessError, match="no record has a metric 'speed'; there are throughput, decode_"):
+        compared(BASE, BASE, metric="speed")
+
+
+def test_answers_that_differ_are_told() -> None:
+    (found,) = compared(BASE, repeats(cell(), SPEEDS, digests=("a", "b", "x", "d"))).cells
+    assert found.remarks == ("7 of 28 answers differ from the base's",)
+
+
+def test_a_loss_of_accuracy_is_a_regression() -> None:
+    right, rng = [1.0] * 200, random.Random(0)
+    worse = [float(rng.random() > 0.1) for _ in right]
+    old, new = (
+        Accuracy("lambada", "", 200, {"acc": sum(v) / 200, "acc_stderr": 0.01}, {"acc": tuple(v)})
+        for v in (right, worse)
+    )
+    kind, reason = verdict(repeats(cell(), SPEEDS, accuracy=old), repeats(cell(), SPEEDS, accuracy=new))
+    assert kind == "regression" and reason.startswith("less accurate: acc 1 is 0.")
+    assert verdict(repeats(cell(), SPEEDS, accuracy=new), repeats(cell(), SPEEDS, accuracy=new))[0] == "no change"
+
+
+def test_sides_that_ran_one_after_the_other_are_told() -> None:
+    later = [replace(r, started_at=r.started_at.replace("T05", "T09")) for r in BASE]
+    assert "one after the other" in compared(BASE, later).notes[0]
+    between = [replace(r, started_at=r.started_at.replace(":00+", ":30+")) for r in BASE]
+    assert not compared(BASE, between).notes
+
+
+# ------------------------------------------------------------------------------------------------ from files
+
+
+def test_many_heads(tmp_path: Path) -> None:
+    folders = [write(tmp_path / name, repeats(cell(), slower(part)))
+               for name, part in (("base", 1.0), ("one", 1.0), ("two", 0.8))]  # fmt: skip
+    found = compare_runs(folders[0], folders[1:])
+    assert [(c.base, c.head, c.verdict) for c in found] == [
+        ("base", "one", "no change"),
+        ("base", "two", "regression"),
+    ]
+
+
+def test_engines_against_one_of_them(tmp_path: Path) -> None:
+    records = [
+        *repeats(cell("slow", "accelerate"), slower(0.5)),
+        *repeats(cell("ours", "offload", seed=1), SPEEDS),
+        *repeats(cell("best-of-theirs", "accelerate", seed=2), slower(0.6)),
+        *repeats(cell("resident", "transformers", seed=3, reference=True), slower(3.0)),
+    ]
+    (found,) = compare_engines([write(tmp_path, records)], "accelerate")
+    assert found.base == "best-of-theirs"
+    assert {c.name: c.verdict for c in found.cells} == {"slow": "regression", "ours": "improvement"}
+    assert found.cells[1].ratio == pytest.approx(1 / 0.6)
+    with pytest.raises(HarnessError, match="named 'llama'"):
+        compare_engines([tmp_path], "llama")
+
+
+def comparisons() -> list[Comparison]:
+    """One with every kind of verdict, in hostile words."""
+    base = [*BASE, *repeats(cell("gone", seed=4), SPEEDS), *repeats(cell(HOSTILE, seed=5), SPEEDS)]
+    head = [
+        *repeats(cell(), slower(0.9)),
+        *repeats(cell("more", seed=6), SPEEDS),
+        failed(cell(HOSTILE, seed=5), "error", HOSTILE),
+    ]
+    return [replace(compared(base, head), base=HOSTILE.replace("\ud800", ""), head="head")]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_holds_every_cell(form: str) -> None:
+    words = FORMATS[form](comparisons())
+    words.encode()
+    assert "more" in words
+    assert "\x1b" not in words and "\u202e" not in words
+    if form == "text":
+        assert max(map(len, words.splitlines())) <= 100
+
+
+def test_markdown_is_one_comment_that_can_be_found_again() -> None:
+    document = FORMATS["md"](comparisons())
+    assert document.startswith(MARKER)
+    assert "<script" not in document and "@all" not in document
+    for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+def test_json_has_every_figure() -> None:
+    (found,) = json.loads(FORMATS["json"](comparisons()))
+    assert found["verdict"] == "regression"
+    assert found["cells"][0]["ratio"] == pytest.approx(0.9)
+
+
+def test_junit_counts() -> None:
+    root = ET.fromstring(FORMATS["junit"](comparisons()).encode())
+    (suite,) = root
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
+    kinds = [[child.tag for child in case] for case in suite]
+    assert sorted(kinds) == [["failure"], ["failure"], ["skipped"], ["system-out"]]
+
+
+def test_github_action_benchmark() -> None:
+    entries = json.loads(FORMATS["gab"](comparisons()))
+    assert [set(e) for e in entries] == [{"name", "unit", "value", "range", "extra"}] * 2
+    assert entries[0]["value"] == pytest.approx(9.0) and entries[0]["unit"] == "tok/s"
+
+
+# ------------------------------------------------------------------------------------------------ simulated
+
+
+def test_the_simulated_noise_is_as_it_says() -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    runs = np.stack([simulate_compare.noise(140, rng) for _ in range(400)])
+    assert runs.std() == pytest.approx(simulate_compare.VARIATION, rel=0.1)
+    neighbours = np.corrcoef(runs[:, :-1].ravel(), runs[:, 1:].ravel())[0, 1]
+    assert neighbours == pytest.approx(0.45, abs=0.05)  # half of the variance, of which 0.9 stays
+
+
+def test_few_simulated_pairs() -> None:
+    assert rate(Case(cells=5, launches=7), 40, alarm) <= 0.05
+    assert rate(Case(cells=5, launches=7, slowdown=0.1), 40, seen) >= 0.8
+    assert rate(Case(cells=5, launches=3, slowdown=0.5), 5, seen) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cells", [1, 5, 10])
+def test_at_most_one_suite_of_a_hundred_cries_wolf(cells: int) -> None:
+    assert rate(Case(cells, launches=7), 2000, alarm) <= 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cells", [1, 5])
+def test_nine_of_ten_slowdowns_by_ten_percent_are_seen(cells: int) -> None:
+    assert rate(Case(cells, launches=7, slowdown=0.1), 500, seen, seed=1) >= 0.9

@@ -1,0 +1,159 @@
+"""The statistics of comparisons: against scipy, by hand, and as properties that hold for any samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reports.stats import (
+    hodges_lehmann,
+    holm,
+    interval_of,
+    launches_needed,
+    mann_whitney,
+    noise_floor,
+    ratio_of,
+    smallest_p,
+)
+
+scipy_stats = pytest.importorskip("scipy.stats")
+
+SPEEDS = st.lists(st.floats(0.1, 1000.0), min_size=1, max_size=9)
+#: Few values, so that ties are common.
+TIED = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0]), min_size=1, max_size=6)
+
+BASE = (10.1, 9.8, 10.4, 9.9, 10.0, 10.2, 9.7)
+SLOWER = (9.1, 8.9, 9.3, 9.0, 9.15, 8.7, 9.25)
+
+
+@pytest.mark.parametrize(
+    ("base", "head"),
+    [
+        (BASE, SLOWER),
+        (BASE, (10.05, 9.75, 10.35, 9.95, 10.3, 9.65, 10.15)),
+        ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
+        ((1.0, 5.0), (2.0, 3.0, 4.0, 6.0, 7.0)),
+        ((1.0,), (2.0,)),
+        (tuple(range(1, 21)), tuple(x + 0.5 for x in range(4, 27))),
+    ],
+)
+def test_mann_whitney_is_scipys_exact_one(base, head):
+    expected = scipy_stats.mannwhitneyu(base, head, alternative="two-sided", method="exact").pvalue
+    assert mann_whitney(base, head) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("base", "head"), [((1.0, 2.0, 2.0), (2.0, 3.0, 3.0)), ((5.0, 5.0, 6.0, 7.0), (5.0, 8.0, 8.0, 8.0, 9.0))]
+)
+def test_ties_are_exact_too(base, head):
+    method = scipy_stats.PermutationMethod(n_resamples=10_000)  # more than there are: all of them
+    expected = scipy_stats.mannwhitneyu(base, head, alternative="two-sided", method=method).pvalue
+    assert mann_whitney(base, head) == pytest.approx(expected, rel=1e-12)
+
+
+def test_large_samples_are_normal():
+    base, head = [1.0 + i / 97 for i in range(40)], [1.1 + i / 89 for i in range(40)]
+    expected = scipy_stats.mannwhitneyu(base, head, alternative="two-sided", method="asymptotic").pvalue
+    assert mann_whitney(base, head) == pytest.approx(expected)
+
+
+@given(TIED, TIED)
+def test_mann_whitney_by_counting_every_choice(base, head):
+    values = [*base, *head]
+
+    def statistic(chosen):
+        return sum((values[i] > values[j]) + 0.5 * (values[i] == values[j])
+                   for i in chosen for j in range(len(values)) if j not in chosen)  # fmt: skip
+
+    own = statistic(set(range(len(base))))
+    found = [statistic(set(c)) for c in itertools.combinations(range(len(values)), len(base))]
+    tail = min(sum(s <= own for s in found), sum(s >= own for s in found))
+    assert mann_whitney(base, head) == pytest.approx(min(1.0, 2 * tail / len(found)))
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_the_smallest_p_is_that_of_samples_that_do_not_overlap(n, m):
+    apart = mann_whitney(list(range(1, n + 1)), list(range(100, 100 + m)))
+    assert apart == pytest.approx(smallest_p(n, m))
+
+
+def test_three_launches_can_never_tell():
+    assert smallest_p(3, 3) == pytest.approx(0.1)
+    assert launches_needed(1, alpha=0.05) == 4
+    assert [launches_needed(cells) for cells in (1, 2, 3, 9, 10, 34, 35)] == [5, 5, 6, 6, 7, 7, 8]
+
+
+@given(SPEEDS, SPEEDS)
+def test_hodges_lehmann_is_the_median_quotient_and_turns_around(base, head):
+    quotients = sorted(b / a for a in base for b in head)
+    n = len(quotients)
+    expected = math.sqrt(quotients[(n - 1) // 2] * quotients[n // 2])  # the median of logarithms
+    assert hodges_lehmann(base, head) == pytest.approx(expected)
+    assert hodges_lehmann(head, base) == pytest.approx(1 / expected)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=7), st.lists(st.floats(0.5, 2.0), min_size=2, max_size=7))
+def test_the_interval_holds_the_ratio_and_lies_within_the_quotients(base, head):
+    found = ratio_of(base, head)
+    assert found.low is not None and found.high is not None
+    assert min(head) / max(base) - 1e-9 <= found.low <= found.high <= max(head) / min(base) + 1e-9
+    assert found == ratio_of(base, head)  # the same records, the same figures
+
+
+def test_the_interval_is_that_of_scipys_bootstrap():
+    def shift(a, b, axis=-1):
+        import numpy as np
+
+        return np.median(b[..., :, None] - a[..., None, :], axis=(-1, -2))
+
+    logs = [[math.log(v) for v in side] for side in (BASE, SLOWER)]
+    expected = scipy_stats.bootstrap(
+        logs, shift, n_resamples=20_000, method="percentile", vectorized=True, random_state=1
+    ).confidence_interval
+    found = ratio_of(BASE, SLOWER)
+    assert found.low == pytest.approx(math.exp(expected.low), rel=3e-3)
+    assert found.high == pytest.approx(math.exp(expected.high), rel=3e-3)
+    assert found.excludes_one
+
+
+def test_one_launch_has_no_interval():
+    assert ratio_of([1.0], [2.0, 3.0]).low is None and not ratio_of([1.0], [2.0, 3.0]).excludes_one
+    assert interval_of([1.0]) is None
+    assert interval_of([1.0, 2.0, 3.0]) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("bad", [[], [0.0], [-1.0], [math.nan], [math.inf]])
+def test_what_is_no_speed_is_refused(bad):
+    with pytest.raises(ValueError, match="positive"):
+        hodges_lehmann(bad, [1.0])
+
+
+def test_holm_by_hand():
+    # 3 x 0.01, then 2 x 0.02, then 1 x 0.03 but not less than what came before
+    assert holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20))
+def test_holm_lies_between_the_plain_p_and_bonferronis(p_values):
+    adjusted = holm(p_values)
+    for p, q in zip(p_values, adjusted, strict=True):
+        assert p <= q <= min(1.0, len(p_values) * p) + 1e-12
+    assert [q for _, q in sorted(zip(p_values, adjusted, strict=True))] == sorted(adjusted)
+
+
+def test_the_noise_floor_is_the_median_over_splits():
+    sample = (10.0, 10.5, 11.0, 12.0)
+    apart = []
+    for half in itertools.combinations(range(4), 2):
+        logs = [[math.log(sample[i]) for i in part] for part in (half, set(range(4)) - set(half))]
+        apart.append(abs(statistics.median(b - a for a in logs[0] for b in logs[1])))
+    assert noise_floor(sample) == pytest.approx(math.expm1(statistics.median(apart)))
+    assert noise_floor(sample, (5.0, 5.0, 5.0, 5.0)) == noise_floor(sample)
+    assert noise_floor((1.0, 2.0, 3.0)) is None
+    assert noise_floor([1.0] * 30) == 0.0

@@ -11,7 +11,7 @@ from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table
 from reports.text import MISSING, TIMES_SIGN, number, one_line
-from reports.vega import GREEN, GREY, ORANGE, SOFT, Datum, Panel, amount, chart, labels_of, rows_axis, says
+from reports.vega import GREEN, GREY, ORANGE, SOFT, Datum, Panel, amount, labels_of, row_chart, says
 
 #: Settings that only make sense together count as one.
 _TOGETHER: Mapping[str, str] = {
@@ -73,10 +73,10 @@ def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         data.append({"cell": name, "from": whole, "to": value, "says": words,
                      "kind": "loses" if value < whole else "gains"})  # fmt: skip
     kinds = {"all of it": GREY, "loses": ORANGE, "gains": GREEN}
-    spec = chart(
-        {"step": 26},
+    spec = row_chart(
+        [str(d["cell"]) for d in data],
         data={"values": data},
-        encoding={"y": rows_axis([str(d["cell"]) for d in data]), **says()},
+        encoding=says(),
         layer=[
             {"mark": {"type": "bar", "height": 13, "opacity": 0.75},
              "encoding": {"x": amount("generated tok/s", "from", zero=True), "x2": {"field": "to"},

@@ -24,11 +24,9 @@ from reports.vega import (
     left_out,
     log_toggle,
     marked,
-    rows_axis,
+    row_chart,
     says,
 )
-
-_ROW = {"step": 26}
 
 
 def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -61,13 +59,12 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
         if datum.get("value", 0.0) > end:
             datum |= {"kind": "beyond"}
     by_kind = {"condition": {"test": "datum.of === 'measured'", "value": BLUE}, "value": GREY}
-    y = rows_axis([marked(r, names[r.fingerprint]) for r in shown])
     x = amount("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
-    spec = chart(
-        _ROW,
+    spec = row_chart(
+        [marked(r, names[r.fingerprint]) for r in shown],
         data={"values": data},
         usermeta=log_toggle(min(v for r in shown for v in r.throughput), largest),
-        encoding={"y": y, "color": by_kind, **says()},
+        encoding={"color": by_kind, **says()},
         layer=[
             {"transform": [{"filter": "datum.kind === 'interval'"}],
              "mark": {"type": "bar", "height": 9, "opacity": 0.3},
@@ -106,12 +103,11 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ]
     kind = {"field": "kind", "type": "nominal", "title": None}
     scale = {"type": "log", "domain": [min(d["value"] for d in data) * 0.8, max(d["value"] for d in data) * 1.25]}
-    spec = chart(
-        _ROW,
+    spec = row_chart(
+        [marked(r, names[r.fingerprint]) for r in drawn(rows)],
         data={"values": data},
         mark={"type": "point", "filled": True, "size": 80},
         encoding={
-            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(rows)]),
             "x": amount("tok/s, logarithmic") | {"scale": scale},
             "shape": kind | {"scale": {"domain": list(kinds), "range": [s for s, _ in kinds.values()]}},
             "color": kind | {"scale": {"domain": list(kinds), "range": [c for _, c in kinds.values()]}},
@@ -134,11 +130,10 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
             if size is not None:
                 words = f"{label}: {kind} {number(size / MIB)} MiB"
                 data.append({"cell": label, "kind": kind, "value": size / GIB, "says": words})
-    spec = chart(
-        _ROW,
+    spec = row_chart(
+        [marked(r, names[r.fingerprint]) for r in drawn(rows)],
         data={"values": data},
         encoding={
-            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(rows)]),
             "x": amount("GiB", zero=True),
             **says(),
         },
@@ -174,12 +169,11 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
             for i, ((kind, _), size) in enumerate(zip(_TIERS, tiers, strict=True))
             if size
         ]  # fmt: skip
-    spec = chart(
-        _ROW,
+    spec = row_chart(
+        [marked(r, names[r.fingerprint]) for r in drawn(placed)],
         data={"values": data},
         mark={"type": "bar", "height": 14},
         encoding={
-            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(placed)]),
             "x": amount("GiB of weights", zero=True),
             "color": {"field": "kind", "type": "nominal", "title": None,
                       "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}},
@@ -210,13 +204,12 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
             if seconds := tables.seconds_of(key)(row):
                 words = f"{label}: {kind} {number(seconds)} s"
                 data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "says": words})
-    spec = chart(
-        _ROW,
+    spec = row_chart(
+        [marked(r, names[r.fingerprint]) for r in drawn(rows)],
         data={"values": data},
         mark={"type": "bar", "height": 14},
         params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
         encoding={
-            "y": rows_axis([marked(r, names[r.fingerprint]) for r in drawn(rows)]),
             "x": amount("seconds at work; what overlaps counts in both", zero=True),
             "color": {"field": "kind", "type": "nominal", "title": None,
                       "scale": {"domain": [k for _, k in _TASKS], "range": _TASK_COLOURS}},

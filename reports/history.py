@@ -71,9 +71,11 @@ class History:
     """
 
     def __init__(self, url: str) -> None:
-        with _one_line(url):
-            self._engine = sa.create_engine(url)
-        self.url = self._engine.url.render_as_string(hide_password=True)
+        with _one_line("(--db)"):
+            address = sa.make_url(url)
+        self.url = address.render_as_string(hide_password=True)
+        with _one_line(self.url):
+            self._engine = sa.create_engine(address)
         with _one_line(self.url), self._engine.begin() as connection:
             _METADATA.create_all(connection)
             found = connection.execute(sa.select(_SCHEMA.c.version)).scalar()

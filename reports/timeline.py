@@ -10,7 +10,7 @@ from harness.api import RunRecord, TraceEvent, to_json, union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import number, one_line
-from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, amount, chart, labels_of, rows_axis, says
+from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, amount, labels_of, row_chart, says
 
 #: Parts of a pass that are looked at one by one.
 _BINS = 80
@@ -35,8 +35,8 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
             for lane, own in _lanes(events).items()
         ]  # fmt: skip
     lanes = list(dict.fromkeys(str(d["lane"]) for d in data))
-    spec = chart(
-        {"step": 24},
+    spec = row_chart(
+        list(dict.fromkeys(str(d["cell"]) for d in data)),
         data={"values": data},
         transform=[
             {"flatten": ["shares"], "as": ["share"]},
@@ -50,7 +50,6 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         encoding={
             "x": amount("seconds of the pass", "at"),
             "x2": {"field": "to"},
-            "y": rows_axis(list(dict.fromkeys(str(d["cell"]) for d in data))),
             "color": {"field": "lane", "type": "nominal", "title": None,
                       "scale": {"domain": lanes, "range": [_COLOURS.get(lane, GREY) for lane in lanes]}},
             "opacity": {"field": "share", "type": "quantitative", "legend": None,

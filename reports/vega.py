@@ -24,6 +24,8 @@ SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross"
 BLUE, ORANGE, GREEN, GREY, INK, SOFT, RULE = (
     f"var(--{name})" for name in ("blue", "orange", "green", "grey", "ink", "soft", "rule")
 )
+#: Pixels of a row.
+_ROW = 26
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 _CONFIG = {
@@ -57,21 +59,19 @@ class Panel:
     @property
     def height(self) -> int:
         """About how high the chart will be, in pixels: the place that is kept free for it."""
-        if self.spec is None:
-            return 0
-        own = self.spec["height"]
-        if isinstance(own, int):
-            return own + 60
-        encoding = self.spec.get("encoding", {})
-        return int(own["step"]) * len(encoding.get("y", {}).get("scale", {}).get("domain", ())) + 60
+        return 0 if self.spec is None else int(self.spec["height"]) + 60
 
 
-def chart(height: int | Mapping[str, int], **parts: Any) -> Spec:
-    """A specification as wide as its place on the page. `height`: pixels, or {"step": pixels} for each row."""
-    return {
-        "$schema": _SCHEMA, "width": "container", "height": height, "config": _CONFIG,
-        "autosize": {"type": "fit-x", "contains": "padding"}, **parts,
-    }  # fmt: skip
+def chart(height: int, **parts: Any) -> Spec:
+    """A specification as wide as its place on the page and so many pixels high."""
+    sizes = {"width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
+    return {"$schema": _SCHEMA, **sizes, "config": _CONFIG, **parts}
+
+
+def row_chart(labels: Sequence[str], **parts: Any) -> Spec:
+    """A specification with a row for each label: `encoding` gets the axis of rows."""
+    encoding = {"y": rows_axis(labels), **parts.pop("encoding")}
+    return chart(_ROW * max(1, len(labels)), encoding=encoding, **parts)
 
 
 def says(field: str = "says") -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Records over time: appended once, told by machine and commit, and changes of level found where they are."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.api import HarnessError, RunRecord
+from reports.build import build
+from tests.records import PROVENANCE, cell, failed, record, repeats, write
+
+pytest.importorskip("sqlalchemy")
+pytest.importorskip("ruptures")
+
+from reports.history import History, Point, Series
+from reports.trend import FEWEST, changes, trend_panel
+
+
+def at_commit(number: int, speeds: tuple[float, ...], dirty: bool = False) -> list[RunRecord]:
+    """Launches of one cell at the `number`-th commit, an hour after those before."""
+    known = PROVENANCE | {"git": {"commit": f"{number:040x}", "dirty": dirty}}
+    return [
+        replace(r, started_at=f"2026-11-{1 + number // 24:02}T{number % 24:02}:{r.repeat:02}:00+00:00")
+        for r in repeats(cell(), speeds, provenance=known)
+    ]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/history.db"
+
+
+def test_the_same_launch_is_added_once(url: str) -> None:
+    history = History(url)
+    assert history.add(at_commit(1, (2.0, 2.1))) == (2, 0)
+    assert history.add([*at_commit(1, (2.0, 2.1)), *at_commit(2, (2.2,))]) == (1, 2)
+    (series,) = History(url).series()  # another process
+    assert [p.speeds for p in series.points] == [(2.0, 2.1), (2.2,)]
+    assert (series.cell, series.suite, series.engine) == ("accelerate-float32", "demo", "accelerate")
+
+
+def test_what_says_nothing_over_time_stays_out(url: str) -> None:
+    history = History(url)
+    interrupted = failed(cell(), "interrupted", "", 0)
+    assert history.add([interrupted, record(cell(), simulated=True)]) == (0, 0)
+
+
+def test_failures_are_kept_without_a_figure(url: str) -> None:
+    history = History(url)
+    known = PROVENANCE | {"git": {"commit": "a" * 40, "dirty": True}}
+    history.add([record(cell(), 0, 2.0, provenance=known), failed(cell(), "oom_host", "", 1, provenance=known)])
+    (series,) = history.series()
+    assert [(p.commit, p.speeds, p.failed) for p in series.points] == [("a" * 40 + "+", (2.0,), 1)]
+
+
+def test_machines_and_cells_have_series_of_their_own(url: str) -> None:
+    other = PROVENANCE | {"machine": PROVENANCE["machine"] | {"cores_usable": 2}}
+    history = History(url)
+    history.add([record(cell(), 0), record(cell(), 1, provenance=other), record(cell("b", seed=1))])
+    assert len(history.series()) == 3
+    assert [s.cell for s in history.series(cell="b")] == ["b"]
+    assert history.series(suite="none") == []
+    assert len(history.series([cell().fingerprint()])) == 2
+
+
+def test_many_records_at_once(url: str) -> None:
+    history = History(url)
+    many = [record(cell(), i, 2.0, requests=(), measurements=()) for i in range(1203)]
+    assert history.add(many) == (1203, 0)
+    assert history.add(many) == (0, 1203)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nonsense", "sqlite:///results/history.db"),
+        ("oracle+nothing://host/db", "--db"),
+        ("sqlite:////no/such/folder/history.db", "unable to open"),
+    ],
+)
+def test_databases_that_cannot_be_opened(url: str, message: str) -> None:
+    with pytest.raises(HarnessError, match=message) as caught:
+        History(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_driver_that_is_not_there_is_named() -> None:
+    with pytest.raises(HarnessError, match="psycopg") as caught:
+        History("postgresql://user:secret@localhost:1/db")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "history.db").write_text("not a database" * 100)
+    with pytest.raises(HarnessError, match="not a database"):
+        History(f"sqlite:///{tmp_path}/history.db")
+
+
+def test_a_newer_database_is_refused(tmp_path: Path, url: str) -> None:
+    History(url).close()
+    with sqlite3.connect(tmp_path / "history.db") as connection:
+        connection.execute("update offload_harness_schema set version = 9")
+    with pytest.raises(HarnessError, match=r"newer harness \(schema 9"):
+        History(url)
+
+
+# ------------------------------------------------------------------------------------------------ changes
+
+
+def series_of(*levels: float, each: int, noise: float = 0.01, seed: int = 0) -> Series:
+    """So many commits at each level, five launches a commit."""
+    rng = random.Random(seed)
+    points = [
+        Point(f"{i:040x}", "", tuple(level * (1 + rng.gauss(0, noise)) for _ in range(5)), 0)
+        for i, level in enumerate(level for level in levels for _ in range(each))
+    ]
+    return Series("demo", "c", "offload", "w", "f", "m", tuple(points))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_level_that_stays_has_no_change(seed: int) -> None:
+    assert changes(series_of(10.0, each=30, noise=0.03, seed=seed)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_changes_are_found_where_they_are(seed: int) -> None:
+    found = changes(series_of(10.0, 9.0, 11.0, each=10, seed=seed))
+    assert [c.index for c in found] == [10, 20]
+    assert [c.ratio for c in found] == pytest.approx([0.9, 11 / 9], rel=0.02)
+    assert found[0].commit == f"{10:040x}"
+
+
+def test_small_changes_are_none_however_sure() -> None:
+    assert changes(series_of(10.0, 9.8, each=15, noise=1e-4)) == []
+    assert changes(series_of(10.0, each=12, noise=0.0)) == []
+
+
+def test_few_commits_have_no_changes() -> None:
+    assert changes(series_of(10.0, 5.0, each=(FEWEST - 1) // 2)) == []
+
+
+def test_commits_without_a_figure_are_passed_over() -> None:
+    series = series_of(10.0, 8.0, each=6)
+    points = [*series.points[:3], Point("f" * 40, "", (), 5), *series.points[3:]]
+    assert [c.index for c in changes(replace(series, points=tuple(points)))] == [7]
+
+
+def test_the_report_shows_trends(tmp_path: Path, url: str) -> None:
+    history = History(url)
+    for i in range(12):
+        history.add(at_commit(i, (10.0, 10.1, 9.9) if i < 6 else (8.0, 8.1, 7.9)))
+    run = write(tmp_path / "run", at_commit(12, (8.0, 8.1)))
+    build([run], history=url)
+    document = (run / "report.html").read_text()
+    assert 'id="trends"' in document and "slower: 0.800" in document
+    (series,) = history.series()
+    panel = trend_panel(series)
+    assert panel is not None and panel.spec is not None
+    assert [d["changed"] for d in panel.spec["data"]["values"]].count(True) == 1
+    build([run])
+    assert 'id="trends"' not in (run / "report.html").read_text()

@@ -1,0 +1,205 @@
+"""What charts draw: the right points from records, and the cells they leave out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.api import Accuracy, Forecast, HarnessError, ModelSpec, OffloadPolicy, RequestTrace, WorkloadSpec
+from reports.ablation import ablation_panel, steps
+from reports.accuracy import accuracy_panel
+from reports.build import build
+from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
+from reports.latency import pareto_front, pareto_panel, spread_panels
+from reports.published import published_table
+from reports.records import read_runs
+from reports.summary import summary_rows
+from reports.vega import MOST_CELLS, library
+from tests.records import cell, demo, failed, record, repeats, write
+
+ROWS = summary_rows(demo())
+
+
+def values(panel, kind=None):
+    """The data of a chart, of one kind if asked."""
+    assert panel is not None
+    data = panel.spec["data"]["values"]
+    return [d for d in data if kind is None or d.get("kind") == kind]
+
+
+def test_throughput_has_every_repeat_its_median_and_interval() -> None:
+    panel = throughput_panel(ROWS)
+    ours = [d for d in values(panel) if d["cell"] == "offload-zigzag"]
+    assert sorted(d["value"] for d in ours if d["kind"] == "repeat") == [3.0, 3.1, 3.2]
+    assert [d["value"] for d in ours if d["kind"] == "median"] == [3.1]
+    assert [(d["low"], d["high"]) for d in ours if d["kind"] == "interval"] == [(3.0, 3.2)]
+    # references would squeeze what competes: they are arrows at the end of the axis
+    assert {d["cell"] for d in values(panel, "beyond")} == {
+        "resident-float32 (reference)",
+        "resident-bfloat16 (reference)",
+    }
+
+
+def test_charts_hold_so_many_cells_and_say_so() -> None:
+    many = [record(cell(f"c{i}", seed=i), speed=1 + i) for i in range(MOST_CELLS + 5)]
+    panel = throughput_panel(summary_rows(many))
+    assert panel is not None and panel.table is not None
+    assert len({d["cell"] for d in values(panel)}) == MOST_CELLS
+    assert f"first {MOST_CELLS} of {MOST_CELLS + 5} cells" in panel.note
+    assert len(panel.table.bodies[0].rows) == MOST_CELLS + 5
+
+
+def test_cells_of_one_name_are_told_apart() -> None:
+    rows = summary_rows([record(cell("a")), record(cell("a", seed=1))])
+    assert {d["cell"] for d in values(throughput_panel(rows))} == {"a", "a (2)"}
+
+
+def test_memory_and_bound_and_tiers() -> None:
+    assert {d["kind"] for d in values(memory_panel(ROWS))} == {"peak", "limit"}
+    allowed = {d["kind"]: d["value"] for d in values(bound_panel(ROWS)) if d["cell"] == "offload-zigzag"}
+    assert allowed == pytest.approx({"compute allows": 10.0, "disk allows": 4.0, "measured": 3.1})
+    tiers = {d["kind"]: d["value"] for d in values(tiers_panel(ROWS)) if d["cell"] == "offload-zigzag"}
+    assert tiers == {"RAM": 1.0, "disk": 1.0}
+
+
+def test_tasks_only_where_an_engine_tells_them() -> None:
+    assert tasks_panel(ROWS) is None
+    base = record(cell("a"))
+    told = replace(
+        base, metrics={**base.metrics, "task_products_s": 3.0, "task_load_weights_s": 2.0, "task_other_s": 0.0}
+    )
+    assert {d["kind"]: d["value"] for d in values(tasks_panel(summary_rows([told])))} == {
+        "products": 3.0,
+        "load weights": 2.0,
+    }
+
+
+def test_predictions_beside_measurements() -> None:
+    assert predicted_panel(ROWS) is None
+    told = record(cell("a"), predicted=Forecast("local", 2.5, {}))
+    panel = predicted_panel(summary_rows([told]))
+    assert panel is not None and panel.spec is not None
+    assert [(d["measured"], d["value"]) for d in panel.spec["layer"][1]["data"]["values"]] == [(2.0, 2.5)]
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    assert pareto_front([(1, 5), (2, 4), (2, 8), (3, 8), (4, 9), (0.5, 1)]) == [(0.5, 1), (1, 5), (2, 8), (4, 9)]
+    assert pareto_front([]) == []
+
+
+def test_pareto_leaves_references_off_the_line() -> None:
+    panel = pareto_panel([r for r in ROWS if r.throughput])
+    assert panel is not None and panel.spec is not None
+    line = [d["value"] for d in panel.spec["layer"][0]["data"]["values"]]
+    assert line == [3.1]  # the fastest is the quickest as well; the resident ones are no choice here
+    assert pareto_panel([r for r in ROWS if r.throughput][:1]) is None
+
+
+def test_times_are_spread_over_requests() -> None:
+    requests = tuple(
+        RequestTrace(str(i), 8, 3, 0, 1.0, (1.0 + i, 2.0 + i, 4.0 + i), "length", "d") for i in range(1, 101)
+    )
+    first, later = spread_panels(summary_rows([record(cell("a"), requests=requests)]))
+    (curve,) = values(first)
+    assert curve["at"][-1] == 100.0 and curve["share"][-1] == 1.0
+    assert dict(zip(curve["at"], curve["share"], strict=True))[50.0] == 0.5
+    assert [c.text for c in first.table.bodies[0].rows[0][1:]] == ["100", "50", "90", "95", "99", "100"]
+    assert set(values(later)[0]["at"]) == {1.5}  # (4 - 1) / 2 intervals
+
+
+def test_an_ablation_is_of_cells_that_differ_in_one_thing() -> None:
+    full = OffloadPolicy(schedule="sweep", weight_bits=4, kv_bits=4)
+    records = [
+        *repeats(cell("full", "offload", policy=full), (3.0, 3.1)),
+        *repeats(cell("no-overlap", "offload", policy=replace(full, overlap=False)), (2.0, 2.1)),
+        *repeats(cell("exact", "offload", policy=replace(full, weight_bits=16, kv_bits=16)), (1.0, 1.1)),
+        *repeats(cell("both", "offload", policy=replace(full, overlap=False, weight_bits=16)), (0.5, 0.6)),
+        *repeats(cell("other", "accelerate"), (0.4, 0.5)),
+    ]
+    found = steps(summary_rows(records))
+    assert found is not None
+    base, changes = found
+    assert base.name == "full"
+    assert [(s.row.name, s.change) for s in changes] == [
+        ("no-overlap", "overlap True to False"),
+        ("exact", "weight_bits 4 to 16, kv_bits 4 to 16"),
+    ]
+    panel = ablation_panel(summary_rows(records))
+    assert [(d["from"], d["kind"]) for d in values(panel)] == [(0.0, "all of it"), (3.05, "loses"), (3.05, "loses")]
+    assert ablation_panel(summary_rows(records[:4])) is None  # one change is no ablation
+
+
+def test_accuracy_over_speed() -> None:
+    def judged(name: str, value: float, seed: int):
+        found = Accuracy("lambada", "", 500, {"acc": value, "acc_stderr": 0.02})
+        return record(cell(name, seed=seed), accuracy=found)
+
+    panel = accuracy_panel(summary_rows([judged("a", 0.3, 0), judged("b", 0.25, 1)]))
+    assert sorted((d["value"], round(d["high"], 3)) for d in values(panel)) == [(0.25, 0.29), (0.3, 0.34)]
+    assert accuracy_panel(ROWS) is None
+
+
+def test_published_figures_stand_beside_ours(tmp_path: Path) -> None:
+    spec = cell(
+        "ours", "offload", model=ModelSpec("facebook/opt-30b"), workload=WorkloadSpec(prompt_len=512, gen_len=32)
+    )
+    rows = summary_rows([record(spec, speed=14.64, simulated=True)])
+    assert published_table(rows, ()) is None
+    table = published_table(rows, {"flexgen_throughput_t4", "unknown"})
+    assert table is not None and "FlexGen (Sheng et al. 2023)" in table.caption and "ours, simulated" in table.caption
+    figures = {row[0].text: (row[2].text, row[3].text) for row in table.bodies[0].rows}
+    assert figures["flexgen"] == ("7.32", "2")
+    assert set(figures) == {"accelerate", "deepspeed", "flexgen", "flexgen_c"}
+    run = write(tmp_path, [record(spec)])
+    (run / "suite.yaml").write_text("name: x\nreproduces: flexgen_throughput_t4\n")
+    assert read_runs([run]).reproduces == {"flexgen_throughput_t4"}
+    build([run])
+    assert "Published beside ours" in (run / "report.html").read_text()
+    assert published_table(ROWS, {"flexgen_throughput_t4"}) is None  # another model
+
+
+def test_the_end_of_a_log_is_shown_of_what_should_not_have_failed(tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "run",
+        [failed(cell("broken"), "error", "boom"), failed(cell("meant", expect="infeasible", seed=1), "infeasible", "")],
+    )
+    (run / "logs").mkdir()
+    (run / "logs" / "broken.log").write_text("".join(f"line {i}\n" for i in range(100)) + "<b>boom</b>\n")
+    (run / "logs" / "meant.log").write_text("secret\n")
+    build([run])
+    document = (run / "report.html").read_text()
+    assert "&lt;b&gt;boom&lt;/b&gt;" in document and "line 99" in document and "line 10\n" not in document
+    assert "secret" not in document
+
+
+def test_a_log_outside_of_the_run_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "outside.log").write_text("secret\n")
+    run = write(tmp_path / "run", [failed(cell("broken"), "error", "boom", log="../outside.log")])
+    build([run])
+    assert "secret" not in (run / "report.html").read_text()
+
+
+def test_mixed_machines_are_told(tmp_path: Path) -> None:
+    first = record(cell())
+    other = {**first.provenance, "machine": {**first.provenance["machine"], "cpu": "another"}}
+    build([write(tmp_path, [first, record(cell("b", seed=1), provenance=other)])])
+    assert "These records are of 2 machines" in (tmp_path / "report.md").read_text()
+
+
+def test_without_the_charts_package_the_page_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
+    library.cache_clear()
+    build([write(tmp_path, demo())])
+    library.cache_clear()
+    assert (tmp_path / "report.html").stat().st_size < 300_000
+    assert "The figures of this chart" in (tmp_path / "report.html").read_text()
+
+
+def test_a_suite_may_only_reproduce_what_there_is(tmp_path: Path) -> None:
+    from harness.config import load_suite
+
+    (tmp_path / "s.yaml").write_text("name: s\nreproduces: nothing\nengine: fake\nmodel: {id: fake}\nworkload: {}\n")
+    with pytest.raises(HarnessError, match="reproduces"):
+        load_suite(tmp_path / "s.yaml")

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 @click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
 @click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Data of accuracy tasks [default: the hub].")
+@click.option("--no-report", is_flag=True, help="Write records only; `harness report` makes the report of them later.")
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print the cells as JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and remembered searches [$HARNESS_CACHE].")
 def run(
     suite: str, out: Path | None, engines: tuple[str, ...], names: tuple[str, ...], overrides: tuple[str, ...],
     shard: str | None, launcher: str | None, fresh: bool, simulate: bool, hardware: str | None,
-    data_dir: Path | None, dry_run: bool, as_json: bool, cache_dir: Path | None,
+    data_dir: Path | None, no_report: bool, dry_run: bool, as_json: bool, cache_dir: Path | None,
 ) -> None:  # fmt: skip
     """Run SUITE (a file, or the name of a shipped suite) and write records and a report.
 
@@ -76,12 +77,12 @@ def run(
             sys.exit(_simulate(loaded, cells, path, overrides, out, cache_dir, hardware or "local"))
         if data_dir is not None and not data_dir.is_dir():
             raise HarnessError(f"--data-dir {data_dir}: no such folder")
-        sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh, data_dir))
+        sys.exit(_run(loaded, cells, path, overrides, out, cache_dir, fresh, data_dir, not no_report))
 
 
 def _run(
     suite: SuiteSpec, cells: list[RunSpec], path: Path, overrides: tuple[str, ...],
-    out: Path | None, cache: Path | None, fresh: bool, data: Path | None,
+    out: Path | None, cache: Path | None, fresh: bool, data: Path | None, report: bool,
 ) -> int:  # fmt: skip
     from harness import runner
     from harness.progress import make_progress
@@ -112,10 +113,10 @@ def _run(
         again = "run the same command again without --fresh" if fresh else "run the same command again"
         click.echo(f"interrupted; {again} to go on (records: {out / RECORDS})", err=True)
         return EXIT_INTERRUPTED
-    written = build([out])
+    written = build([out]) if report else [out / RECORDS]
     with contextlib.suppress(BrokenPipeError):  # who reads only the first lines still gets the true exit code
         _print_summary(records)
-    click.echo("report: " + ", ".join(str(p) for p in written), err=True)
+    click.echo(f"{'report' if report else 'records'}: {', '.join(str(p) for p in written)}", err=True)
     failed = runner.unexpected(records)
     for record in failed:
         click.echo(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)

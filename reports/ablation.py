@@ -11,7 +11,7 @@ from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table
 from reports.text import MISSING, TIMES_SIGN, number, one_line
-from reports.vega import GREEN, GREY, ORANGE, SOFT, Datum, Panel, amount, labels_of, row_chart, says
+from reports.vega import GREEN, GREY, ORANGE, SOFT, Datum, Panel, amount, drawn, labels_of, row_chart, says
 
 #: Settings that only make sense together count as one.
 _TOGETHER: Mapping[str, str] = {
@@ -26,7 +26,8 @@ _TOGETHER: Mapping[str, str] = {
     "policy.weight_bits": "bits",
     "policy.kv_bits": "bits",
 }
-_LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s", "warmup", "workload.num_requests")
+#: What is no technique.
+_LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s", "warmup", "seed", "workload.num_requests")
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,19 @@ def steps(rows: Sequence[CellSummary]) -> tuple[CellSummary, list[Step]] | None:
 
     All of one engine and workload. Of cells that are alike in this the fastest is taken.
     """
-    best: tuple[CellSummary, list[Step]] | None = None
+    rows = drawn(ranked(rows))
     settings = {r.fingerprint: _settings(r) for r in rows}
-    for base in ranked(rows):
-        found = []
-        for row in ranked(rows):
-            change = _change(settings[base.fingerprint], settings[row.fingerprint])
-            if row is not base and row.engine == base.engine and change:
-                found.append(Step(row, change, ratio_of(base.throughput, row.throughput)))
+    best: tuple[CellSummary, list[tuple[CellSummary, str]]] | None = None
+    for base in rows:
+        others = [r for r in rows if r is not base and r.engine == base.engine]
+        found = [(r, c) for r in others if (c := _change(settings[base.fingerprint], settings[r.fingerprint]))]
         if len(found) >= 2 and (best is None or len(found) > len(best[1])):
-            best = (base, sorted(found, key=lambda s: -s.ratio.ratio))
-    return best
+            best = (base, found)
+    if best is None:
+        return None
+    base, found = best
+    changes = [Step(r, change, ratio_of(base.throughput, r.throughput)) for r, change in found]
+    return base, sorted(changes, key=lambda s: -s.ratio.ratio)
 
 
 def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:

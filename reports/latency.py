@@ -48,12 +48,12 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
         label = marked(row, names[row.fingerprint])
         of = "reference" if row.reference else row.engine
         words = f"{label}: {number(row.median or 0)} tok/s, {number(at)} s a request"
-        data.append({"cell": label, "engine": of, "latency": at, "value": row.median, "says": words})
+        data.append({"name": names[row.fingerprint], "engine": of, "latency": at, "value": row.median, "says": words})
     line = [{"latency": at, "value": value, "says": "nothing is better in both"} for at, value in front]
     engines = sorted({str(d["engine"]) for d in data})
     kind = {"field": "engine", "type": "nominal", "title": None}
-    scale = {"type": _scale(p for _, p in points), "nice": True, "zero": False}
-    y_scale = {"type": _scale(r.median or 0.0 for r, _ in points), "nice": True, "zero": False}
+    scale = _scale(p for _, p in points)
+    y_scale = _scale(r.median or 0.0 for r, _ in points)
     spec = chart(
         320,
         encoding={"x": amount("median seconds of a request, first to last token", "latency") | {"scale": scale},
@@ -70,7 +70,7 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
                 "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **says()}},
             {"data": {"values": data if len(data) <= _MOST_NAMES else []},
              "mark": {"type": "text", "align": "left", "dx": 9, "fontSize": 11, "color": SOFT, "limit": 180},
-             "encoding": {"text": {"field": "cell"}}},
+             "encoding": {"text": {"field": "name"}}},
         ],
     )  # fmt: skip
     best = set(front)
@@ -127,7 +127,7 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
                  "datum.cell + ': ' + format(datum.share, '.0%') + ' within ' + format(datum.at, '.3~g') + ' s'"},
             ],
             encoding={
-                "x": amount(f"{short}, seconds", "at") | {"scale": {"type": _scale([smallest, largest]), "nice": True}},
+                "x": amount(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
                 "y": amount("share of requests", "share") | {"axis": {"format": ".0%"}, "scale": {"domain": [0, 1]}},
                 "color": cell | {"scale": {"domain": labels, "range": _cycle(COLOURS, labels)}},
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
@@ -187,10 +187,12 @@ def _per_token(record: RunRecord) -> list[float]:
     return [v for v in spans if finite(v) is not None and v > 0]
 
 
-def _scale(values: Iterable[float]) -> str:
+def _scale(values: Iterable[float]) -> dict[str, object]:
     """Logarithmic where values span more than one and a half decades."""
     positive = [v for v in values if v > 0]
-    return "log" if positive and max(positive) / min(positive) > 30 else "linear"
+    if positive and max(positive) / min(positive) > 30:
+        return {"type": "log", "nice": True}
+    return {"type": "linear", "nice": True, "zero": False}
 
 
 def _cycle(choices: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reports import sections, tables
 from reports.ablation import ablation_panel
@@ -15,7 +15,7 @@ from reports.latency import pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import Runs
 from reports.summary import DISTURBED, CellSummary, by_workload, headline, others_share, summary_rows
-from reports.tables import Table, cell_table
+from reports.tables import MOST_ROWS, Table, cell_table
 from reports.text import median, number, one_line, plural
 from reports.timeline import utilisation_panel
 from reports.vega import Panel
@@ -99,11 +99,11 @@ def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> WorkloadPa
         headline=headline(rows),
         remarks=tuple(_remarks(rows)),
         summary=cell_table("Summary, fastest first", rows, tables.SUMMARY, status=True),
-        summary_short=cell_table("Summary, fastest first", rows, tables.SUMMARY_SHORT, status=True),
-        accuracy=_accuracy(rows, finished),
+        summary_short=cell_table("Summary, fastest first", rows[:MOST_ROWS], tables.SUMMARY_SHORT, status=True),
+        accuracy=tuple(t.first() for t in _accuracy(rows, finished)),
         published=published_table(rows, runs.reproduces),
-        panels=tuple(p for p in panels if p),
-        details=tuple(times),
+        panels=tuple(replace(p, table=p.table.first() if p.table else None) for p in panels if p),
+        details=tuple(t.first() for t in times),
     )
 
 
@@ -157,7 +157,8 @@ def _outcome(rows: Sequence[CellSummary]) -> str:
     """How many cells ended how."""
     # of a machine that is not here, what does not fit is an answer
     answers = [r for r in rows if r.simulated and not r.as_expected and r.status in ("infeasible", "skipped")]
-    unexpected = [r for r in rows if not r.as_expected and r not in answers]
+    answered = {id(r) for r in answers}
+    unexpected = [r for r in rows if not r.as_expected and id(r) not in answered]
     expected = sum(r.expected_failure for r in rows)
     ok = sum(r.status == "ok" and r.as_expected for r in rows)
     parts = [f"{ok} ok", *(f"{n} {status}" for status, n in Counter(r.status for r in answers).items())]

@@ -176,16 +176,18 @@ def headline(rows: Sequence[CellSummary]) -> str:
     rival = _rival(best, order)
     if rival and rival.throughput:
         what = "the next" if rival.engine == best.engine else "the best of another engine"
-        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput))} {rival.name}, {what}")
+        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput), best.simulated)} {rival.name}, {what}")
     if best.bound_fraction is not None:
         parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
     speed = f"{number(best.median or 0)} tok/s{within}{kind}"
     return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
 
 
-def _times(ratio: Ratio) -> str:
-    """How many times, with the interval, or why there is none."""
+def _times(ratio: Ratio, exact: bool) -> str:
+    """How many times, with the interval, or why there is none; what is simulated is exact."""
     times = f"{number(ratio.ratio)}{TIMES_SIGN}"
+    if exact:
+        return times
     if ratio.low is None or ratio.high is None:
         return f"{times} (too few launches for an interval)"
     unsure = "" if ratio.excludes_one else " (1 is possible: not told apart)"
@@ -269,35 +271,39 @@ def _per_token(records: Sequence[RunRecord], counter: str) -> float | None:
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     """Fills in what compares a cell with the others of its workload, and sorts them."""
     order = ranked(group)
+    place = {r.fingerprint: i for i, r in enumerate(order)}
     most = max((r.num_requests or 0 for r in group), default=0)
+    references = [r for r in group if r.reference and r.ok_records]
+    # whoever may be somebody's rival: the fastest of each engine, and the second
+    leading = [*{r.engine: r for r in reversed(order)}.values(), *order[:2]]
+    leading.sort(key=lambda r: place[r.fingerprint])
     rows = []
     for row in group:
         related = replace(row, most_requests=most or None)
-        rival = _rival(row, order) if row in order else None
+        rival = _rival(row, leading) if row.fingerprint in place else None
         if rival and rival.median and row.median is not None:
             found = ratio_of(rival.throughput, row.throughput)
             related = replace(related, ratio=found.ratio, ratio_low=found.low, ratio_high=found.high, rival=rival.name)
-        rows.append(_compare_outputs(related, group))
-    place = {r.fingerprint: i for i, r in enumerate(order)}
+        rows.append(_compare_outputs(related, references))
     return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))
 
 
 def _rival(row: CellSummary, order: Sequence[CellSummary]) -> CellSummary | None:
     """The cell that `row` is compared with: the fastest of other engines, or else the fastest of its own others."""
-    others = [r for r in order if r.engine != row.engine] or [r for r in order if r.fingerprint != row.fingerprint]
-    return others[0] if others else None
+    other = next((r for r in order if r.engine != row.engine), None)
+    return other or next((r for r in order if r.fingerprint != row.fingerprint), None)
 
 
-def _compare_outputs(row: CellSummary, group: Sequence[CellSummary]) -> CellSummary:
+def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> CellSummary:
     """Counts outputs equal to those of a reference of the same seed, of the same compute dtype if there is one."""
     if row.reference:
         return row
     seed = row.records[-1].spec.seed
-    references = [r for r in group if r.reference and r.ok_records and r.records[-1].spec.seed == seed]
-    references.sort(key=lambda r: r.compute_dtype != row.compute_dtype)
-    if not references:
+    same = [r for r in references if r.records[-1].spec.seed == seed]
+    reference = min(same, key=lambda r: r.compute_dtype != row.compute_dtype, default=None)
+    if reference is None:
         return row
-    truth = {t.id: t.digest for t in references[0].ok_records[0].requests if t.digest}
+    truth = {t.id: t.digest for t in reference.ok_records[0].requests if t.digest}
     pairs = [(t.digest, truth[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in truth]
     if not pairs:
         return row
@@ -305,5 +311,5 @@ def _compare_outputs(row: CellSummary, group: Sequence[CellSummary]) -> CellSumm
         row,
         equal_outputs=sum(mine == theirs for mine, theirs in pairs),
         compared_outputs=len(pairs),
-        compared_with=references[0].name,
+        compared_with=reference.name,
     )

@@ -44,6 +44,10 @@ class Body:
     apart: bool = False
 
 
+#: Rows of a table that people may still read; report.csv has all.
+MOST_ROWS = 200
+
+
 @dataclass(frozen=True)
 class Table:
     """A captioned table."""
@@ -57,6 +61,18 @@ class Table:
         """The table without the columns that draw samples."""
         first = next((row for body in self.bodies for row in body.rows), ())
         return self._of({i for i, _ in enumerate(self.columns)} - {i for i, cell in enumerate(first) if cell.spark})
+
+    def first(self, count: int = MOST_ROWS) -> Table:
+        """The table with so many rows at most, and what it leaves out in its caption."""
+        total = sum(len(b.rows) for b in self.bodies)
+        if total <= count:
+            return self
+        left, bodies = count, []
+        for body in self.bodies:
+            bodies.append(replace(body, rows=body.rows[:left]))
+            left -= len(bodies[-1].rows)
+        words = f"{self.caption}; the first {count} of {total:,} rows, report.csv has all".lstrip("; ")
+        return Table(words, self.columns, tuple(b for b in bodies if b.rows))
 
     def only(self, titles: Collection[str]) -> Table:
         """The table with the columns of these titles alone."""

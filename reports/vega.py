@@ -6,13 +6,14 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from markupsafe import Markup
 
 from reports.summary import CellSummary
 from reports.tables import Table
 
+T = TypeVar("T")
 Spec = Mapping[str, Any]
 Datum = dict[str, Any]
 
@@ -117,7 +118,7 @@ def marked(row: CellSummary, label: str) -> str:
     return f"{label} ({', '.join(kinds)})" if kinds else label
 
 
-def drawn(rows: Sequence[CellSummary]) -> Sequence[CellSummary]:
+def drawn(rows: Sequence[T]) -> Sequence[T]:
     """As many cells as a chart can hold, from the first."""
     return rows[:MOST_CELLS]
 

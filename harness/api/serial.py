@@ -8,13 +8,15 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from harness.api.common import HarnessError
 
 T = TypeVar("T")
+#: From JSON data and the place to name in errors.
+Converter = Callable[[Any, str], Any]
 
 
 def to_json(value: Any) -> Any:
@@ -36,80 +38,125 @@ def from_json(cls: type[T], data: Any) -> T:
     Raises HarnessError for a value that does not fit, naming the class and field. Unknown keys are
     refused: a reader must not drop what it does not understand.
     """
-    return cast(T, _convert(cls, data, cls.__name__))
-
-
-def _convert(hint: Any, data: Any, where: str) -> Any:
-    """`data` as a value of type `hint`; `where` names it in errors."""
-    if dataclasses.is_dataclass(hint):
-        return _object(hint, data, where)
-    match typing.get_origin(hint):
-        case typing.Union | types.UnionType:
-            return _union(typing.get_args(hint), data, where)
-        case typing.Literal:
-            allowed = typing.get_args(hint)
-            if data in allowed and type(data) in {type(a) for a in allowed}:  # JSON true is not 1
-                return data
-            raise HarnessError(f"{where}: {data!r} is not one of {', '.join(map(str, allowed))}")
-        case builtins.tuple:
-            return _tuple(typing.get_args(hint), data, where)
-        case collections.abc.Mapping:
-            _require(Mapping, data, where)
-            values = typing.get_args(hint)[1]
-            return {k: _convert(values, v, f"{where}.{k}") for k, v in data.items()}
-    return _scalar(hint, data, where)
-
-
-def _object(cls: Any, data: Any, where: str) -> Any:
-    _require(Mapping, data, where)
-    hints, required = _fields(cls)
-    if unknown := sorted(data.keys() - hints.keys()):
-        raise HarnessError(f"{where}: unknown field {unknown[0]!r}")
-    if missing := [name for name in required if name not in data]:
-        raise HarnessError(f"{where}: field {missing[0]!r} is missing")
-    return cls(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+    hint: Any = cls
+    return cast(T, _converter(hint)(data, cls.__name__))
 
 
 @functools.cache
-def _fields(cls: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Types by field, and the fields without a default; kept, as records have thousands of objects."""
-    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls)
+def _converter(hint: Any) -> Converter:
+    """What makes a value of type `hint` of JSON data, and takes the place to name in errors. Made once for each type:
+    records have thousands of objects."""
+    if dataclasses.is_dataclass(hint):
+        return _object(hint)
+    match typing.get_origin(hint):
+        case typing.Union | types.UnionType:
+            return _union(typing.get_args(hint))
+        case typing.Literal:
+            return _literal(typing.get_args(hint))
+        case builtins.tuple:
+            return _tuple(typing.get_args(hint))
+        case collections.abc.Mapping:
+            return _mapping(typing.get_args(hint)[1])
+    return _scalar(hint)
+
+
+def _object(cls: Any) -> Converter:
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
     missing = dataclasses.MISSING
-    required = tuple(f.name for f in fields if f.default is missing and f.default_factory is missing)
-    return {f.name: hints[f.name] for f in fields}, required
+    required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    converters = {f.name: _converter(hints[f.name]) for f in fields}
+
+    def convert(data: Any, where: str) -> Any:
+        _require(Mapping, data, where)
+        if unknown := sorted(data.keys() - converters.keys()):
+            raise HarnessError(f"{where}: unknown field {unknown[0]!r}")
+        for name in required:
+            if name not in data:
+                raise HarnessError(f"{where}: field {name!r} is missing")
+        return cls(**{k: converters[k](v, f"{where}.{k}") for k, v in data.items()})
+
+    return convert
 
 
-def _union(arms: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and type(None) in arms:
-        return None
-    complaints = []
-    for arm in arms:
-        if arm is not type(None):
+def _union(arms: tuple[Any, ...]) -> Converter:
+    optional = type(None) in arms
+    converters = [_converter(arm) for arm in arms if arm is not type(None)]
+
+    def convert(data: Any, where: str) -> Any:
+        if data is None and optional:
+            return None
+        complaints = []
+        for converter in converters:
             try:
-                return _convert(arm, data, where)
+                return converter(data, where)
             except HarnessError as exc:
                 complaints.append(str(exc))
-    raise HarnessError("; or ".join(complaints))
+        raise HarnessError("; or ".join(complaints))
+
+    return convert
 
 
-def _tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    _require((list, tuple), data, where)
-    hints = [items[0]] * len(data) if items[-1] is Ellipsis else list(items)
-    if len(hints) != len(data):
-        raise HarnessError(f"{where}: expected {len(hints)} values, got {len(data)}")
-    return tuple(_convert(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, data, strict=True)))
+def _literal(allowed: tuple[Any, ...]) -> Converter:
+    kinds = {type(a) for a in allowed}
+
+    def convert(data: Any, where: str) -> Any:
+        if data in allowed and type(data) in kinds:  # JSON true is not 1
+            return data
+        raise HarnessError(f"{where}: {data!r} is not one of {', '.join(map(str, allowed))}")
+
+    return convert
 
 
-def _scalar(hint: Any, data: Any, where: str) -> Any:
-    if hint is Any or data is hint is None:
-        return data
-    if hint is float and type(data) in (int, float):
-        return float(data)
-    if hint is not float:
+def _tuple(items: tuple[Any, ...]) -> Converter:
+    if items[-1] is Ellipsis:
+        one = _converter(items[0])
+
+        def convert_all(data: Any, where: str) -> Any:
+            _require((list, tuple), data, where)
+            return tuple([one(v, where) for v in data])
+
+        return convert_all
+    converters = [_converter(item) for item in items]
+
+    def convert(data: Any, where: str) -> Any:
+        _require((list, tuple), data, where)
+        if len(converters) != len(data):
+            raise HarnessError(f"{where}: expected {len(converters)} values, got {len(data)}")
+        return tuple(c(v, f"{where}[{i}]") for i, (c, v) in enumerate(zip(converters, data, strict=True)))
+
+    return convert
+
+
+def _mapping(values: Any) -> Converter:
+    one = _converter(values)
+
+    def convert(data: Any, where: str) -> Any:
+        _require(Mapping, data, where)
+        return {k: one(v, f"{where}.{k}") for k, v in data.items()}
+
+    return convert
+
+
+def _scalar(hint: Any) -> Converter:
+    if hint is Any:
+        return lambda data, where: data
+    if hint is float:
+        return _number
+
+    def convert(data: Any, where: str) -> Any:
+        if data is hint is None:
+            return data
         _require(hint, data, where)
         if isinstance(data, bool) and hint is not bool:
             raise HarnessError(f"{where}: expected {hint.__name__}, got {data!r}")
         return data
+
+    return convert
+
+
+def _number(data: Any, where: str) -> Any:
+    if type(data) in (int, float):
+        return float(data)
     raise HarnessError(f"{where}: expected a number, got {data!r}")
 
 

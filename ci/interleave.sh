@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs a suite with two installations of the harness on one machine, in turn: one launch of each cell with one of them,
+# then with the other, and the other way round in the next round. So what the machine does meanwhile is done to both.
+#
+#   ci/interleave.sh BASE_HARNESS HEAD_HARNESS SUITE ROUNDS OUT [OPTIONS OF harness run]
+#   harness compare OUT/base OUT/head
+#
+# Seven rounds tell a slowdown of 10 % in up to 34 cells. A run goes on where it stopped: a round more is one repeat more.
+set -euo pipefail
+if (($# < 5)); then
+  sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+fi
+base=$1 head=$2 suite=$3 rounds=$4 out=$5
+shift 5
+
+for ((round = 1; round <= rounds; round++)); do
+  sides=(base head)
+  ((round % 2)) || sides=(head base)
+  for side in "${sides[@]}"; do
+    echo "round $round of $rounds: $side" >&2
+    status=0
+    "${!side}" run "$suite" --set "repeats=$round" --no-report --out "$out/$side" "$@" || status=$?
+    ((status <= 1)) || exit "$status" # a cell that failed is for the comparison to judge
+  done
+done

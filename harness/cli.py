@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -113,9 +114,11 @@ def doctor(as_json: bool, cache_dir: Path | None) -> None:
 def report(dirs: tuple[Path, ...], out: Path | None, url: str | None) -> None:
     """Write report.html, report.md and report.csv from the records in DIRS."""
     with one_line_errors():
+        from harness.runner import default_cache
         from reports.build import build
 
-        for path in build(list(dirs), out, url):
+        gc.disable()  # records are millions of small objects without cycles, and the process ends with them
+        for path in build(list(dirs), out, url, default_cache()):
             click.echo(path)
 
 

@@ -113,7 +113,7 @@ def _run(
         again = "run the same command again without --fresh" if fresh else "run the same command again"
         click.echo(f"interrupted; {again} to go on (records: {out / RECORDS})", err=True)
         return EXIT_INTERRUPTED
-    written = build([out]) if report else [out / RECORDS]
+    written = build([out], cache=cache) if report else [out / RECORDS]
     with contextlib.suppress(BrokenPipeError):  # who reads only the first lines still gets the true exit code
         _print_summary(records)
     click.echo(f"{'report' if report else 'records'}: {', '.join(str(p) for p in written)}", err=True)
@@ -133,12 +133,13 @@ def _simulate(
     from reports.build import build
 
     out = out or Path("results") / f"{suite.name}-{Path(hardware).stem}-simulated"
+    cache = cache or default_cache()
     command = ["harness", "run", path.name if path.is_absolute() else str(path), *_as_options(overrides)]
     command += ["--simulate", "--hardware", hardware]
     with make_job_progress() as progress:
-        records = simulate(cells, path, out, hardware, cache or default_cache(), shlex.join(command),
+        records = simulate(cells, path, out, hardware, cache, shlex.join(command),
                            lambda done, total: progress.advance("predicting cells", done, total))  # fmt: skip
-    written = build([out])
+    written = build([out], cache=cache)
     with contextlib.suppress(BrokenPipeError):
         _print_summary(records)
     click.echo("report: " + ", ".join(str(p) for p in written), err=True)

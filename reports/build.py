@@ -17,14 +17,16 @@ from reports.vega import Panel, library
 __all__ = ["CellSummary", "build", "headline", "load_records", "summary_rows"]
 
 
-def build(dirs: Sequence[Path], out: Path | None = None, history: str | None = None) -> list[Path]:
+def build(
+    dirs: Sequence[Path], out: Path | None = None, history: str | None = None, cache: Path | None = None
+) -> list[Path]:
     """Writes the report on run directories `dirs` and returns the files written.
 
     `out` is a folder for all three formats (made if missing; by default the first run directory) and, below
     `traces`, for the Chrome trace of each cell that has one; or one file whose suffix (.html, .md, .csv) picks
-    the format. `history`: the URL of a store whose trends of these cells are shown. Raises HarnessError for
-    unreadable records and for a target that cannot be written; an earlier
-    report is replaced only by a complete new one.
+    the format. `history`: the URL of a store whose trends of these cells are shown. `cache`: where the charts' code
+    is kept. Raises HarnessError for unreadable records and for a target that cannot be written; an earlier report is
+    replaced only by a complete new one.
     """
     runs = read_runs(dirs)
     target = out or dirs[0]
@@ -34,7 +36,7 @@ def build(dirs: Sequence[Path], out: Path | None = None, history: str | None = N
         files = {target / f"report{suffix}": render for suffix, render in _FORMATS.items()}
     shown = page(runs, _trends(runs, history) if history else ())
     for path, render in files.items():
-        write(path, render(runs, shown))
+        write(path, render(runs, shown, cache))
     if target not in files:
         for name, text in chrome_trace(runs.records).items():
             write(target / "traces" / f"{name}.json", text)
@@ -53,17 +55,17 @@ def _trends(runs: Runs, url: str) -> list[Panel]:
         history.close()
 
 
-def _html(_: Runs, shown: Page) -> str:
-    return html_of("report.html", page=shown, library=library())
+def _html(_: Runs, shown: Page, cache: Path | None) -> str:
+    return html_of("report.html", page=shown, library=library(cache))
 
 
-def _markdown(_: Runs, shown: Page) -> str:
+def _markdown(_: Runs, shown: Page, __: Path | None) -> str:
     return markdown_of("report.md", page=shown)
 
 
-def _csv(runs: Runs, _: Page) -> str:
+def _csv(runs: Runs, _: Page, __: Path | None) -> str:
     order = {fingerprint: i for i, fingerprint in enumerate(dict.fromkeys(r.fingerprint for r in runs.records))}
     return to_csv(sorted(with_rates_around(runs.records), key=lambda r: (order[r.fingerprint], r.repeat)))
 
 
-_FORMATS: dict[str, Callable[[Runs, Page], str]] = {".html": _html, ".md": _markdown, ".csv": _csv}
+_FORMATS: dict[str, Callable[[Runs, Page, Path | None], str]] = {".html": _html, ".md": _markdown, ".csv": _csv}

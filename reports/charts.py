@@ -77,7 +77,8 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
              "size": 70, "filled": True}, "encoding": {"x": x}},
         ],
     )  # fmt: skip
-    note = "A dot is one launch, the tick their median, the band its interval." + left_out(rows)
+    few = f" The table has the first {tables.MOST_ROWS}." if len(rows) > tables.MOST_ROWS else ""
+    note = f"A dot is one launch, the tick their median, the band its interval.{left_out(rows)}{few}"
     return Panel("Generation throughput", note, spec, _repeats_table(rows))
 
 
@@ -259,7 +260,7 @@ def _repeats_table(rows: Sequence[CellSummary]) -> tables.Table:
     columns = [Column("Cell", numeric=False), Column("Median", "tok/s"), Column("95 % interval", "tok/s")]
     columns += [Column(f"Repeat {i + 1}", "tok/s") for i in range(count)]
     lines = []
-    for row in rows:
+    for row in rows[: tables.MOST_ROWS]:
         interval = interval_of(row.throughput)
         texts = columns_of([row.median, *row.throughput])
         none = Cell(MISSING, why="needs two repeats")

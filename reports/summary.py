@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
 from reports.rates import with_rates_around
-from reports.stats import Ratio, ratio_of
+from reports.stats import Ratio, hodges_lehmann, ratio_of
 from reports.text import TIMES_SIGN, columns_of, finite, median, number, one_line
 
+#: Cells of a workload, from the fastest, whose ratios get an interval: more would take longer than anybody reads.
+_MOST_INTERVALS = 200
 #: Above this share of CPU time taken by others a figure is marked as disturbed.
 DISTURBED = 0.05
 
@@ -282,7 +284,12 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
         related = replace(row, most_requests=most or None)
         rival = _rival(row, leading) if row.fingerprint in place else None
         if rival and rival.median and row.median is not None:
-            found = ratio_of(rival.throughput, row.throughput)
+            sure = place[row.fingerprint] < _MOST_INTERVALS
+            found = (
+                ratio_of(rival.throughput, row.throughput)
+                if sure
+                else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
+            )
             related = replace(related, ratio=found.ratio, ratio_low=found.low, ratio_high=found.high, rival=rival.name)
         rows.append(_compare_outputs(related, references))
     return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))

@@ -199,6 +199,7 @@ def _in_memory(row: CellSummary, name: str) -> float | None:
 
 REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
 _UNRANKED = "not ranked: reference, incomplete, or nothing to compare"
+_NO_INTERVAL = "not ranked, fewer than two launches, or not among the first 200 cells"
 _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran beside this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
@@ -212,7 +213,7 @@ SUMMARY = (
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Range", "tok/s", _range, "needs two repeats"),
     Figure("To best rival", TIMES_SIGN, lambda r: r.ratio, _UNRANKED),
-    Figure("95 % interval", TIMES_SIGN, _ratio_interval, _UNRANKED, numeric=True),
+    Figure("95 % interval", TIMES_SIGN, _ratio_interval, _NO_INTERVAL),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 from markupsafe import Markup
 
+from harness.api import HarnessError
+from reports.render import write
 from reports.summary import CellSummary
 from reports.tables import Table
 
@@ -128,13 +133,30 @@ def left_out(rows: Collection[CellSummary]) -> str:
     return f" The first {MOST_CELLS} of {len(rows)} cells are drawn." if len(rows) > MOST_CELLS else ""
 
 
-@functools.cache
-def library() -> Markup | None:
-    """Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python; None without it."""
+def library(cache: Path | None = None) -> Markup | None:
+    """Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python; None without it.
+
+    Making it takes more than a second, so it is kept in `cache`.
+    """
     try:
-        import vl_convert
+        import vl_convert  # noqa: F401
     except ImportError:
         return None
+    kept = cache / f"vega-{version('vl-convert-python')}.js" if cache else None
+    if kept is not None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return Markup(kept.read_text(encoding="utf-8"))
+    code = _made()
+    if kept is not None:
+        with contextlib.suppress(HarnessError):  # a cache that cannot be written costs a second
+            write(kept, code)
+    return Markup(code)
+
+
+@functools.cache
+def _made() -> str:
+    import vl_convert
+
     code: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # inside a page no script may hold the end of one, not even in a string; the two are the same to JavaScript
-    return Markup(re.sub("</(?=script)", r"<\\/", code, flags=re.IGNORECASE))
+    return re.sub("</(?=script)", r"<\\/", code, flags=re.IGNORECASE)

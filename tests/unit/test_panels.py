@@ -190,11 +190,19 @@ def test_mixed_machines_are_told(tmp_path: Path) -> None:
 
 def test_without_the_charts_package_the_page_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
-    library.cache_clear()
     build([write(tmp_path, demo())])
-    library.cache_clear()
     assert (tmp_path / "report.html").stat().st_size < 300_000
     assert "The figures of this chart" in (tmp_path / "report.html").read_text()
+
+
+def test_the_charts_code_is_made_once_and_kept(tmp_path: Path) -> None:
+    first = library(tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert str(first) == kept.read_text() and "</script" not in str(first).lower()
+    kept.write_text("kept")
+    assert library(tmp_path) == "kept"
+    (tmp_path / "file").write_text("")
+    assert library(tmp_path / "file") == first  # a cache that cannot be written
 
 
 def test_a_suite_may_only_reproduce_what_there_is(tmp_path: Path) -> None:

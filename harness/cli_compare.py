@@ -12,19 +12,28 @@ from harness.cli_errors import EXIT_FAILED, EXIT_UNDECIDED, one_line_errors
 _FORMATS = ("text", "md", "json", "junit", "gab")
 
 
+def _share(context: click.Context, option: click.Parameter, value: float) -> float:
+    """A number between 0 and 1, which click's own range takes NaN for."""
+    if not 0 < value < 1:
+        raise click.BadParameter(f"{value} is not between 0 and 1", context, option)
+    return value
+
+
 @click.command()
 @click.argument("dirs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="BASE HEAD...")
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", show_default=True,
               help="gab is for github-action-benchmark.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file instead of printing.")
-@click.option("--metric", default="throughput", show_default=True, help="Or a metric of the records: ttft_p99_s.")
+@click.option(
+    "--metric", default="throughput", show_default=True, help="Or a speed or time of the records: ttft_p99_s."
+)
 @click.option("--aa", type=click.Path(path_type=Path), metavar="DIR",
               help="Another run of BASE's code: what differs between the two is noise.")  # fmt: skip
 @click.option("--allow", multiple=True, metavar="ITEM", help="May differ: packages, packages.torch, machine.os ...")
 @click.option("--against", metavar="CELL|ENGINE", help="Compare the cells of the DIRs with this one of theirs.")
-@click.option("--alpha", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.02, show_default=True,
+@click.option("--alpha", type=float, callback=_share, default=0.02, show_default=True,
               help="Two-sided level of a whole suite.")  # fmt: skip
-@click.option("--margin", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.10, show_default=True,
+@click.option("--margin", type=float, callback=_share, default=0.10, show_default=True,
               help="`no change` promises that a slowdown of this is excluded.")  # fmt: skip
 def compare(
     dirs: tuple[Path, ...], form: str, out: Path | None, metric: str, aa: Path | None, allow: tuple[str, ...],
@@ -43,7 +52,8 @@ def compare(
       harness compare results/cpu_offload --against accelerate
 
     Exit codes: 0 no regression; 1 a regression; 2 bad usage or records; 5 nothing regressed, but some cells could not
-    be decided (inconclusive, or not comparable).
+    be decided (inconclusive, or not comparable). With --against a slower cell is no regression of anything, and 1 is
+    not used.
     """
     with one_line_errors():
         from harness.api import HarnessError

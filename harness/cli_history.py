@@ -12,9 +12,10 @@ import click
 from harness.cli_errors import one_line_errors
 
 if TYPE_CHECKING:
-    from reports.history import History
+    from reports.history import History, Series
 
-_URL = "sqlite:///results/history.db"
+_FILE = "sqlite:///"
+_URL = f"{_FILE}results/history.db"
 
 
 def _db(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,9 +50,10 @@ def add(dirs: tuple[Path, ...], db: str) -> None:
     with one_line_errors():
         from reports.records import load_records
 
-        records = load_records(dirs)
-        store = _open(db)
-        added, known = store.add(records)
+        records = [load_records([folder]) for folder in dirs]  # all of them can be read before any is added
+        store = _open(db, make=True)
+        counts = [store.add(some) for some in records]
+        added, known = (sum(c) for c in zip(*counts, strict=True))
         click.echo(f"{store.url}: {added} added, {known} already there")
 
 
@@ -65,7 +67,7 @@ def show(cell: str, suite: str, as_json: bool, db: str) -> None:
         from reports.text import median, number
         from reports.trend import short
 
-        for series in _open(db).series(cell=cell, suite=suite):
+        for series in _series(db, cell, suite):
             if as_json:
                 click.echo(json.dumps(to_json(series)))
                 continue
@@ -88,7 +90,7 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
         from reports.text import plural
         from reports.trend import FEWEST, changes, short, trend_table
 
-        for series in _open(db).series(cell=cell, suite=suite):
+        for series in _series(db, cell, suite):
             found = changes(series)
             if as_json:
                 known = {"cell": series.cell, "fingerprint": series.fingerprint, "machine": series.machine}
@@ -100,18 +102,25 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
             click.echo(plain_text(title, trend_table(series), ()))
 
 
-def _open(url: str) -> History:
+def _open(url: str, make: bool = False) -> History:
+    """The store. Only what adds records makes a file that is not there."""
     from harness.api import HarnessError
+    from reports.optional import needed
 
-    try:
+    with needed("the history"):
         from reports.history import History
-    except ImportError as exc:
-        raise HarnessError(f"the history needs {exc.name}: pip install 'offload-harness[report]'") from exc
-    prefix = "sqlite:///"
-    if url.startswith(prefix) and url != prefix + ":memory:":
-        folder = Path(url.removeprefix(prefix)).parent
+    if url.startswith(_FILE) and (path := Path(url.removeprefix(_FILE))).name != ":memory:":
+        if not make and not path.exists():
+            raise HarnessError(f"no history in {path}; `harness history add DIR` makes one, --db names another")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise HarnessError(f"cannot make {folder}: {exc.strerror}; choose another place with --db") from exc
+            raise HarnessError(f"cannot make {path.parent}: {exc.strerror}; choose another place with --db") from exc
     return History(url)
+
+
+def _series(db: str, cell: str, suite: str) -> list[Series]:
+    found = _open(db).series(cell=cell, suite=suite)
+    if not found:
+        click.echo("nothing is recorded of that", err=True)
+    return found

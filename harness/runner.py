@@ -41,8 +41,9 @@ from harness.worker import classify
 _REFUSALS = ("infeasible", "unsupported", "timeout")
 #: So are those of a cell whose batch search failed, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
-#: A trial of a batch search may take so many times what the last one makes expect, and this many seconds more.
-_THRASHING, _STARTUP_S = 3.0, 60.0
+#: A trial of a batch search may take so many times what the last one makes expect, and this many seconds more: what is
+#: slower by that pays for no larger batch.
+_THRASHING, _STARTUP_S = 1.5, 60.0
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
 _PROBED_ROWS = (1, 4, 16, 64, 256, 1024)

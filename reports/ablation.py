@@ -1,4 +1,4 @@
-"""What single settings are worth: cells of one engine that differ from its fastest in one of them."""
+"""What single settings are worth: cells of one engine that differ from one of them in one thing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.api import to_json
+from harness.api import RunSpec, to_json
 from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table
@@ -27,7 +27,7 @@ _TOGETHER: Mapping[str, str] = {
     "policy.kv_bits": "bits",
 }
 #: What is no technique.
-_LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s", "warmup", "seed", "workload.num_requests")
+_LEFT_OUT = (*RunSpec.LABELS, "warmup", "seed", "launcher", "image", "workload.num_requests")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def steps(rows: Sequence[CellSummary]) -> tuple[CellSummary, list[Step]] | None:
     settings = {r.fingerprint: _settings(r) for r in rows}
     best: tuple[CellSummary, list[tuple[CellSummary, str]]] | None = None
     for base in rows:
-        others = [r for r in rows if r is not base and r.engine == base.engine]
+        limits = base.records[-1].spec.limits
+        others = [r for r in rows if r is not base and r.engine == base.engine and r.records[-1].spec.limits == limits]
         found = [(r, c) for r in others if (c := _change(settings[base.fingerprint], settings[r.fingerprint]))]
         if len(found) >= 2 and (best is None or len(found) > len(best[1])):
             best = (base, found)
@@ -113,9 +114,9 @@ def _times(ratio: Ratio) -> str:
 def _settings(row: CellSummary) -> dict[str, Any]:
     spec = to_json(row.records[-1].spec)
     flat = {key: value for key, value in spec.items() if not isinstance(value, Mapping)}
-    for section in ("model", "workload", "policy", "limits", "options"):
+    for section in ("workload", "policy", "options"):
         flat |= {f"{section}.{key}": value for key, value in spec[section].items()}
-    return {key: value for key, value in flat.items() if key not in _LABELS}
+    return {key: value for key, value in flat.items() if key not in _LEFT_OUT}
 
 
 def _change(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:

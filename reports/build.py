@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.flat import to_csv
+from reports.optional import needed
 from reports.page import Page, page
 from reports.rates import with_rates_around
 from reports.records import Runs, load_records, read_runs
@@ -44,9 +45,9 @@ def build(
 
 
 def _trends(runs: Runs, url: str) -> list[Panel]:
-    # not needed otherwise, and neither are its packages
-    from reports.history import History
-    from reports.trend import trend_panels
+    with needed("--history"):
+        from reports.history import History
+        from reports.trend import trend_panels
 
     history = History(url)
     try:

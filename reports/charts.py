@@ -156,7 +156,7 @@ _TIERS = (("device", GREEN), ("RAM", BLUE), ("disk", ORANGE))
 
 
 def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """Where each cell's weights were; None where no engine said."""
+    """Where each cell's weights were, beside the limits of what holds them; None where no engine said."""
     placed = [r for r in rows if any(x.load and sum(x.load.weights_by_tier) for x in r.ok_records)]
     if not placed:
         return None
@@ -170,21 +170,28 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
             for i, ((kind, _), size) in enumerate(zip(_TIERS, tiers, strict=True))
             if size
         ]  # fmt: skip
+        limits = row.records[-1].spec.limits
+        for kind, limit in (("device", limits.device_memory), ("RAM", limits.host_memory)):
+            if limit is not None:
+                words = f"{label}: the limit of {kind} is {number(limit / GIB)} GiB for all that the model needs"
+                data.append({"cell": label, "kind": kind, "limit": limit / GIB, "says": words})
+    colour = {"field": "kind", "type": "nominal", "title": None,
+              "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}}  # fmt: skip
     spec = row_chart(
         [marked(r, names[r.fingerprint]) for r in drawn(placed)],
         data={"values": data},
-        mark={"type": "bar", "height": 14},
-        encoding={
-            "x": amount("GiB of weights", zero=True),
-            "color": {"field": "kind", "type": "nominal", "title": None,
-                      "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}},
-            "order": {"field": "order"},
-            **says(),
-        },
+        encoding={"color": colour, **says()},
+        layer=[
+            {"transform": [{"filter": "isValid(datum.value)"}], "mark": {"type": "bar", "height": 14},
+             "encoding": {"x": amount("GiB of weights; ticks are limits", zero=True), "order": {"field": "order"}}},
+            {"transform": [{"filter": "isValid(datum.limit)"}], "mark": {"type": "tick", "thickness": 3, "size": 22},
+             "encoding": {"x": amount("GiB of weights; ticks are limits", "limit")}},
+        ],
     )  # fmt: skip
     policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
     table = cell_table("", policy, tables.PLACEMENT) if policy else None
-    return Panel("Memory by tier", "What was really placed where, as the engine said." + left_out(placed), spec, table)
+    note = "Weights as they were really placed; a limit is for cache and work as well." + left_out(placed)
+    return Panel("Memory by tier", note, spec, table)
 
 
 _TASKS = (

@@ -15,20 +15,7 @@ from reports.text import MISSING, clean, columns_of, number
 from reports.verdicts import CellVerdict, Comparison
 
 _TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
-_COLUMNS = (
-    Column("Cell", numeric=False),
-    Column("Verdict", numeric=False),
-    Column("Base"),
-    Column("Head"),
-    Column("Head / base", "speed"),
-    Column("95 % interval"),
-    Column("p", "Holm"),
-    Column("Counts above", "%"),
-    Column("Launches"),
-    Column("Why", numeric=False, wide=True),
-)
-#: A comment with this in it is the one to update on a pull request.
-MARKER = "<!-- offload-harness: comparison -->"
+_FIGURES = ("Cell", "Verdict", "Base", "Head", "Head / base", "95 % interval", "p", "Launches")
 
 
 def compare_table(found: Comparison) -> Table:
@@ -37,7 +24,19 @@ def compare_table(found: Comparison) -> Table:
     cells = sorted(found.cells, key=lambda c: order.index(c.verdict))
     base, head = columns_of([c.base for c in cells]), columns_of([c.head for c in cells])
     rows = [_row(cell, old, new) for cell, old, new in zip(cells, base, head, strict=True)]
-    return plain_table(f"{found.head} against {found.base}, {found.metric} in {found.unit}", _COLUMNS, rows)
+    columns = (
+        Column("Cell", numeric=False),
+        Column("Verdict", numeric=False),
+        Column("Base", found.unit),
+        Column("Head", found.unit),
+        Column("Head / base", "as speed"),
+        Column("95 % interval"),
+        Column("p", "Holm"),
+        Column("Counts above", "%"),
+        Column("Launches"),
+        Column("Why", numeric=False, wide=True),
+    )
+    return plain_table(f"{found.head} against {found.base}, {found.metric}", columns, rows)
 
 
 def _row(cell: CellVerdict, base: str, head: str) -> list[Cell]:
@@ -61,7 +60,7 @@ def text(found: Sequence[Comparison]) -> str:
     """For a terminal, without colours."""
     parts = []
     for one in found:
-        table = compare_table(one).only({c.title for c in _COLUMNS} - {"Counts above", "Why"})
+        table = compare_table(one).only(_FIGURES)
         why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in one.cells]
         parts.append(plain_text(one.summary, table, [*why, *one.notes]))
     return "\n\n".join(parts)
@@ -70,7 +69,7 @@ def text(found: Sequence[Comparison]) -> str:
 def markdown(found: Sequence[Comparison]) -> str:
     """For a comment on a pull request."""
     shown = [(one, compare_table(one)) for one in found]
-    return f"{MARKER}\n{markdown_of('compare.md', comparisons=shown)}"
+    return markdown_of("compare.md", comparisons=shown)
 
 
 def as_json(found: Sequence[Comparison]) -> str:
@@ -79,10 +78,12 @@ def as_json(found: Sequence[Comparison]) -> str:
 
 
 def junit(found: Sequence[Comparison]) -> str:
-    """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped."""
+    """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped. An engine
+    that is slower than another is no failure."""
     root = ET.Element("testsuites")
     for one in found:
-        failed, undecided = one.of("regression"), one.of("inconclusive", "not comparable")
+        failed = () if one.engines else one.of("regression")
+        undecided = one.of("inconclusive", "not comparable")
         suite = ET.SubElement(
             root, "testsuite", name=_xml(f"{one.head} against {one.base}"), tests=str(len(one.cells)),
             failures=str(len(failed)), errors="0", skipped=str(len(undecided)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from reports.text import one_line
 
 #: Of the tables below; a database of a newer program is refused.
 SCHEMA = 1
+#: Values in a statement, which databases limit.
+_MOST_VALUES = 500
 _METADATA = sa.MetaData()
 _SCHEMA = sa.Table("offload_harness_schema", _METADATA, sa.Column("version", sa.Integer, primary_key=True))
 _RECORDS = sa.Table(
@@ -91,8 +93,8 @@ class History:
         with _one_line(self.url), self._engine.begin() as connection:
             known: set[str] = set()
             keys = list(rows)
-            for i in range(0, len(keys), 500):  # databases limit how many values a statement may have
-                some = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + 500]))
+            for i in range(0, len(keys), _MOST_VALUES):
+                some = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + _MOST_VALUES]))
                 known |= set(connection.execute(some).scalars())
             new = [row for key, row in rows.items() if key not in known]
             if new:
@@ -106,6 +108,8 @@ class History:
         )
         for column, value in ((_RECORDS.c.cell, cell), (_RECORDS.c.suite, suite)):
             wanted = wanted.where(column == value) if value else wanted
+        if 0 < len(fingerprints) <= _MOST_VALUES:
+            wanted = wanted.where(_RECORDS.c.fingerprint.in_(fingerprints))
         with _one_line(self.url), self._engine.connect() as connection:
             rows = [dict(row._mapping) for row in connection.execute(wanted)]
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -120,13 +124,18 @@ class History:
 
 
 def _row(record: RunRecord) -> dict[str, Any]:
-    git = record.provenance.get("git") or {}
+    """A record as a row."""
+    git = record.provenance.get("git")
+    git = git if isinstance(git, Mapping) else {}
+    started = one_line(record.started_at)
+    # installed from a package there is no commit: then a day is what launches have in common
+    commit = one_line(str(git.get("commit") or "")) or f"no commit, {started[:10]}"
     identity = [record.fingerprint, record.repeat, record.started_at, git.get("commit"), record.wall_s]
     machine = {k: v for k, v in environment_of(record, engines=True).items() if k.startswith("machine.")}
     return {
         "key": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
-        "started_at": record.started_at,
-        "commit": str(git.get("commit") or "unknown"),
+        "started_at": started[:40],
+        "commit": commit[:64],
         "dirty": bool(git.get("dirty")),
         "machine": hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12],
         "suite": one_line(record.spec.suite),
@@ -162,8 +171,9 @@ def _one_line(url: str) -> Iterator[None]:
     """What SQLAlchemy and its drivers say, as an error that the user can act on."""
     try:
         yield
-    except ModuleNotFoundError as exc:
-        raise HarnessError(f"the database of {url} needs the package {exc.name}: pip install it") from exc
-    except SQLAlchemyError as exc:
+    except ImportError as exc:
+        needed = exc.name or first_line(exc)
+        raise HarnessError(f"the database of {url} needs the package {needed}: pip install it") from exc
+    except (SQLAlchemyError, ValueError, TypeError) as exc:
         why = first_line(getattr(exc, "orig", None) or exc)
         raise HarnessError(f"history {url}: {why}; --db takes a URL such as sqlite:///results/history.db") from exc

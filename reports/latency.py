@@ -69,7 +69,7 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
                 "shape": kind | {"scale": {"domain": engines, "range": _cycle(SHAPES, engines)}},
                 "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **says()}},
             {"data": {"values": data if len(data) <= _MOST_NAMES else []},
-             "mark": {"type": "text", "align": "left", "dx": 9, "fontSize": 11, "color": SOFT, "limit": 180},
+             "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": SOFT, "limit": 180},
              "encoding": {"text": {"field": "name"}}},
         ],
     )  # fmt: skip

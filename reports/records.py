@@ -26,6 +26,12 @@ class Runs:
     notes: tuple[str, ...] = ()
     reproduces: frozenset[str] = frozenset()  # papers' tables that the suites say they reproduce
     folders: Mapping[tuple[str, int], Path] = field(default_factory=dict)  # where each record was read, by its key
+    retried: tuple[RunRecord, ...] = ()  # launches that failed and were tried again: a later record replaces theirs
+
+    @property
+    def launches(self) -> tuple[RunRecord, ...]:
+        """All that was launched: a failure that a second try mended was one."""
+        return (*self.records, *self.retried)
 
     def log_tail(self, record: RunRecord) -> str:
         """The last lines of a record's log, if it is still in its run directory; empty otherwise."""
@@ -39,7 +45,7 @@ class Runs:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
-        except (OSError, ValueError):  # of a name that is none, too
+        except (OSError, ValueError, RuntimeError):  # of a name that is none, and of links in a circle
             return ""
 
 
@@ -64,13 +70,18 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
     latest: dict[tuple[str, int], RunRecord] = {}
     folders: dict[tuple[str, int], Path] = {}
     reproduces: set[str] = set()
+    retried: list[RunRecord] = []
     total = 0
     for folder in dirs:
         records = _read_folder(folder, notes)
         total += len(records)
+        here: dict[tuple[str, int], RunRecord] = {}
         for record in records:
-            latest[record.fingerprint, record.repeat] = record
-            folders[record.fingerprint, record.repeat] = folder
+            key = record.fingerprint, record.repeat
+            if key in here and here[key].status not in ("ok", "interrupted"):
+                retried.append(here[key])
+            here[key] = latest[key] = record
+            folders[key] = folder
         suite = _suite(folder / SUITE, notes)
         description, table = suite.get("description"), suite.get("reproduces")
         if isinstance(description, str) and description and description not in descriptions:
@@ -80,14 +91,16 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
         notes.append(
             f"Left out {superseded} of {total} records: a later one of the same cell and repeat replaces them."
         )
-    return Runs(tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders)
+    return Runs(
+        tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders, tuple(retried)
+    )
 
 
 def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
     path = folder / RECORDS
-    if path.exists() and not path.is_file():
-        raise HarnessError(f"{path} is not a regular file; name a directory that `harness run` wrote")
     try:
+        if path.exists() and not path.is_file():
+            raise HarnessError(f"{path} is not a regular file; name a directory that `harness run` wrote")
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError as exc:
         raise HarnessError(f"{folder} has no {RECORDS}; name a directory that `harness run` wrote") from exc
@@ -103,10 +116,10 @@ def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
 
 def _suite(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """What the suite says of itself. The records alone make the report, so a damaged suite file is only noted."""
-    if not path.exists():
-        return {}
     try:
         suite = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         notes.append(f"{path} cannot be read; its description is left out.")
         return {}

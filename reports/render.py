@@ -27,6 +27,8 @@ def markdown_of(template: str, **values: Any) -> str:
 
 def write(path: Path, text: str) -> None:
     """Writes a file whole, or leaves what was there. Raises HarnessError for a place that cannot be written."""
+    if path.is_dir() or not path.name:
+        raise HarnessError(f"cannot write {path}: it is a folder; name a file with --out")
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

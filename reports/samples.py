@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from harness.api import HarnessError, RunRecord, to_json
-from reports.summary import workload_of
-from reports.text import finite, median, one_line
+from harness.api import HarnessError, RunRecord, RunSpec, to_json
+from reports.summary import throughput, workload_of
+from reports.text import finite, median, one_line, positive
 from reports.verdicts import CellVerdict
 
 THROUGHPUT = "throughput"
@@ -21,9 +21,19 @@ class Sample:
     speeds: tuple[float, ...]
 
     @property
+    def spec(self) -> RunSpec:
+        """What was asked for, as the last launch was labelled."""
+        return self.records[-1].spec
+
+    @property
     def telling(self) -> tuple[RunRecord, ...]:
         """Launches that say something about the engine."""
         return tuple(r for r in self.records if r.status != "interrupted")
+
+    @property
+    def ok(self) -> tuple[RunRecord, ...]:
+        """Those whose figures count."""
+        return tuple(r for r in self.records if r.status == "ok")
 
     @property
     def failed(self) -> tuple[RunRecord, ...]:
@@ -36,9 +46,9 @@ class Sample:
         return bool(self.telling) and all(r.status == r.spec.expect != "ok" for r in self.telling)
 
     @property
-    def simulated(self) -> bool:
-        """Whether its figures are a model's, and exact."""
-        return any(r.simulated for r in self.records)
+    def virtual(self) -> bool:
+        """Whether its figures are a model's, and not measured."""
+        return any(r.simulated or r.projected for r in self.records)
 
 
 def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:
@@ -53,32 +63,26 @@ def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:
 
 
 def speed_of(record: RunRecord, metric: str) -> float | None:
-    """A launch's figure such that more is better: times, bytes and joules as their reciprocals. None: not measured."""
-    value = value_of(record, metric)
-    if value is None or value <= 0:
-        return None
-    return value if _more_is_better(metric) else 1 / value
+    """A launch's figure such that more is better: times as their reciprocals. None: not measured, or not positive."""
+    value = positive(value_of(record, metric))
+    return value if value is None or _more_is_better(metric) else 1 / value
 
 
 def value_of(record: RunRecord, metric: str) -> float | None:
     """A launch's figure as it was recorded."""
-    if metric != THROUGHPUT:
-        return finite(record.metrics.get(metric))
-    rate = record.metrics.get("generation_throughput_tok_s")
-    return finite(record.metrics.get("score_throughput_tok_s") if rate is None else rate)
+    return throughput(record) if metric == THROUGHPUT else finite(record.metrics.get(metric))
 
 
 def _more_is_better(metric: str) -> bool:
-    return metric == THROUGHPUT or metric.endswith("_tok_s") or not metric.endswith(("_s", "_bytes", "_j"))
+    return metric == THROUGHPUT or metric.endswith("_tok_s")
 
 
 def unit_of(metric: str, records: Iterable[RunRecord]) -> str:
-    """What a metric is in, by its name. Raises HarnessError for one that no record has."""
-    known = {name for r in records for name in r.metrics}
+    """What a metric is in, by its name. Raises HarnessError for one that no record has, or that has no better."""
+    known = sorted({name for r in records for name in r.metrics if name.endswith("_s")})
     if metric != THROUGHPUT and metric not in known:
-        raise HarnessError(f"no record has a metric {metric!r}; there are {', '.join([THROUGHPUT, *sorted(known)])}")
-    units = {THROUGHPUT: "tok/s", "_tok_s": "tok/s", "_s": "s", "_bytes": "B", "_j": "J"}
-    return next((unit for end, unit in units.items() if metric.endswith(end)), "")
+        raise HarnessError(f"no speed or time named {metric!r} here; there are {', '.join([THROUGHPUT, *known])}")
+    return "tok/s" if _more_is_better(metric) else "s"
 
 
 def pairs_of(before: Mapping[str, Sample], after: Mapping[str, Sample]) -> list[tuple[Sample | None, Sample | None]]:
@@ -115,9 +119,9 @@ def changed_cell(a: RunRecord, b: RunRecord) -> str:
     if a.fingerprint == b.fingerprint:
         return ""
     old, new = _flat(to_json(a.spec)), _flat(to_json(b.spec))
-    labels = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
-    changed = [f"{k} {old.get(k)} is {new.get(k)}" for k in {**old, **new} if old.get(k) != new.get(k)]
-    return one_line("; ".join(c for c in changed if c.split()[0] not in labels)) or "its fingerprint"
+    apart = [k for k in {**old, **new} if old.get(k) != new.get(k) and k not in RunSpec.LABELS]
+    changed = "; ".join(f"{k} {old.get(k)} is {new.get(k)}" for k in apart)
+    return one_line(changed) or "measured by another version, which tells cells apart in another way"
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from harness.api import RunRecord, Status
 from reports.rates import with_rates_around
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import TIMES_SIGN, columns_of, finite, median, number, one_line
+from reports.text import TIMES_SIGN, columns_of, finite, median, number, one_line, positive
 
 #: Cells of a workload, from the fastest, whose ratios get an interval: more would take longer than anybody reads.
 _MOST_INTERVALS = 200
@@ -156,9 +156,9 @@ def measured_peak(record: RunRecord, name: str) -> float | None:
 
 
 def throughput(record: RunRecord) -> float | None:
-    """Generation throughput of one repeat, tokens/s."""
+    """Generation throughput of one repeat, tokens/s; of what only scores, its own. None where it is not positive."""
     rate = record.metrics.get("generation_throughput_tok_s")
-    return finite(record.metrics.get("score_throughput_tok_s") if rate is None else rate)
+    return positive(record.metrics.get("score_throughput_tok_s") if rate is None else rate)
 
 
 def metric(records: Sequence[RunRecord], name: str) -> float | None:

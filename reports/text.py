@@ -83,9 +83,15 @@ def plural(count: int, noun: str, many: str = "") -> str:
 
 def finite(value: object) -> float | None:
     """`value` as a float if it is a finite number, else None: a chart has no place for NaN."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
     return None
+
+
+def positive(value: object) -> float | None:
+    """`value` as a float if it is one that ratios can be made of: above zero, and no further from 1 than any speed."""
+    found = finite(value)
+    return found if found is not None and 1e-15 < found < 1e15 else None
 
 
 def median(values: Sequence[float | None]) -> float | None:

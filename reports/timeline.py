@@ -77,13 +77,14 @@ def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
     """Chrome trace JSON by cell name, of the last repeat that has one; opens in Perfetto and chrome://tracing."""
     cells: dict[str, list[RunRecord]] = {}
     for record in records:
-        cells.setdefault(record.spec.name, []).append(record)
-    found = {name: _last_traced(repeats) for name, repeats in cells.items()}
-    return {
-        re.sub(r"[^A-Za-z0-9._-]", "-", name): json.dumps({"traceEvents": to_json(r.trace)})
-        for name, r in found.items()
-        if r
-    }
+        cells.setdefault(record.fingerprint, []).append(record)
+    traces: dict[str, str] = {}
+    for repeats in cells.values():
+        if traced := _last_traced(repeats):
+            plain = re.sub(r"[^A-Za-z0-9._-]", "-", traced.spec.name)
+            name = plain if plain not in traces else f"{plain}-{traced.fingerprint[:8]}"
+            traces[name] = json.dumps({"traceEvents": to_json(traced.trace)})
+    return traces
 
 
 def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:

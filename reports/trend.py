@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reports.history import Series
+from reports.optional import needed
 from reports.stats import interval_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.text import MISSING, columns_of, median, number, one_line
@@ -41,7 +42,8 @@ def changes(series: Series) -> list[Change]:
     Noise is taken from differences of neighbours, so that a level that changed does not count as noise. Changes of
     less than 3 % are left out.
     """
-    import ruptures
+    with needed("a trend"):
+        import ruptures
 
     points = [(i, m) for i, p in enumerate(series.points) if (m := median(p.speeds))]
     if len(points) < FEWEST:

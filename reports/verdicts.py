@@ -20,7 +20,6 @@ Verdict = Literal[
 LEAST_EFFECT = 0.03
 #: "No change" promises that a slowdown of this size would not have stayed hidden.
 MARGIN = 0.10
-THROUGHPUT = "throughput"
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Comparison:
     alpha: float
     cells: tuple[CellVerdict, ...]
     notes: tuple[str, ...] = ()
+    engines: bool = False  # of one run's cells against one of them: slower is no fault
 
     def of(self, *verdicts: Verdict) -> tuple[CellVerdict, ...]:
         """The cells with one of these verdicts."""
@@ -74,7 +74,6 @@ class Comparison:
     @property
     def summary(self) -> str:
         """One sentence."""
-        counts = [f"{len(self.of(v))} {v}" for v in get_args(Verdict) if self.of(v)]
-        return (
-            f"{self.head} against {self.base}: {self.verdict} ({plural(len(self.cells), 'cell')}: {', '.join(counts)})"
-        )
+        counts = ", ".join(f"{len(self.of(v))} {v}" for v in get_args(Verdict) if self.of(v))
+        what = f"{self.head} against {self.base}, {self.metric} in {self.unit}"
+        return f"{what}: {self.verdict} ({plural(len(self.cells), 'cell')}: {counts})"

@@ -18,8 +18,8 @@ _TORCH = ("torch", "transformers", "safetensors", "numpy")
 
 #: What each is for, beside the harness's own dependencies.
 WANTED: Mapping[str, Sequence[str]] = {
-    "harness": (),
-    "offload": (*_TORCH, "accelerate", "greenlet", "gguf"),
+    "harness": ("vl-convert-python", "sqlalchemy", "ruptures"),
+    "offload": (*_TORCH, "accelerate", "greenlet", "gguf", "vl-convert-python"),
     "accelerate": (*_TORCH, "accelerate", "hqq", "lm-eval==0.4.13", "datasets"),
     "deepspeed": (*_TORCH, "accelerate", "deepspeed==0.19.8", "ninja"),
     "flexgen": (*_TORCH, "flexgen==0.1.8"),

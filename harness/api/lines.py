@@ -9,10 +9,14 @@ from harness.api.record import RunRecord
 from harness.api.serial import from_json
 
 
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
+
+
 def parse_record(line: bytes, where: str) -> RunRecord:
     """The record on a line. Raises HarnessError, beginning with `where`, for damage or a newer schema."""
     try:
-        data = json.loads(line.decode())
+        data = json.loads(line.decode(), parse_constant=_refuse)
     except (ValueError, RecursionError) as exc:
         raise HarnessError(f"{where}: not JSON ({exc}); repair or remove that line") from exc
     version = data.get("schema_version") if isinstance(data, dict) else None

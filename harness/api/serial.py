@@ -144,8 +144,6 @@ def _scalar(hint: Any) -> Converter:
         return _number
 
     def convert(data: Any, where: str) -> Any:
-        if data is hint is None:
-            return data
         _require(hint, data, where)
         if isinstance(data, bool) and hint is not bool:
             raise HarnessError(f"{where}: expected {hint.__name__}, got {data!r}")

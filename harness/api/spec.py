@@ -183,7 +183,7 @@ class RunSpec:
     expect: Status = "ok"
     reference: bool = False
 
-    _LABELS = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
+    LABELS: ClassVar[tuple[str, ...]] = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
     #: Fields that came later: where they are left alone, what was measured before them is still the same.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "": {"latency_s": None, "launcher": "process", "image": ""},
@@ -194,7 +194,7 @@ class RunSpec:
 
     def fingerprint(self) -> str:
         """Stable hash (16 hex digits) of all that is measured; labels, repeats and the timeout are left out."""
-        body = {k: v for k, v in to_json(self).items() if k not in self._LABELS}
+        body = {k: v for k, v in to_json(self).items() if k not in self.LABELS}
         for section, later in self._LATER.items():
             kept = body[section] if section else body
             kept = {k: v for k, v in kept.items() if k not in later or v != later[k]}

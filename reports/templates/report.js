@@ -21,23 +21,22 @@
     const found = text.replaceAll(",", "").match(/-?\d+(\.\d+)?(e[-+]?\d+)?/i);
     return found ? Number(found[0]) : null;
   };
-  const compare = (a, b, numeric) => {
-    if (!numeric) return a.localeCompare(b, undefined, { numeric: true });
-    const [x, y] = [number(a), number(b)];
-    return x === null ? (y === null ? 0 : 1) : y === null ? -1 : x - y; // what is missing comes last
-  };
+  const compare = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, undefined, { numeric: true }));
   const sort = (table, heading, index) => {
     const down = heading.getAttribute("aria-sort") !== "descending";
     const numeric = heading.classList.contains("num");
     for (const other of heading.parentElement.children) other.removeAttribute("aria-sort");
     heading.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const text = (row) => row.children[index].innerText.trim();
     for (const body of table.tBodies) {
       const rows = [...body.rows].filter((row) => !row.classList.contains("group"));
-      const known = rows.filter((row) => !numeric || number(text(row)) !== null);
-      const missing = rows.filter((row) => !known.includes(row));
-      known.sort((a, b) => compare(text(a), text(b), numeric) * (down ? -1 : 1));
-      body.append(...known, ...missing);
+      const keyed = rows.map((row) => {
+        const cell = row.children[index];
+        const text = cell.textContent.trim();
+        return { row, key: cell.querySelector(".missing") ? null : numeric ? number(text) : text };
+      });
+      const known = keyed.filter(({ key }) => key !== null);
+      known.sort((a, b) => compare(a.key, b.key) * (down ? -1 : 1));
+      body.append(...[...known, ...keyed.filter(({ key }) => key === null)].map(({ row }) => row)); // missing ones last
     }
   };
   for (const table of document.querySelectorAll("table.sortable")) {
@@ -57,13 +56,8 @@
     JSON.parse(JSON.stringify(spec, (key, value) => (key === "scale" && value && value.clamp ? scale : value)));
   const draw = async (plot, spec) => {
     plot.chart?.finalize();
-    try {
-      plot.chart = await vegaEmbed(plot, spec, options);
-      plot.style.minHeight = "";
-    } catch (error) { // one chart that cannot be drawn must not keep the others from it
-      plot.textContent = "This chart cannot be drawn here; its figures are below.";
-      console.error(error);
-    }
+    plot.chart = await vegaEmbed(plot, spec, options);
+    plot.style.minHeight = "";
   };
   const prepare = (plot) => {
     const spec = JSON.parse(plot.nextElementSibling.textContent);
@@ -82,7 +76,20 @@
   };
   const plots = [...document.querySelectorAll(".plot")];
   const waiting = new Set(plots);
-  const start = (plot) => (waiting.delete(plot) ? prepare(plot) : Promise.resolve());
+  const started = [];
+  const start = (plot) => {
+    if (waiting.delete(plot)) started.push(attempt(plot));
+    return started.at(-1);
+  };
+  const attempt = async (plot) => {
+    try {
+      await prepare(plot);
+    } catch (error) { // one chart that cannot be drawn must not keep the others from it
+      plot.textContent = "This chart cannot be drawn here; its figures are below.";
+      console.error(error);
+    }
+  };
+  const idle = window.requestIdleCallback ?? ((then) => setTimeout(then, 1)); // not every browser has it
   if (window.vegaEmbed) {
     // What is in view first, the rest while nothing else is to be done: the page is there at once.
     const seen = new IntersectionObserver((entries) => {
@@ -98,16 +105,22 @@
       for (const plot of plots) {
         if (waiting.has(plot)) {
           await start(plot);
-          return void requestIdleCallback(rest);
+          return void idle(rest);
         }
       }
+      await Promise.all(started);
       root.dataset.charts = "drawn";
     };
-    requestIdleCallback(rest);
+    idle(rest);
   } else {
     for (const plot of plots) plot.textContent = "The chart needs the package vl-convert-python where the report is made; its figures are below.";
   }
 
-  // Folded values must be on paper too.
-  addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));
+  // Folded values must be on paper too, and folded again afterwards.
+  let folded = [];
+  addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const details of folded) details.open = true;
+  });
+  addEventListener("afterprint", () => { for (const details of folded) details.open = false; });
 })();

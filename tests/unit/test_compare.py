@@ -15,8 +15,10 @@ import pytest
 
 from harness.api import Accuracy, HarnessError, OffloadPolicy, RunRecord
 from reports.compare import compare_engines, compare_records, compare_runs
-from reports.compare_formats import FORMATS, MARKER
+from reports.compare_formats import FORMATS
+from reports.failures import more_failures
 from reports.records import Runs
+from reports.samples import Sample
 from reports.verdicts import Comparison
 from tests import simulate_compare
 from tests.records import HOSTILE, PROVENANCE, cell, failed, record, repeats, write
@@ -65,6 +67,7 @@ def test_a_difference_below_three_percent_is_none() -> None:
     (found,) = compared(repeats(cell(), exact), repeats(cell(), slower(0.98, exact))).cells
     assert found.p is not None and found.p < 0.002
     assert found.verdict == "no change" and found.threshold == 0.03
+    assert found.reason.startswith("2.0% slower, less than the 3.0% that counts")
 
 
 def test_noise_raises_what_counts() -> None:
@@ -106,11 +109,64 @@ def test_noise_that_could_hide_a_slowdown_is_inconclusive() -> None:
     assert kind == "inconclusive" and "a slowdown of 10% is not excluded" in reason
 
 
+FLAKY = [*repeats(cell(), SPEEDS[:6]), failed(cell(), "oom_host", "killed at its limit", 6)]
+BROKEN = [failed(cell(), "error", "segfault", i) for i in range(7)]
+
+
 def test_a_cell_that_newly_fails_is_a_regression() -> None:
-    head = [*repeats(cell(), SPEEDS[:6]), failed(cell(), "oom_host", "killed at its limit", 6)]
-    assert verdict(BASE, head) == ("regression", "1 of 7 launches newly fail, oom_host: killed at its limit")
-    assert verdict(head, BASE)[0] == "improvement"
-    assert verdict(head, head)[0] == "not comparable"
+    assert verdict(BASE, FLAKY) == ("regression", "1 of 7 launches newly fail, oom_host: killed at its limit")
+    assert verdict(BASE, BROKEN)[0] == "regression"
+    assert verdict(BROKEN, BASE) == ("improvement", "no longer fails (error in the base)")
+    assert verdict(BROKEN, BROKEN)[0] == "not comparable"
+
+
+def test_a_base_that_fails_now_and_then_hides_nothing() -> None:
+    assert verdict(FLAKY, repeats(cell(), slower(0.5)))[0] == "regression"
+    kind, reason = verdict(FLAKY, BROKEN)
+    assert kind == "regression" and reason == "7 of 7 launches fail (1 of 7 in the base), error: segfault"
+    (found,) = compared(FLAKY, FLAKY).cells
+    assert found.verdict == "no change"
+    assert found.remarks[0] == "launches fail: 1 of 7 in the base, 1 of 7 in the head"
+
+
+@pytest.mark.parametrize(("base", "head"), [((6, 1), (7, 0)), ((6, 1), (1, 6)), ((3, 4), (4, 3)), ((0, 7), (7, 0))])
+def test_more_failures_is_fishers_exact_test(base: tuple[int, int], head: tuple[int, int]) -> None:
+    from scipy.stats import fisher_exact
+
+    def sample(ok: int, bad: int) -> Sample:
+        return Sample(tuple([record(cell())] * ok + [failed(cell(), "error", "")] * bad), (1.0,) * ok)
+
+    a, b = sample(*base), sample(*head)
+    expected = fisher_exact([[base[1], base[0]], [head[1], head[0]]], alternative="less").pvalue
+    assert more_failures(a, b) == pytest.approx(expected)
+
+
+def test_a_failure_that_a_second_try_mended_was_one(tmp_path: Path) -> None:
+    """Runs that go on try crashed launches again; a head that crashes now and then must not look well."""
+    base = write(tmp_path / "base", BASE)
+    head = write(tmp_path / "head", [failed(cell(), "error", "segfault", 2), *repeats(cell(), SPEEDS)])
+    (found,) = compare_runs(base, [head])
+    assert found.cells[0].reason == "1 of 8 launches newly fail, error: segfault"
+
+
+def test_nothing_in_the_base_is_no_regression() -> None:
+    stopped = [failed(cell(), "interrupted", "", i) for i in range(7)]
+    assert verdict(stopped, BROKEN)[0] == "not comparable"
+
+
+def test_a_figure_that_some_launches_lack_is_not_compared() -> None:
+    lacking = [*BASE[:5], *(replace(r, metrics={}) for r in BASE[5:])]
+    assert verdict(BASE, lacking) == ("not comparable", "2 of 7 launches of the head lack this figure")
+
+
+def test_a_cell_with_many_launches_is_judged_beside_one_with_few() -> None:
+    """Holm goes step by step: the first cells' p leave the third a larger share."""
+    many = [cell(f"c{i}", seed=i) for i in range(2)]
+    few = cell("few", seed=9)
+    speeds = [10.0 + i / 100 for i in range(10)]
+    base = [r for s in many for r in repeats(s, speeds)] + repeats(few, speeds[:5])
+    head = [r for s in many for r in repeats(s, slower(0.5, speeds))] + repeats(few, slower(0.5, speeds[:5]))
+    assert {c.verdict for c in compared(base, head).cells} == {"regression"}
 
 
 def test_an_interrupted_launch_is_no_failure() -> None:
@@ -126,7 +182,7 @@ def test_expected_failures_stay_out() -> None:
     assert found.verdict == "no change"
     assert verdict(refused, refused)[0] == "as expected"
     other = [replace(r, status="error") for r in refused]
-    assert verdict(refused, other)[0] == "not comparable"
+    assert verdict(refused, other)[0] == "regression"  # it fails, but not as it is meant to
 
 
 def test_another_machine_is_not_comparable_and_says_in_what() -> None:
@@ -180,8 +236,10 @@ def test_times_count_the_other_way_round() -> None:
     assert found.verdict == "regression"
     assert found.ratio == pytest.approx(0.8)  # as speed
     assert found.head is not None and found.base is not None and found.head > found.base  # as it was recorded
-    with pytest.raises(HarnessError, match="no record has a metric 'speed'; there are throughput, decode_"):
-        compared(BASE, BASE, metric="speed")
+    with pytest.raises(
+        HarnessError, match="no speed or time named 'padding_tokens' here; there are throughput, decode_"
+    ):
+        compared(BASE, BASE, metric="padding_tokens")
 
 
 def test_answers_that_differ_are_told() -> None:
@@ -234,6 +292,11 @@ def test_engines_against_one_of_them(tmp_path: Path) -> None:
     assert found.cells[1].ratio == pytest.approx(1 / 0.6)
     with pytest.raises(HarnessError, match="named 'llama'"):
         compare_engines([tmp_path], "llama")
+    with pytest.raises(HarnessError, match="named 'transformers'"):  # a reference is no base, unless it is asked for
+        compare_engines([tmp_path], "transformers")
+    assert compare_engines([tmp_path], "resident")[0].base == "resident"
+    root = ET.fromstring(FORMATS["junit"]([found]).encode())
+    assert root[0].get("failures") == "0"
 
 
 def comparisons() -> list[Comparison]:
@@ -257,9 +320,9 @@ def test_every_format_holds_every_cell(form: str) -> None:
         assert max(map(len, words.splitlines())) <= 100
 
 
-def test_markdown_is_one_comment_that_can_be_found_again() -> None:
+def test_markdown_is_inert_and_whole() -> None:
     document = FORMATS["md"](comparisons())
-    assert document.startswith(MARKER)
+    assert "Base (tok/s)" in document
     assert "<script" not in document and "@all" not in document
     for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block

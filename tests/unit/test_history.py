@@ -67,6 +67,13 @@ def test_machines_and_cells_have_series_of_their_own(url: str) -> None:
     assert len(history.series([cell().fingerprint()])) == 2
 
 
+def test_without_commits_a_day_is_a_point(url: str) -> None:
+    history = History(url)
+    history.add([replace(record(cell()), provenance={"git": "?"}, started_at=f"2026-11-0{d}T05:00:00") for d in (1, 2)])
+    (series,) = history.series()
+    assert [p.commit for p in series.points] == ["no commit, 2026-11-01", "no commit, 2026-11-02"]
+
+
 def test_many_records_at_once(url: str) -> None:
     history = History(url)
     many = [record(cell(), i, 2.0, requests=(), measurements=()) for i in range(1203)]
@@ -79,6 +86,7 @@ def test_many_records_at_once(url: str) -> None:
     [
         ("nonsense", "sqlite:///results/history.db"),
         ("oracle+nothing://host/db", "--db"),
+        ("postgresql://host:abc/db", "--db"),
         ("sqlite:////no/such/folder/history.db", "unable to open"),
     ],
 )

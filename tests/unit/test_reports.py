@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from harness.api import (
 from reports import text
 from reports.build import build, load_records, summary_rows
 from reports.records import read_runs
+from reports.render import write as write_file
 from reports.summary import CellSummary, headline, ranked
 from reports.tables import allowed
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library
-from tests.records import GIB, HOSTILE, cell, demo, failed, hostile_records, record, repeats, write
+from tests.records import GIB, HOSTILE, PROVENANCE, cell, demo, failed, hostile_records, record, repeats, write
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "report.csv"
 
@@ -221,6 +223,7 @@ def test_the_last_of_duplicates_wins(tmp_path: Path) -> None:
         ("{}\n", "not a record"),
         ('{"schema_version": 2}\n', "field 'spec' is missing"),
         ("[" * 100_000 + "\n1\n", "not JSON"),
+        ('{"schema_version": 2, "wall_s": NaN}\n', "NaN is no number"),
     ],
 )
 def test_unreadable_records_are_one_clear_line(tmp_path: Path, content: str | None, message: str) -> None:
@@ -229,6 +232,28 @@ def test_unreadable_records_are_one_clear_line(tmp_path: Path, content: str | No
     with pytest.raises(HarnessError, match=message) as caught:
         load_records([tmp_path])
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_none_and_a_link_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").symlink_to(tmp_path / "records.jsonl")
+    for folder in (tmp_path, Path("a" * 300)):
+        with pytest.raises(HarnessError, match="cannot read"):
+            load_records([folder])
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, 1e300])
+def test_a_speed_that_is_none_ranks_nothing(tmp_path: Path, speed: float) -> None:
+    odd = replace(record(cell("odd", seed=3)), metrics={"generation_throughput_tok_s": speed})
+    other = {**PROVENANCE, "machine": {"ram_bytes": 10**400}, "git": "none"}
+    build([write(tmp_path, [odd, record(cell(), provenance=other), record(cell("b", "offload", seed=1))])])
+    assert "odd" in (tmp_path / "report.html").read_text()
+
+
+def test_a_target_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="it is a folder"):
+        write_file(tmp_path, "text")
+    with pytest.raises(HarnessError, match="it is a folder"):
+        write_file(Path(), "text")
 
 
 def test_no_directory() -> None:

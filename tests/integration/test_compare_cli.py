@@ -1,0 +1,107 @@
+"""`harness compare` and `harness history` as a user and a CI job meet them: exit codes, one clear line, files."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Cli
+from tests.records import cell, failed, repeats, write
+
+SPEEDS = (10.1, 9.8, 10.4, 9.9, 10.0, 10.2, 9.7)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Run directories: a base, the same again, slower, failing, too few launches, another machine."""
+    write(tmp_path / "base", repeats(cell(), SPEEDS))
+    write(tmp_path / "same", repeats(cell(), SPEEDS[::-1]))
+    write(tmp_path / "slow", repeats(cell(), [0.9 * v for v in SPEEDS]))
+    write(tmp_path / "fails", [failed(cell(), "oom_host", "killed at its limit", i) for i in range(7)])
+    write(tmp_path / "few", repeats(cell(), SPEEDS[:2]))
+    write(tmp_path / "moved", repeats(cell(), SPEEDS, provenance={"machine": {"cpu": "another"}}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("head", "code", "words"),
+    [
+        ("same", 0, "no change"),
+        ("slow", 1, "10.0% slower"),
+        ("fails", 1, "7 of 7 launches newly fail, oom_host: killed at its limit"),
+        ("few", 5, "cannot give p < 0.02"),
+        ("moved", 5, "machine.cpu"),
+    ],
+)
+def test_exit_codes(runs: Path, cli: Cli, head: str, code: int, words: str) -> None:
+    found = cli("compare", runs / "base", runs / head)
+    assert (found.returncode, words in found.stdout) == (code, True), found.stdout + found.stderr
+
+
+def test_several_heads_are_as_bad_as_the_worst(runs: Path, cli: Cli) -> None:
+    assert cli("compare", runs / "base", runs / "same", runs / "slow").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["base"], "name BASE and at least one HEAD"),
+        (["base", "nothing"], "has no records.jsonl"),
+        (["base", "same", "--metric", "beauty"], "no speed or time named 'beauty'"),
+        (["base", "same", "--alpha", "nan"], "not between 0 and 1"),
+        (["base", "--against", "llama"], "named 'llama'"),
+        (["base", "same", "--against", "accelerate", "--allow", "packages"], "go with BASE and HEAD"),
+        (["base", "same", "--out", "."], "it is a folder"),
+        (["base", "same", "--format", "pdf"], "Invalid value"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(runs: Path, cli: Cli, arguments: list[str], words: str) -> None:
+    named = [str(runs / a) if (runs / a).exists() or a == "nothing" else a for a in arguments]
+    found = cli("compare", *named)
+    assert found.returncode == 2 and words in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_file_holds_what_would_have_been_printed(runs: Path, cli: Cli) -> None:
+    out = runs / "deep" / "comparison.json"
+    found = cli("compare", runs / "base", runs / "slow", "--format", "json", "--out", out)
+    assert found.returncode == 1 and found.stdout == "" and "regression" in found.stderr
+    assert json.loads(out.read_text())[0]["cells"][0]["verdict"] == "regression"
+
+
+def test_engines_of_one_run(runs: Path, cli: Cli) -> None:
+    records = [*repeats(cell(), SPEEDS), *repeats(cell("ours", "offload", seed=1), [3 * v for v in SPEEDS])]
+    write(runs / "engines", records)
+    found = cli("compare", runs / "engines", "--against", "accelerate")
+    assert found.returncode == 0 and "3.000" in found.stdout
+
+
+def test_history_over_several_nights(runs: Path, cli: Cli) -> None:
+    """The same launch number of two nights is two launches."""
+    url = f"sqlite:///{runs}/deep/history.db"
+    shown = cli("history", "show", "--db", url)
+    assert shown.returncode == 2 and "no history in" in shown.stderr and not (runs / "deep").exists()
+    write(runs / "second", repeats(cell(), SPEEDS, wall_s=61.0))
+    added = cli("history", "add", runs / "base", runs / "second", "--db", url)
+    assert (added.returncode, "14 added, 0 already there" in added.stdout) == (0, True), added.stderr
+    with sqlite3.connect(runs / "deep" / "history.db") as connection:
+        assert connection.execute("select count(*) from offload_harness_records").fetchone() == (14,)
+    assert "7 already there" in cli("history", "add", runs / "base", "--db", url).stdout
+    trend = cli("history", "trend", "--db", url, "--json")
+    assert json.loads(trend.stdout)["changes"] == []
+    assert "at least 6 are needed" in cli("history", "trend", "--db", url).stdout
+    nothing = cli("history", "show", "--db", url, "--cell", "none")
+    assert nothing.returncode == 0 and "nothing is recorded" in nothing.stderr
+    report = cli("report", runs / "base", "--history", url)
+    assert report.returncode == 0, report.stderr
+
+
+def test_a_run_without_a_report(tmp_path: Path, cli: Cli) -> None:
+    suite = tmp_path / "s.yaml"
+    suite.write_text("name: s\nengine: fake\nmodel: {id: fake}\nworkload: {prompt_len: 4, gen_len: 2}\nrepeats: 1\n")
+    run = cli("run", suite, "--no-report", "--out", tmp_path / "out")
+    assert run.returncode == 0, run.stderr
+    assert not (tmp_path / "out" / "report.html").exists() and "records:" in run.stderr

@@ -95,7 +95,7 @@ def test_the_offload_engine_gives_the_same_tokens_on_every_schedule_within_its_l
         assert record.metrics["passes"] > 0
         assert {e.cat for e in record.trace} >= {"compute"}
     assert "the budget is 60 MiB" in found["too-small"].reason
-    assert "One pass of sweep" in (cli.out / "report.html").read_text()
+    assert "Utilisation by resource over one pass" in (cli.out / "report.html").read_text()
 
 
 def test_a_budget_below_one_layer_is_infeasible_with_the_numbers(cli, model):
@@ -174,7 +174,7 @@ def test_a_prediction_stands_beside_each_measurement_and_is_explained(cli, model
     predicted = found["row"].predicted
     assert predicted.hardware == "local"
     assert predicted.metrics["passes"] == found["row"].metrics["passes"]
-    assert "Prediction beside measurement" in (cli.out / "report.html").read_text()
+    assert "Predicted against measured" in (cli.out / "report.html").read_text()
 
     told = cli("plan", "--explain", cli.out)
     assert told.returncode == 0, told.stderr

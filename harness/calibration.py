@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import click
 
 from harness import hardware, provenance, registry
-from harness.api import HardwareProfile, HarnessError
+from harness.api import HardwareProfile, HarnessError, to_json
 from harness.launchers.memory import own_limit
 from harness.listing import show
 
@@ -44,8 +45,11 @@ def calibrate(
     return profile, path
 
 
-def show_profile(profile: HardwareProfile) -> None:
-    """Prints the measured rates with their spread."""
+def show_profile(profile: HardwareProfile, as_json: bool) -> None:
+    """Prints the measured rates with their spread, or as JSON the whole profile."""
+    if as_json:
+        click.echo(json.dumps(to_json(profile)))
+        return
     rows = []
     for path, (low, high) in profile.spread.items():
         value = _at(profile, path)

@@ -37,9 +37,9 @@ def cli() -> None:
       harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp
       harness generate --model M --input prompts.jsonl --output answers.jsonl
 
-    Exit codes: 0 ok; 1 a cell or a line of a job failed; 2 bad usage or suite; 3 the hardware does not meet the
-    suite; 4 the limits are too small; 5 a comparison could not be decided; 130
-    interrupted (run the same command again to go on).
+    Exit codes: 0 ok; 1 a cell or a line of a job failed, or compare found a regression; 2 bad usage or suite;
+    3 the hardware does not meet the suite; 4 the limits are too small; 5 a comparison could not be decided;
+    130 interrupted (run the same command again to go on).
     """
 
 
@@ -51,7 +51,12 @@ for _command in (run, compare, history, generate, plan, calibrate, check_model, 
 @click.argument("suites", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per suite.")
 def validate(suites: tuple[str, ...], as_json: bool) -> None:
-    """Check SUITE files: every problem with file, line and the nearest valid key."""
+    """Check SUITE files: every problem with file, line and the nearest valid key.
+
+    \b
+    Example:
+      harness validate suites/*.yaml
+    """
     from harness.api import HarnessError
     from harness.config import load_suite
     from harness.registry import ENGINES
@@ -78,10 +83,16 @@ def validate(suites: tuple[str, ...], as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Where environments are built [$HARNESS_CACHE].")
 def list_(what: str, as_json: bool, cache_dir: Path | None) -> None:
-    """List engines (and what each lacks here), shipped suites, built-in model shapes, or hardware profiles."""
+    """List engines (and what each lacks here), shipped suites, built-in model shapes, or hardware profiles.
+
+    \b
+    Examples:
+      harness ls engines
+      harness ls hardware --json
+    """
     with one_line_errors():
         from harness import listing
-        from harness.runner import default_cache
+        from harness.files import default_cache
 
         rows = {
             "engines": lambda: listing.engines(cache_dir or default_cache()),
@@ -96,10 +107,15 @@ def list_(what: str, as_json: bool, cache_dir: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="The cache folder to look at [$HARNESS_CACHE].")
 def doctor(as_json: bool, cache_dir: Path | None) -> None:
-    """Say what this machine can measure, and what stands in the way."""
+    """Say what this machine can measure, and what stands in the way: exit code 1 for a problem.
+
+    \b
+    Example:
+      harness doctor
+    """
     with one_line_errors():
         from harness import listing
-        from harness.runner import default_cache
+        from harness.files import default_cache
 
         findings = listing.diagnose(cache_dir or default_cache())
         listing.show(findings, as_json)
@@ -109,12 +125,19 @@ def doctor(as_json: bool, cache_dir: Path | None) -> None:
 @cli.command()
 @click.argument("dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path),
-              help="Folder for the report, or a file .html, .md or .csv [default: the first DIR].")  # fmt: skip
+              help="Folder for the report, or a file .html, .md, .csv or .xml [default: the first DIR].")  # fmt: skip
 @click.option("--history", "url", metavar="URL", help="Show what this history has of the cells (harness history).")
 def report(dirs: tuple[Path, ...], out: Path | None, url: str | None) -> None:
-    """Write report.html, report.md and report.csv from the records in DIRS."""
+    """Write report.html, report.md, report.csv and report.xml (JUnit) from the records in DIRS.
+
+    \b
+    Examples:
+      harness report results/quickstart
+      harness report results/* --out all.html
+      harness report results/nightly --history sqlite:///results/history.db
+    """
     with one_line_errors():
-        from harness.runner import default_cache
+        from harness.files import default_cache
         from reports.build import build
 
         gc.disable()  # records are millions of small objects without cycles, and the process ends with them

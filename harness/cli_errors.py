@@ -30,6 +30,9 @@ def one_line_errors() -> Iterator[None]:
         drop_stdout()
         sys.exit(0)
     except OSError as exc:
+        if exc.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # of a name that was given to us
+            click.echo(f"harness: {exc.filename}: {exc.strerror}; choose another name", err=True)
+            sys.exit(EXIT_USAGE)
         if exc.filename is not None or exc.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):  # not our stdout
             raise
         drop_stdout()

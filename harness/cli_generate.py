@@ -48,8 +48,8 @@ def generate(
     with one_line_errors():
         from harness import generate as job
         from harness.batch_input import BatchJob
+        from harness.files import default_cache
         from harness.job_progress import make_job_progress
-        from harness.runner import default_cache
 
         signal.signal(signal.SIGTERM, interrupt)
         with make_job_progress() as progress:

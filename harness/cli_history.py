@@ -46,7 +46,13 @@ def history() -> None:
 @click.argument("dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @_db
 def add(dirs: tuple[Path, ...], db: str) -> None:
-    """Append the records of run directories DIRS; those already there stay as they are."""
+    """Append the records of run directories DIRS; those already there stay as they are.
+
+    \b
+    Examples:
+      harness history add results/nightly
+      harness history add results/* --db postgresql+psycopg://user@host/benchmarks
+    """
     with one_line_errors():
         from reports.records import load_records
 
@@ -61,7 +67,12 @@ def add(dirs: tuple[Path, ...], db: str) -> None:
 @_which
 @_db
 def show(cell: str, suite: str, as_json: bool, db: str) -> None:
-    """List cells and their commits."""
+    """List cells and their commits.
+
+    \b
+    Example:
+      harness history show --suite ci_smoke
+    """
     with one_line_errors():
         from harness.api import to_json
         from reports.text import median, number
@@ -83,7 +94,12 @@ def show(cell: str, suite: str, as_json: bool, db: str) -> None:
 @_which
 @_db
 def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
-    """Say where speed changed for good over commits (PELT), a table for each cell and machine."""
+    """Say where the level of speed changed over commits (PELT), a table for each cell and machine.
+
+    \b
+    Example:
+      harness history trend --cell offload-sweep
+    """
     with one_line_errors():
         from harness.api import to_json
         from reports.terminal import plain_text
@@ -99,7 +115,7 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
             few = f" (at least {FEWEST} are needed)" if len(series.points) < FEWEST else ""
             words = ", ".join(f"{short(c.commit)} {c.word} ({c.ratio:.3f})" for c in found)
             title = f"{series.cell}: {words or 'no change'} over {plural(len(series.points), 'commit')}{few}"
-            click.echo(plain_text(title, trend_table(series), ()))
+            click.echo(plain_text(title, trend_table(series, found), ()))
 
 
 def _open(url: str, make: bool = False) -> History:

@@ -54,8 +54,8 @@ def plan(
 
     with one_line_errors():
         from harness import explanation, planning
+        from harness.files import default_cache
         from harness.job_progress import make_job_progress
-        from harness.runner import default_cache
 
         cache = cache_dir or default_cache()
         if run is not None:
@@ -86,8 +86,9 @@ def plan(
 @click.option(
     "--quick", is_flag=True, help="In under a minute (the first time kernels are compiled, too), with fewer rounds."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="The disk to measure, and compiled kernels.")
-def calibrate(out: Path | None, quick: bool, cache_dir: Path | None) -> None:
+def calibrate(out: Path | None, quick: bool, as_json: bool, cache_dir: Path | None) -> None:
     """Measure this host for plans: memory, disk and arithmetic. Leave it alone meanwhile.
 
     \b
@@ -97,18 +98,23 @@ def calibrate(out: Path | None, quick: bool, cache_dir: Path | None) -> None:
     """
     with one_line_errors():
         from harness import calibration
-        from harness.runner import default_cache
+        from harness.files import default_cache
 
         cache = cache_dir or default_cache()
         profile, path = calibration.calibrate(out, quick, cache, lambda what: click.echo(f"measuring {what}", err=True))
-        calibration.show_profile(profile)
+        calibration.show_profile(profile, as_json)
         click.echo(f"profile: {path}", err=True)
 
 
 @click.command("check-model")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check_model(as_json: bool) -> None:
-    """Compare the performance model with published figures: those it was fitted on, and those it never saw."""
+    """Compare the performance model with published figures: those it was fitted on, and those it never saw.
+
+    \b
+    Example:
+      harness check-model
+    """
     with one_line_errors():
         from harness import planning
 
@@ -128,6 +134,6 @@ def lm_eval(data_dir: Path | None, cache_dir: Path | None, arguments: tuple[str,
     """
     with one_line_errors():
         from harness import lm_eval_command
-        from harness.runner import default_cache
+        from harness.files import default_cache
 
         sys.exit(lm_eval_command.main(arguments, data_dir, cache_dir or default_cache()))

@@ -85,13 +85,14 @@ def _run(
     out: Path | None, cache: Path | None, fresh: bool, data: Path | None, report: bool,
 ) -> int:  # fmt: skip
     from harness import runner
+    from harness.files import default_cache
     from harness.progress import make_progress
     from harness.requirements import check_requirements
     from harness.store import RECORDS
     from reports.build import build
 
     out = out or Path("results") / suite.name
-    cache = cache or runner.default_cache()
+    cache = cache or default_cache()
     resuming = (out / RECORDS).exists()
     if lacking := check_requirements(suite, cache, resuming):
         click.echo(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
@@ -127,8 +128,8 @@ def _simulate(
     suite: SuiteSpec, cells: list[RunSpec], path: Path, overrides: tuple[str, ...],
     out: Path | None, cache: Path | None, hardware: str,
 ) -> int:  # fmt: skip
+    from harness.files import default_cache
     from harness.job_progress import make_job_progress
-    from harness.runner import default_cache
     from harness.simulation import simulate
     from reports.build import build
 
@@ -151,7 +152,7 @@ def _simulate(
 
 def _select(suite: SuiteSpec, engines: tuple[str, ...], names: tuple[str, ...], shard: str | None) -> list[RunSpec]:
     from harness.api import HarnessError
-    from harness.runner import shard as part
+    from harness.steps import shard as part
 
     cells = list(suite.cells)
     for chosen, key in ((engines, "engine"), (names, "name")):

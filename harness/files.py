@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and told by what they hold."""
+"""Files that are written whole or not at all, and told by what they hold; and where they are kept."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def file_digest(path: Path) -> str | None:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
+
+
+def default_cache() -> Path:
+    """HARNESS_CACHE, or the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HARNESS_CACHE") or Path(base) / "offload-harness")

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.api import RunRecord
-from harness.runner import Step
+from harness.steps import Step
 
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
 
@@ -75,6 +75,10 @@ class PlainProgress:
         self._todo = [s for s in self._todo if s != step]
         self._total -= 1
 
+    def added(self, steps: Sequence[Step]) -> None:
+        self._todo = [*steps, *self._todo]
+        self._total += len(steps)
+
     def note(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # a log reader that went away must not end the measurement
             sys.stderr.write(f"{text}\n")
@@ -128,6 +132,10 @@ class LiveProgress:
     def dropped(self, step: Step) -> None:
         self._todo = [s for s in self._todo if s != step]
         self._total -= 1
+
+    def added(self, steps: Sequence[Step]) -> None:
+        self._todo = [*steps, *self._todo]
+        self._total += len(steps)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import hashlib
 import os
 import shutil
 import time
@@ -33,28 +34,19 @@ from harness.files import file_digest
 from harness.launchers.launcher import CellLauncher
 from harness.launchers.memory import cap_method
 from harness.local_profile import LocalProfile
-from harness.store import Store, is_done
-from harness.tuning import CEILING, SIZE_STATUSES, Remembered, choose, search_max_batch, settled
+from harness.steps import Step, interleave
+from harness.store import Store, is_done, write_suite_copy
+from harness.tuning import CEILING, SIZE_STATUSES, Patience, Remembered, choose, search_max_batch, settled
 from harness.worker import classify
 
 #: Repeating these cannot end otherwise, so the cell's other repeats are left out, now and on resume.
 _REFUSALS = ("infeasible", "unsupported", "timeout")
+_NO_MEMORY = ("oom_host", "oom_device")
 #: So are those of a cell whose batch search failed, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
-#: A trial of a batch search may take so many times what the last one makes expect, and this many seconds more: what is
-#: slower by that pays for no larger batch.
-_THRASHING, _STARTUP_S = 1.5, 60.0
 _MACHINE_PROBE_MAX_AGE_S = 60.0
 #: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
 _PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch to do: a cell and its repeat number."""
-
-    cell: RunSpec
-    repeat: int
 
 
 class Progress(Protocol):
@@ -70,7 +62,18 @@ class Progress(Protocol):
 
     def dropped(self, step: Step) -> None: ...
 
+    def added(self, steps: Sequence[Step]) -> None: ...
+
     def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """A cell with its searched batch, None where none survives; how it was found, and under which key that is kept."""
+
+    spec: RunSpec | None
+    trials: tuple[Trial, ...]
+    key: str = ""
 
 
 class Runner:
@@ -93,9 +96,11 @@ class Runner:
         self._data = data
         self._store = Store(out)
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
-        self._settled: dict[str, tuple[RunSpec | None, tuple[Trial, ...]]] = {}
+        self._settled: dict[str, _Settled] = {}
+        self._digests: dict[str, str] = {}
         self._machine: dict[tuple[str, int | None], tuple[float, MachineRates | None]] = {}
         self._profile = LocalProfile(cache)
+        self._places = self._named_places()
         self._dropped: set[str] = set()
 
     def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
@@ -116,6 +121,7 @@ class Runner:
                 self._progress.note(
                     f"{self._out} also holds records of {len(strangers)} other cells; reports show both"
                 )
+            self._digests = {r.fingerprint: r.model.digest for r in done.values() if r.model}
             self._dropped = {r.fingerprint for r in done.values() if r.status in _REFUSALS}
             steps = [s for s in interleave(cells) if s.cell.fingerprint() not in self._dropped]
             todo = [s for s in steps if (s.cell.fingerprint(), s.repeat) not in done]
@@ -135,15 +141,23 @@ class Runner:
             shutil.rmtree(self._work, ignore_errors=True)
             self._store.close()
 
-    @property
-    def _places(self) -> dict[str, str]:
-        """Folders of this machine, and what stands for them in records."""
-        found = {str(self._cache.resolve()): "$CACHE", str(self._out.resolve()): "$OUT"}
-        return found if self._data is None else found | {str(self._data.resolve()): "$DATA"}
+    def _named_places(self) -> dict[str, str]:
+        """Folders of this machine, as given and as they are, and what stands for them in records."""
+        named = [(self._cache, "$CACHE"), (self._out, "$OUT")]
+        if self._data is not None:
+            named.append((self._data, "$DATA"))
+        for cell in self._suite.cells:
+            for name, path in (("$MODELS", cell.model.id), ("$TRACES", cell.workload.trace)):
+                if os.path.exists(path):  # noqa: PTH110 - an id may be longer than any path
+                    named.append((Path(path).absolute().parent, name))
+        found = {str(p): name for path, name in reversed(named) for p in (path.absolute(), path.resolve())}
+        return {path: name for path, name in found.items() if path != "/"}
 
     @property
     def _work(self) -> Path:
-        return self._out.resolve() / ".work"
+        """Where launches are exchanged. In the cache, so that what engines write to read it again is on one disk with
+        the models, wherever results go; nobody else has this results folder open."""
+        return self._cache.resolve() / "work" / hashlib.sha256(os.fsencode(self._out.resolve())).hexdigest()[:12]
 
     def _log(self, cell: RunSpec) -> Path:
         return self._out.resolve() / "logs" / f"{cell.name}.log"
@@ -179,12 +193,39 @@ class Runner:
         return provenance.scrub(f"{self._command} --cell {cell.name}", self._places)
 
     def _step(self, step: Step) -> None:
+        """Measures and records a launch; where its searched batch did not survive again, once more with a smaller one,
+        and so the repeats before it: the figures of a cell are of one batch."""
         try:
             record = self._measure(step)
         except KeyboardInterrupt:
             self._append(step, RunRecord(step.cell, "", step.repeat, "interrupted", "interrupted by the user"))
             raise
         self._append(step, record)
+        if record.status in _NO_MEMORY and self._takes_less(step.cell, record):
+            again = [Step(step.cell, repeat) for repeat in range(step.repeat + 1)]
+            self._progress.added(again)
+            for one in again:
+                self._step(one)
+
+    def _takes_less(self, cell: RunSpec, record: RunRecord) -> bool:
+        """Whether there is a smaller batch than the searched one, which did not survive again; then it is taken."""
+        old = self._settled.get(cell.fingerprint())
+        if old is None or old.spec is None:
+            return False
+        batch = old.spec.policy.gpu_batch_size
+        failed = Trial(batch, record.status, None, f"in repeat {record.repeat + 1}: {record.reason}")
+        self._settle(cell, (*old.trials, failed), old.key)
+        self._progress.note(f"{cell.name}: batch {batch} did not survive again; a smaller one is taken")
+        return choose((*old.trials, failed)) is not None or batch > 1
+
+    def _settle(self, cell: RunSpec, trials: tuple[Trial, ...], key: str) -> None:
+        """Takes the best batch of these trials; remembered unless all failed in a way that may be mended."""
+        batch = choose(trials)
+        self._settled[cell.fingerprint()] = _Settled(None if batch is None else settled(cell, batch), trials, key)
+        if all(t.status in (*SIZE_STATUSES, *_REFUSALS) for t in trials) and (
+            batch is not None or all(t.status == "infeasible" for t in trials)
+        ):
+            self._remembered.put(key, trials)
 
     def _drop_repeats(self, cell: RunSpec, later: Sequence[Step]) -> None:
         """Tells how much shorter the run became, if `cell` will not be repeated."""
@@ -214,6 +255,8 @@ class Runner:
         model = self._model(step)
         if not isinstance(model, LocalModel):
             return _refused(step, *model)
+        if self._digests.get(cell.fingerprint(), model.digest) != model.digest:
+            raise HarnessError(f"model {cell.model.id} changed since {cell.name} was measured; --fresh measures it all")
         if cell.tune.startswith("search"):
             try:
                 cell = registry.searched(cell, model, self._host(step), registry.lengths(cell.workload))
@@ -223,7 +266,7 @@ class Runner:
         if spec is None:
             statuses = ", ".join(f"batch {t.gpu_batch_size}: {t.status}" for t in trials)
             last = trials[-1]
-            status = last.status if last.status in ("oom_host", "oom_device", *_NOT_REPEATED) else "skipped"
+            status = last.status if last.status in (*_NO_MEMORY, *_NOT_REPEATED) else "skipped"
             reason = f"no batch survives ({statuses}); {last.reason}"
             return replace(_refused(step, status, reason), tuning=trials, model=_shareable(model))
         machine = self._machine_rates(step, model)
@@ -277,8 +320,7 @@ class Runner:
         """The cell with a settled batch and the trials that settled it; None where no batch survives."""
         if cell.tune == "none":
             return cell, ()
-        key = cell.fingerprint()
-        if key not in self._settled:
+        if cell.fingerprint() not in self._settled:
             runs_in = self._launcher.environment(cell, self._log(cell), self._progress.event)
             if isinstance(runs_in, tuple):
                 return None, (Trial(cell.policy.gpu_batch_size, runs_in[0], None, runs_in[1]),)
@@ -287,30 +329,26 @@ class Runner:
             if trials is None:
                 requests = cell.workload.num_requests
                 ceiling = CEILING if requests == "auto" else min(CEILING, requests)
-                start = cell.policy.gpu_batch_size
-                trials = self._search(step, model, start, ceiling)
-                if all(t.status in (*SIZE_STATUSES, *_REFUSALS) for t in trials):
-                    self._remembered.put(memory_key, trials)
-            batch = choose(trials)
-            self._settled[key] = (None if batch is None else settled(cell, batch), trials)
-        return self._settled[key]
+                trials = self._search(step, model, cell.policy.gpu_batch_size, ceiling)
+            self._settle(cell, trials, memory_key)
+        found = self._settled[cell.fingerprint()]
+        if found.spec is None and any(t.status == "ok" for t in found.trials):  # once, and not again
+            least = min(t.gpu_batch_size for t in found.trials if t.status != "ok")
+            self._settle(cell, (*found.trials, *self._search(step, model, least // 2, least - 1)), found.key)
+            found = self._settled[cell.fingerprint()]
+        return found.spec, found.trials
 
     def _search(self, step: Step, model: LocalModel, start: int, ceiling: int) -> tuple[Trial, ...]:
-        """Tries batches. One that takes far longer a sequence than the one before it thrashes, which is no way to
-        survive: it is ended long before the cell's own timeout."""
-        patience = step.cell.timeout_s
-        last = (0, 0.0)
+        patience = Patience(step.cell.timeout_s)
 
         def attempt(batch: int) -> Trial:
-            nonlocal last
             self._progress.started(step, f"searching the largest batch: {batch}")
-            tried, wall = last
-            longest = _THRASHING * wall * max(1.0, batch / tried) + _STARTUP_S if tried else patience
-            cell = replace(settled(step.cell, batch), timeout_s=min(patience, longest))
+            cell = replace(settled(step.cell, batch), timeout_s=patience.seconds(batch))
             record = self._launch(cell, step.repeat, model)
             speed = None
             if record.status == "ok":
-                last, speed = (batch, record.wall_s), record.metrics.get("generation_throughput_tok_s")
+                patience.learn(batch, record.wall_s)
+                speed = record.metrics.get("generation_throughput_tok_s")
             rate = f", {speed:.3g} tok/s" if speed else ""
             self._progress.note(f"{step.cell.name}: batch {batch}: {record.status}{rate}")
             return Trial(batch, record.status, speed, record.reason)
@@ -326,7 +364,8 @@ class Runner:
         read_at, profile = self._machine.get(key, (float("-inf"), None))
         if time.monotonic() - read_at > _MACHINE_PROBE_MAX_AGE_S:
             self._progress.started(step, "measuring disk and GEMM rates")
-            registry.evict_model(model.path)
+            with contextlib.suppress(OSError):  # the launch will say that the model cannot be read
+                registry.evict_model(model.path)
             dtypes = {c.policy.compute_dtype for c in self._suite.cells}
             profile = self._launcher.measure_machine(
                 model, _PROBED_ROWS, sorted(dtypes), cell.limits.threads, self._work / "machine", self._log(cell)
@@ -335,41 +374,9 @@ class Runner:
         return profile
 
 
-def interleave(cells: Sequence[RunSpec]) -> list[Step]:
-    """Round r runs every cell that has a repeat r, starting at cell r."""
-    rounds = max((c.repeats for c in cells), default=0)
-    steps = []
-    for r in range(rounds):
-        start = r % len(cells)
-        steps += [Step(c, r) for c in (*cells[start:], *cells[:start]) if r < c.repeats]
-    return steps
-
-
-def shard(cells: Sequence[RunSpec], index: int, count: int) -> list[RunSpec]:
-    """Every `count`-th cell from `index` (0-based): disjoint shards that together are all cells."""
-    return list(cells[index::count])
-
-
 def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
     """Records that did not end as their cell expected."""
     return [r for r in records if r.status != r.spec.expect]
-
-
-def write_suite_copy(source: Path, out: Path) -> None:
-    """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
-    try:
-        temporary = out / "suite.yaml.tmp"
-        temporary.write_bytes(source.read_bytes())
-        temporary.rename(out / "suite.yaml")
-    except OSError as exc:
-        hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
-        raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc
-
-
-def default_cache() -> Path:
-    """HARNESS_CACHE, or the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("HARNESS_CACHE") or Path(base) / "offload-harness")
 
 
 def _refused(step: Step, status: Status, reason: str) -> RunRecord:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from harness import hardware, provenance, registry
 from harness.api import RunRecord, RunSpec
-from harness.runner import write_suite_copy
-from harness.store import Store
+from harness.store import Store, write_suite_copy
 
 
 def simulate(

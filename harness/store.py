@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 from collections.abc import Iterator
@@ -98,3 +99,14 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
     if record.status == "timeout" and record.spec.timeout_s < cell.timeout_s:
         return False
     return record.status in FINAL_STATUSES or (record.status == cell.expect and record.status != "interrupted")
+
+
+def write_suite_copy(source: Path, out: Path) -> None:
+    """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
+    try:
+        temporary = out / "suite.yaml.tmp"
+        temporary.write_bytes(source.read_bytes())
+        temporary.rename(out / "suite.yaml")
+    except OSError as exc:
+        hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
+        raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc

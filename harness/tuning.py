@@ -16,6 +16,8 @@ from harness.files import replace_with
 CEILING = 4096
 #: A larger batch this much slower than a smaller one is past the best.
 _PAYS = 0.9
+#: A trial may take so many times what the one before makes expect, and this many seconds more.
+_THRASHING, _STARTUP_S = 1.5, 60.0
 #: How a trial ends if only the batch's size decided.
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
@@ -58,6 +60,29 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
     return tuple(trials)
 
 
+class Patience:
+    """How long a trial of a batch search may take: of each launch, at most `longest` seconds.
+
+    A batch that takes far longer a sequence than the one before it thrashes, which is no way to survive and pays for
+    nothing: its trial ends long before the cell's own timeout.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._last: tuple[int, float] | None = None
+
+    def seconds(self, batch: int) -> float:
+        """For a trial of this batch. A smaller one may take as long as a larger that was done: most is start-up."""
+        if self._last is None:
+            return self._longest
+        done, wall_s = self._last
+        return min(self._longest, _THRASHING * wall_s * max(1.0, batch / done) + _STARTUP_S)
+
+    def learn(self, batch: int, wall_s: float) -> None:
+        """A trial of this batch survived and took so long."""
+        self._last = (batch, wall_s)
+
+
 def _pays_no_more(trials: Sequence[Trial]) -> bool:
     """Whether the last trial, of the largest batch, gave less than another by more than launches differ."""
     speeds = [t.throughput_tok_s or 0.0 for t in trials if t.status == "ok"]
@@ -66,8 +91,9 @@ def _pays_no_more(trials: Sequence[Trial]) -> bool:
 
 
 def choose(trials: Sequence[Trial]) -> int | None:
-    """The batch to run: the fastest that survived, which is nearly always the largest; None if none did."""
-    alive = [t for t in trials if t.status == "ok"]
+    """The batch to run: the fastest that always survived, nearly always the largest; None if none did."""
+    failed = {t.gpu_batch_size for t in trials if t.status != "ok"}
+    alive = [t for t in trials if t.gpu_batch_size not in failed]
     if not alive:
         return None
     return max(alive, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size

@@ -170,3 +170,21 @@ def test_an_output_that_cannot_be_written_is_one_line(cli, arguments):
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.strip() == "harness: cannot print: No space left on device"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "NAME"],
+        ["compare", "NAME", "NAME"],
+        ["history", "show", "--db", "sqlite:///NAME"],
+        ["run", "quickstart", "--out", "NAME"],
+        ["run", "quickstart", "--data-dir", "NAME"],
+        ["run", "NAME.yaml"],
+        ["validate", "NAME.yaml"],
+    ],
+)
+def test_a_name_longer_than_a_file_system_takes(cli, arguments):
+    done = cli(*(a.replace("NAME", "a" * 300) for a in arguments))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

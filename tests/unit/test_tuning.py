@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.api import ModelSpec, RunSpec, Trial, WorkloadSpec
-from harness.tuning import Remembered, choose, search_max_batch
+from harness.tuning import Patience, Remembered, choose, search_max_batch
 
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), tune="max_batch")
 
@@ -76,3 +76,17 @@ def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
         assert memory.get("key") is None
     memory.put("key", [Trial(1, "ok", 1.0)])
     assert memory.get("key")
+
+
+def test_the_first_trial_has_the_cells_own_timeout():
+    assert Patience(1800).seconds(8) == 1800
+
+
+def test_a_trial_that_thrashes_is_ended_early_and_an_honest_one_is_not():
+    patience = Patience(1800)
+    patience.learn(8, 100)
+    assert 200 < patience.seconds(16) < 2 * 200  # twice the batch at the same speed, and hardly twice that
+    assert patience.seconds(4) == patience.seconds(8) > 100  # a smaller one is mostly start-up
+    assert patience.seconds(4096) == 1800
+    patience.learn(16, 400)
+    assert patience.seconds(24) > 600

@@ -15,6 +15,7 @@ import torch
 from airllm.airllm_base import AirLLMBaseModel
 
 from engines.causal_lm import CausalLMEngine, Placement
+from engines.checkpoints import evict
 from engines.devices import cuda
 from engines.work_memory import working_bytes
 from harness.api import (
@@ -64,6 +65,7 @@ class AirLlmEngine(CausalLMEngine):
             dtype=getattr(torch, dtype),
             layer_shards_saving_path=str(job.scratch),
         )
+        evict(job.scratch)  # the layers' files, just written
         total = shape.params_total * width
         return Placement(self._streamed.model, (0, 0, total), ("a layer at a time from files of its own",), device)
 

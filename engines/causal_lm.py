@@ -119,6 +119,7 @@ class CausalLMEngine(ABC):
         self._block_size = policy.gpu_batch_size
         total = sum(placed.weights_by_tier)
         device, host, disk = (n / total for n in placed.weights_by_tier)
+        works_in = (0.0, 1.0, 0.0) if self._device == "cpu" else (1.0, 0.0, 0.0)
         return LoadReport(
             vocab=model.shape.vocab,
             max_context=model.shape.max_context,
@@ -127,8 +128,8 @@ class CausalLMEngine(ABC):
                 policy,
                 compute_dtype=dtype,
                 weights=(device, host, disk),
-                cache=(0.0, 1.0, 0.0),
-                activations=(0.0, 1.0, 0.0),
+                cache=works_in,
+                activations=works_in,
             ),
             compute_dtype=dtype,
             weights_by_tier=placed.weights_by_tier,

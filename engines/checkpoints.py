@@ -51,8 +51,8 @@ def _prepared(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], N
 
 
 def evict(path: str | Path) -> None:
-    """Drops a model folder's files from the page cache, so that a run under a memory limit starts cold."""
-    for file in Path(path).iterdir():
+    """Drops a folder's files from the page cache, so that a run under a memory limit starts cold."""
+    for file in Path(path).rglob("*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
             try:

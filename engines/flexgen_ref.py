@@ -118,6 +118,7 @@ class FlexGenEngine:
         )
         files = _as_files(model, job)
         self._lm = flex_opt.OptLM(config, self._env, str(files), own)
+        evict(job.scratch)  # what it copied to its disk
         self._timers = flex_opt.timers
         self._model, self._block = model, policy.block_size
         shim = () if on_device else ("no CUDA: FlexGen's gpu is a second CPU device, by a shim outside its code",)

@@ -12,6 +12,7 @@ The engine is stepped by hand, so that every token has the time at which vLLM ga
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ class VllmEngine:
         spare = 0 if limits.host_memory is None else max(0, limits.host_memory - offload)
         tier = spare if self._kv_tier is None else self._kv_tier
         extra = {"kv_offloading_size": tier / 2**30, "kv_offloading_backend": "native"} if tier else {}
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the probes are of this process
         self._llm = vllm.LLM(
             model=model.path,
             skip_tokenizer_init=True,

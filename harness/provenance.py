@@ -21,6 +21,10 @@ import psutil
 _FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
           "amx_tile", "amx_int8", "amx_bf16", "avx_vnni", "asimd", "asimddp", "bf16", "i8mm", "sve")  # fmt: skip
 
+#: Beginnings of names of variables that OpenMP, MKL, oneDNN, the allocator and engines read.
+_SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD", "TORCH_",
+             "PYTORCH_", "CUDA_VISIBLE_DEVICES", "DS_", "VLLM_", "GGML_")  # fmt: skip
+
 
 def collect(code: Path | None = None) -> dict[str, Any]:
     """Provenance of this machine and of the code in folder `code` (this package's by default)."""
@@ -89,6 +93,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def settings() -> dict[str, str]:
+    """Variables of this environment that change how fast an engine computes, and how it gets its memory."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+
+
 def now() -> str:
     """The time in UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -97,7 +106,7 @@ def now() -> str:
 def scrub(text: str, places: Mapping[str, str]) -> str:
     """Replaces folders of this machine by placeholders, longest first, so that records can be shared."""
     home = str(Path.home())
-    known = dict(places) | ({} if home in ("/", "") else {home: "$HOME"})
+    known = {path: "$HOME" for path in (home, os.path.realpath(home)) if path not in ("/", "")} | dict(places)
     for path in sorted(known, key=len, reverse=True):
         text = re.sub(re.escape(path) + r"(?=[/\s'\":,;)\]]|$)", lambda _, p=path: known[p], text)  # type: ignore[misc]
     return text

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     _die_with(request["parent"])
+    _end_after(request["longest_s"])
     if request["kind"] == "run":
         result = _Run(folder, request).result()
     else:
@@ -102,12 +104,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _end_after(seconds: float) -> None:
+    """Asks Linux to end this process by then: of a container whose harness was killed nobody else would."""
+    signal.alarm(math.ceil(seconds))
+
+
 def _die_with(parent: int) -> None:
     """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _check_device(engine: Engine, spec: RunSpec) -> None:
+    if spec.limits.device_memory is not None and not engine.capabilities().device:
+        raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device yet; limit host_memory")
 
 
 def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -117,13 +129,15 @@ def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """
     spec = from_json(RunSpec, request["spec"])
     engine = registry.make_engine(spec.engine, dict(spec.options))
+    _check_device(engine, spec)
     if request["model"] is not None:
         scratch = folder / "scratch"
         scratch.mkdir()
         model = from_json(LocalModel, request["model"])
         policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the same floor for every batch
         job = Job(scratch, Path(request["cache"]), max_sequence=8, mean_sequence=6)
-        load = engine.load(model, policy, HardwareLimits(threads=spec.limits.threads), job)
+        limits = HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
+        load = engine.load(model, policy, limits, job)
         tiny = registry.make_workload("synthetic", prompt_len=4, gen_len=4)
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
@@ -263,8 +277,7 @@ class _Run:
     def _load(self, engine: Engine, scratch: Path, asked: Questions | None) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
-        if spec.limits.device_memory is not None and not engine.capabilities().device:
-            raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device yet; limit host_memory")
+        _check_device(engine, spec)
         job = Job(
             scratch,
             self._cache,

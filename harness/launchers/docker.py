@@ -28,9 +28,9 @@ from harness.launchers.memory import GroupReader
 from harness.launchers.sandbox import Outcome, Task, exchange, log_tail, result_of, settings, watch
 from harness.worker import REQUEST
 
-#: Who started a container: host, process, and when that process began.
+#: Who started a container: host, where its processes are numbered, process, and when that process began.
 OWNER = "offload-harness.owner"
-_OWNER = re.compile(r"(?P<host>.*)/(?P<pid>\d+)@(?P<began>.*)")
+_OWNER = re.compile(r"(?P<host>.*)/(?P<space>.*)/(?P<pid>\d+)@(?P<began>.*)")
 #: Where things are in a container.
 _WORK, _CACHE, _MODEL, _INPUTS = "/harness/work", "/harness/cache", "/harness/model", "/harness/inputs"
 #: Of the worker, where the harness itself runs as root.
@@ -56,6 +56,7 @@ class Containers:
             f"{'Podman' if podman else 'Docker'} {version.get('Version', '')}",
             gives_gpus=not podman,
             limits_memory=bool(info.get("MemoryLimit", True)),
+            rootless=any("rootless" in option for option in info.get("SecurityOptions") or ()),
         )
 
     def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ContainerSandbox:
@@ -77,6 +78,7 @@ class _Engine:
     name: str
     gives_gpus: bool
     limits_memory: bool
+    rootless: bool
 
 
 @dataclass
@@ -105,11 +107,13 @@ class ContainerSandbox:
     def run(self, task: Task, on_event: EventSink) -> Outcome:
         user = os.getuid() or _UNPRIVILEGED
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
+        # a rootless engine's root is the user who runs it, and its other users own nothing on this host
+        inside = "0:0" if self._engine.rootless else f"{user}:{group}"
         body, mounts = _translated(task, self._cache)
 
         def attempt(log_start: int) -> Outcome:
             try:
-                container = self._create(task, mounts, f"{user}:{group}")
+                container = self._create(task, mounts, inside)
             except (DockerException, requests.RequestException) as exc:
                 return _refused("error", f"the container engine refuses: {reason(exc)}")
             try:
@@ -139,7 +143,7 @@ class ContainerSandbox:
             cores["cpuset_cpus"] = ",".join(map(str, sorted(mine)))
         # pinned buffers are locked memory; the cgroup bounds that too
         locked = [Ulimit(name="memlock", soft=-1, hard=-1)] if self._locks_memory else []
-        gpus = {"device_requests": [DeviceRequest(count=-1, capabilities=[["gpu"]])]} if task.gpu else {}
+        gpus = {"device_requests": [_devices()]} if task.gpu else {}
         return self._client.containers.create(
             self._image,
             entrypoint=["python", "-P", "-m", "harness.worker"],
@@ -151,7 +155,7 @@ class ContainerSandbox:
             init=True,
             network_mode="none",
             cap_drop=["ALL"],
-            security_opt=["no-new-privileges"],
+            security_opt=["no-new-privileges", "label=disable"],  # SELinux would hide the mounts
             pids_limit=_MAX_PROCESSES,
             ulimits=locked,
             working_dir="/tmp",
@@ -170,7 +174,7 @@ class ContainerSandbox:
                 return _refused("unsupported", "this container engine has no GPU to give: install the vendor's runtime")
             return _refused("error", f"the container did not start: {why}")
         pid = int(container.attrs["State"]["Pid"])
-        group = GroupReader(pid)
+        group = GroupReader(pid, container.id)
         watched = _Watched()
         streams = [
             threading.Thread(target=target, args=(container, task, watched), daemon=True) for target in (_log, _wait)
@@ -204,12 +208,20 @@ class ContainerSandbox:
         )
 
 
+def _devices() -> DeviceRequest:
+    """The devices that a process of ours would see."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return DeviceRequest(device_ids=visible.split(","), capabilities=[["gpu"]])
+    return DeviceRequest(count=-1, capabilities=[["gpu"]])
+
+
 def remove_abandoned(client: docker.DockerClient) -> list[str]:
     """Removes containers of this host's harnesses that live no longer; their names."""
     removed = []
     for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         owner = _OWNER.fullmatch(container.labels[OWNER])
-        if owner and owner["host"] == platform.node() and not _lives(int(owner["pid"]), owner["began"]):
+        here = (platform.node(), _space())
+        if owner and (owner["host"], owner["space"]) == here and not _lives(int(owner["pid"]), owner["began"]):
             with contextlib.suppress(DockerException):
                 container.remove(force=True)
                 removed.append(container.name)
@@ -217,18 +229,25 @@ def remove_abandoned(client: docker.DockerClient) -> list[str]:
 
 
 def _owner() -> str:
-    return f"{platform.node()}/{os.getpid()}@{_began(os.getpid())}"
+    return f"{platform.node()}/{_space()}/{os.getpid()}@{_began(os.getpid())}"
+
+
+def _space() -> str:
+    """Which process namespace this is: in another one, such as a container's, our numbers mean nothing."""
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""
 
 
 def _lives(pid: int, began: str) -> bool:
     """Whether that process is still there; one that may not be signalled is another user's, and may be."""
     try:
         os.kill(pid, 0)
-        return _began(pid) == began
     except ProcessLookupError:
         return False
     except PermissionError:
-        return _began(pid) == began
+        pass
+    return _began(pid) in (began, "")  # nobody may look at it: then it may be
 
 
 def _began(pid: int) -> str:

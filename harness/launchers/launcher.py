@@ -75,7 +75,13 @@ class CellLauncher:
             identity = self._of(spec, log, on_event).identity()
         except HarnessError as exc:
             return _refusal(exc), self.scrub(str(exc))
-        return identity or provenance.package_versions(registry.engine_entry(spec.engine).requires)
+        versions = identity or provenance.package_versions(registry.engine_entry(spec.engine).requires)
+        return {**versions, **self._inherited(spec)}
+
+    def _inherited(self, spec: RunSpec) -> Mapping[str, str]:
+        """Settings that reach the engine from the user's own environment."""
+        found = {} if spec.launcher == "docker" else provenance.settings()
+        return {name: self.scrub(value) for name, value in found.items()}
 
     def _of(self, spec: RunSpec, log: Path, on_event: EventSink) -> Sandbox:
         """The sandbox of a cell's engine, made ready once. Raises HarnessError."""
@@ -138,7 +144,8 @@ class CellLauncher:
         record = replace(
             from_json(RunRecord, to_json(record) | {k: result[k] for k in kept if k in result}),
             memory=MemoryLimit(outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache),
-            provenance={"packages": result.get("packages", {})} | dict(sandbox.identity()),
+            provenance={"packages": result.get("packages", {}), "settings": self._inherited(spec)}
+            | dict(sandbox.identity()),
             wall_s=wall_s,
         )
         return record, result.get("answers")
@@ -151,7 +158,7 @@ class CellLauncher:
         """Makes the cell's model ready in a process of its own, or says why it cannot be."""
         body = {"kind": "prepare", "spec": to_json(spec), "cache": str(self._cache)}
         outcome = self._helper.run(Task(body, workdir, log, _PREPARE_TIMEOUT_S), on_event)
-        status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
+        status, reason = _judge_helper(outcome, _PREPARE_TIMEOUT_S, "the model could not be prepared")
         if outcome.result and status == "ok":
             return from_json(LocalModel, outcome.result["found"]["model"])
         return status, self.scrub(reason)
@@ -195,7 +202,7 @@ class CellLauncher:
         if not path.exists():
             body = {"kind": "ask", **self._task_body(request, path)}
             outcome = self._helper.run(Task(body, request.workdir, request.log, _PREPARE_TIMEOUT_S), on_event)
-            status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
+            status, reason = _judge_helper(outcome, _PREPARE_TIMEOUT_S, "the task could not be read")
             if status != "ok":
                 return status, reason
         return path
@@ -206,7 +213,7 @@ class CellLauncher:
         """What a launch's answers are worth, with the launch's status."""
         body = {"kind": "judge", "answers": answers, **self._task_body(request, questions)}
         outcome = self._helper.run(Task(body, request.workdir, request.log, _PREPARE_TIMEOUT_S), on_event)
-        status, reason = judge(outcome, _PREPARE_TIMEOUT_S, None)
+        status, reason = _judge_helper(outcome, _PREPARE_TIMEOUT_S, "no judgement")
         if status == "ok" and outcome.result:
             return "ok", "", from_json(Accuracy, outcome.result["found"]["accuracy"])
         return status, f"its answers were not judged, and are kept until it runs again: {reason}", None
@@ -236,6 +243,7 @@ class CellLauncher:
             spec.policy.weight_bits,
             spec.policy.kv_bits,
             spec.limits.threads,
+            spec.limits.device_memory is not None,
         ]
         key = json.dumps([*engine, model.dtype, model.shape.family])
         if key not in self._idle:
@@ -259,7 +267,7 @@ class CellLauncher:
         threads = spec.limits.threads
         task = Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S, threads=threads, gpu=gpu)
         outcome = sandbox.run(task, ignore_events)
-        status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
+        status, reason = _judge_helper(outcome, _HELPER_TIMEOUT_S, "its idle footprint could not be measured")
         if outcome.result and status == "ok":
             return int(outcome.result["found"]["anonymous_bytes"])
         return status, reason
@@ -267,6 +275,12 @@ class CellLauncher:
 
 def _refusal(exc: HarnessError) -> Status:
     return "unsupported" if isinstance(exc, UnsupportedError) else "error"
+
+
+def _judge_helper(outcome: Outcome, timeout_s: float, what: str) -> tuple[Status, str]:
+    """As `judge`. That a helper took too long or too much says nothing about the cell, which may be tried again."""
+    status, reason = judge(outcome, timeout_s, None)
+    return ("error", f"{what}: {reason}") if status in ("timeout", "oom_host", "oom_device") else (status, reason)
 
 
 def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status, str]:
@@ -282,7 +296,7 @@ def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status
     elif outcome.timed_out:
         status, reason = "timeout", f"not done after {timeout_s:.0f} s"
     elif outcome.result is None and outcome.exit_code == EXIT_DISK_FULL:
-        status, reason = "disk_full", "no space left for the worker's result; free space where --out is"
+        status, reason = "disk_full", "no space left for the worker's result; free space where the cache is"
     elif outcome.result is None:
         code = outcome.exit_code
         died = -code in {s.value for s in signal.Signals}

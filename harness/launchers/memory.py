@@ -194,9 +194,12 @@ class Monitor:
 
 
 class GroupReader:
-    """What the kernel counted of a process's own memory group, as far as this host shows it; `read` while it lives."""
+    """What the kernel counted of a container's memory group, as far as this host shows it; `read` while it lives.
 
-    def __init__(self, pid: int) -> None:
+    The group's path holds the container's id, or it is another's: an engine elsewhere numbers processes of its own.
+    """
+
+    def __init__(self, pid: int, container: str) -> None:
         self.oom_kills = 0
         self.peak_bytes: int | None = None
         self.version = ""
@@ -205,7 +208,7 @@ class GroupReader:
                 _, controllers, path = line.split(":", 2)
                 for version, base in (("cgroup-v1", CGROUP_ROOT / "memory"), ("cgroup-v2", CGROUP_ROOT)):
                     known = controllers == "" if version == "cgroup-v2" else "memory" in controllers.split(",")
-                    if known and path.strip("/") and (base / path.strip("/") / "memory.stat").exists():
+                    if known and container in path and (base / path.strip("/") / "memory.stat").exists():
                         self._group, self.version = base / path.strip("/"), version
 
     def read(self) -> None:

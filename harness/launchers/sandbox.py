@@ -19,6 +19,8 @@ from harness.api import EventSink, HarnessError, RunSpec, Status
 from harness.worker import EVENTS, REQUEST, RESULT
 
 _POLL_S = 0.05
+#: How long after its time a worker ends by itself, where nobody ended it.
+_GRACE_S = 60.0
 _LOG_TAIL_LINES = 3
 
 
@@ -85,6 +87,8 @@ def settings(task: Task) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
     }
     if task.threads is not None:
         found |= {"OMP_NUM_THREADS": str(task.threads), "MKL_NUM_THREADS": str(task.threads)}
@@ -101,7 +105,8 @@ def exchange(task: Task, parent: int, body: Mapping[str, Any] | None = None) -> 
     shutil.rmtree(task.workdir, ignore_errors=True)
     try:
         task.workdir.mkdir(parents=True)
-        request = dict(task.body if body is None else body) | {"parent": parent}
+        longest = task.timeout_s + _GRACE_S
+        request = dict(task.body if body is None else body) | {"parent": parent, "longest_s": longest}
         (task.workdir / REQUEST).write_text(json.dumps(request))
         with task.log.open("ab") as sink:
             sink.write(f"=== {task.body['kind']} {provenance.now()}\n".encode())

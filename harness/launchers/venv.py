@@ -68,14 +68,14 @@ class VirtualEnvironments:
         steps = install_steps(registry.environment_pins(name))
         for done, step in enumerate(steps):
             on_event(f"building environment {name}", done, len(steps))
-            command = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *step]
+            command = [str(home / "bin" / "python"), "-I", "-m", "pip", "install", "--quiet", *step]
             with log.open("ab") as sink:
                 sink.write(f"=== pip install {' '.join(step)}\n".encode())
                 sink.flush()
                 try:
                     status = subprocess.run(
                         command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,),
+                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,), env=_for_pip(),
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     status = 1
@@ -94,6 +94,12 @@ class VirtualEnvironments:
                 with contextlib.suppress(FileExistsError):  # another harness was faster
                     link.symlink_to(root)
         return folder
+
+
+def _for_pip() -> dict[str, str]:
+    """Our environment without what would make pip look for packages, or put them, elsewhere."""
+    elsewhere = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX", "PIP_ROOT")
+    return {name: value for name, value in os.environ.items() if name not in elsewhere}
 
 
 def install_steps(pins: Path) -> list[list[str]]:

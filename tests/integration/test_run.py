@@ -54,9 +54,17 @@ def test_every_way_to_end_is_told_apart(cli):
     for record in found.values():
         assert str(cli.folder) not in json.dumps(to_json(record)), "records name no folder of this machine"
         jsonschema.validate(to_json(record), run_record_schema())
-    for name in ("report.html", "report.md", "report.csv", "suite.yaml", "records.jsonl", "logs/fine.log"):
+    for name in (
+        "report.html",
+        "report.md",
+        "report.csv",
+        "report.xml",
+        "suite.yaml",
+        "records.jsonl",
+        "logs/fine.log",
+    ):
         assert (cli.out / name).stat().st_size > 0
-    assert not (cli.out / ".work").exists()
+    assert not list((cli.folder / "cache" / "work").iterdir()), "what was exchanged is gone"
 
 
 def test_one_failed_cell_leaves_the_rest_and_sets_the_exit_code(cli):

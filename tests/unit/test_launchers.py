@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from engines.environments.__main__ import WANTED
-from harness import registry
+from harness import provenance, registry
 from harness.api import HarnessError, ModelSpec, RunSpec, WorkloadSpec
 from harness.config import load_cell
 from harness.launchers import images, sandbox
-from harness.launchers.launcher import judge
+from harness.launchers.launcher import _judge_helper, judge
 from harness.launchers.sandbox import Task
-from harness.launchers.venv import VirtualEnvironments, install_steps
+from harness.launchers.venv import VirtualEnvironments, _for_pip, install_steps
 
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
 
@@ -135,3 +135,63 @@ def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():
     assert docker._exit_code(137) == -9
     assert docker._exit_code(73) == 73
     assert docker._exit_code(255) == 255
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        (sandbox.Outcome(None, -9, True, 0, None, "none", False, ""), ("error", "no floor: not done after 5 s")),
+        (sandbox.Outcome(None, -9, False, 1, None, "none", False, ""), ("error", "no floor: killed for want")),
+        (sandbox.Outcome({"status": "unsupported", "reason": "why"}, 0, False, 0, None, "none", False, ""),
+         ("unsupported", "why")),
+    ],
+)  # fmt: skip
+def test_that_a_helper_took_too_much_says_nothing_about_the_cell(outcome, expected):
+    status, reason = _judge_helper(outcome, 5.0, "no floor")
+    assert status == expected[0] and reason.startswith(expected[1])
+
+
+def test_who_may_live_is_not_declared_dead(monkeypatch):
+    docker = pytest.importorskip("harness.launchers.docker")
+    mine = os.getpid()
+    began = docker._began(mine)
+    assert docker._lives(mine, began)
+    assert not docker._lives(mine, "another boot.1"), "its number is another's by now"
+    monkeypatch.setattr(docker, "_began", lambda pid: "")  # hidden from us
+    assert docker._lives(mine, began)
+
+
+def test_only_containers_whose_harness_is_known_to_be_gone_are_removed(monkeypatch):
+    docker = pytest.importorskip("harness.launchers.docker")
+    gone = f"{docker.platform.node()}/{docker._space()}/{2**22 + 1}@began"  # above the kernel's largest number
+    removed = []
+
+    def container(name, owner):
+        return SimpleNamespace(name=name, labels={docker.OWNER: owner}, remove=lambda force: removed.append(name))
+
+    elsewhere = gone.replace(docker._space(), "pid:[1]")
+    known = [container("gone", gone), container("elsewhere", elsewhere), container("mine", docker._owner())]
+    client = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: known))
+    assert docker.remove_abandoned(client) == removed == ["gone"]
+
+
+@pytest.mark.parametrize(("visible", "asked"), [("0,2", ["0", "2"]), ("", [])])
+def test_a_container_sees_the_devices_that_a_process_would(monkeypatch, visible, asked):
+    docker = pytest.importorskip("harness.launchers.docker")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = docker._devices()
+    assert (found["DeviceIDs"] or []) == asked and found["Count"] == (0 if asked else -1)
+
+
+def test_pip_looks_nowhere_else(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PIP_TARGET", "/elsewhere")
+    monkeypatch.setenv("PIP_INDEX_URL", "here")
+    found = _for_pip()
+    assert "PYTHONPATH" not in found and "PIP_TARGET" not in found and found["PIP_INDEX_URL"] == "here"
+
+
+def test_settings_that_reach_an_engine_are_told(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert provenance.settings()["OMP_NUM_THREADS"] == "1"
+    assert "HOME" not in provenance.settings()

@@ -65,8 +65,9 @@ def test_times_that_the_clock_does_not_bear_out_are_refused():
 
 
 def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
-    (tmp_path / worker.REQUEST).write_text(json.dumps({"kind": "prepare", "parent": os.getppid()}))
+    (tmp_path / worker.REQUEST).write_text(json.dumps({"kind": "prepare", "parent": os.getppid(), "longest_s": 60}))
     monkeypatch.setattr(worker, "_die_with", lambda parent: None)
+    monkeypatch.setattr(worker, "_end_after", lambda seconds: None)
     monkeypatch.setattr(worker, "_help", lambda *_: {"status": "ok"})
 
     def full(path, text):

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.api import RunSpec, to_json
+from harness.api import RunSpec
+from reports.cells import settings_of
 from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table
 from reports.text import MISSING, TIMES_SIGN, number, one_line
-from reports.vega import GREEN, GREY, ORANGE, SOFT, Datum, Panel, amount, drawn, labels_of, row_chart, says
+from reports.vega import GREEN, GREY, MOST_CELLS, ORANGE, SOFT, Datum, Panel, amount, labelled, row_chart, says
 
 #: Settings that only make sense together count as one.
 _TOGETHER: Mapping[str, str] = {
@@ -44,7 +45,7 @@ def steps(rows: Sequence[CellSummary]) -> tuple[CellSummary, list[Step]] | None:
 
     All of one engine and workload. Of cells that are alike in this the fastest is taken.
     """
-    rows = drawn(ranked(rows))
+    rows = ranked(rows)[:MOST_CELLS]
     settings = {r.fingerprint: _settings(r) for r in rows}
     best: tuple[CellSummary, list[tuple[CellSummary, str]]] | None = None
     for base in rows:
@@ -66,13 +67,12 @@ def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if found is None:
         return None
     base, changes = found
-    names = labels_of([base, *(s.row for s in changes)])
+    (_, top), *names = labelled([base, *(s.row for s in changes)])
     whole = base.median or 0.0
-    top = names[base.fingerprint]
     data: list[Datum] = [{"cell": top, "from": 0.0, "to": whole, "kind": "all of it",
                           "says": f"{top}: {number(whole)} tok/s"}]  # fmt: skip
-    for step in changes:
-        name, value = names[step.row.fingerprint], step.row.median or 0.0
+    for step, (row, name) in zip(changes, names, strict=True):
+        value = row.median or 0.0
         words = f"{name}: {number(value)} tok/s, {_times(step.ratio)} of {top} ({step.change})"
         data.append({"cell": name, "from": whole, "to": value, "says": words,
                      "kind": "loses" if value < whole else "gains"})  # fmt: skip
@@ -112,11 +112,8 @@ def _times(ratio: Ratio) -> str:
 
 
 def _settings(row: CellSummary) -> dict[str, Any]:
-    spec = to_json(row.records[-1].spec)
-    flat = {key: value for key, value in spec.items() if not isinstance(value, Mapping)}
-    for section in ("workload", "policy", "options"):
-        flat |= {f"{section}.{key}": value for key, value in spec[section].items()}
-    return {key: value for key, value in flat.items() if key not in _LEFT_OUT}
+    known = settings_of(row.records[-1].spec)
+    return {key: value for key, value in known.items() if key not in _LEFT_OUT}
 
 
 def _change(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from reports.stats import ALPHA
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
-from reports.vega import COLOURS, SHAPES, Panel, amount, chart, labels_of, says
+from reports.vega import COLOURS, SHAPES, Panel, amount, chart, labelled, says
 
 #: Of what figures outcomes are mean log-likelihoods, in nats.
 _PERPLEXITY = "perplexity"
@@ -65,12 +65,13 @@ def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
             points.append((row, name, found.figures[name], found.figures.get(f"{name}_stderr", 0.0)))
     if len(points) < 2:
         return None
-    names, (_, title, _, _) = labels_of(r for r, _, _, _ in points), points[0]
+    title = points[0][1]
+    alike = [p for p in points if p[1] == title]
     data = [
-        {"cell": names[r.fingerprint], "engine": "reference" if r.reference else r.engine, "speed": r.median,
+        {"cell": label, "engine": "reference" if r.reference else r.engine, "speed": r.median,
          "value": value, "low": value - 2 * error, "high": value + 2 * error,
-         "says": f"{names[r.fingerprint]}: {name} {number(value)} at {number(r.median or 0)} tok/s"}
-        for r, name, value, error in points if name == title
+         "says": f"{label}: {title} {number(value)} at {number(r.median or 0)} tok/s"}
+        for (r, label), (_, _, value, error) in zip(labelled((p[0] for p in alike), len(alike)), alike, strict=True)
     ]  # fmt: skip
     engines = sorted({str(d["engine"]) for d in data})
     kind = {"field": "engine", "type": "nominal", "title": None}

@@ -1,4 +1,4 @@
-"""Writes report.html, report.md and report.csv from run directories; the package's public functions."""
+"""Writes report.html, .md, .csv and .xml from run directories; the package's public functions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.flat import to_csv
+from reports.headline import headline
+from reports.junit import cases_of, junit
 from reports.optional import needed
 from reports.page import Page, page
 from reports.rates import with_rates_around
 from reports.records import Runs, load_records, read_runs
-from reports.render import html_of, markdown_of, write
-from reports.summary import CellSummary, headline, summary_rows
+from reports.render import html_of, is_folder, markdown_of, write
+from reports.summary import CellSummary, summary_rows
 from reports.timeline import chrome_trace
 from reports.vega import Panel, library
 
@@ -23,15 +25,15 @@ def build(
 ) -> list[Path]:
     """Writes the report on run directories `dirs` and returns the files written.
 
-    `out` is a folder for all three formats (made if missing; by default the first run directory) and, below
-    `traces`, for the Chrome trace of each cell that has one; or one file whose suffix (.html, .md, .csv) picks
+    `out` is a folder for all four formats (made if missing; by default the first run directory) and, below
+    `traces`, for the Chrome trace of each cell that has one; or one file whose suffix (.html, .md, .csv, .xml) picks
     the format. `history`: the URL of a store whose trends of these cells are shown. `cache`: where the charts' code
     is kept. Raises HarnessError for unreadable records and for a target that cannot be written; an earlier report is
     replaced only by a complete new one.
     """
     runs = read_runs(dirs)
     target = out or dirs[0]
-    if target.suffix in _FORMATS and not target.is_dir():
+    if target.suffix in _FORMATS and not is_folder(target):
         files = {target: _FORMATS[target.suffix]}
     else:
         files = {target / f"report{suffix}": render for suffix, render in _FORMATS.items()}
@@ -69,4 +71,13 @@ def _csv(runs: Runs, _: Page, __: Path | None) -> str:
     return to_csv(sorted(with_rates_around(runs.records), key=lambda r: (order[r.fingerprint], r.repeat)))
 
 
-_FORMATS: dict[str, Callable[[Runs, Page, Path | None], str]] = {".html": _html, ".md": _markdown, ".csv": _csv}
+def _junit(runs: Runs, _: Page, __: Path | None) -> str:
+    return junit(cases_of(runs.records))
+
+
+_FORMATS: dict[str, Callable[[Runs, Page, Path | None], str]] = {
+    ".html": _html,
+    ".md": _markdown,
+    ".csv": _csv,
+    ".xml": _junit,
+}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reports import tables
+from reports import figures
+from reports.figures import allowed
 from reports.stats import interval_of
 from reports.summary import CellSummary, throughput
-from reports.tables import Cell, Column, allowed, cell_table, plain_table
+from reports.tables import MOST_ROWS, Cell, Column, Table, cell_table, name_cell, plain_table
 from reports.text import GIB, MIB, MISSING, columns_of, number
 from reports.vega import (
     BLUE,
@@ -19,11 +20,9 @@ from reports.vega import (
     Panel,
     amount,
     chart,
-    drawn,
-    labels_of,
+    labelled,
     left_out,
     log_toggle,
-    marked,
     row_chart,
     says,
 )
@@ -34,16 +33,13 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.median is not None]
     if not rows:
         return None
-    names = labels_of(rows)
-    shown = drawn(rows)
-    own = max((v for r in shown if not r.reference for v in r.throughput), default=0.0)
-    largest = max(v for r in shown for v in r.throughput)
+    shown = labelled(rows)
+    own = max((v for r, _ in shown if not r.reference for v in r.throughput), default=0.0)
+    largest = max(v for r, _ in shown for v in r.throughput)
     end = largest if largest <= 1.5 * own or not own else 1.1 * own  # a reference far above must not squeeze the rest
     data: list[Datum] = []
-    for row in shown:
-        label = marked(row, names[row.fingerprint])
-        of = "reference" if row.reference else "hollow" if row.simulated or row.projected else "measured"
-        known: Datum = {"cell": label, "of": of}
+    for row, label in shown:
+        known: Datum = {"cell": label, "ranked": not (row.reference or row.simulated or row.projected)}
         if interval := interval_of(row.throughput):
             words = f"{label}: 95 % interval of the median {' to '.join(columns_of(interval))} tok/s"
             data.append(known | {"kind": "interval", "low": interval[0], "high": interval[1], "says": words})
@@ -58,13 +54,13 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     for datum in data:  # what is off the axis is an arrow at its end
         if datum.get("value", 0.0) > end:
             datum |= {"kind": "beyond"}
-    by_kind = {"condition": {"test": "datum.of === 'measured'", "value": BLUE}, "value": GREY}
+    colour = {"condition": {"test": "datum.ranked", "value": BLUE}, "value": GREY}
     x = amount("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
     spec = row_chart(
-        [marked(r, names[r.fingerprint]) for r in shown],
+        [label for _, label in shown],
         data={"values": data},
-        usermeta=log_toggle(min(v for r in shown for v in r.throughput), largest),
-        encoding={"color": by_kind, **says()},
+        usermeta=log_toggle(min(v for r, _ in shown for v in r.throughput), largest),
+        encoding={"color": colour, **says()},
         layer=[
             {"transform": [{"filter": "datum.kind === 'interval'"}],
              "mark": {"type": "bar", "height": 9, "opacity": 0.3},
@@ -77,7 +73,7 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
              "size": 70, "filled": True}, "encoding": {"x": x}},
         ],
     )  # fmt: skip
-    few = f" The table has the first {tables.MOST_ROWS}." if len(rows) > tables.MOST_ROWS else ""
+    few = f" The table has the first {MOST_ROWS}." if len(rows) > MOST_ROWS else ""
     note = f"A dot is one launch, the tick their median, the band its interval.{left_out(rows)}{few}"
     return Panel("Generation throughput", note, spec, _repeats_table(rows))
 
@@ -87,16 +83,14 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.bound_tok_s is not None and r.median]
     if not rows:
         return None
-    names = labels_of(rows)
-    data: list[Datum] = []
+    shown, data = labelled(rows), list[Datum]()
     kinds = {
         "compute allows": ("square", GREEN),
         "disk allows": ("triangle-right", ORANGE),
         "measured": ("circle", BLUE),
     }
-    for row in drawn(rows):
+    for row, label in shown:
         found = dict(zip(kinds, (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median), strict=True))
-        label = marked(row, names[row.fingerprint])
         data += [
             {"cell": label, "kind": kind, "value": value, "says": f"{label}: {kind} {number(value)} tok/s"}
             for kind, value in found.items()
@@ -105,7 +99,7 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
     kind = {"field": "kind", "type": "nominal", "title": None}
     scale = {"type": "log", "domain": [min(d["value"] for d in data) * 0.8, max(d["value"] for d in data) * 1.25]}
     spec = row_chart(
-        [marked(r, names[r.fingerprint]) for r in drawn(rows)],
+        [label for _, label in shown],
         data={"values": data},
         mark={"type": "point", "filled": True, "size": 80},
         encoding={
@@ -116,7 +110,7 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         },
     )
     note = "The bound is the slower of compute and disk at rates measured beside each launch." + left_out(rows)
-    return Panel("What the machine allows", note, spec, cell_table("", rows, tables.BOUND))
+    return Panel("What the machine allows", note, spec, cell_table("", rows, figures.BOUND))
 
 
 def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -124,20 +118,16 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.peak_bytes is not None]
     if not rows:
         return None
-    names, data = labels_of(rows), []
-    for row in drawn(rows):
-        label = marked(row, names[row.fingerprint])
+    shown, data = labelled(rows), list[Datum]()
+    for row, label in shown:
         for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes)):
             if size is not None:
                 words = f"{label}: {kind} {number(size / MIB)} MiB"
                 data.append({"cell": label, "kind": kind, "value": size / GIB, "says": words})
     spec = row_chart(
-        [marked(r, names[r.fingerprint]) for r in drawn(rows)],
+        [label for _, label in shown],
         data={"values": data},
-        encoding={
-            "x": amount("GiB", zero=True),
-            **says(),
-        },
+        encoding={"x": amount("GiB", zero=True), **says()},
         layer=[
             {"transform": [{"filter": "datum.kind === 'peak'"}],
              "mark": {"type": "bar", "height": 12, "color": BLUE, "opacity": 0.55}},
@@ -145,10 +135,8 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
              "mark": {"type": "tick", "thickness": 3, "size": 20, "color": ORANGE}},
         ],
     )  # fmt: skip
-    note = "Bars are the peak of the engine's process tree, the ticks its limit: idle footprint + budget." + left_out(
-        rows
-    )
-    return Panel("Peak memory against the limit", note, spec, cell_table("", rows, tables.MEMORY))
+    note = "Bars are the peak of the engine's process tree, the ticks its limit: idle footprint + budget."
+    return Panel("Peak memory against the limit", note + left_out(rows), spec, cell_table("", rows, figures.MEMORY))
 
 
 #: Tiers as they are named, and their colours: fast ones first.
@@ -160,9 +148,8 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
     placed = [r for r in rows if any(x.load and sum(x.load.weights_by_tier) for x in r.ok_records)]
     if not placed:
         return None
-    names, data = labels_of(placed), []
-    for row in drawn(placed):
-        label = marked(row, names[row.fingerprint])
+    shown, data = labelled(placed), list[Datum]()
+    for row, label in shown:
         tiers = next(x.load.weights_by_tier for x in reversed(row.ok_records) if x.load)
         data += [
             {"cell": label, "kind": kind, "value": size / GIB, "order": i,
@@ -178,7 +165,7 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
     colour = {"field": "kind", "type": "nominal", "title": None,
               "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}}  # fmt: skip
     spec = row_chart(
-        [marked(r, names[r.fingerprint]) for r in drawn(placed)],
+        [label for _, label in shown],
         data={"values": data},
         encoding={"color": colour, **says()},
         layer=[
@@ -189,7 +176,7 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ],
     )  # fmt: skip
     policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
-    table = cell_table("", policy, tables.PLACEMENT) if policy else None
+    table = cell_table("", policy, figures.PLACEMENT) if policy else None
     note = "Weights as they were really placed; a limit is for cache and work as well." + left_out(placed)
     return Panel("Memory by tier", note, spec, table)
 
@@ -205,15 +192,14 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if any("task_products_s" in x.metrics for x in r.ok_records)]
     if not rows:
         return None
-    names, data = labels_of(rows), []
-    for row in drawn(rows):
-        label = marked(row, names[row.fingerprint])
+    shown, data = labelled(rows), list[Datum]()
+    for row, label in shown:
         for i, (key, kind) in enumerate(_TASKS):
-            if seconds := tables.seconds_of(key)(row):
+            if seconds := figures.seconds_of(key)(row):
                 words = f"{label}: {kind} {number(seconds)} s"
                 data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "says": words})
     spec = row_chart(
-        [marked(r, names[r.fingerprint]) for r in drawn(rows)],
+        [label for _, label in shown],
         data={"values": data},
         mark={"type": "bar", "height": 14},
         params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
@@ -227,7 +213,7 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
         },
     )  # fmt: skip
     note = "A click on a task in the legend puts it alone." + left_out(rows)
-    return Panel("Breakdown by task", note, spec, cell_table("", rows, tables.TASKS))
+    return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
 
 
 _TASK_COLOURS = [f"var(--series-{i})" for i in (1, 2, 3, 4, 5, 6)] + [GREY]
@@ -238,11 +224,10 @@ def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.median and r.predicted_tok_s and not r.simulated]
     if not rows:
         return None
-    names = labels_of(rows)
     data = [
-        {"cell": names[r.fingerprint], "measured": r.median, "value": r.predicted_tok_s, "says":
-         f"{names[r.fingerprint]}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
-        for r in rows
+        {"cell": label, "measured": r.median, "value": r.predicted_tok_s,
+         "says": f"{label}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
+        for r, label in labelled(rows, len(rows))
     ]  # fmt: skip
     both = [v for d in data for v in (d["measured"], d["value"]) if isinstance(v, float)]
     ends = [min(both) * 0.8, max(both) * 1.25]
@@ -259,19 +244,19 @@ def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ],
     )  # fmt: skip
     note = "On the dashed line the performance model is right; above it it promised too much. Both axes logarithmic."
-    return Panel("Predicted against measured", note, spec, cell_table("", rows, tables.PREDICTED))
+    return Panel("Predicted against measured", note, spec, cell_table("", rows, figures.PREDICTED))
 
 
-def _repeats_table(rows: Sequence[CellSummary]) -> tables.Table:
+def _repeats_table(rows: Sequence[CellSummary]) -> Table:
     count = max(len(r.throughput) for r in rows)
     columns = [Column("Cell", numeric=False), Column("Median", "tok/s"), Column("95 % interval", "tok/s")]
     columns += [Column(f"Repeat {i + 1}", "tok/s") for i in range(count)]
     lines = []
-    for row in rows[: tables.MOST_ROWS]:
+    for row in rows[:MOST_ROWS]:
         interval = interval_of(row.throughput)
         texts = columns_of([row.median, *row.throughput])
         none = Cell(MISSING, why="needs two repeats")
         shown = [Cell(" to ".join(columns_of(interval))) if interval else none]
         missing = [Cell(MISSING, why="not run, or not ok")] * (count - len(row.throughput))
-        lines.append([tables.name_cell(row), Cell(texts[0]), *shown, *map(Cell, texts[1:]), *missing])
+        lines.append([name_cell(row), Cell(texts[0]), *shown, *map(Cell, texts[1:]), *missing])
     return plain_table("", columns, lines)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from harness.api import HarnessError
 from reports.accuracy import lost_accuracy
+from reports.cells import workload_of
 from reports.environment import differing
 from reports.failures import by_failures, failure_remarks
 from reports.records import Runs, read_runs
 from reports.samples import THROUGHPUT, Sample, changed_cell, in_unit, labelled, pairs_of, samples_of, unit_of
 from reports.stats import ALPHA, hodges_lehmann, holm, launches_needed, mann_whitney, noise_floor, ratio_of, smallest_p
-from reports.summary import DISTURBED, others_share, workload_of
+from reports.summary import DISTURBED, others_share
 from reports.text import median, one_line, plural
 from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Comparison
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.api import to_json
+from reports.junit import Case
+from reports.junit import junit as as_junit
 from reports.render import markdown_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.terminal import plain_text
-from reports.text import MISSING, clean, columns_of, number
+from reports.text import MISSING, columns_of, number
 from reports.verdicts import CellVerdict, Comparison
 
+_ORDER = ("regression", "not comparable", "inconclusive", "improvement", "no change", "new", "as expected")
 _TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
 _FIGURES = ("Cell", "Verdict", "Base", "Head", "Head / base", "95 % interval", "p", "Launches")
 
 
 def compare_table(found: Comparison) -> Table:
     """A row a cell, the worst first."""
-    order = ("regression", "not comparable", "inconclusive", "improvement", "no change", "new", "as expected")
-    cells = sorted(found.cells, key=lambda c: order.index(c.verdict))
+    cells = worst_first(found.cells)
     base, head = columns_of([c.base for c in cells]), columns_of([c.head for c in cells])
     rows = [_row(cell, old, new) for cell, old, new in zip(cells, base, head, strict=True)]
     columns = (
@@ -37,6 +38,11 @@ def compare_table(found: Comparison) -> Table:
         Column("Why", numeric=False, wide=True),
     )
     return plain_table(f"{found.head} against {found.base}, {found.metric}", columns, rows)
+
+
+def worst_first(cells: Iterable[CellVerdict]) -> list[CellVerdict]:
+    """Cells by what needs attention."""
+    return sorted(cells, key=lambda c: _ORDER.index(c.verdict))
 
 
 def _row(cell: CellVerdict, base: str, head: str) -> list[Cell]:
@@ -61,7 +67,7 @@ def text(found: Sequence[Comparison]) -> str:
     parts = []
     for one in found:
         table = compare_table(one).only(_FIGURES)
-        why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in one.cells]
+        why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in worst_first(one.cells)]
         parts.append(plain_text(one.summary, table, [*why, *one.notes]))
     return "\n\n".join(parts)
 
@@ -80,25 +86,16 @@ def as_json(found: Sequence[Comparison]) -> str:
 def junit(found: Sequence[Comparison]) -> str:
     """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped. An engine
     that is slower than another is no failure."""
-    root = ET.Element("testsuites")
-    for one in found:
-        failed = () if one.engines else one.of("regression")
-        undecided = one.of("inconclusive", "not comparable")
-        suite = ET.SubElement(
-            root, "testsuite", name=_xml(f"{one.head} against {one.base}"), tests=str(len(one.cells)),
-            failures=str(len(failed)), errors="0", skipped=str(len(undecided)),
-        )  # fmt: skip
-        for cell in one.cells:
-            case = ET.SubElement(suite, "testcase", classname=_xml(cell.workload), name=_xml(cell.name))
-            words = _xml("; ".join([cell.reason, *cell.remarks]))
-            if cell in failed:
-                ET.SubElement(case, "failure", message=words, type=cell.verdict).text = _xml(_figures(cell, one.unit))
-            elif cell in undecided:
-                ET.SubElement(case, "skipped", message=_xml(f"{cell.verdict}: {words}"))
-            else:
-                ET.SubElement(case, "system-out").text = _xml(f"{words}. {_figures(cell, one.unit)}")
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+    return as_junit({f"{one.head} against {one.base}": [_case(one, cell) for cell in one.cells] for one in found})
+
+
+def _case(one: Comparison, cell: CellVerdict) -> Case:
+    words, figures = "; ".join([cell.reason, *cell.remarks]), _figures(cell, one.unit)
+    if cell.verdict == "regression" and not one.engines:
+        return Case(cell.workload, cell.name, "failed", words, kind=cell.verdict, figures=figures)
+    if cell.verdict in ("inconclusive", "not comparable"):
+        return Case(cell.workload, cell.name, "skipped", f"{cell.verdict}: {words}")
+    return Case(cell.workload, cell.name, "passed", words, figures=figures)
 
 
 def github_action_benchmark(found: Sequence[Comparison]) -> str:
@@ -137,8 +134,3 @@ def _figures(cell: CellVerdict, unit: str) -> str:
     if cell.ratio is None or cell.base is None or cell.head is None:
         return "No ratio."
     return f"{number(cell.base)} is {number(cell.head)} {unit}; as speed {cell.ratio:.3f}, {_range(cell)}"
-
-
-def _xml(words: str) -> str:
-    """XML has no place for most control characters, not even escaped."""
-    return clean(words).replace("\ufffe", "\ufffd").replace("\uffff", "\ufffd")

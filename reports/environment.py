@@ -27,6 +27,9 @@ def environment_of(record: RunRecord, engines: bool = False) -> dict[str, str | 
     packages = known.get("packages")
     if isinstance(packages, Mapping):
         found |= {f"packages.{name}": str(version) for name, version in packages.items()}
+    settings = known.get("settings")
+    if isinstance(settings, Mapping):
+        found |= {f"settings.{name}": str(value) for name, value in settings.items()}
     return found | ({"python": str(known["python"])} if "python" in known else {})
 
 

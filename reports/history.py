@@ -13,8 +13,9 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from harness.api import HarnessError, RunRecord, first_line, to_json
+from reports.cells import name_of, workload_of
 from reports.environment import environment_of
-from reports.summary import throughput, workload_of
+from reports.summary import throughput
 from reports.text import one_line
 
 #: Of the tables below; a database of a newer program is refused.
@@ -139,7 +140,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
         "dirty": bool(git.get("dirty")),
         "machine": hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12],
         "suite": one_line(record.spec.suite),
-        "cell": one_line(record.spec.name) or record.spec.engine,
+        "cell": name_of(record),
         "engine": one_line(record.spec.engine),
         "workload": workload_of(record),
         "fingerprint": record.fingerprint,

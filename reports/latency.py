@@ -17,8 +17,8 @@ from reports.vega import (
     Panel,
     amount,
     chart,
-    labels_of,
-    marked,
+    labelled,
+    left_out,
     says,
 )
 
@@ -41,14 +41,12 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
     points = [(r, at) for r in rows if r.ok and r.median and (at := request_latency(r))]
     if len(points) < 2:
         return None
-    names = labels_of(r for r, _ in points)
     front = pareto_front([(at, r.median or 0.0) for r, at in points if not r.reference])
     data: list[Datum] = []
-    for row, at in points:
-        label = marked(row, names[row.fingerprint])
+    for (row, label), (_, at) in zip(labelled((r for r, _ in points), len(points)), points, strict=True):
         of = "reference" if row.reference else row.engine
         words = f"{label}: {number(row.median or 0)} tok/s, {number(at)} s a request"
-        data.append({"name": names[row.fingerprint], "engine": of, "latency": at, "value": row.median, "says": words})
+        data.append({"name": label, "engine": of, "latency": at, "value": row.median, "says": words})
     line = [{"latency": at, "value": value, "says": "nothing is better in both"} for at, value in front]
     engines = sorted({str(d["engine"]) for d in data})
     kind = {"field": "engine", "type": "nominal", "title": None}
@@ -105,8 +103,7 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
         if not curves:
             continue
         shown = curves[:_MOST_CURVES]
-        names = labels_of(r for r, _ in curves)
-        labels = [marked(r, names[r.fingerprint]) for r, _ in shown]
+        labels = [label for _, label in labelled((r for r, _ in curves), _MOST_CURVES)]
         data = [
             {
                 "cell": label,
@@ -139,8 +136,7 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
                  "encoding": says() | {"shape": cell | {"scale": {"domain": labels, "range": _cycle(SHAPES, labels)}}}},
             ],
         )  # fmt: skip
-        more = f" The first {_MOST_CURVES} of {len(curves)} cells are drawn." if len(curves) > _MOST_CURVES else ""
-        note = f"Requests of all repeats. A click in the legend puts a cell alone.{more}"
+        note = "Requests of all repeats. A click in the legend puts a cell alone." + left_out(curves, _MOST_CURVES)
         panels.append(Panel(f"{title} ({short})", note, spec, _percentiles(curves)))
     return panels
 

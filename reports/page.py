@@ -6,15 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from reports import sections, tables
+from reports import figures, sections
 from reports.ablation import ablation_panel
 from reports.accuracy import accuracy_panel, accuracy_remarks, accuracy_table
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
 from reports.environment import machines
+from reports.headline import headline
 from reports.latency import pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, headline, others_share, summary_rows
+from reports.summary import DISTURBED, CellSummary, by_workload, others_share, summary_rows
 from reports.tables import MOST_ROWS, Table, cell_table
 from reports.text import median, number, one_line, plural
 from reports.timeline import utilisation_panel
@@ -93,13 +94,13 @@ def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> WorkloadPa
         utilisation_panel(rows), bound_panel(finished), memory_panel(rows), tiers_panel(finished),
         predicted_panel(finished), accuracy_panel(finished), *spread_panels(finished),
     )  # fmt: skip
-    times = [cell_table("Latency, phases and energy, median over repeats", finished, tables.TIMES)] * bool(finished)
+    times = [cell_table("Latency, phases and energy, median over repeats", finished, figures.TIMES)] * bool(finished)
     return WorkloadPart(
         title=title,
         headline=headline(rows),
         remarks=tuple(_remarks(rows)),
-        summary=cell_table("Summary, fastest first", rows, tables.SUMMARY, status=True),
-        summary_short=cell_table("Summary, fastest first", rows[:MOST_ROWS], tables.SUMMARY_SHORT, status=True),
+        summary=cell_table("Summary, fastest first", rows, figures.SUMMARY, status=True),
+        summary_short=cell_table("Summary, fastest first", rows[:MOST_ROWS], figures.SUMMARY_SHORT, status=True),
         accuracy=tuple(t.first() for t in _accuracy(rows, finished)),
         published=published_table(rows, runs.reproduces),
         panels=tuple(replace(p, table=p.table.first() if p.table else None) for p in panels if p),
@@ -110,7 +111,7 @@ def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> WorkloadPa
 def _accuracy(rows: Sequence[CellSummary], finished: Sequence[CellSummary]) -> tuple[Table, ...]:
     """Of a task: what answers are worth, and how fast they came, with and without padding."""
     judged = accuracy_table(rows)
-    return () if judged is None else (judged, cell_table("How fast the answers came", finished, tables.PADDING))
+    return () if judged is None else (judged, cell_table("How fast the answers came", finished, figures.PADDING))
 
 
 def _mixed(runs: Runs) -> list[str]:

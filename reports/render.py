@@ -27,7 +27,7 @@ def markdown_of(template: str, **values: Any) -> str:
 
 def write(path: Path, text: str) -> None:
     """Writes a file whole, or leaves what was there. Raises HarnessError for a place that cannot be written."""
-    if path.is_dir() or not path.name:
+    if is_folder(path) or not path.name:
         raise HarnessError(f"cannot write {path}: it is a folder; name a file with --out")
     part = path.with_name(f".{path.name}.part")
     try:
@@ -38,6 +38,14 @@ def write(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another place with --out") from exc
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name. Of a name that no file system takes there is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _environment(**options: Any) -> jinja2.Environment:

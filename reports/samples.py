@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from harness.api import HarnessError, RunRecord, RunSpec, to_json
-from reports.summary import throughput, workload_of
+from harness.api import HarnessError, RunRecord, RunSpec
+from reports.cells import name_of, settings_of, workload_of
+from reports.summary import throughput
 from reports.text import finite, median, one_line, positive
 from reports.verdicts import CellVerdict
 
@@ -110,21 +111,14 @@ def labelled(sample: Sample | None) -> CellVerdict:
     """A cell's names, with nothing said of it yet."""
     record = sample.records[-1] if sample else None
     assert record is not None  # a pair has at least one side, and a side at least one record
-    name = one_line(record.spec.name) or record.spec.engine
-    return CellVerdict(name, one_line(record.spec.engine), workload_of(record), "not comparable", "")
+    return CellVerdict(name_of(record), one_line(record.spec.engine), workload_of(record), "not comparable", "")
 
 
 def changed_cell(a: RunRecord, b: RunRecord) -> str:
     """Which settings of two cells of one name differ; empty where the cells are the same."""
     if a.fingerprint == b.fingerprint:
         return ""
-    old, new = _flat(to_json(a.spec)), _flat(to_json(b.spec))
+    old, new = settings_of(a.spec), settings_of(b.spec)
     apart = [k for k in {**old, **new} if old.get(k) != new.get(k) and k not in RunSpec.LABELS]
     changed = "; ".join(f"{k} {old.get(k)} is {new.get(k)}" for k in apart)
     return one_line(changed) or "measured by another version, which tells cells apart in another way"
-
-
-def _flat(value: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}".lstrip(".")).items()}

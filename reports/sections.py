@@ -8,7 +8,7 @@ from typing import Any
 from harness.api import RunRecord
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
-from reports.text import GIB, MISSING, columns_of, finite, median, number, one_line
+from reports.text import GIB, MISSING, columns_of, finite, flat, median, number, one_line
 
 DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
@@ -181,7 +181,7 @@ def provenance(records: Sequence[RunRecord]) -> Table | None:
     values: dict[str, dict[str, int]] = {}
     for record in records:
         data = {f"sha256.{name}": digest for name, digest in record.accuracy.files.items()} if record.accuracy else {}
-        for key, value in (_flat(record.provenance) | data).items():
+        for key, value in (_in_words(record.provenance) | data).items():
             counts = values.setdefault(key, {})
             counts[value] = counts.get(value, 0) + 1
     lines = [(Cell(key), _value_cell(counts)) for key, counts in values.items()]
@@ -191,7 +191,7 @@ def provenance(records: Sequence[RunRecord]) -> Table | None:
 
 def commit(records: Sequence[RunRecord]) -> str:
     """The commit the records were made at, shortened; empty where none or several are recorded."""
-    states = [_flat(r.provenance) for r in records]
+    states = [_in_words(r.provenance) for r in records]
     found = {state.get("git.commit", "") for state in states}
     if len(found) != 1:
         return ""
@@ -236,20 +236,17 @@ def _spark_cell(medians: Sequence[float]) -> Cell:
     return Cell("", why=f"one point a probe: {words}", spark=_spark(medians))
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+def _in_words(known: Mapping[str, Any]) -> dict[str, str]:
     """Nested data as `a.b: text`; lists are joined, None and empty values left out."""
-    if isinstance(value, Mapping):
-        out: dict[str, str] = {}
-        for key, inner in value.items():
-            out |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-        return out
-    if isinstance(value, list | tuple):
-        return {prefix: ", ".join(_words(v) for v in value)} if value else {}
-    if value is None or value == "":
-        return {}
-    if prefix.endswith("_bytes") and (size := finite(value)) is not None:
-        return {prefix.removesuffix("_bytes"): f"{number(size / GIB)} GiB"}
-    return {prefix: str(value)}
+    out = {}
+    for key, value in flat(known).items():
+        if isinstance(value, list | tuple):
+            out[key] = ", ".join(_words(v) for v in value)
+        elif key.endswith("_bytes") and (size := finite(value)) is not None:
+            out[key.removesuffix("_bytes")] = f"{number(size / GIB)} GiB"
+        else:
+            out[key] = "" if value is None else str(value)
+    return {key: text for key, text in out.items() if text}
 
 
 def _words(item: Any) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
+from reports.cells import name_of, workload_of
 from reports.rates import with_rates_around
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import TIMES_SIGN, columns_of, finite, median, number, one_line, positive
+from reports.text import finite, median, one_line, positive
 
 #: Cells of a workload, from the fastest, whose ratios get an interval: more would take longer than anybody reads.
 _MOST_INTERVALS = 200
@@ -166,36 +167,6 @@ def metric(records: Sequence[RunRecord], name: str) -> float | None:
     return median([finite(r.metrics.get(name)) for r in records])
 
 
-def headline(rows: Sequence[CellSummary]) -> str:
-    """One sentence on a workload: the fastest cell, by how much, and how far from what the machine allows."""
-    order = ranked(rows)
-    if not order:
-        return "No cell gave a result that can be ranked." if len(rows) > 1 else "The cell gave no result."
-    best = order[0]
-    kind = " (simulated)" if best.simulated else " (projected)" if best.projected else ""
-    within = " within the limit" if best.limit_bytes else ""
-    parts = []
-    rival = _rival(best, order)
-    if rival and rival.throughput:
-        what = "the next" if rival.engine == best.engine else "the best of another engine"
-        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput), best.simulated)} {rival.name}, {what}")
-    if best.bound_fraction is not None:
-        parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
-    speed = f"{number(best.median or 0)} tok/s{within}{kind}"
-    return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
-
-
-def _times(ratio: Ratio, exact: bool) -> str:
-    """How many times, with the interval, or why there is none; what is simulated is exact."""
-    times = f"{number(ratio.ratio)}{TIMES_SIGN}"
-    if exact:
-        return times
-    if ratio.low is None or ratio.high is None:
-        return f"{times} (too few launches for an interval)"
-    unsure = "" if ratio.excludes_one else " (1 is possible: not told apart)"
-    return f"{times} [{', '.join(columns_of([ratio.low, ratio.high]))}]{unsure}"
-
-
 def _cell(records: Sequence[RunRecord]) -> CellSummary:
     last = records[-1]
     ok = [r for r in records if r.status == "ok"]
@@ -208,7 +179,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
     return CellSummary(
         fingerprint=last.fingerprint,
         suite=one_line(spec.suite),
-        name=one_line(spec.name) or spec.engine,
+        name=name_of(last),
         engine=one_line(spec.engine),
         workload=workload_of(last),
         statuses=tuple(r.status for r in records),
@@ -238,16 +209,6 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         num_requests=None if requests is None else int(requests),
         records=tuple(records),
     )
-
-
-def workload_of(record: RunRecord) -> str:
-    """What was asked of which model, in words: cells with the same words may be compared."""
-    model, load = record.spec.model, record.spec.workload
-    details = [f"revision {model.revision}"] if model.revision else []
-    details += ["dummy weights"] if model.weights == "dummy" else []
-    details += [f"stored as {model.dtype}"] if model.dtype != "auto" else []
-    shown = f"{model.id} ({', '.join(details)})" if details else model.id
-    return one_line(f"{shown}, {load.words}")
 
 
 def _asked_dtype(record: RunRecord) -> str | None:
@@ -282,7 +243,7 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     rows = []
     for row in group:
         related = replace(row, most_requests=most or None)
-        rival = _rival(row, leading) if row.fingerprint in place else None
+        rival = rival_of(row, leading) if row.fingerprint in place else None
         if rival and rival.median and row.median is not None:
             sure = place[row.fingerprint] < _MOST_INTERVALS
             found = (
@@ -295,7 +256,7 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))
 
 
-def _rival(row: CellSummary, order: Sequence[CellSummary]) -> CellSummary | None:
+def rival_of(row: CellSummary, order: Sequence[CellSummary]) -> CellSummary | None:
     """The cell that `row` is compared with: the fastest of other engines, or else the fastest of its own others."""
     other = next((r for r in order if r.engine != row.engine), None)
     return other or next((r for r in order if r.fingerprint != row.fingerprint), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MISSING = "\u2013"
 TIMES_SIGN = "\u00d7"
@@ -74,6 +74,15 @@ def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
     scaled = [None if v is None else v / scale for v in values]
     places = decimals(v for v in scaled if v is not None)
     return [MISSING if v is None else number(v, places) for v in scaled]
+
+
+def flat(value: object, prefix: str = "") -> dict[str, object]:
+    """Nested data as one level: `{"a": {"b": 1}}` is `{"a.b": 1}`."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {
+        k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
 
 
 def plural(count: int, noun: str, many: str = "") -> str:

@@ -10,7 +10,7 @@ from harness.api import RunRecord, TraceEvent, to_json, union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import number, one_line
-from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, amount, labels_of, row_chart, says
+from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, amount, labelled, left_out, row_chart, says
 
 #: Parts of a pass that are looked at one by one.
 _BINS = 80
@@ -24,13 +24,12 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     traced = [(row, record.trace) for row in rows if (record := _last_traced(row.ok_records))]
     if not traced:
         return None
-    names = labels_of(row for row, _ in traced)
-    shown = traced[:_MOST_CELLS]
     data: list[Datum] = []
-    for row, events in shown:
+    labels = labelled((row for row, _ in traced), _MOST_CELLS)
+    for (_, label), (_, events) in zip(labels, traced, strict=False):
         end = _end(events)
         data += [
-            {"cell": f"{names[row.fingerprint]}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
+            {"cell": f"{label}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
              "shares": [round(share, 3) for share in busy(own, end)]}
             for lane, own in _lanes(events).items()
         ]  # fmt: skip
@@ -57,9 +56,8 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
             **says(),
         },
     )  # fmt: skip
-    more = f" The first {_MOST_CELLS} of {len(traced)} cells are drawn." if len(traced) > _MOST_CELLS else ""
-    note = f"The fuller the colour, the busier. The pass itself is in the folder traces, for Perfetto.{more}"
-    return Panel("Utilisation by resource over one pass", note, spec, _table(traced))
+    note = "The fuller the colour, the busier. The pass itself is in the folder traces, for Perfetto."
+    return Panel("Utilisation by resource over one pass", note + left_out(traced, _MOST_CELLS), spec, _table(traced))
 
 
 def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[float]:

@@ -1,9 +1,9 @@
-"""Where a cell's speed changed for good over commits, and the trend as a chart."""
+"""Where the level of a cell's speed changed over commits, and the trend as a chart."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from reports.optional import needed
 from reports.stats import interval_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.text import MISSING, columns_of, median, number, one_line
-from reports.vega import BLUE, ORANGE, SOFT, Panel, amount, chart, says
+from reports.vega import BLUE, ORANGE, SOFT, Datum, Panel, amount, chart, says
 from reports.verdicts import LEAST_EFFECT
 
 #: Fewer commits than this show no change that lasts.
@@ -69,8 +69,9 @@ def trend_panel(series: Series) -> Panel | None:
     points = [p for p in series.points if p.speeds]
     if len(points) < 2:
         return None
-    marks = {c.commit: c for c in changes(series)}
-    data = []
+    found = changes(series)
+    marks = {c.commit: c for c in found}
+    data: list[Datum] = []
     for point in points:
         middle, interval = median(point.speeds) or 0.0, interval_of(point.speeds)
         low, high = interval or (middle, middle)
@@ -96,12 +97,12 @@ def trend_panel(series: Series) -> Panel | None:
         ],
     )  # fmt: skip
     note = f"{one_line(series.workload)}; machine {series.machine}. Dashed where the level changed."
-    return Panel(f"{series.cell} over commits", note, spec, trend_table(series))
+    return Panel(f"{series.cell} over commits", note, spec, trend_table(series, found))
 
 
-def trend_table(series: Series) -> Table:
-    """A row a commit."""
-    marks = {c.commit: c for c in changes(series)}
+def trend_table(series: Series, found: Iterable[Change]) -> Table:
+    """A row a commit, with the changes that were found."""
+    marks = {c.commit: c for c in found}
     speeds = columns_of([median(p.speeds) for p in series.points])
     rows = []
     for point, speed in zip(series.points, speeds, strict=True):
@@ -120,7 +121,9 @@ def trend_table(series: Series) -> Table:
 
 
 def short(commit: str) -> str:
-    """A commit as people write it; a + stands for local changes."""
+    """A commit as people write it; a + stands for local changes. A day that stands for a commit is left whole."""
+    if " " in commit:
+        return commit
     return commit[:10] + ("+" if commit.endswith("+") else "")
 
 

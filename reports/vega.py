@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from markupsafe import Markup
 
@@ -18,7 +20,6 @@ from reports.render import write
 from reports.summary import CellSummary
 from reports.tables import Table
 
-T = TypeVar("T")
 Spec = Mapping[str, Any]
 Datum = dict[str, Any]
 
@@ -33,6 +34,10 @@ BLUE, ORANGE, GREEN, GREY, INK, SOFT, RULE = (
 #: Pixels of a row.
 _ROW = 26
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+#: What its licence asks for with every copy.
+_LICENCE = (
+    "/* Vega, Vega-Lite, vega-embed: (c) University of Washington Interactive Data Lab and others, BSD-3-Clause */\n"
+)
 _FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 _CONFIG = {
     "background": "transparent",
@@ -47,7 +52,6 @@ _CONFIG = {
         "labelColor": INK, "titleColor": SOFT, "orient": "top", "title": None, "labelFontSize": 12, "labelLimit": 260,
         "symbolStrokeWidth": 2, "columns": 4,
     },
-    "header": {"labelColor": INK, "labelFontSize": 12, "title": None},
     "text": {"color": INK},
 }  # fmt: skip
 
@@ -55,17 +59,17 @@ _CONFIG = {
 @dataclass(frozen=True)
 class Panel:
     """A chart with its figures as a table, for those who cannot see or point at it. `note` is one sentence on how to
-    read it; `spec` is None where a table alone says it best."""
+    read it."""
 
     title: str
     note: str
-    spec: Spec | None
+    spec: Spec
     table: Table | None
 
     @property
     def height(self) -> int:
         """About how high the chart will be, in pixels: the place that is kept free for it."""
-        return 0 if self.spec is None else int(self.spec["height"]) + 60
+        return int(self.spec["height"]) + 60
 
 
 def chart(height: int, **parts: Any) -> Spec:
@@ -80,12 +84,10 @@ def row_chart(labels: Sequence[str], **parts: Any) -> Spec:
     return chart(_ROW * max(1, len(labels)), encoding=encoding, **parts)
 
 
-def says(field: str = "says") -> dict[str, Any]:
-    """Encoding of what a mark says: on demand, and to a screen reader."""
-    return {
-        "tooltip": {"field": field, "type": "nominal"},
-        "description": {"field": field, "type": "nominal"},
-    }
+def says() -> dict[str, Any]:
+    """Encoding of what a mark says, which is its datum's `says`: on demand, and to a screen reader."""
+    words = {"field": "says", "type": "nominal"}
+    return {"tooltip": words, "description": words}
 
 
 def rows_axis(labels: Sequence[str]) -> dict[str, Any]:
@@ -107,30 +109,24 @@ def log_toggle(smallest: float, largest: float) -> dict[str, Any]:
     }
 
 
-def labels_of(rows: Iterable[CellSummary]) -> dict[str, str]:
-    """A name for each cell, by fingerprint; cells of one name are numbered."""
-    found: dict[str, str] = {}
-    taken: dict[str, int] = {}
-    for row in rows:
-        taken[row.name] = taken.get(row.name, 0) + 1
-        found[row.fingerprint] = row.name if taken[row.name] == 1 else f"{row.name} ({taken[row.name]})"
+def labelled(rows: Iterable[CellSummary], most: int = MOST_CELLS) -> list[tuple[CellSummary, str]]:
+    """The first cells, as many as are drawn, each with a label: its name and what qualifies its figures.
+
+    Cells of one name are numbered.
+    """
+    found: list[tuple[CellSummary, str]] = []
+    taken: Counter[str] = Counter()
+    for row in islice(rows, most):
+        taken[row.name] += 1
+        name = row.name if taken[row.name] == 1 else f"{row.name} ({taken[row.name]})"
+        kinds = ["reference"] * row.reference + ["simulated"] * row.simulated + ["projected"] * row.projected
+        found.append((row, f"{name} ({', '.join(kinds)})" if kinds else name))
     return found
 
 
-def marked(row: CellSummary, label: str) -> str:
-    """A cell's label with what qualifies its figures."""
-    kinds = ["reference"] * row.reference + ["simulated"] * row.simulated + ["projected"] * row.projected
-    return f"{label} ({', '.join(kinds)})" if kinds else label
-
-
-def drawn(rows: Sequence[T]) -> Sequence[T]:
-    """As many cells as a chart can hold, from the first."""
-    return rows[:MOST_CELLS]
-
-
-def left_out(rows: Collection[CellSummary]) -> str:
+def left_out(rows: Sized, most: int = MOST_CELLS) -> str:
     """A sentence on cells that are not drawn; empty where all are."""
-    return f" The first {MOST_CELLS} of {len(rows)} cells are drawn." if len(rows) > MOST_CELLS else ""
+    return f" The first {most} of {len(rows)} cells are drawn." if len(rows) > most else ""
 
 
 def library(cache: Path | None = None) -> Markup | None:
@@ -139,10 +135,10 @@ def library(cache: Path | None = None) -> Markup | None:
     Making it takes more than a second, so it is kept in `cache`.
     """
     try:
-        import vl_convert  # noqa: F401
-    except ImportError:
+        known = version("vl-convert-python")
+    except PackageNotFoundError:
         return None
-    kept = cache / f"vega-{version('vl-convert-python')}.js" if cache else None
+    kept = cache / f"vega-{known}.js" if cache else None
     if kept is not None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return Markup(kept.read_text(encoding="utf-8"))
@@ -157,6 +153,6 @@ def library(cache: Path | None = None) -> Markup | None:
 def _made() -> str:
     import vl_convert
 
-    code: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    code: str = _LICENCE + vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # inside a page no script may hold the end of one, not even in a string; the two are the same to JavaScript
     return re.sub("</(?=script)", r"<\\/", code, flags=re.IGNORECASE)

@@ -84,7 +84,10 @@ def test_nothing_goes_wrong_and_nothing_sticks_out(browser: Any, report: Path, w
 def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(browser: Any, report: Path) -> None:
     opened = Opened(browser, report)
     page = opened.page
-    names = lambda: page.locator("table.sortable tbody:first-of-type tr th").all_inner_texts()  # noqa: E731
+
+    def names() -> list[str]:
+        return page.locator("table.sortable tbody:first-of-type tr th").all_inner_texts()
+
     first = names()
     heading = page.get_by_role("button", name="Throughput tok/s")
     heading.click()
@@ -127,8 +130,11 @@ def test_the_axis_can_be_logarithmic(browser: Any, report: Path) -> None:
 def test_a_click_in_a_legend_puts_one_alone(browser: Any, report: Path) -> None:
     opened = Opened(browser, report)
     panel = opened.page.locator("figure.panel", has_text="Time to first token")
-    opacities = lambda: set(panel.locator("g.mark-line path").evaluate_all(  # noqa: E731
-        "paths => paths.map(p => p.getAttribute('opacity'))"))  # fmt: skip
+
+    def opacities() -> set[str]:
+        paths = panel.locator("g.mark-line path")
+        return set(paths.evaluate_all("paths => paths.map(p => p.getAttribute('opacity'))"))
+
     before = opacities()
     panel.locator("g.mark-text.role-legend-label text", has_text="offload-zigzag").click()
     opened.page.wait_for_timeout(300)
@@ -138,10 +144,13 @@ def test_a_click_in_a_legend_puts_one_alone(browser: Any, report: Path) -> None:
 
 def test_the_theme_can_be_switched_charts_included(browser: Any, report: Path) -> None:
     opened = Opened(browser, report)
-    colours = lambda: opened.page.evaluate(  # noqa: E731
-        "[getComputedStyle(document.body).backgroundColor,"
-        " getComputedStyle(document.querySelector('.plot svg .role-axis-label text')).fill]"
-    )
+
+    def colours() -> list[str]:
+        return opened.page.evaluate(
+            "[getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.querySelector('.plot svg .role-axis-label text')).fill]"
+        )
+
     light = colours()
     opened.page.get_by_role("button", name="Dark theme").click()
     dark = colours()

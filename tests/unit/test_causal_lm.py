@@ -1,11 +1,8 @@
 """What all engines on transformers' models share."""
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from engines.causal_lm import _project_rows  # noqa: E402
+from engines.causal_lm import _project_rows
 
 
 class _Model(torch.nn.Module):

@@ -379,3 +379,10 @@ def test_at_most_one_suite_of_a_hundred_cries_wolf(cells: int) -> None:
 @pytest.mark.parametrize("cells", [1, 5])
 def test_nine_of_ten_slowdowns_by_ten_percent_are_seen(cells: int) -> None:
     assert rate(Case(cells, launches=7, slowdown=0.1), 500, seen, seed=1) >= 0.9
+
+
+def test_settings_of_the_environment_must_be_the_same() -> None:
+    head = repeats(cell(), SPEEDS, provenance=PROVENANCE | {"settings": {"OMP_NUM_THREADS": "1"}})
+    base = repeats(cell(), SPEEDS, provenance=PROVENANCE | {"settings": {"OMP_NUM_THREADS": "2"}})
+    assert "settings.OMP_NUM_THREADS 2 is 1" in verdict(base, head)[1]
+    assert "settings.OMP_NUM_THREADS unknown is 1" in verdict(BASE, head)[1]

@@ -11,13 +11,9 @@ import pytest
 
 from harness.api import HarnessError, RunRecord
 from reports.build import build
-from tests.records import PROVENANCE, cell, failed, record, repeats, write
-
-pytest.importorskip("sqlalchemy")
-pytest.importorskip("ruptures")
-
 from reports.history import History, Point, Series
 from reports.trend import FEWEST, changes, trend_panel
+from tests.records import PROVENANCE, cell, failed, record, repeats, write
 
 
 def at_commit(number: int, speeds: tuple[float, ...], dirty: bool = False) -> list[RunRecord]:
@@ -167,7 +163,20 @@ def test_the_report_shows_trends(tmp_path: Path, url: str) -> None:
     assert 'id="trends"' in document and "slower: 0.800" in document
     (series,) = history.series()
     panel = trend_panel(series)
-    assert panel is not None and panel.spec is not None
+    assert panel is not None
     assert [d["changed"] for d in panel.spec["data"]["values"]].count(True) == 1
     build([run])
     assert 'id="trends"' not in (run / "report.html").read_text()
+
+
+def test_days_that_stand_for_commits_stay_apart(tmp_path: Path, url: str) -> None:
+    history = History(url)
+    for day in (1, 2, 3):
+        nights = [
+            replace(r, provenance={}, started_at=f"2026-11-0{day}T02:00:00+00:00") for r in at_commit(0, (10.0, 10.1))
+        ]
+        history.add(nights)
+    (series,) = history.series()
+    panel = trend_panel(series)
+    assert panel is not None
+    assert [d["commit"] for d in panel.spec["data"]["values"]] == [f"no commit, 2026-11-0{day}" for day in (1, 2, 3)]

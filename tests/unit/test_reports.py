@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -20,18 +21,16 @@ from harness.api import (
     RunRecord,
     TraceEvent,
     WorkloadSpec,
-    to_json,
 )
 from reports import text
-from reports.build import build, load_records, summary_rows
-from reports.records import read_runs
-from reports.render import write as write_file
-from reports.summary import CellSummary, headline, ranked
-from reports.tables import allowed
+from reports.build import build, summary_rows
+from reports.figures import allowed
+from reports.headline import headline
+from reports.summary import CellSummary, ranked
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library
-from tests.records import GIB, HOSTILE, PROVENANCE, cell, demo, failed, hostile_records, record, repeats, write
+from tests.records import GIB, HOSTILE, cell, demo, failed, hostile_records, record, repeats, write
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "report.csv"
 
@@ -178,7 +177,7 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
     (row,) = summary_rows([record(cell("traced"), trace=events)])
     panel = utilisation_panel([row])
-    assert panel is not None and panel.table is not None and panel.spec is not None
+    assert panel is not None and panel.table is not None
     assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "60", "50"]  # seconds, and percent of them
     lanes = {d["lane"]: d["shares"] for d in panel.spec["data"]["values"]}
     assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0
@@ -187,84 +186,6 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
 def test_busy_shares_are_of_each_part_and_count_overlaps_once() -> None:
     events = (TraceEvent("a", "x", 0.0, 15.0), TraceEvent("b", "x", 10.0, 10.0), TraceEvent("c", "x", 35.0, 1.0))
     assert busy(events, 40.0, 4) == [1.0, 1.0, 0.0, 0.1]
-
-
-# ------------------------------------------------------------------------------------------------ reading
-
-
-def test_a_truncated_last_line_is_left_out_with_a_note(tmp_path: Path) -> None:
-    line = json.dumps(to_json(record(cell(), 1)))
-    runs = read_runs([write(tmp_path, [record(cell())], tail=line[: len(line) // 2])])
-    assert len(runs.records) == 1
-    assert "incomplete" in runs.notes[0]
-
-
-def test_damage_elsewhere_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path, [record(cell())], tail="{broken\n") / "records.jsonl"
-    with pytest.raises(HarnessError, match=f"^{re.escape(str(path))}:2: not JSON"):
-        load_records([tmp_path])
-
-
-def test_the_last_of_duplicates_wins(tmp_path: Path) -> None:
-    one, two = write(tmp_path / "1", [record(cell(), 0, 1.0)]), write(tmp_path / "2", [record(cell(), 0, 3.0)])
-    runs = read_runs([one, two])
-    assert [r.metrics["generation_throughput_tok_s"] for r in runs.records] == [3.0]
-    assert "1 of 2 records" in runs.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "has no records.jsonl"),
-        ("", "holds no complete record"),
-        ('{"spec": {"en', "holds no complete record"),
-        ('{"schema_version": 3, "new": 1}\n', "schema_version 3 is newer than 2"),
-        ("[1]\n", "not a record"),
-        ("{}\n", "not a record"),
-        ('{"schema_version": 2}\n', "field 'spec' is missing"),
-        ("[" * 100_000 + "\n1\n", "not JSON"),
-        ('{"schema_version": 2, "wall_s": NaN}\n', "NaN is no number"),
-    ],
-)
-def test_unreadable_records_are_one_clear_line(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "records.jsonl").write_text(content)
-    with pytest.raises(HarnessError, match=message) as caught:
-        load_records([tmp_path])
-    assert "\n" not in str(caught.value)
-
-
-def test_a_name_that_is_none_and_a_link_in_a_circle(tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").symlink_to(tmp_path / "records.jsonl")
-    for folder in (tmp_path, Path("a" * 300)):
-        with pytest.raises(HarnessError, match="cannot read"):
-            load_records([folder])
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, 1e300])
-def test_a_speed_that_is_none_ranks_nothing(tmp_path: Path, speed: float) -> None:
-    odd = replace(record(cell("odd", seed=3)), metrics={"generation_throughput_tok_s": speed})
-    other = {**PROVENANCE, "machine": {"ram_bytes": 10**400}, "git": "none"}
-    build([write(tmp_path, [odd, record(cell(), provenance=other), record(cell("b", "offload", seed=1))])])
-    assert "odd" in (tmp_path / "report.html").read_text()
-
-
-def test_a_target_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="it is a folder"):
-        write_file(tmp_path, "text")
-    with pytest.raises(HarnessError, match="it is a folder"):
-        write_file(Path(), "text")
-
-
-def test_no_directory() -> None:
-    with pytest.raises(HarnessError, match="no run directory"):
-        load_records([])
-
-
-def test_a_damaged_suite_file_is_only_noted(tmp_path: Path) -> None:
-    write(tmp_path, [record(cell())])
-    (tmp_path / "suite.yaml").write_text("description: [unclosed\n")
-    assert "cannot be read" in read_runs([tmp_path]).notes[0]
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -343,7 +264,7 @@ def test_csv_golden(tmp_path: Path) -> None:
 
 def test_build_picks_places(tmp_path: Path) -> None:
     run = write(tmp_path / "run", demo())
-    assert [p.name for p in build([run])] == ["report.html", "report.md", "report.csv"]
+    assert [p.name for p in build([run])] == ["report.html", "report.md", "report.csv", "report.xml"]
     assert build([run], tmp_path / "deep" / "folder")[0] == tmp_path / "deep" / "folder" / "report.html"
     assert build([run], tmp_path / "only.md") == [tmp_path / "only.md"]
     assert not list(tmp_path.rglob("*.part"))
@@ -405,3 +326,18 @@ def test_a_column_has_one_number_of_decimals() -> None:
     assert text.decimals([120.0, 0.054]) == 3
     assert text.decimals([8, 16]) == 0
     assert text.decimals([]) == 0
+
+
+def test_junit_has_a_case_for_each_cell(tmp_path: Path) -> None:
+    odd = [failed(cell("odd", seed=9), "error", "boom <&> \x00\ufffe", repeat) for repeat in range(2)]
+    awaited = failed(replace(cell("awaited", seed=8), expect="infeasible"), "infeasible", "too large")
+    stopped = failed(cell("stopped", seed=7), "interrupted", "")
+    build([write(tmp_path, [*repeats(cell("fine"), [1.0, 2.0, 3.0]), *odd, awaited, stopped])])
+    (suite,) = ET.fromstring((tmp_path / "report.xml").read_bytes())
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "1", "1")
+    cases = {case.get("name"): case for case in suite}
+    failure = cases["odd"].find("failure")
+    assert failure is not None and "2 of 2 launches: error: boom <&>" in failure.get("message", "")
+    assert cases["stopped"].find("skipped") is not None
+    assert "2 tok/s, 3 launches" in "".join(cases["fine"].itertext())
+    assert cases["awaited"].find("failure") is None

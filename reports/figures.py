@@ -1,0 +1,222 @@
+"""The figures of cells, by the table that shows them: how to get each, its unit, and why it may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from harness.api import RunRecord
+from reports.summary import CellSummary, measured_peak, measured_sum, metric
+from reports.tables import Figure
+from reports.text import MB, MIB, TIMES_SIGN, columns_of, finite, median
+
+
+def allowed(row: CellSummary, resource: str) -> float | None:
+    """The throughput (tokens/s) one resource of the bound allows by itself; None if it is not needed."""
+    rates = []
+    for bound in (r.bound for r in row.ok_records if r.bound):
+        needed: float = getattr(bound, resource)
+        if needed > 0:
+            rates.append(finite(bound.throughput_tok_s * max(bound.compute_s, bound.disk_s) / needed))
+    return median(rates)
+
+
+def _range(row: CellSummary) -> str | None:
+    """The slowest and the fastest repeat."""
+    if row.minimum is None or row.maximum is None or len(row.throughput) < 2:
+        return None
+    return " to ".join(columns_of([row.minimum, row.maximum]))
+
+
+def _read(row: CellSummary) -> float | None:
+    """Bytes read a token; a page here and there is nothing."""
+    found = row.read_bytes_per_token
+    return found if found is None or found > 0.01 * MB else 0.0
+
+
+def _ratio_interval(row: CellSummary) -> str | None:
+    if row.ratio_low is None or row.ratio_high is None:
+        return None
+    return " to ".join(columns_of([row.ratio_low, row.ratio_high]))
+
+
+def _agreement(row: CellSummary) -> str | None:
+    return f"{row.equal_outputs} of {row.compared_outputs}" if row.compared_outputs else None
+
+
+def _memory(row: CellSummary, name: str) -> float | None:
+    values = [getattr(r.memory, name) for r in row.records if r.memory]
+    return max((v for v in values if v is not None), default=None)
+
+
+def _real_share(row: CellSummary) -> float | None:
+    """How much of what was computed was no padding; median."""
+    return median([_share(r) for r in row.ok_records])
+
+
+def _share(record: RunRecord) -> float | None:
+    real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
+    return real / padded if real is not None and padded else None
+
+
+def _load_seconds(row: CellSummary) -> float | None:
+    """Median time from an empty engine to a loaded model, seconds."""
+    return median([measured_sum(r, "wall_s", "load") for r in row.ok_records])
+
+
+def _peak(row: CellSummary, name: str) -> float | None:
+    return max((v for r in row.records if (v := measured_peak(r, name)) is not None), default=None)
+
+
+def _method(row: CellSummary) -> str | None:
+    memories = [r.memory for r in row.records if r.memory]
+    if not memories:
+        return None
+    return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"
+
+
+def seconds_of(task: str) -> Callable[[CellSummary], float | None]:
+    """How long a task was at work; None where it had nothing to do, which a wait of no time is not."""
+
+    def seconds(row: CellSummary) -> float | None:
+        found = metric(row.ok_records, f"task_{task}_s")
+        return found if task == "waiting" else found or None
+
+    return seconds
+
+
+def _predicted_seconds_of(task: str) -> Callable[[CellSummary], float | None]:
+    """How long the performance model says that a task is at work."""
+    return lambda row: median([r.predicted.metrics.get(f"task_{task}_s") for r in row.ok_records if r.predicted])
+
+
+_SECONDS = {"predicted": _predicted_seconds_of, "measured": seconds_of}
+
+
+def _realised(row: CellSummary, name: str) -> Any:
+    """A field of the policy as the engine carried it out, where it places anything."""
+    loads = [r.load for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
+    return getattr(loads[-1].policy, name) if loads else None
+
+
+def _on_disk(row: CellSummary, name: str) -> float | None:
+    triple = _realised(row, name)
+    return None if triple is None else triple[2]
+
+
+def _in_memory(row: CellSummary, name: str) -> float | None:
+    triple = _realised(row, name)
+    return None if triple is None else triple[0] + triple[1]
+
+
+_UNRANKED = "not ranked: reference, incomplete, or nothing to compare"
+_NO_INTERVAL = "not ranked, fewer than two launches, or not among the first 200 cells"
+_NO_TIMES = "the engine does not separate prefill from decode"
+_NO_BOUND = "no machine probe ran beside this cell"
+_NO_TIMELINE = "the engine keeps no timeline"
+_NO_PLACEMENT = "the engine does not say where it placed things"
+_NO_FORECAST = "the engine has no performance model here"
+_NO_COUNTER = "this machine has no counter for it"
+
+SUMMARY = (
+    Figure("Batch", "", lambda r: r.batch, "the batch search settled on none"),
+    Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
+    Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
+    Figure("Range", "tok/s", _range, "needs two repeats"),
+    Figure("To best rival", TIMES_SIGN, lambda r: r.ratio, _UNRANKED),
+    Figure("95 % interval", TIMES_SIGN, _ratio_interval, _NO_INTERVAL),
+    Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
+    Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+    Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
+    Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
+    Figure("Read", "MB/token", _read, _NO_COUNTER, scale=MB),
+    Figure("Same output", "", _agreement, "no reference cell of this seed finished"),
+)
+SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Range", "Compute"})
+
+_TOTALS = (
+    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
+    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+)
+_LOAD = Figure("Load", "s", _load_seconds, "not recorded")
+
+TIMES = (
+    Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
+    Figure("TTFT p50", "s", lambda r: r.ttft_p50_s, "not recorded"),
+    Figure("TTFT p99", "s", lambda r: r.ttft_p99_s, "not recorded"),
+    Figure("TPOT p50", "s", lambda r: r.tpot_p50_s, "needs two tokens a request"),
+    Figure("TPOT p99", "s", lambda r: r.tpot_p99_s, "needs two tokens a request"),
+    Figure("Prefill", "s", lambda r: metric(r.ok_records, "prefill_s"), _NO_TIMES),
+    Figure("Decode", "s", lambda r: metric(r.ok_records, "decode_s"), _NO_TIMES),
+    Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
+    Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "of predictions only"),
+    *_TOTALS,
+    _LOAD,
+    Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
+)
+
+PADDING = (
+    *_TOTALS,
+    Figure("Real", "%", _real_share, "not recorded", scale=0.01),
+    Figure("Generation", "tok/s", lambda r: metric(r.ok_records, "generation_throughput_tok_s"), "nothing was written"),
+    _LOAD,
+    Figure("Wall", "s", lambda r: median([x.wall_s for x in r.ok_records]), "not recorded"),
+)
+
+MEMORY = (
+    Figure("Peak", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
+    Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
+    Figure("Idle", "MiB", lambda r: _memory(r, "idle_bytes"), "not recorded", scale=MIB),
+    Figure("Budget", "MiB", lambda r: _memory(r, "budget_bytes"), "no limit", scale=MIB),
+    Figure("Anonymous RSS", "MiB", lambda r: _peak(r, "rss_anon_bytes"), "not sampled", scale=MIB),
+    Figure("File RSS", "MiB", lambda r: _peak(r, "rss_file_bytes"), "not sampled", scale=MIB),
+    Figure("Enforced by", "", _method, "not recorded", numeric=False),
+)
+
+BOUND = (
+    Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
+    Figure("Compute allows", "tok/s", lambda r: allowed(r, "compute_s"), "the bound needs no compute"),
+    Figure("Disk allows", "tok/s", lambda r: allowed(r, "disk_s"), "the budget holds all weights: no disk needed"),
+    Figure("Bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
+    Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
+    Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+    Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
+    Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
+)
+
+PREDICTED = (
+    Figure("Predicted", "tok/s", lambda r: r.predicted_tok_s, _NO_FORECAST),
+    Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
+    Figure("Prediction is off by", "%", lambda r: r.prediction_error, _NO_FORECAST, scale=0.01),
+    *(
+        Figure(f"{title}, {kind}", "s", _SECONDS[kind](name), _NO_FORECAST)
+        for title, name in (("Products", "products"), ("Attention", "attention"), ("Waits", "waiting"))
+        for kind in ("predicted", "measured")
+    ),
+)
+
+_NOT_AT_WORK = "this task had nothing to do"
+TASKS = tuple(
+    Figure(title, "s", seconds_of(name), _NOT_AT_WORK)
+    for title, name in (
+        ("Load weights", "load_weights"),
+        ("Load cache", "load_cache"),
+        ("Store cache", "store_cache"),
+        ("Activations", "move_activations"),
+        ("Products", "products"),
+        ("Attention", "attention"),
+        ("Other", "other"),
+        ("Compute waits", "waiting"),
+    )
+)
+
+#: Of weights and cache, the part that was in memory, on the device or not, and what they were stored in.
+PLACEMENT = (
+    Figure("Weights in memory", "%", lambda r: _in_memory(r, "weights"), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights on disk", "%", lambda r: _on_disk(r, "weights"), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache in memory", "%", lambda r: _in_memory(r, "cache"), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache on disk", "%", lambda r: _on_disk(r, "cache"), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights", "bits", lambda r: _realised(r, "weight_bits"), _NO_PLACEMENT),
+    Figure("Cache", "bits", lambda r: _realised(r, "kv_bits"), _NO_PLACEMENT),
+    Figure("Schedule", "", lambda r: _realised(r, "schedule"), _NO_PLACEMENT, numeric=False),
+)

@@ -5,7 +5,7 @@
 #   ci/interleave.sh BASE_HARNESS HEAD_HARNESS SUITE ROUNDS OUT [OPTIONS OF harness run]
 #   harness compare OUT/base OUT/head
 #
-# Seven rounds tell a slowdown of 10 % in up to 34 cells. A run goes on where it stopped: a round more is one repeat more.
+# Seven rounds can tell in up to 34 cells. A run goes on where it stopped: a round more is one repeat more.
 set -euo pipefail
 if (($# < 5)) || [[ ! $4 =~ ^[1-9][0-9]*$ ]]; then
   sed -n '2,8s/^# \{0,1\}//p' "$0" >&2

@@ -11,10 +11,11 @@ from engines.offload.pages import STAGES, page_bytes, pages_for, record_bytes
 from engines.offload.storage import Storage
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
-#: Buffers of the matrix library and thread stacks: measured up to 40 MB; and the share of a budget for what the
-#: allocator keeps of a warm-up: 38 MB in 1.2 GiB.
+#: Buffers of the matrix library and thread stacks: measured up to 40 MB; and for what the allocator keeps, the share of
+#: a budget (of a warm-up it kept 38 MB in 1.2 GiB) and of what a batch computes in (beside 50 MB of it, 30 came and
+#: went from one run to the next).
 SLACK_BYTES = 64 << 20
-_KEPT_SHARE = 1 / 32
+_KEPT_SHARE, _KEPT_WORK = 1 / 32, 3 / 4
 #: Slots of the ring through which weights stream: enough to keep the disk busy while a pass ends, and the share
 #: of a budget that may go to them.
 _SLOTS = (4, 16)
@@ -138,7 +139,11 @@ class _Planner:
 
     def _fixed(self, sequences: int) -> int:
         """Everything but the cache and what is left for weights."""
-        return self._work(sequences) + self.ring + self._other + (self._asked or 0)
+        return self._work(sequences) + self._kept(sequences) + self.ring + self._other + (self._asked or 0)
+
+    def _kept(self, sequences: int) -> int:
+        """What the allocator keeps of one batch's work while it serves the next."""
+        return 0 if self._budget is None else int(_KEPT_WORK * self._work(sequences) / self._policy.num_gpu_batches)
 
     def _work(self, sequences: int) -> int:
         """Activations and logits of the batches in flight, and what attention holds."""
@@ -161,9 +166,9 @@ class _Planner:
 
     def _finished(self, pages: int, sequences: int, held: int, note: str) -> Plan:
         resident = _resident(self._demand.blocks, held)
-        work = self._work(sequences)
+        work, other = self._work(sequences), self._other + self._kept(sequences)
         kept = sum(self._demand.blocks[i].nbytes for i in resident)
-        parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": self._other}
+        parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": other}
         words = " + ".join(f"{name} {_mib(nbytes)}" for name, nbytes in parts.items())
         on_disk = round(pages * self._on_disk)
         words = f"host memory: {words}; {note}"
@@ -197,7 +202,7 @@ class _Planner:
         return (
             f"offload needs {_mib(self._least(wanted))} for {least} sequences of {self._demand.max_sequence} "
             f"tokens (cache {_mib(cache)}, work {_mib(self._work(least))}, ring {_mib(self.ring)}, other "
-            f"{_mib(self._other)}{held}); the budget is {_mib(self._budget)}; {hint}"
+            f"{_mib(self._other + self._kept(least))}{held}); the budget is {_mib(self._budget)}; {hint}"
         )
 
 

@@ -1,20 +1,22 @@
 # Images of this harness, one target for each environment that engines have (harness images build NAME):
 #   docker build --target offload -t offload-harness/offload .
-# BASE_IMAGE is any Debian-like image with Python 3.11 or later; for CUDA targets one with the toolkit, where kernels are
-# to be compiled. Wheels in the folder .wheels are found before those of an index: a CPU build of torch, for example.
+# BASE_IMAGE is any Debian-like image whose Python is 3.11 or later (it is installed where there is none); for CUDA targets
+# one with the toolkit, where kernels are to be compiled. Wheels in the folder .wheels are found before those of an index: a CPU build of torch, for example.
 ARG BASE_IMAGE=python:3.11-slim
 
 # ------------------------------------------------------------------ what all have: a compiler, for kernels that are
 # built for the CPU they run on, and libaio, for DeepSpeed
 FROM ${BASE_IMAGE} AS base
 RUN if command -v apt-get >/dev/null; then \
-      apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libaio-dev && rm -rf /var/lib/apt/lists/*; \
+      python3 -c 'import venv, ensurepip' 2>/dev/null || python="python3 python3-venv"; \
+      apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libaio-dev $python && \
+      rm -rf /var/lib/apt/lists/*; \
     else echo "the base image has no apt-get: it has to bring a C++ compiler and libaio itself"; fi
 RUN mkdir -p /cache /results && chmod 1777 /cache /results
 ENV PATH=/opt/engine/bin:$PATH PYTHONUNBUFFERED=1 HARNESS_CACHE=/cache
 
 # ------------------------------------------------------------------ where packages are installed: pip's settings are
-# arguments of the build, and nothing of them stays
+# arguments of the build; no image holds them, but the builder's intermediate stages do (docker image prune removes those)
 FROM base AS installer
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL

@@ -31,6 +31,7 @@ from harness.api import (
 )
 from harness.cell_names import find_twins
 from harness.files import file_digest
+from harness.launchers.images import code_digest
 from harness.launchers.launcher import CellLauncher
 from harness.launchers.memory import cap_method
 from harness.local_profile import LocalProfile
@@ -130,6 +131,8 @@ class Runner:
                 self._launcher: Launcher = CellLauncher(self._cache, self._places)
                 self._launcher.ready({s.cell.launcher for s in todo})
                 self._provenance = provenance.collect()
+                if self._provenance["git"] is None:  # such as in a container: then the code itself says what it is
+                    self._provenance["code"] = code_digest()
                 self._remembered = Remembered(self._cache / "max_batch.json", provenance.machine_key())
                 for i, step in enumerate(todo):
                     if step.cell.fingerprint() not in self._dropped:

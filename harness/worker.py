@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import os
+import platform
 import signal
 import sys
 import time
@@ -250,6 +251,7 @@ class _Run:
         capabilities = engine.capabilities()
         imported = time.time()
         self._out["packages"] = package_versions(capabilities.packages)
+        self._out["python"] = platform.python_version()
         self._out["simulated"] = capabilities.simulated
         scratch = self._folder / "scratch"
         scratch.mkdir()

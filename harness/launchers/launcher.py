@@ -145,6 +145,7 @@ class CellLauncher:
             from_json(RunRecord, to_json(record) | {k: result[k] for k in kept if k in result}),
             memory=MemoryLimit(outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache),
             provenance={"packages": result.get("packages", {}), "settings": self._inherited(spec)}
+            | ({"python": result["python"]} if "python" in result else {})
             | dict(sandbox.identity()),
             wall_s=wall_s,
         )

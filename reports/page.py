@@ -144,7 +144,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
     if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None and not r.simulated):
         middle = number(100 * (median(errors) or 0.0))
         remarks.append(f"The performance model is off by {middle} % in the median of {plural(len(errors), 'cell')}, by "
-                       f"{number(100 * errors[-1])} % at most; `harness plan --explain` says where.")  # fmt: skip
+                       f"{number(100 * errors[-1])} % at most; harness plan --explain says where.")  # fmt: skip
     if disturbed := [r.name for r in rows if others_share(r.ok_records) > DISTURBED]:
         names = ", ".join(disturbed)
         remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU while these ran: {names}.")

@@ -19,6 +19,14 @@ def replace_with(path: Path, text: str) -> None:
         raise
 
 
+def is_there(name: str) -> bool:
+    """Whether a text names a file or folder; a model's id, which it may be, can be longer than any path."""
+    try:
+        return bool(name) and Path(name).exists()
+    except OSError:
+        return False
+
+
 def file_digest(path: Path) -> str | None:
     """The SHA-256 of a file, or None where it cannot be read."""
     try:

@@ -22,9 +22,9 @@ from harness.api import (
 )
 from harness.batch_format import answer, refusal
 from harness.batch_input import BatchJob, Progress, Ready, Refused, Text, read
+from harness.classify import classify
 from harness.config import load_cell
 from harness.launchers.memory import free_memory
-from harness.worker import classify
 
 #: Lines that are reported one by one.
 _REPORTED = 20

@@ -30,15 +30,15 @@ from harness.api import (
     bound_of,
 )
 from harness.cell_names import find_twins
-from harness.files import file_digest
+from harness.classify import classify
+from harness.files import file_digest, is_there
 from harness.launchers.images import code_digest
 from harness.launchers.launcher import CellLauncher
 from harness.launchers.memory import cap_method
 from harness.local_profile import LocalProfile
 from harness.steps import Step, interleave
 from harness.store import Store, is_done, write_suite_copy
-from harness.tuning import CEILING, SIZE_STATUSES, Patience, Remembered, choose, search_max_batch, settled
-from harness.worker import classify
+from harness.tuning import CEILING, Patience, Remembered, choose, lasting, search_max_batch, settled
 
 #: Repeating these cannot end otherwise, so the cell's other repeats are left out, now and on resume.
 _REFUSALS = ("infeasible", "unsupported", "timeout")
@@ -74,7 +74,7 @@ class _Settled:
 
     spec: RunSpec | None
     trials: tuple[Trial, ...]
-    key: str = ""
+    key: str
 
 
 class Runner:
@@ -151,7 +151,7 @@ class Runner:
             named.append((self._data, "$DATA"))
         for cell in self._suite.cells:
             for name, path in (("$MODELS", cell.model.id), ("$TRACES", cell.workload.trace)):
-                if os.path.exists(path):  # noqa: PTH110 - an id may be longer than any path
+                if is_there(path):
                     named.append((Path(path).absolute().parent, name))
         found = {str(p): name for path, name in reversed(named) for p in (path.absolute(), path.resolve())}
         return {path: name for path, name in found.items() if path != "/"}
@@ -219,15 +219,13 @@ class Runner:
         failed = Trial(batch, record.status, None, f"in repeat {record.repeat + 1}: {record.reason}")
         self._settle(cell, (*old.trials, failed), old.key)
         self._progress.note(f"{cell.name}: batch {batch} did not survive again; a smaller one is taken")
-        return choose((*old.trials, failed)) is not None or batch > 1
+        return self._settled[cell.fingerprint()].spec is not None or batch > 1
 
     def _settle(self, cell: RunSpec, trials: tuple[Trial, ...], key: str) -> None:
-        """Takes the best batch of these trials; remembered unless all failed in a way that may be mended."""
+        """Takes the best batch of these trials."""
         batch = choose(trials)
         self._settled[cell.fingerprint()] = _Settled(None if batch is None else settled(cell, batch), trials, key)
-        if all(t.status in (*SIZE_STATUSES, *_REFUSALS) for t in trials) and (
-            batch is not None or all(t.status == "infeasible" for t in trials)
-        ):
+        if lasting(trials):
             self._remembered.put(key, trials)
 
     def _drop_repeats(self, cell: RunSpec, later: Sequence[Step]) -> None:

@@ -99,6 +99,13 @@ def choose(trials: Sequence[Trial]) -> int | None:
     return max(alive, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size
 
 
+def lasting(trials: Sequence[Trial]) -> bool:
+    """Whether a search need not be done again: only sizes decided, and some survived or none can ever fit. What else
+    ends all trials, such as a missing compiler or a busy machine, may be mended."""
+    statuses = {t.status for t in trials}
+    return statuses <= {*SIZE_STATUSES} and (choose(trials) is not None or statuses == {"infeasible"})
+
+
 @dataclass(frozen=True)
 class _Trials:
     """The stored form of one search."""

@@ -8,7 +8,6 @@ harness) the launcher adds. The log is this process's stdout and stderr.
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import json
 import math
@@ -29,13 +28,11 @@ from harness.accuracy import answers_of, ask, judge, read_questions
 from harness.answers import check
 from harness.api import (
     Capabilities,
-    DiskFullError,
     Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
     HarnessError,
-    InfeasibleError,
     Job,
     LoadReport,
     LocalModel,
@@ -52,6 +49,7 @@ from harness.api import (
     to_json,
 )
 from harness.api.task import Pair, Questions
+from harness.classify import DISK_FULL, classify
 from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
@@ -62,7 +60,6 @@ from harness.provenance import package_versions
 REQUEST, EVENTS, RESULT = "request.json", "events.jsonl", "result.json"
 #: Exit code of a worker that found no room on the disk for its result.
 EXIT_DISK_FULL = 73  # EX_CANTCREAT of sysexits.h
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _EVENT_PERIOD_S = 0.2
 #: Pairs that an engine scores at a time.
 _SCORED = 1024
@@ -375,31 +372,6 @@ class _Probed:
         for probe in reversed(self._probes):
             probe.__exit__(*exc)
             self._sink.extend(probe.measurements(self._phase))
-
-
-def classify(exc: BaseException) -> tuple[Status, str]:
-    """Status and one-line reason of an exception, from its type, errno and (for CUDA) its name."""
-    reason = f"{type(exc).__name__}: {exc}".splitlines()[0][:500]
-    if isinstance(exc, InfeasibleError):
-        return "infeasible", str(exc)
-    if isinstance(exc, UnsupportedError):
-        return "unsupported", str(exc)
-    if isinstance(exc, DiskFullError):
-        return "disk_full", str(exc)
-    if isinstance(exc, HarnessError):
-        return "error", str(exc)
-    if type(exc).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-        return "oom_device", reason
-    if isinstance(exc, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(exc):
-        return "oom_host", reason
-    cause: BaseException | None = exc
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
-            return "disk_full", reason
-        cause = cause.__cause__ or cause.__context__
-    if "No space left on device" in str(exc):  # libraries that turn errno into text
-        return "disk_full", reason
-    return "error", reason
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class ContainerSandbox:
             self._image,
             entrypoint=["python", "-P", "-m", "harness.worker"],
             command=[_WORK],
-            environment=settings(task) | {"HOME": "/tmp"},
+            environment=settings(task.threads, task.gpu) | {"HOME": "/tmp"},
             labels={OWNER: _owner()},
             mounts=mounts,
             user=user,

@@ -32,7 +32,7 @@ from harness.launchers import images
 from harness.launchers.kept import KeptAnswers
 from harness.launchers.memory import sweep_stale_groups
 from harness.launchers.process import Processes, ProcessSandbox
-from harness.launchers.sandbox import Outcome, Sandbox, Sandboxes, Task, ignore_events
+from harness.launchers.sandbox import Outcome, Sandbox, Sandboxes, Task, ignore_events, settings
 from harness.launchers.venv import VirtualEnvironments
 from harness.worker import EXIT_DISK_FULL
 
@@ -79,9 +79,11 @@ class CellLauncher:
         return {**versions, **self._inherited(spec)}
 
     def _inherited(self, spec: RunSpec) -> Mapping[str, str]:
-        """Settings that reach the engine from the user's own environment."""
-        found = {} if spec.launcher == "docker" else provenance.settings()
-        return {name: self.scrub(value) for name, value in found.items()}
+        """Settings that reach the engine from the user's own environment, and are not the cell's."""
+        if spec.launcher == "docker":
+            return {}
+        ours = settings(spec.limits.threads, spec.limits.device_memory is not None)
+        return {name: self.scrub(value) for name, value in provenance.settings().items() if name not in ours}
 
     def _of(self, spec: RunSpec, log: Path, on_event: EventSink) -> Sandbox:
         """The sandbox of a cell's engine, made ready once. Raises HarnessError."""

@@ -58,7 +58,7 @@ class ProcessSandbox:
         return [self._python, "-P", "-m", "harness.worker", str(task.workdir)]
 
     def _start(self, task: Task, command: list[str]) -> subprocess.Popen[bytes]:
-        environment = os.environ | settings(task)
+        environment = os.environ | settings(task.threads, task.gpu)
         if self._packages is not None:
             environment["PYTHONPATH"] = str(self._packages)
         try:

@@ -80,7 +80,7 @@ def ignore_events(phase: str, done: int, total: int) -> None:
     """An event sink for workers nobody watches."""
 
 
-def settings(task: Task) -> dict[str, str]:
+def settings(threads: int | None, gpu: bool) -> dict[str, str]:
     """Environment variables of a worker. One that is to use no device sees none: engines would take it unasked."""
     found = {
         "PYTHONUNBUFFERED": "1",
@@ -90,9 +90,9 @@ def settings(task: Task) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
     }
-    if task.threads is not None:
-        found |= {"OMP_NUM_THREADS": str(task.threads), "MKL_NUM_THREADS": str(task.threads)}
-    return found if task.gpu else found | {"CUDA_VISIBLE_DEVICES": ""}
+    if threads is not None:
+        found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return found if gpu else found | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextlib.contextmanager

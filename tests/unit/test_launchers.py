@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from harness import provenance, registry
 from harness.api import HarnessError, ModelSpec, RunSpec, WorkloadSpec
 from harness.config import load_cell
 from harness.launchers import images, sandbox
-from harness.launchers.launcher import _judge_helper, judge
+from harness.launchers.launcher import CellLauncher, _judge_helper, judge
 from harness.launchers.sandbox import Task
 from harness.launchers.venv import VirtualEnvironments, _for_pip, install_steps
 
@@ -125,9 +124,8 @@ def test_an_end_by_a_signal_without_a_name_is_told():
 
 
 def test_without_a_limit_of_device_memory_no_engine_sees_a_device():
-    task = Task({}, Path("work"), Path("log"), 1.0)
-    assert sandbox.settings(task)["CUDA_VISIBLE_DEVICES"] == ""
-    assert "CUDA_VISIBLE_DEVICES" not in sandbox.settings(replace(task, gpu=True))
+    assert sandbox.settings(None, gpu=False)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in sandbox.settings(None, gpu=True)
 
 
 def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():
@@ -195,3 +193,12 @@ def test_settings_that_reach_an_engine_are_told(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert provenance.settings()["OMP_NUM_THREADS"] == "1"
     assert "HOME" not in provenance.settings()
+
+
+def test_a_setting_that_the_cell_decides_is_not_the_environment_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    launcher = CellLauncher(tmp_path, {})
+    assert "CUDA_VISIBLE_DEVICES" not in launcher._inherited(SPEC) and "OMP_NUM_THREADS" in launcher._inherited(SPEC)
+    limits = replace(SPEC.limits, threads=2)
+    assert "OMP_NUM_THREADS" not in launcher._inherited(replace(SPEC, limits=limits))

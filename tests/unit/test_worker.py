@@ -18,6 +18,7 @@ from harness.api import (
     SamplingParams,
     UnsupportedError,
 )
+from harness.classify import classify
 from harness.launchers.launcher import judge
 from harness.launchers.sandbox import Outcome
 from suites.workloads import Synthetic
@@ -115,7 +116,7 @@ def wrapped(inner):
     ],
 )
 def test_exceptions_have_a_status_and_one_line(exc, status):
-    found, reason = worker.classify(exc)
+    found, reason = classify(exc)
     assert found == status
     assert "\n" not in reason
 

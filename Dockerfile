@@ -1,7 +1,8 @@
 # Images of this harness, one target for each environment that engines have (harness images build NAME):
 #   docker build --target offload -t offload-harness/offload .
 # BASE_IMAGE is any Debian-like image whose Python is 3.11 or later (it is installed where there is none); for CUDA targets
-# one with the toolkit, where kernels are to be compiled. Wheels in the folder .wheels are found before those of an index: a CPU build of torch, for example.
+# one with the toolkit, where kernels are to be compiled. Wheels in the folder .wheels are found before those of an index:
+# a CPU build of torch, for example.
 ARG BASE_IMAGE=python:3.11-slim
 
 # ------------------------------------------------------------------ what all have: a compiler, for kernels that are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def test_databases_that_cannot_be_opened(url: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_driver_that_is_not_there_is_named() -> None:
+def test_a_driver_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(HarnessError, match="psycopg") as caught:
         History("postgresql://user:secret@localhost:1/db")
     assert "secret" not in str(caught.value)

@@ -9,7 +9,7 @@ ARG BASE_IMAGE=python:3.11-slim
 # built for the CPU they run on, and libaio, for DeepSpeed
 FROM ${BASE_IMAGE} AS base
 RUN if command -v apt-get >/dev/null; then \
-      python3 -c 'import venv, ensurepip' 2>/dev/null || python="python3 python3-venv"; \
+      python3 -c 'import venv, ensurepip' 2>/dev/null || python="python3 python3-venv python3-dev"; \
       apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libaio-dev $python && \
       rm -rf /var/lib/apt/lists/*; \
     else echo "the base image has no apt-get: it has to bring a C++ compiler and libaio itself"; fi

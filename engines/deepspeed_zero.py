@@ -125,7 +125,7 @@ class DeepSpeedZeroEngine(CausalLMEngine):
         if on_disk and buffers > _lockable():
             raise UnsupportedError(
                 f"DeepSpeed locks its buffers in memory, {buffers / 2**20:.1f} MiB, and this user may lock "
-                f"{_lockable() / 2**20:.1f} MiB: raise ulimit -l"
+                f"{_lockable() / 2**20:.1f} MiB: run it under ulimit -l unlimited"
             )
         where = f"disk, through {self._buffers} buffers of {buffers // self._buffers} bytes" if on_disk else "RAM"
         return on_disk, f"parameters in {where}; weights {weights}, work {work} bytes, budget {budget}"

@@ -178,6 +178,11 @@ def _add_python(tar: tarfile.TarFile, add: Callable[[str, str], None]) -> None:
             source = Path(folder) / name
             add(str(source), f"usr/local/lib/python{version}/{source.relative_to(library)}")
             needing += [source] if source.suffix == ".so" else []
+    headers = Path(sysconfig.get_path("include"))
+    for source in sorted(headers.rglob("*")):
+        add(str(source), f"usr/local/include/python{version}/{source.relative_to(headers)}")
+    for source in sorted(Path("/usr/include").glob(f"*/python{version}/pyconfig.h")):  # Debian's is of its architecture
+        add(str(source), str(source))
     for path in sorted({path for binary in needing for path in _libraries(binary)}):
         add(os.path.realpath(path), f"usr/lib/x86_64-linux-gnu/{Path(path).name}")
 

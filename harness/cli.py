@@ -51,7 +51,7 @@ for _command in (run, compare, history, generate, plan, calibrate, check_model, 
 @click.argument("suites", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per suite.")
 def validate(suites: tuple[str, ...], as_json: bool) -> None:
-    """Check SUITE files: every problem with file, line and the nearest valid key.
+    """Check SUITE files: problems, each with file, line and the nearest valid key.
 
     \b
     Example:

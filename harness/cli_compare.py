@@ -77,6 +77,6 @@ def compare(
             for one in found:
                 click.echo(one.summary, err=True)
         verdicts = {c.verdict for one in found for c in one.cells}
-        if "regression" in verdicts and against is None:
+        if "regression" in verdicts:
             sys.exit(EXIT_FAILED)
         sys.exit(EXIT_UNDECIDED if verdicts & {"inconclusive", "not comparable"} or not verdicts else 0)

@@ -112,9 +112,10 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
                 known = {"cell": series.cell, "fingerprint": series.fingerprint, "machine": series.machine}
                 click.echo(json.dumps(known | {"commits": len(series.points), "changes": to_json(found)}))
                 continue
-            few = f" (at least {FEWEST} are needed)" if len(series.points) < FEWEST else ""
+            few = f"too few commits to tell (at least {FEWEST} are needed)"
+            none = few if len(series.points) < FEWEST else "no change"
             words = ", ".join(f"{short(c.commit)} {c.word} ({c.ratio:.3f})" for c in found)
-            title = f"{series.cell}: {words or 'no change'} over {plural(len(series.points), 'commit')}{few}"
+            title = f"{series.cell}: {words or none} over {plural(len(series.points), 'commit')}"
             click.echo(plain_text(title, trend_table(series, found), ()))
 
 

@@ -49,26 +49,29 @@ class PlainProgress:
         self._clock = Clock()
         self._todo: list[Step] = []
         self._done = self._total = 0
-        self._started = 0.0
+        self._phase = ""
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None:
         self._todo = list(steps)
         self._total = len(steps) + already_done
         self._done = already_done
-        resumed = f" ({already_done} already done)" if already_done else ""
-        self.note(f"{len(steps)} launches to do{resumed}")
+        resumed = f" ({already_done} already done{'' if steps else '; --fresh starts over'})" if already_done else ""
+        self.note(f"{len(steps)} {'launch' if len(steps) == 1 else 'launches'} to do{resumed}")
 
     def started(self, step: Step, activity: str) -> None:
-        self._started = time.monotonic()  # of the launch in the end: searches and probes do not recur
+        self._phase = ""
         self.note(f"[{self._done + 1}/{self._total}] {step.cell.name}: {activity}")
 
     def event(self, phase: str, done: int, total: int) -> None:
-        """Phases are not printed: a log wants results."""
+        """Of phases only what takes minutes before a launch begins: a log wants results."""
+        if phase != self._phase and phase.startswith("building"):
+            self.note(f"[{self._done + 1}/{self._total}] {phase}")
+        self._phase = phase
 
     def finished(self, step: Step, record: RunRecord) -> None:
         self._done += 1
         self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, time.monotonic() - self._started)
+        self._clock.add(step.cell.name, record.wall_s)
         self.note(f"[{self._done}/{self._total}] {describe(record)}{self._eta()}")
 
     def dropped(self, step: Step) -> None:
@@ -125,7 +128,7 @@ class LiveProgress:
     def finished(self, step: Step, record: RunRecord) -> None:
         self._done += 1
         self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, time.monotonic() - self._started)
+        self._clock.add(step.cell.name, record.wall_s)
         self._step = None
         self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
 

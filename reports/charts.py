@@ -109,7 +109,7 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
             **says(),
         },
     )
-    note = "The bound is the slower of compute and disk at rates measured beside each launch." + left_out(rows)
+    note = "The bound is the slower of compute and disk at rates measured around each launch." + left_out(rows)
     return Panel("What the machine allows", note, spec, cell_table("", rows, figures.BOUND))
 
 

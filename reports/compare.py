@@ -20,7 +20,10 @@ from reports.samples import THROUGHPUT, Sample, changed_cell, in_unit, labelled,
 from reports.stats import ALPHA, hodges_lehmann, holm, launches_needed, mann_whitney, noise_floor, ratio_of, smallest_p
 from reports.summary import DISTURBED, others_share
 from reports.text import median, one_line, plural
-from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Comparison
+from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Comparison, Verdict
+
+#: What is a fault of a branch is none of an engine that is held against another.
+_BETWEEN_ENGINES: dict[Verdict, Verdict] = {"regression": "behind", "improvement": "ahead"}
 
 
 def compare_runs(
@@ -89,9 +92,9 @@ def compare_engines(
             chosen = max(named, key=lambda s: median(s.speeds) or 0)
             others = [s for s in cells if s is not chosen and not s.spec.reference]
             if others:
-                judged = _judge([(chosen, s) for s in others], metric, {}, (), alpha, margin, engines=True)
+                judged = _judge([(chosen, s) for s in others], metric, None, (), alpha, margin, engines=True)
                 label = one_line(chosen.spec.name)
-                found.append(Comparison(label, workload, metric, unit, alpha, tuple(judged), read.notes, engines=True))
+                found.append(Comparison(label, workload, metric, unit, alpha, tuple(judged), read.notes))
     if not found:
         known = ", ".join(sorted(engines))
         raise HarnessError(f"no measured cell or engine named {against!r} with others beside it; engines: {known}")
@@ -121,6 +124,8 @@ def _judge(
                 _of_exact(a, b) if a.virtual else _tested(a, b, next(adjusted), tests, _floor(a, b, aa), alpha, margin)
             )
             shown = _with_remarks(shown, a, b, aa, engines)
+        if engines:
+            shown = replace(shown, verdict=_BETWEEN_ENGINES.get(shown.verdict, shown.verdict))
         verdicts.append(in_unit(shown, a, b, metric))
     return verdicts
 
@@ -207,10 +212,12 @@ def _with_remarks(
     lost = "" if engines else lost_accuracy(a.records, b.records)
     if lost:
         shown = replace(shown, verdict="regression", reason=f"{lost}; speed: {shown.reason}")
-    truth = {t.id: t.digest for r in a.ok for t in r.requests if t.digest}
-    mine = [(t.digest, truth[t.id]) for r in b.ok for t in r.requests if t.id in truth]
-    if changed := sum(x != y for x, y in mine):
-        remarks.append(f"{changed} of {len(mine)} answers differ from the base's")
+    truth: dict[str, set[str]] = {}  # of an engine that answers near ties now so, now so, all that it said
+    for digest in (t for r in a.ok for t in r.requests if t.digest):
+        truth.setdefault(digest.id, set()).add(digest.digest)
+    mine = [t.digest in truth[t.id] for r in b.ok for t in r.requests if t.id in truth]
+    if changed := mine.count(False):
+        remarks.append(f"{changed} of {len(mine)} answers are none of the base's")
     if engines and a.spec.limits != b.spec.limits:
         remarks.append("other limits than the base's")
     if aa is not None and _again(a, aa) is None:

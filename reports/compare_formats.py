@@ -15,7 +15,8 @@ from reports.terminal import plain_text
 from reports.text import MISSING, columns_of, number
 from reports.verdicts import CellVerdict, Comparison
 
-_ORDER = ("regression", "not comparable", "inconclusive", "improvement", "no change", "new", "as expected")
+_ORDER = ("regression", "not comparable", "inconclusive", "improvement", "behind", "no change", "ahead", "new",
+          "as expected")  # fmt: skip
 _TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
 _FIGURES = ("Cell", "Verdict", "Base", "Head", "Head / base", "95 % interval", "p", "Launches")
 
@@ -84,14 +85,13 @@ def as_json(found: Sequence[Comparison]) -> str:
 
 
 def junit(found: Sequence[Comparison]) -> str:
-    """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped. An engine
-    that is slower than another is no failure."""
+    """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped."""
     return as_junit({f"{one.head} against {one.base}": [_case(one, cell) for cell in one.cells] for one in found})
 
 
 def _case(one: Comparison, cell: CellVerdict) -> Case:
     words, figures = "; ".join([cell.reason, *cell.remarks]), _figures(cell, one.unit)
-    if cell.verdict == "regression" and not one.engines:
+    if cell.verdict == "regression":
         return Case(cell.workload, cell.name, "failed", words, kind=cell.verdict, figures=figures)
     if cell.verdict in ("inconclusive", "not comparable"):
         return Case(cell.workload, cell.name, "skipped", f"{cell.verdict}: {words}")

@@ -32,13 +32,14 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
         "Roofline, of bound",
         "throughput over the most this machine allowed for the cell's batch and dtype: the slower of compute and "
-        "disk at rates measured before and after the launch, perfectly overlapped, with all of the budget holding "
-        "weights.",
+        "disk at rates measured around the launch, perfectly overlapped, with all of the budget holding weights. The "
+        "median over launches; one that ran in a faster minute than the rates' may be above its bound.",
     ),
     (
         "Predicted",
-        "what the performance model says of the same job, from rates of this host measured at another time; of the run "
-        "itself it knows only the dtype in which it computed.",
+        "what the performance model says of the same job, from this host's rates, which were measured at another time "
+        "and are brought to the minute of a launch by those measured around it; of the run itself it knows only the "
+        "dtype in which it computed.",
     ),
     (
         "Disk hidden",
@@ -52,7 +53,11 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
         "outputs equal token for token to the reference cell's for the same model, workload, seed and request, "
         "over all repeats. Another dtype may round differently, so fewer is not always an error.",
     ),
-    ("TTFT, TPOT", "time to a request's first token; time per output token after it. Percentiles over requests."),
+    (
+        "TTFT, TPOT",
+        "time from when work on a request began, so without its waiting, to its first token; time per output token "
+        "after it. Percentiles over requests.",
+    ),
     ("p50, p99", "percentile within a repeat, then median over repeats; below 100 requests p99 is close to the worst."),
     ("Decode", "generated tokens / decode time; missing where prefill and decode overlap."),
     (

@@ -98,7 +98,7 @@ def rows_axis(labels: Sequence[str]) -> dict[str, Any]:
 
 def amount(title: str, field: str = "value", **scale: Any) -> dict[str, Any]:
     """A quantity along an axis, with thousands separators."""
-    return {"field": field, "type": "quantitative", "title": title, "axis": {"format": "~s", "tickCount": 6},
+    return {"field": field, "type": "quantitative", "title": title, "axis": {"format": ",~r", "tickCount": 6},
             "scale": scale}  # fmt: skip
 
 

@@ -15,6 +15,8 @@ Verdict = Literal[
     "not comparable",  # another environment, another cell, or no figures
     "as expected",  # fails on both sides in the way that its suite says
     "new",  # only in the head
+    "behind",  # of engines: slower than the one they are held against, or failing where it does not
+    "ahead",  # of engines: faster
 ]
 #: Effects below this are never a verdict, whatever their p.
 LEAST_EFFECT = 0.03
@@ -59,7 +61,6 @@ class Comparison:
     alpha: float
     cells: tuple[CellVerdict, ...]
     notes: tuple[str, ...] = ()
-    engines: bool = False  # of one run's cells against one of them: slower is no fault
 
     def of(self, *verdicts: Verdict) -> tuple[CellVerdict, ...]:
         """The cells with one of these verdicts."""
@@ -68,7 +69,8 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """The worst that was found: a regression, then what could not be decided, then the best of the rest."""
-        order: tuple[Verdict, ...] = ("regression", "not comparable", "inconclusive", "improvement", "no change")
+        order: tuple[Verdict, ...] = ("regression", "not comparable", "inconclusive", "behind", "improvement", "ahead",
+                                      "no change")  # fmt: skip
         return next((v for v in order if self.of(v)), "as expected" if self.of("as expected") else "not comparable")
 
     @property

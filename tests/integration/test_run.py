@@ -111,7 +111,7 @@ def test_resume_runs_only_what_is_missing(cli):
     suite = cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, seed: 1}", repeats=2)
     assert cli.run(suite).returncode == 0
     done = cli.run(suite)
-    assert "0 launches to do (4 already done)" in done.stderr
+    assert "0 launches to do (4 already done; --fresh starts over)" in done.stderr
     more = cli.run(suite, "--set", "repeats=3")
     assert "2 launches to do (4 already done)" in more.stderr
     assert len(cli.records()) == 6
@@ -139,7 +139,7 @@ def test_new_labels_reach_old_records_and_nothing_is_run_again(cli):
     assert cli.run(cli.suite(cell.format("before", "error"), repeats=2)).returncode == 0
     done = cli.run(cli.suite(cell.format("after", "error"), repeats=2))
     assert done.returncode == 0
-    assert "0 launches to do (2 already done)" in done.stderr
+    assert "0 launches to do (2 already done; --fresh starts over)" in done.stderr
     assert "after" in (cli.out / "report.md").read_text()
     assert [r.spec.name for r in cli.records()] == ["before", "before", "after", "after"]
     assert cli.records()[-1].command.endswith("--cell after")

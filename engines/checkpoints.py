@@ -16,10 +16,11 @@ from typing import Any
 
 from engines import content, dummy_weights, hub, packaged, shapes
 from engines.folders import QUANTIZED, build_once
-from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError, first_line
+from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_MOST_LAYERS = 4096  # more would take all memory, and are a mistake
 _NO_LIMIT = 1 << 20  # positions of a model that needs none, such as one with ALiBi
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -201,13 +202,15 @@ def shape_of(folder: Path) -> ModelShape:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > _MOST_LAYERS:
+            raise ValueError(f"{layers} layers are more than any model has")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         return _shape(config, model)
     except Exception as exc:  # a configuration is a program, and fails in its own words
         raise HarnessError(
             f"{folder / 'config.json'}: transformers builds no causal model of attention layers of it: "
-            f"{first_line(exc)}"
+            f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
         ) from exc
 
 

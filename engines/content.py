@@ -21,8 +21,8 @@ def digest(file: Path, cache: Path, on_bytes: Callable[[int], None] = lambda cou
     status = file.stat()
     key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
     known: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(memo.read_text())
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = dict(json.loads(memo.read_text()))
     if key not in known:
         sha = hashlib.sha256()
         with file.open("rb", buffering=0) as source:

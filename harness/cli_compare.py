@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli_errors import EXIT_FAILED, EXIT_UNDECIDED, one_line_errors
+from harness.cli_errors import EXIT_FAILED, EXIT_UNDECIDED, one_line_errors, say
 
 _FORMATS = ("text", "md", "json", "junit", "gab")
 
@@ -71,7 +71,7 @@ def compare(
             found = compare_runs(dirs[0], dirs[1:], metric, aa, allow, alpha, margin)
         words = FORMATS[form](found)
         if out is None:
-            click.echo(words.rstrip("\n"))
+            say(words.rstrip("\n"))
         else:
             write(out, words)
             for one in found:

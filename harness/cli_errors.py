@@ -22,22 +22,44 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except HarnessError as exc:
-        click.echo(f"harness: {exc}", err=True)
+        say(f"harness: {exc}", err=True)
         sys.exit(EXIT_USAGE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         drop_stdout()
         sys.exit(0)
+    except OverflowError as exc:
+        say(f"harness: a figure is out of range ({exc}): records or a history were changed by hand", err=True)
+        sys.exit(EXIT_USAGE)
+    except RuntimeError as exc:  # what Path.resolve says before Python 3.13
+        if "Symlink loop" not in str(exc):
+            raise
+        say(f"harness: {exc}; choose another place", err=True)
+        sys.exit(EXIT_USAGE)
     except OSError as exc:
+        if isinstance(exc, FileNotFoundError) and exc.filename is None:  # of os.getcwd
+            say("harness: the current folder is gone; cd elsewhere", err=True)
+            sys.exit(EXIT_USAGE)
         if exc.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # of a name that was given to us
-            click.echo(f"harness: {exc.filename}: {exc.strerror}; choose another name", err=True)
+            say(f"harness: {exc.filename}: {exc.strerror}; choose another name", err=True)
             sys.exit(EXIT_USAGE)
         if exc.filename is not None or exc.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):  # not our stdout
             raise
         drop_stdout()
-        click.echo(f"harness: cannot print: {exc.strerror or exc}", err=True)
+        say(f"harness: cannot print: {exc.strerror or exc}", err=True)
         sys.exit(EXIT_USAGE)
+
+
+def say(text: str, err: bool = False) -> None:
+    """Prints what a command found, whose exit code does not depend on anybody reading it."""
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        drop_stdout()
+    except OSError:
+        if not err:
+            raise
 
 
 def drop_stdout() -> None:

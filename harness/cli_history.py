@@ -121,19 +121,11 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
 
 def _open(url: str, make: bool = False) -> History:
     """The store. Only what adds records makes a file that is not there."""
-    from harness.api import HarnessError
     from reports.optional import needed
 
     with needed("the history"):
-        from reports.history import History
-    if url.startswith(_FILE) and (path := Path(url.removeprefix(_FILE))).name != ":memory:":
-        if not make and not path.exists():
-            raise HarnessError(f"no history in {path}; `harness history add DIR` makes one, --db names another")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise HarnessError(f"cannot make {path.parent}: {exc.strerror}; choose another place with --db") from exc
-    return History(url)
+        from reports.history import open_history
+    return open_history(url, make)
 
 
 def _series(db: str, cell: str, suite: str) -> list[Series]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 
 import click
 
-from harness.cli_errors import EXIT_INFEASIBLE, one_line_errors
+from harness.cli_errors import EXIT_INFEASIBLE, interrupt, one_line_errors
 
 
 @click.command()
@@ -97,6 +98,7 @@ def calibrate(out: Path | None, quick: bool, as_json: bool, cache_dir: Path | No
       harness calibrate --quick --out here.yaml
     """
     with one_line_errors():
+        signal.signal(signal.SIGTERM, interrupt)
         from harness import calibration
         from harness.files import default_cache
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from harness.api import Isolation
-from harness.cli_errors import EXIT_FAILED, EXIT_HARDWARE, EXIT_INTERRUPTED, interrupt, one_line_errors
+from harness.cli_errors import EXIT_FAILED, EXIT_HARDWARE, EXIT_INTERRUPTED, interrupt, one_line_errors, say
 
 if TYPE_CHECKING:
     from harness.api import RunSpec, SuiteSpec
@@ -71,7 +71,7 @@ def run(
             _print_cells(cells, as_json)
             return
         if not cells:
-            click.echo(f"shard {shard} holds no cells of {loaded.name}: nothing to do", err=True)
+            say(f"shard {shard} holds no cells of {loaded.name}: nothing to do", err=True)
             return
         if simulate:
             sys.exit(_simulate(loaded, cells, path, overrides, out, cache_dir, hardware or "local"))
@@ -95,8 +95,8 @@ def _run(
     cache = cache or default_cache()
     resuming = (out / RECORDS).exists()
     if lacking := check_requirements(suite, cache, resuming):
-        click.echo(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
-        click.echo(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
+        say(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
+        say(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to go on
@@ -112,15 +112,15 @@ def _run(
             stopped = True
     if stopped:
         again = "run the same command again without --fresh" if fresh else "run the same command again"
-        click.echo(f"interrupted; {again} to go on (records: {out / RECORDS})", err=True)
+        say(f"interrupted; {again} to go on (records: {out / RECORDS})", err=True)
         return EXIT_INTERRUPTED
     written = build([out], cache=cache) if report else [out / RECORDS]
     with contextlib.suppress(BrokenPipeError):  # who reads only the first lines still gets the true exit code
         _print_summary(records)
-    click.echo(f"{'report' if report else 'records'}: {', '.join(str(p) for p in written)}", err=True)
+    say(f"{'report' if report else 'records'}: {', '.join(str(p) for p in written)}", err=True)
     failed = runner.unexpected(records)
     for record in failed:
-        click.echo(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)
+        say(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)
     return EXIT_FAILED if failed else 0
 
 
@@ -143,10 +143,10 @@ def _simulate(
     written = build([out], cache=cache)
     with contextlib.suppress(BrokenPipeError):
         _print_summary(records)
-    click.echo("report: " + ", ".join(str(p) for p in written), err=True)
+    say("report: " + ", ".join(str(p) for p in written), err=True)
     for record in records:
         if record.status not in ("ok", record.spec.expect):
-            click.echo(f"{record.status}: {record.spec.name}: {record.reason}", err=True)
+            say(f"{record.status}: {record.spec.name}: {record.reason}", err=True)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 
 def replace_with(path: Path, text: str) -> None:
     """Puts `text` into a file; what was there before stays whole until the new one is. Raises OSError."""
+    path = Path(os.path.realpath(path))  # a link stays one
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")

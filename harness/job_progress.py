@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -60,8 +61,9 @@ class LineProgress:
     def __exit__(self, *exc: object) -> None: ...
 
     def note(self, text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # as in progress.py
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
         now = time.monotonic()

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 
 class LineFile:
-    """Appends lines, each by one write: a crash leaves at most one truncated last line, which `mend` cuts off."""
+    """Appends lines of JSON, each by one write: a crash leaves at most one truncated last line; `mend` cuts it off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def mend(self) -> None:
-        """Cuts off a truncated last line. Raises OSError."""
+        """Cuts off a truncated last line; a whole one that lacks only its end gets that back. Raises OSError."""
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
-            end = position = 0
+            end, line = 0, b"\n"
             for line in file:
-                position += len(line)
-                end = position if line.endswith(b"\n") else end
-            if end != position:
+                end += len(line) if line.endswith(b"\n") else 0
+            if line.endswith(b"\n"):
+                return
+            try:
+                json.loads(line)
+            except ValueError:
                 file.truncate(end)
+            else:
+                file.write(b"\n")
 
     def append(self, line: bytes) -> None:
         """Adds one line, without its end, and syncs it. Raises OSError; then nothing of it is left."""

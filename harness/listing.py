@@ -145,7 +145,7 @@ def diagnose(cache: Path) -> list[Row]:
     add("C++ compiler", "ok" if compiler else "limited", compiler or without)
     with contextlib.suppress(StopIteration):
         existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
-        writable = os.access(existing, os.W_OK)
+        writable = existing.is_dir() and os.access(existing, os.W_OK)
         free = shutil.disk_usage(existing).free / 2**30
         add(
             "cache",

@@ -83,7 +83,7 @@ class PlainProgress:
         self._total += len(steps)
 
     def note(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a log reader that went away must not end the measurement
+        with contextlib.suppress(OSError):  # a log that is full or read no more must not end the measurement
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 

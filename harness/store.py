@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -83,7 +84,8 @@ class Store:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     return
-                yield parse_record(line, f"{self.path}:{number}")
+                if line.strip():
+                    yield parse_record(line, f"{self.path}:{number}")
 
     def latest(self) -> dict[tuple[str, int], RunRecord]:
         """The last record of every launch, by fingerprint and repeat."""
@@ -103,10 +105,12 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
 
 def write_suite_copy(source: Path, out: Path) -> None:
     """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
+    temporary = out / "suite.yaml.tmp"
     try:
-        temporary = out / "suite.yaml.tmp"
         temporary.write_bytes(source.read_bytes())
         temporary.rename(out / "suite.yaml")
     except OSError as exc:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
         raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc

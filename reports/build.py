@@ -48,10 +48,10 @@ def build(
 
 def _trends(runs: Runs, url: str) -> list[Panel]:
     with needed("--history"):
-        from reports.history import History
+        from reports.history import open_history
         from reports.trend import trend_panels
 
-    history = History(url)
+    history = open_history(url)
     try:
         return trend_panels(history.series({r.fingerprint for r in runs.records}))
     finally:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,7 +17,7 @@ from harness.api import HarnessError, RunRecord, first_line, to_json
 from reports.cells import name_of, workload_of
 from reports.environment import environment_of
 from reports.summary import throughput
-from reports.text import one_line
+from reports.text import finite, one_line
 
 #: Of the tables below; a database of a newer program is refused.
 SCHEMA = 1
@@ -124,6 +125,28 @@ class History:
         self._engine.dispose()
 
 
+def open_history(url: str, make: bool = False) -> History:
+    """The store at `url`; where it is a file, one that is there, or is made if that is asked for.
+
+    Raises HarnessError for one that is not there or keeps nothing, and as History does.
+    """
+    with _one_line("(--db)"):
+        address = sa.make_url(url)
+    if address.get_backend_name() == "sqlite":
+        path = Path(address.database or ":memory:")
+        if path.name == ":memory:":
+            raise HarnessError(
+                f"history {url}: it is in memory and keeps nothing; name a file: sqlite:///results/history.db"
+            )
+        if not make and not path.exists():
+            raise HarnessError(f"no history in {path}; `harness history add DIR` makes one, --db names another")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise HarnessError(f"cannot make {path.parent}: {exc.strerror}; choose another place with --db") from exc
+    return History(url)
+
+
 def _row(record: RunRecord) -> dict[str, Any]:
     """A record as a row."""
     git = record.provenance.get("git")
@@ -158,7 +181,7 @@ def _series(rows: Sequence[dict[str, Any]]) -> Series:
         Point(
             commit,
             some[0]["started_at"],
-            tuple(r["tok_s"] for r in some if r["tok_s"]),
+            tuple(speed for r in some if (speed := finite(r["tok_s"])) and speed > 0),
             sum(r["status"] != "ok" for r in some),
         )
         for commit, some in commits.items()

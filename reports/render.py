@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ def write(path: Path, text: str) -> None:
     """Writes a file whole, or leaves what was there. Raises HarnessError for a place that cannot be written."""
     if is_folder(path) or not path.name:
         raise HarnessError(f"cannot write {path}: it is a folder; name a file with --out")
+    path = Path(os.path.realpath(path))  # a link stays one
     part = path.with_name(f".{path.name}.part")
     try:
+        if os.path.lexists(path) and not path.is_file():
+            raise HarnessError(f"cannot write {path}: it is not a regular file; choose another place with --out")
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8", newline="\n")
         part.replace(path)

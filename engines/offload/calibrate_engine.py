@@ -53,14 +53,19 @@ def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> Be
     elementwise, calls = [], []
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         model = _model(Path(folder))
+        apart = Path(folder) / "cache"  # what is converted goes with the folder; kernels stay
+        apart.mkdir()
+        kernels = cache.resolve() / "kernels"
+        kernels.mkdir(exist_ok=True)
+        (apart / "kernels").symlink_to(kernels)
         for bits in kinds:
-            with _loaded(model, Path(folder), cache, _policy(bits, dtype)) as engine:
+            with _loaded(model, Path(folder), apart, _policy(bits, dtype)) as engine:
                 for found in _rounds(engine, rounds):
                     prompts.setdefault(str(bits), []).append(found[0])
                     cached.setdefault(str(bits), []).append(found[1])
                     elementwise.append(found[2])
                     calls.append(found[3])
-        shares = _beside_disk(model, Path(folder), cache, dtype, -(-rounds // 2))
+        shares = _beside_disk(model, Path(folder), apart, dtype, -(-rounds // 2))
     return Beside(prompts, cached, elementwise, calls, shares)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -109,6 +110,9 @@ class ContainerSandbox:
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
         # a rootless engine's root is the user who runs it, and its other users own nothing on this host
         inside = "0:0" if self._engine.rootless else f"{user}:{group}"
+        if not self._engine.rootless and (unreadable := _unreadable(task, user, group)):
+            why = f"{unreadable} is not readable by the container's user {user}: chmod a+r it"
+            return _refused("error", why)
         body, mounts = _translated(task, self._cache)
 
         def attempt(log_start: int) -> Outcome:
@@ -280,6 +284,20 @@ def _translated(task: Task, cache: Path) -> tuple[dict[str, Any], list[Mount]]:
         workload = body["spec"]["workload"] | {"trace": f"{_INPUTS}/trace"}
         body["spec"] = body["spec"] | {"workload": workload}
     return body, mounts
+
+
+def _unreadable(task: Task, user: int, group: int) -> str:
+    """The name of a model's file that a container's user may not read, if there is one."""
+    folder = (task.body.get("model") or {}).get("path")
+    for file in sorted(Path(folder).iterdir()) if folder else ():
+        if not file.exists():  # a link to nowhere
+            continue
+        status = file.stat()
+        own, ours = status.st_uid == user, status.st_gid == group
+        needed = stat.S_IRUSR if own else stat.S_IRGRP if ours else stat.S_IROTH
+        if not status.st_mode & needed:
+            return file.name
+    return ""
 
 
 def _read_only(inside: str, source: Path) -> Mount:

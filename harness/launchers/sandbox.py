@@ -114,7 +114,8 @@ def exchange(task: Task, parent: int, body: Mapping[str, Any] | None = None) -> 
         yield start
     except OSError as exc:
         where = exc.filename or task.workdir
-        hint = "free space" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another --out"
+        option = "--cache-dir" if str(where).startswith(str(task.workdir)) else "--out"
+        hint = "free space" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else f"choose another {option}"
         raise HarnessError(f"cannot write to {where}: {exc.strerror}; {hint}") from exc
     finally:
         shutil.rmtree(task.workdir, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -121,6 +122,85 @@ def test_closed_stdout_is_no_error(cli):
             cli.command("ls", "engines"), stdout=closed, stderr=subprocess.PIPE, text=True, check=False
         )
     assert "Traceback" not in done.stderr
+
+
+def test_nobody_reading_changes_no_exit_code(cli):
+    (cli.folder / "bad.yaml").write_text("name: [")
+    for arguments in (("validate", "bad.yaml"), ("validate", "bad.yaml", "--json")):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as closed:
+            done = subprocess.run(cli.command(*arguments), stdout=closed, stderr=closed, check=False, cwd=cli.folder)
+        assert done.returncode == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "device", "loop"])
+def test_an_out_that_is_no_file_stays_what_it_is(cli, kind):
+    odd = cli.folder / "odd"
+    make = {
+        "folder": odd.mkdir,
+        "fifo": lambda: os.mkfifo(odd),
+        "device": lambda: odd.symlink_to("/dev/null"),
+        "loop": lambda: odd.symlink_to("odd"),
+    }
+    make[kind]()
+    assert cli.run(cli.suite(GOOD, repeats=1)).returncode == 0
+    before = odd.lstat().st_mode
+    for arguments in (("report", cli.out, "--out", odd / "x.html"), ("compare", cli.out, cli.out, "--out", odd)):
+        done = cli(*arguments)
+        if kind == "folder" and arguments[0] == "report":
+            continue
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert odd.lstat().st_mode == before
+
+
+def test_an_out_that_is_a_link_stays_one(cli):
+    (cli.folder / "link").symlink_to("kept.md")
+    (cli.folder / "kept.md").write_text("old")
+    assert cli.run(cli.suite(GOOD, repeats=1)).returncode == 0
+    cli("compare", cli.out, cli.out, "--out", cli.folder / "link")
+    assert (cli.folder / "link").is_symlink() and "no change" in (cli.folder / "kept.md").read_text()
+
+
+def test_circles_of_links_and_folders_that_are_gone(cli):
+    suite = cli.suite(GOOD, repeats=1)
+    (cli.folder / "circle").symlink_to("circle")
+    found = cli("run", suite, "--out", cli.folder / "circle" / "x")
+    assert found.returncode == 2 and len(found.stderr.splitlines()) == 1, found.stderr
+    gone = cli.folder / "gone"
+    gone.mkdir()
+    command = ["sh", "-c", 'rmdir "$0" && exec "$@"', str(gone), *cli.command("run", suite)]
+    done = subprocess.run(command, cwd=gone, capture_output=True, text=True, check=False, env=cli.environment)
+    assert (done.returncode, "is gone; cd elsewhere" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "cp437", "ascii"])
+def test_terminals_that_do_not_know_every_sign(cli, encoding):
+    suite = cli.suite(GOOD, repeats=1)
+    for arguments in (("run", suite, "--out", cli.out), ("compare", cli.out, cli.out, "--format", "md")):
+        environment = cli.environment | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(cli.command(*arguments), capture_output=True, check=False, env=environment)
+        assert b"Traceback" not in done.stderr and done.returncode in (0, 5)
+
+
+def test_closed_or_full_stderr_stops_no_run(cli):
+    suite = cli.suite(GOOD, repeats=1)
+    for way in ("2>&-", "2>/dev/full"):
+        line = f"exec {shlex.join(cli.command('run', suite, '--fresh', '--out', cli.out))} {way}"
+        done = subprocess.run(["sh", "-c", line], env=cli.environment, cwd=cli.folder, check=False, capture_output=True)
+        assert done.returncode == 0
+
+
+def test_histories_that_keep_nothing_or_are_not_there(cli):
+    assert cli.run(cli.suite(GOOD, repeats=1)).returncode == 0
+    for url in ("sqlite://", "sqlite:///", "sqlite:///:memory:"):
+        done = cli("history", "add", cli.out, "--db", url)
+        assert done.returncode == 2 and "keeps nothing" in done.stderr
+    url = f"sqlite:///{cli.folder}/h.db?timeout=30"
+    assert cli("history", "add", cli.out, "--db", url).returncode == 0
+    assert cli("history", "show", "--db", url).returncode == 0
+    done = cli("report", cli.out, "--history", f"sqlite:///{cli.folder}/typo.db")
+    assert done.returncode == 2 and "no history in" in done.stderr and not (cli.folder / "typo.db").exists()
 
 
 def test_doctor_and_listings_have_json(cli):

@@ -32,8 +32,9 @@ def test_records_come_back_in_order(store):
     assert store.latest().keys() == {(SPEC.fingerprint(), i) for i in range(3)}
 
 
-@pytest.mark.parametrize("cut", [1, 10, 100])
-def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(tmp_path, cut):
+@pytest.mark.parametrize(("cut", "left"), [(1, [0, 1, 2]), (2, [0, 2]), (10, [0, 2]), (100, [0, 2])])
+def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(tmp_path, cut, left):
+    """A whole record that lacks only the end of its line is none that was cut."""
     store = Store(tmp_path)
     store.open()
     store.append(record(0))
@@ -44,8 +45,15 @@ def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(tmp_path, cut):
     again = Store(tmp_path)
     again.open()
     again.append(record(2))
-    assert [r.repeat for r in again.records()] == [0, 2]
+    assert [r.repeat for r in again.records()] == left
     again.close()
+
+
+def test_blank_lines_are_passed_over(store):
+    store.append(record(0))
+    store.path.write_bytes(b"\n" + store.path.read_bytes() + b"  \n")
+    store.append(record(1))
+    assert [r.repeat for r in store.records()] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -202,3 +202,16 @@ def test_a_setting_that_the_cell_decides_is_not_the_environment_s(monkeypatch, t
     assert "CUDA_VISIBLE_DEVICES" not in launcher._inherited(SPEC) and "OMP_NUM_THREADS" in launcher._inherited(SPEC)
     limits = replace(SPEC.limits, threads=2)
     assert "OMP_NUM_THREADS" not in launcher._inherited(replace(SPEC, limits=limits))
+
+
+def test_a_model_file_that_a_containers_user_cannot_read_is_named(tmp_path):
+    docker = pytest.importorskip("harness.launchers.docker")
+
+    for name, mode in (("config.json", 0o644), ("model.safetensors", 0o600)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "nowhere").symlink_to("gone")
+    task = Task({"model": {"path": str(tmp_path)}}, tmp_path, tmp_path / "log", 1.0)
+    mine = (tmp_path / "config.json").stat()
+    assert docker._unreadable(task, mine.st_uid + 1, mine.st_gid + 1) == "model.safetensors"
+    assert docker._unreadable(task, mine.st_uid, mine.st_gid) == ""

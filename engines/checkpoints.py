@@ -202,7 +202,7 @@ def shape_of(folder: Path) -> ModelShape:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > _MOST_LAYERS:
+        if (layers := getattr(config.get_text_config(), "num_hidden_layers", None) or 0) > _MOST_LAYERS:
             raise ValueError(f"{layers} layers are more than any model has")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

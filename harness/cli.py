@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,15 @@ from typing import Any
 import click
 
 from harness.cli_compare import compare
-from harness.cli_errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, drop_stdout, one_line_errors, say
+from harness.cli_errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    drop_stdout,
+    one_line_errors,
+    open_streams,
+    say,
+)
 from harness.cli_generate import generate
 from harness.cli_history import history
 from harness.cli_images import images
@@ -152,11 +159,7 @@ def main() -> None:
     Commands tell their errors and interruptions themselves; this is for what happens around them, where click would
     answer Ctrl-C with the exit code of a failure.
     """
-    for name in ("stdout", "stderr"):
-        if (stream := getattr(sys, name)) is None:  # closed
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as the process lives
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a report has signs that not every terminal knows
+    open_streams()
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.ClickException as exc:

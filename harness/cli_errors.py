@@ -62,6 +62,17 @@ def say(text: str, err: bool = False) -> None:
             raise
 
 
+def open_streams() -> None:
+    """Makes stdout and stderr fit to be written to, whatever the process was given for them."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed: the next file to be opened would get its number, and what is meant for it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, os.fdopen(number, "w"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a report has signs that not every terminal knows
+
+
 def drop_stdout() -> None:
     """Nobody reads it any more, or nobody can: what is left in it must not fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,8 +14,7 @@ from harness.cli_errors import one_line_errors
 if TYPE_CHECKING:
     from reports.history import History, Series
 
-_FILE = "sqlite:///"
-_URL = f"{_FILE}results/history.db"
+_URL = "sqlite:///results/history.db"
 
 
 def _db(function: Callable[..., Any]) -> Callable[..., Any]:

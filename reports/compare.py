@@ -213,8 +213,8 @@ def _with_remarks(
     if lost:
         shown = replace(shown, verdict="regression", reason=f"{lost}; speed: {shown.reason}")
     truth: dict[str, set[str]] = {}  # of an engine that answers near ties now so, now so, all that it said
-    for digest in (t for r in a.ok for t in r.requests if t.digest):
-        truth.setdefault(digest.id, set()).add(digest.digest)
+    for t in (t for r in a.ok for t in r.requests if t.digest):
+        truth.setdefault(t.id, set()).add(t.digest)
     mine = [t.digest in truth[t.id] for r in b.ok for t in r.requests if t.id in truth]
     if changed := mine.count(False):
         remarks.append(f"{changed} of {len(mine)} answers are none of the base's")

@@ -1,0 +1,132 @@
+"""Attention of a packed batch over the paged cache on a CUDA device, in Triton: values one by one or packed rows.
+
+One kernel for prompts and for single tokens: a program takes some rows of one segment and one key/value head, and goes
+over the pages they see with a running softmax. Sources: FlashAttention-2 (Dao 2023), section 3; PagedAttention (Kwon
+et al. 2023), section 4.1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engines.offload.kernels.attention import AttentionKernel, Segments
+from engines.offload.kernels.triton_codec import values_at
+from engines.offload.layer_pages import LayerPages
+from engines.offload.rule import Rule
+from engines.offload.storage import Grouped, Plain, Storage
+
+#: Rows of queries that a program multiplies, the least that the matrix units take, and cached tokens at a time.
+_ROWS, _LEAST_ROWS, _TOKENS = 64, 16, 64
+
+
+def triton_attention(stored: Storage) -> AttentionKernel:
+    """The kernel for pages that are `stored` so; rules that take a part of the values are not for it."""
+
+    def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
+        assert rule.keep >= 1 and pages.staged is None
+        heads, tokens, dim = query.shape
+        kv_heads = pages.rows.shape[2]
+        group = heads // kv_heads
+        each = max(1, _ROWS // group) if tokens > len(segments.cached) else 1
+        owner, first = tiles(segments, each)
+        out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
+        rows = pages.rows
+        packed = isinstance(stored, Grouped)
+        _attend[(len(owner), kv_heads)](
+            query, query.stride(0), query.stride(1), query.stride(2), rows, rows.stride(0), rows.stride(1),
+            rows.stride(2), rows.stride(3), segments.starts, segments.cached, segments.table, segments.table.stride(0),
+            owner, first, rule.sinks if rule.sinks is not None else query, out, out.stride(0), out.stride(1),
+            rule.scale, rule.softcap or 1.0, rule.window or 0,
+            stored.code_bytes(dim) if isinstance(stored, Grouped) else 0,
+            stored.groups(dim) if isinstance(stored, Grouped) else 0,
+            GROUP=group, EACH=each, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(each * group)), TOKENS=_TOKENS,
+            DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=rows.shape[3],
+            WINDOW=rule.window is not None, CAP=rule.softcap is not None, SINKS=rule.sinks is not None,
+            BITS=stored.bits if isinstance(stored, Grouped) else 16,
+            VALUES=stored.group if isinstance(stored, Grouped) else 0,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        return out
+
+    return attention
+
+
+def tiles(segments: Segments, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The segment and the first row of every `each` rows, int32."""
+    counts = segments.starts.diff()
+    parts = (counts + each - 1) // each
+    owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), parts)
+    before = parts.cumsum(0) - parts
+    first = (torch.arange(len(owner), device=counts.device) - before[owner]) * each
+    return owner.int(), first.int()
+
+
+@triton.jit
+def _attend(
+    query, query_head, query_row, query_column, rows, row_page, row_which, row_head, row_token, starts, cached, table,
+    table_row, owner, first, sinks, out, out_row, out_head, scale, cap, window, code_bytes, groups,
+    GROUP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(1)
+    segment = tl.load(owner + tl.program_id(0))
+    begin = tl.load(first + tl.program_id(0))
+    start = tl.load(starts + segment)
+    count = tl.load(starts + segment + 1) - start
+    before = tl.load(cached + segment)
+    index = tl.arange(0, ROWS)
+    token = begin + index // GROUP  # of the segment's new ones
+    head = kv_head * GROUP + index % GROUP
+    real = (index < EACH * GROUP) & (token < count)
+    column = tl.arange(0, WIDTH)
+    valid = column < DIM
+    at = query + head[:, None].to(tl.int64) * query_head + (start + token)[:, None].to(tl.int64) * query_row
+    asking = tl.load(at + column[None, :] * query_column, mask=real[:, None] & valid[None, :], other=0)
+    position = before + token
+    end = before + tl.minimum(begin + EACH, count)
+    origin = 0
+    if WINDOW:
+        origin = tl.maximum(0, before + begin - window + 1) // TOKENS * TOKENS
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        most = tl.load(sinks + head, mask=real, other=0).to(tl.float32)
+        total += 1.0
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    for near in range(origin, end, TOKENS):
+        seen = near + tl.arange(0, TOKENS)
+        there = seen < end
+        page = tl.load(table + segment.to(tl.int64) * table_row + seen // PAGE, mask=there, other=0).to(tl.int64)
+        place = rows + page * row_page + kv_head * row_head + seen % PAGE * row_token
+        keys = _wide(place[None, :], column[:, None], there[None, :] & valid[:, None], code_bytes, groups, asking.dtype,
+                     BITS, VALUES)  # fmt: skip
+        scores = tl.dot(asking, keys, input_precision=PRECISION) * scale
+        if CAP:
+            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)  # tanh
+        visible = seen[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= seen[None, :] > position[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen yet
+        shares = tl.exp(scores - safe[:, None])
+        kept = tl.exp(most - safe)
+        values = _wide(place[:, None] + row_which, column[None, :], there[:, None] & valid[None, :], code_bytes, groups,
+                       asking.dtype, BITS, VALUES)  # fmt: skip
+        sums = sums * kept[:, None] + tl.dot(shares.to(asking.dtype), values, input_precision=PRECISION)
+        total = total * kept + tl.sum(shares, 1)
+        most = larger
+    sums /= tl.where(total == 0, 1.0, total)[:, None]  # rows that are not real
+    to = out + (start + token)[:, None].to(tl.int64) * out_row + head[:, None] * out_head + column[None, :]
+    tl.store(to, sums.to(out.dtype.element_ty), mask=real[:, None] & valid[None, :])
+
+
+@triton.jit
+def _wide(place, column, inside, code_bytes, groups, dtype: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr):
+    """Keys or values at `column` of the rows at `place`, as they are multiplied."""
+    if BITS == 16:
+        return tl.load(place + column, mask=inside, other=0).to(dtype)
+    return values_at(place, column, inside, code_bytes, groups, BITS, VALUES).to(dtype)

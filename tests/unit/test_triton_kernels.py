@@ -1,0 +1,106 @@
+"""The device's kernels in Triton's interpreter, against their definitions: quantize.py to the bit, rule.py closely."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no Triton here: pip install triton", allow_module_level=True)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported
+
+from engines.offload import quantize
+from engines.offload.kernels.attention import Segments, reference_attention
+from engines.offload.kernels.codec import plain_codec, reference_codec
+from engines.offload.kernels.triton_attention import triton_attention
+from engines.offload.kernels.triton_codec import pack, unpack
+from engines.offload.layer_pages import LayerPages
+from engines.offload.pages import PAGE_TOKENS
+from engines.offload.rule import Rule
+from engines.offload.storage import BITS, GROUPS, Grouped, Plain, Storage
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def odd_values(rows: int, columns: int) -> torch.Tensor:
+    """Rows of normal values, of constants, with outliers, with what is no number, and very small and large ones."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns))
+    x[0] = 3.5
+    if rows > 1:
+        x[1, ::5] *= 1e4
+    if rows > 2:
+        x[2, columns // 2] = torch.nan
+    if rows > 3:
+        x[3, 0] = torch.inf
+    if rows > 4:
+        x[4] *= 1e-6
+    if rows > 5:
+        x[5] *= 1e6
+    return x.to(DEVICE)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("columns", [8, 64, 72, 200])
+def test_packing_is_the_definition_to_the_bit(bits: int, group: int, columns: int) -> None:
+    how = Grouped(bits, group)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = odd_values(7, columns).to(dtype)
+        assert torch.equal(pack(x, how).cpu(), quantize.pack(x.cpu(), how))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("columns", [8, 64, 72, 1100])
+def test_unpacking_is_the_definition_to_the_bit(bits: int, columns: int) -> None:
+    how = Grouped(bits, 64)
+    packed = quantize.pack(odd_values(7, columns).cpu(), how)
+    dtypes = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # interpreted it truncates
+    for dtype in dtypes:
+        out = torch.empty(7, columns, dtype=dtype, device=DEVICE)
+        unpack(packed.to(DEVICE), out, how)
+        torch.testing.assert_close(out.cpu(), quantize.unpack(packed, columns, how).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def pages_of(stored: Storage, lengths: list[int], kv_heads: int, dim: int, seed: int) -> tuple[LayerPages, torch.Tensor]:
+    """Pages for sequences of these lengths, in no order, and the table of them."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // PAGE_TOKENS) for n in lengths]
+    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
+    rows = codec.pack(torch.randn(sum(counts) + 2, 2, kv_heads, PAGE_TOKENS, dim, generator=generator))
+    order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for i, count in enumerate(counts):
+        table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
+    return LayerPages(rows.to(DEVICE)), table.to(DEVICE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=4),
+    group=st.sampled_from([1, 2, 3, 7]),
+    dim=st.sampled_from([16, 64, 80]),
+    window=st.sampled_from([None, 1, 17, 64]),
+    softcap=st.sampled_from([None, 5.0]),
+    sinks=st.booleans(),
+    stored=st.sampled_from([Plain("float32"), Plain("float16"), Grouped(4, 64), Grouped(3, 32), Grouped(8, 64)]),
+    single=st.booleans(),
+)
+def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, stored, single) -> None:
+    cached = [a for a, _ in parts]
+    counts = [1 if single else b for _, b in parts]
+    kv_heads = 2
+    pages, table = pages_of(stored, [a + b for a, b in zip(cached, counts, strict=True)], kv_heads, dim, sum(cached))
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    segments = Segments(starts.to(DEVICE), torch.tensor(cached, dtype=torch.int32).to(DEVICE), table)
+    query = torch.randn(kv_heads * group, sum(counts), dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rule = Rule(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
+    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
+    expected = reference_attention(codec)(query, pages, segments, rule)
+    found = triton_attention(stored)(query, pages, segments, rule)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

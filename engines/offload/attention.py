@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from engines.offload.kernels import AttentionKernel, Segments, Turn
+from engines.offload.device import Device
+from engines.offload.kernels import AttentionKernel, Segments, Turn, unmoved
 from engines.offload.kv_cache import PagedCache
+from engines.offload.layer_pages import Target
 from engines.offload.pages import PAGE_TOKENS
 from engines.offload.rule import Rule
 from engines.offload.timeline import Timeline
 
-Aside = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+#: (work, its operands) -> what it gives
+Aside = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class PackedAttention:
     What is attended to is always what the cache holds, in its precision, whether it was computed in this pass or
     an earlier one: so a result does not depend on how a prompt was cut into passes. `keep`: see Rule. `aside` does the
     work, and may do it beside others'. `turn`: what keys and values go through before they are stored; see
-    kernels/rotation.py.
+    kernels/rotation.py. `device`: where the batch is, or None for the host.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class PackedAttention:
         kernel: AttentionKernel,
         timeline: Timeline,
         keep: float = 1.0,
-        aside: Aside = lambda work: work(),
+        aside: Aside = lambda work, *operands: work(),
         turn: Turn | None = None,
+        device: Device | None = None,
     ) -> None:
         self._cache = cache
         self._keep = keep
@@ -52,16 +54,18 @@ class PackedAttention:
         self._turn = turn
         self._kernel = kernel
         self._timeline = timeline
+        put = unmoved if device is None else device.upload
         longest = max(len(s.pages) for s in segments)
-        self._segments = Segments(
-            starts=torch.tensor([0, *itertools.accumulate(s.count for s in segments)], dtype=torch.int32),
-            cached=torch.tensor([s.cached for s in segments], dtype=torch.int32),
-            table=torch.tensor([[*s.pages, *[0] * (longest - len(s.pages))] for s in segments], dtype=torch.int32),
-        )
-        places = [
+        table = torch.tensor([[*s.pages, *[0] * (longest - len(s.pages))] for s in segments], dtype=torch.int32)
+        counts, before = [s.count for s in segments], [s.cached for s in segments]
+        self._segments = Segments.of(counts, before, cache.places(table), put)
+        written = [
             (s.pages[t // PAGE_TOKENS], t % PAGE_TOKENS) for s in segments for t in range(s.cached, s.cached + s.count)
         ]
-        self._pages, self._offsets = torch.tensor(places, dtype=torch.long).unbind(1)
+        self._targets = [
+            Target(None if t.tokens is None else put(t.tokens), put(t.pages), put(t.offsets), t.staged)
+            for t in cache.targets(*torch.tensor(written, dtype=torch.long).unbind(1))
+        ]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
@@ -70,16 +74,16 @@ class PackedAttention:
 
         def work() -> torch.Tensor:
             pages = self._cache.layer(layer)
-            began = time.perf_counter()  # not before: what the cache waits for has a lane of its own
+            began = self._timeline.now()  # not before: what the cache waits for has a lane of its own
             turn = self._turn
             new = (turn(key), turn(value)) if turn else (key, value)
-            self._cache.write(pages, self._pages, self._offsets, *new)
+            self._cache.write(pages, self._targets, *new)
             asking = turn(query) if turn else query
             out = self._kernel(asking, pages, self._segments, replace(rule, keep=self._keep))
             if turn:
                 out = turn(out).to(query.dtype)
-            self._timeline.add("attention", f"layer {layer}", began, time.perf_counter())
+            self._timeline.add("attention", f"layer {layer}", began, self._timeline.now())
             self._cache.leave(layer)
             return out
 
-        return self._aside(work)
+        return self._aside(work, query, key, value)

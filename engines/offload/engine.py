@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from engines import requests as checks
+from engines.offload.device import opened
 from engines.offload.loading import Loading
+from engines.offload.loading_device import DeviceLoading
 from engines.offload.model import SeamedModel
 from engines.offload.runtime import Runtime
 from engines.offload.sequences import Generation, Scoring
@@ -54,6 +56,7 @@ class OffloadEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             phased=False,
+            device=True,
             packages=("torch", "transformers", "safetensors", "accelerate", "greenlet", "numpy"),
             batch_policy=OffloadPolicy(schedule="sweep", gpu_batch_size=256),
         )
@@ -73,7 +76,11 @@ class OffloadEngine:
             if asked := [count for count in (policy.threads, limits.threads) if count is not None]:
                 parts.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(asked))
-            loading = Loading(model, policy, limits, job)
+            device = opened(limits)
+            loading = (
+                Loading(model, policy, limits, job) if device is None
+                else DeviceLoading(model, policy, limits, job, device)
+            )  # fmt: skip
             # a circle, which would keep what is resident until it is collected
             parts.callback(setattr, loading.seamed, "weights", None)
             runtime = loading.start(parts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from engines.offload.device import Device
 from engines.offload.gemm import new_product
 from engines.offload.kernels import Product, stored_view
 from engines.offload.layout import Block
@@ -30,7 +31,7 @@ _PAUSED = object()
 class _Attending:
     """What a batch has stopped for while its attention runs in a thread of its own."""
 
-    result: Future[torch.Tensor]
+    result: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Executor:
     need the matrix whose turn it is are multiplied together, block by block as they come, and each is resumed with
     its part: a weight is read, and widened or cast, once for all batches.
 
-    With `turns` batches of one pass take turns around attention, where they stop in `aside`.
+    With `turns` batches of one pass take turns around attention, where they stop in `aside`: it runs in a thread of its
+    own, or in a stream of its own of the `device` that computes.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Executor:
         products: Mapping[Storage, Product],
         timeline: Timeline,
         turns: bool = False,
+        device: Device | None = None,
     ) -> None:
         self._model = model
         self._blocks = blocks
@@ -87,7 +90,9 @@ class Executor:
             firsts = [0, *(i + 1 for i, ends in enumerate(self._last) if ends)]
             spans = [range(a, b) for a, b in pairwise(firsts)]
             self._turns = turns_of(spans, [m.group for m in model.matrices], model.attends, stream.slots)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if self._turns else None
+        self._device = device
+        threaded = self._turns and device is None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if threaded else None
         self._in_turns = False  # the batches of this pass
         model.weights = self
 
@@ -113,7 +118,9 @@ class Executor:
         try:
             self._run(self._ops_for(len(batches)), running, given, needs)
         except BaseException:
-            wait(need.result for need in needs if isinstance(need, _Attending))  # its pages may have other owners next
+            for need in (n for n in needs if isinstance(n, _Attending)):  # its pages may have other owners next
+                with suppress(Exception):
+                    need.result()
             raise
         return [torch.as_tensor(logits) for logits in needs]
 
@@ -122,7 +129,6 @@ class Executor:
         raw: dict[int, torch.Tensor] = {}  # by block, what is in the ring
         joint: _Joint | None = None
         for op, following in zip(ops, [*ops[1:], None], strict=True):
-            began = time.perf_counter()
             block = self._blocks[op.block]
             if op.kind == "load":
                 if self._is_needed(block):
@@ -132,6 +138,7 @@ class Executor:
             elif op.kind == "multiply":
                 if not self._is_needed(block):
                     continue
+                began = self._timeline.now()
                 if joint is None:
                     joint = self._joint(block.matrix, needs, op.batch)
                     given = [old if part is None else part for old, part in zip(given, joint.parts, strict=True)]
@@ -139,7 +146,7 @@ class Executor:
                 if op.block in raw and op.batch in (-1, len(running) - 1):
                     del raw[op.block]
                     self._stream.release()
-                self._timeline.add("compute", block.matrix, began, time.perf_counter())
+                self._timeline.add("compute", block.matrix, began, self._timeline.now())
             elif op.kind == "run":
                 joint = None
                 attends = following is not None and following.kind == "attend"
@@ -149,35 +156,57 @@ class Executor:
 
     def _run_on(self, k: int, attends: bool, running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
         """Batch k goes on, if it has been given something, to its next need; `attends`: or to its attention."""
-        began = time.perf_counter()
+        began = self._timeline.now()
         if isinstance(needs[k], _Attending):
-            given[k] = needs[k].result.result()
-            self._timeline.add("compute", AWAITING, began, time.perf_counter())
-            began = time.perf_counter()
+            given[k] = needs[k].result()
+            self._timeline.add("compute", AWAITING, began, self._timeline.now())
+            began = self._timeline.now()
         if given[k] is None:
             return
         needs[k] = running[k].switch(given[k])
         if isinstance(needs[k], _Attending) and not attends:
-            needs[k] = running[k].switch(needs[k].result.result())
+            needs[k] = running[k].switch(needs[k].result())
         given[k] = None
-        self._timeline.add("compute", BETWEEN, began, time.perf_counter())
+        self._timeline.add("compute", BETWEEN, began, self._timeline.now())
 
     def _go_on(self, running: Sequence[greenlet], needs: list[Any]) -> None:
         """Those that have paused go on, as all others have come as far."""
         for k in (k for k, need in enumerate(needs) if need is _PAUSED):
-            began = time.perf_counter()
+            began = self._timeline.now()
             needs[k] = running[k].switch()
-            self._timeline.add("compute", BETWEEN, began, time.perf_counter())
+            self._timeline.add("compute", BETWEEN, began, self._timeline.now())
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
         return torch.as_tensor(getcurrent().parent.switch(_Need(matrix, x, bias)))
 
-    def aside(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A batch's attention, beside what others compute; called inside its greenlet, which stops for it."""
-        if self._thread is None or not self._in_turns:
+    def aside(self, work: Callable[[], torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+        """A batch's attention with `operands`, beside what others compute; called inside its greenlet, which stops for
+        it."""
+        if not self._in_turns:
             return work()
-        return torch.as_tensor(getcurrent().parent.switch(_Attending(self._thread.submit(_inferred, work))))
+        asked = self._in_its_thread(work) if self._device is None else self._in_its_stream(work, operands)
+        return torch.as_tensor(getcurrent().parent.switch(_Attending(asked)))
+
+    def _in_its_thread(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        assert self._thread is not None
+        asked: Callable[[], torch.Tensor] = self._thread.submit(_inferred, work).result
+        return asked
+
+    def _in_its_stream(
+        self, work: Callable[[], torch.Tensor], operands: Sequence[torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
+        """Asks the device for it; what is returned makes who needs it wait for it there."""
+        device = self._device
+        assert device is not None
+        with device.beside(*operands):
+            found, ended = work(), device.mark()
+
+        def result() -> torch.Tensor:
+            device.join(ended)
+            return device.keep(found)
+
+        return result
 
     def pause(self) -> None:
         """Lets the other batches come as far; called inside a batch's greenlet, which stops for it."""

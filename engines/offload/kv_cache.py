@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from engines.offload.kernels import Codec
-from engines.offload.kv_disk import DiskPages
-from engines.offload.layer_pages import LayerPages
+from engines.offload.layer_pages import LayerPages, Target, targets_of
 from engines.offload.pages import PAGE_TOKENS, pages_for
 from engines.offload.pool import PagePool
 from engines.offload.storage import Plain, Storage
 from harness.api import ModelShape
 
 
+class StagedPages(Protocol):
+    """Pages with another home, which come to where attention is for a layer of a pass: kv_disk.py, kv_host.py."""
+
+    pages: int
+
+    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
+        """Begins a pass: `known` pages hold something, `touched` ones will. Where each is staged, by page: [pages]."""
+        ...
+
+    def staged(self, layer: int) -> torch.Tensor:
+        """The records uint8 [pages * record] of this pass's pages in a layer, in the order of `start`."""
+        ...
+
+    def done(self, layer: int) -> None:
+        """All have attended to a layer."""
+        ...
+
+
 class PagedCache(PagePool):
     """Keys and values that are `stored` by `codec`; a page has the same number in all layers.
 
-    Pages of `memory` are taken as they are first written; those after them are on `disk`. A pass says by `begin`
-    which pages it needs; each of its batches goes through the layers by `layer` and `leave`.
+    Pages of `memory` are on `device`, in memory that is taken as they are first written; those after them are
+    `elsewhere`. A pass says by `begin` which pages it needs; each of its batches goes through the layers by `layer` and
+    `leave`, with pages as `places` calls them.
     """
 
     def __init__(
-        self, shape: ModelShape, memory: int, stored: Storage, codec: Codec, disk: DiskPages | None = None
+        self,
+        shape: ModelShape,
+        memory: int,
+        stored: Storage,
+        codec: Codec,
+        elsewhere: StagedPages | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        on_disk = 0 if disk is None else disk.pages
-        super().__init__(memory + on_disk, on_disk)
+        others = 0 if elsewhere is None else elsewhere.pages
+        super().__init__(memory + others, others)
         dtype = getattr(torch, stored.dtype) if isinstance(stored, Plain) else torch.uint8
         width = stored.row_bytes(shape.head_dim) // dtype.itemsize
         self._page_shape = (2, shape.num_kv_heads, PAGE_TOKENS, width)
-        self._rows = torch.empty(shape.num_layers, memory, *self._page_shape, dtype=dtype)
+        self._rows = torch.empty(shape.num_layers, memory, *self._page_shape, dtype=dtype, device=device)
         self._codec = codec
-        self._disk = disk
+        self._elsewhere = elsewhere
         self._slots = torch.empty(0, dtype=torch.long)
         self._inside: list[int] = []  # by layer, the batches that have not left it
 
     def begin(self, parts: Sequence[tuple[Sequence[int], int, int]], batches: int) -> None:
         """A pass of so many batches, with parts (pages, tokens cached before, tokens new)."""
-        if self._disk is None:
+        if self._elsewhere is None:
             return
         first = len(self._rows[0])
         known = {p - first for pages, cached, _ in parts for p in pages[: pages_for(cached)] if p >= first}
@@ -46,30 +71,39 @@ class PagedCache(PagePool):
             p - first for pages, cached, new in parts for p in pages[cached // PAGE_TOKENS : pages_for(cached + new)]
             if p >= first
         }  # fmt: skip
-        self._slots = self._disk.start(known, touched)
+        self._slots = self._elsewhere.start(known, touched)
         self._inside = [batches] * len(self._rows)
 
+    def places(self, pages: torch.Tensor) -> torch.Tensor:
+        """What `layer` calls these pages in this pass; host tensors."""
+        first = len(self._rows[0])
+        if self._elsewhere is None:
+            return pages
+        other = (pages - first).clamp(min=0).long()
+        return torch.where(pages < first, pages, (first + self._slots[other]).to(pages.dtype))
+
+    def targets(self, pages: torch.Tensor, offsets: torch.Tensor) -> list[Target]:
+        """Where tokens are written that belong at `offsets` of `pages`; host tensors [tokens]."""
+        return targets_of(self.places(pages), offsets, len(self._rows[0]))
+
     def layer(self, layer: int) -> LayerPages:
-        """The pages of one layer; waits for those on disk. Raises HarnessError for what happened there."""
-        if self._disk is None:
+        """The pages of one layer; waits for those elsewhere. Raises HarnessError for what happened there."""
+        if self._elsewhere is None:
             return LayerPages(self._rows[layer])
-        flat = self._disk.staged(layer).view(self._rows.dtype)
+        flat = self._elsewhere.staged(layer).view(self._rows.dtype)
         rows = self._rows[layer]
-        strides = (len(flat) // self._disk.pages, *torch.empty(self._page_shape, device="meta").stride())
-        staged = flat.as_strided((self._disk.pages, *self._page_shape), strides)
-        return LayerPages(rows, staged, self._slots)
+        strides = (len(flat) // self._elsewhere.pages, *torch.empty(self._page_shape, device="meta").stride())
+        return LayerPages(rows, flat.as_strided((self._elsewhere.pages, *self._page_shape), strides))
 
     def leave(self, layer: int) -> None:
         """A batch has attended in a layer."""
-        if self._disk is None:
+        if self._elsewhere is None:
             return
         self._inside[layer] -= 1
         if not self._inside[layer]:
-            self._disk.done(layer)
+            self._elsewhere.done(layer)
 
-    def write(
-        self, to: LayerPages, pages: torch.Tensor, offsets: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Key and value [kv_heads, tokens, head_dim] of tokens that belong at `offsets` of `pages`, both [tokens]."""
+    def write(self, to: LayerPages, targets: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""
         for which, new in enumerate((key, value)):
-            to.put(which, pages, offsets, self._codec.pack(new.transpose(0, 1)))
+            to.put(which, targets, self._codec.pack(new.transpose(0, 1)))

@@ -25,7 +25,7 @@ _PIECE = 2 << 20
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """Pages that are neighbours in the file and in memory."""
 
     page: int
@@ -67,8 +67,8 @@ class DiskPages:
         self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
         self._first = 0  # of this pass
         self._left = 0  # layers of this pass that are not yet asked for
-        self._read: list[_Run] = []
-        self._write: list[_Run] = []
+        self._read: list[Run] = []
+        self._write: list[Run] = []
         self._failure: HarnessError | None = None
         self.bytes_read = self.bytes_written = 0
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
@@ -83,7 +83,7 @@ class DiskPages:
         slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
         most = max(1, _PIECE // self._record)
         place = {page: slot for slot, page in enumerate(order)}
-        self._read, self._write = ([*_runs(sorted(pages), place, most)] for pages in (read, write))
+        self._read, self._write = ([*runs_of(sorted(pages), place, most)] for pages in (read, write))
         self._first += self._layers
         self._left = self._layers
         for _ in range(min(self._ahead, self._layers)):
@@ -151,11 +151,11 @@ class DiskPages:
             with self._arrived:  # whoever waits looks at what has changed with this lock held, and so misses nothing
                 self._arrived.notify()
 
-    def _transfer(self, what: str, layer: int, runs: Sequence[_Run]) -> None:
+    def _transfer(self, what: str, layer: int, runs: Sequence[Run]) -> None:
         began = time.perf_counter()
         move = self._file.read if what == "read" else self._file.write
 
-        def one(run: _Run) -> int:
+        def one(run: Run) -> int:
             start = (layer % STAGES * self.pages + run.slot) * self._record
             size = run.count * self._record
             move(self._memory[start : start + size], (layer * self.pages + run.page) * self._record)
@@ -170,10 +170,10 @@ class DiskPages:
             self._timeline.add("cache", f"{what} layer {layer}", began, time.perf_counter())
 
 
-def _runs(pages: Sequence[int], place: dict[int, int], most: int) -> Iterable[_Run]:
+def runs_of(pages: Sequence[int], place: dict[int, int], most: int) -> Iterable[Run]:
     """Neighbours both in the file and in memory, at most `most` at a time."""
     groups = itertools.groupby(enumerate(pages), key=lambda pair: (pair[1] - pair[0], place[pair[1]] - pair[0]))
     for _, group in groups:
         found = [page for _, page in group]
         for i in range(0, len(found), most):
-            yield _Run(found[i], place[found[i]], len(found[i : i + most]))
+            yield Run(found[i], place[found[i]], len(found[i : i + most]))

@@ -1,50 +1,71 @@
-"""One layer's pages of the cache as attention meets them: in memory, or staged there from disk for a pass."""
+"""One layer's pages of the cache as attention meets them: where they live, or staged there for a pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 
 @dataclass(frozen=True)
+class Target:
+    """Tokens that are written: `tokens` [n] of a batch, or all where that is None, at `offsets` of `pages`, both [n].
+
+    `staged`: whether the pages are of those that are staged, and counted from the first of them.
+    """
+
+    tokens: torch.Tensor | None
+    pages: torch.Tensor
+    offsets: torch.Tensor
+    staged: bool
+
+
+def targets_of(pages: torch.Tensor, offsets: torch.Tensor, own: int) -> list[Target]:
+    """Where tokens go that belong at `offsets` of `pages`, of which those from `own` on are staged."""
+    other = pages >= own
+    if not other.any():
+        return [Target(None, pages, offsets, False)]
+    parts = ((~other, 0, False), (other, own, True))
+    return [Target(m.nonzero()[:, 0], pages[m] - first, offsets[m], staged) for m, first, staged in parts if m.any()]
+
+
+@dataclass(frozen=True)
 class LayerPages:
     """Keys and values as they are stored: `rows` [pages, 2, kv_heads, PAGE_TOKENS, head_dim or row_bytes].
 
-    Of each page the keys come first. Pages from len(rows) on are at `slots` [others] of `staged`, shaped alike.
+    Of each page the keys come first. Pages from len(rows) on are those of `staged`, shaped alike.
     """
 
     rows: torch.Tensor
     staged: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
 
     def gather(self, pages: torch.Tensor) -> torch.Tensor:
         """[n, 2, kv_heads, PAGE_TOKENS, ...] of n pages."""
-        if self.staged is None or self.slots is None:
+        own = len(self.rows)
+        if self.staged is None:
             return self.rows[pages]
-        out = self.rows.new_empty(len(pages), *self.rows.shape[1:])
-        other = pages >= len(self.rows)
-        out[~other] = self.rows[pages[~other]]
-        out[other] = self.staged[self.slots[pages[other] - len(self.rows)]]
-        return out
+        staged = self.staged[(pages - own).clamp(min=0)]
+        if not own:
+            return staged
+        # by no mask: a device would have to tell the host how many of each there are
+        return torch.where((pages < own).view(-1, 1, 1, 1, 1), self.rows[pages.clamp(max=own - 1)], staged)
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
         """Where each page of `table` begins in memory, int64."""
         table = table.long()
         own = _begin(self.rows, table)
-        if self.staged is None or self.slots is None:
+        if self.staged is None:
             return own
         other = table - len(self.rows)
-        return torch.where(other < 0, own, _begin(self.staged, self.slots[other.clamp(min=0)]))
+        return torch.where(other < 0, own, _begin(self.staged, other.clamp(min=0)))
 
-    def put(self, which: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor) -> None:
-        """Writes keys (0) or values (1) `new` [tokens, kv_heads, ...] at `offsets` of `pages`, both [tokens]."""
-        if self.staged is None or self.slots is None:
-            self.rows[:, which][pages, :, offsets] = new
-            return
-        other = pages >= len(self.rows)
-        self.rows[:, which][pages[~other], :, offsets[~other]] = new[~other]
-        self.staged[:, which][self.slots[pages[other] - len(self.rows)], :, offsets[other]] = new[other]
+    def put(self, which: int, targets: Sequence[Target], new: torch.Tensor) -> None:
+        """Writes keys (0) or values (1) `new` [tokens, kv_heads, ...]."""
+        for target in targets:
+            to = self.staged if target.staged else self.rows
+            assert to is not None
+            to[:, which][target.pages, :, target.offsets] = new if target.tokens is None else new[target.tokens]
 
 
 def _begin(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

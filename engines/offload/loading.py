@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,17 +11,20 @@ import torch
 
 from engines.offload import gemm, tiers
 from engines.offload.batching import steady_blocks
+from engines.offload.block_files import BlockFiles
+from engines.offload.device import Device
 from engines.offload.executor import Executor
-from engines.offload.kernels import Kernels
+from engines.offload.kernels import AttentionKernel, Codec, Kernels, Turn
 from engines.offload.kv_cache import PagedCache
 from engines.offload.kv_disk import DiskPages
 from engines.offload.layout import blocks_of
 from engines.offload.model import SeamedModel
 from engines.offload.pages import record_bytes
+from engines.offload.rings import HostRing, Ring
 from engines.offload.runtime import Runtime
 from engines.offload.source import Source
 from engines.offload.standin import Parking
-from engines.offload.storage import storages
+from engines.offload.storage import Storage, storages
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
@@ -29,106 +33,99 @@ from harness.api import DTYPE_BYTES, Dtype, HardwareLimits, Job, LoadReport, Loc
 
 
 class Loading:
-    """One model being loaded. What is chosen and planned is so once this exists; nothing has been read or written.
+    """One model being loaded into host memory. What is chosen and planned is so once this exists; nothing has been read
+    or written.
 
     Raises UnsupportedError for models and policies that the engine cannot run, InfeasibleError for too small a budget.
     """
 
+    #: Where it computes, if not on the host; loading_device.py.
+    device: Device | None = None
+    #: Values of a weight block, where that is not for layout.py to say.
+    block_values: int | None = None
+
     def __init__(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> None:
-        self._model = model
-        self._policy = policy
-        self._limits = limits
-        self._job = job
-        self._kernels = Kernels(job.cache, torch.get_num_threads())
-        layers, outside, self._cached = storages(model.dtype, policy)
-        asked = policy.compute_dtype
-        dtypes: list[Dtype] = [asked] if asked != "auto" else sorted({model.dtype, "float32"})
-        self._arithmetic = gemm.choose(layers, model.shape.hidden, dtypes, self._kernels)
-        self._ways = {layers: self._arithmetic}
-        if outside != layers:
-            same = [self._arithmetic.dtype]
-            self._ways[outside] = gemm.choose(outside, model.shape.hidden, same, self._kernels)
+        self.model = model
+        self.policy = policy
+        self.limits = limits
+        self.job = job
+        self.kernels = Kernels(job.cache, torch.get_num_threads())
+        layers, outside, self.cached = storages(model.dtype, policy)
+        self._ways = self._arithmetics(layers, outside)
+        self._arithmetic = self._ways[layers]
         self.seamed = SeamedModel(Path(model.path), model.shape, getattr(torch, self._arithmetic.dtype))
         parks = policy.activations is not None and policy.activations[2] > 0
         self._layers = self.seamed.layers() if parks else ()
         self._compute_bytes = DTYPE_BYTES[self._arithmetic.dtype]
-        self._blocks = blocks_of(
-            self.seamed.matrices, [layers if m.in_layer else outside for m in self.seamed.matrices]
-        )
-        self._attention = self._kernels.attention(self._cached)
-        sparse = policy.value_sparsity < 1
+        how = [layers if m.in_layer else outside for m in self.seamed.matrices]
+        self.blocks = blocks_of(self.seamed.matrices, how, self.block_values)
+        self._attention = self._attention_kernel()
         demand = tiers.Demand(
             shape=model.shape,
-            blocks=self._blocks,
-            cache=self._cached,
+            blocks=self.blocks,
+            cache=self.cached,
             compute_bytes=self._compute_bytes,
             cast_bytes=sum(  # each way keeps its buffer
-                max(b.shape[0] * b.shape[1] for b in self._blocks if b.stored == stored) * way.cast_bytes
+                max(b.shape[0] * b.shape[1] for b in self.blocks if b.stored == stored) * way.cast_bytes
                 for stored, way in self._ways.items()
             ),
-            small=sum(torch.Size(s).numel() for s in self.seamed.small.values()) * self._compute_bytes,
-            attention=self._kernels.attention_memory(
-                self._cached, model.shape, job.max_sequence, self._compute_bytes, sparse
-            ),
+            small=self._small_values() * self._compute_bytes,
+            attention=self._attention_memory(),
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )
-        self.plan = tiers.place(demand, policy, limits.host_memory)
-        self._streamed = [b for i, b in enumerate(self._blocks) if i not in self.plan.resident]
-        self._notes = [self.plan.note, self._kernels.note,
-                       f"products by {self._arithmetic.name}, {self._arithmetic.flops / 1e9:.0f} GFLOP/s"]  # fmt: skip
+        self.plan = self._placed(demand)
+        self.streamed = [b for i, b in enumerate(self.blocks) if i not in self.plan.resident]
+        self.notes = [self.plan.note, self._kernel_note(),
+                      f"products by {self._arithmetic.name}, {self._arithmetic.flops / 1e9:.0f} GFLOP/s"]  # fmt: skip
 
     def start(self, parts: ExitStack) -> Runtime:
         """Converts the checkpoint on first use, binds what stays in memory, starts the streams; `parts` ends them."""
-        policy, plan, model, seamed = self._policy, self.plan, self._model, self.seamed
+        policy, plan, model, seamed = self.policy, self.plan, self.model, self.seamed
         converted = self._converted()
-        seamed.bind({name: converted.table(name) for name in seamed.tables}, converted.small())
-        resident = converted.read(plan.resident)
-        timeline, throttle = Timeline(), Throttle(self._limits.disk_bandwidth)
-        stream = BlockStream(converted.folder, self._streamed, plan.slots, timeline, throttle, policy.overlap)
+        seamed.bind({name: converted.table(name) for name in seamed.tables}, converted.small(), self.device)
+        resident = self._resident(converted)
+        timeline, throttle = Timeline(self.device), Throttle(self.limits.disk_bandwidth)
+        files = BlockFiles(converted.folder, self.streamed, throttle)
+        parts.callback(files.close)
+        stream = BlockStream(self.streamed, self._ring(converted, files), timeline, policy.overlap)
         parts.callback(stream.close)
-        self._note_direct(stream.direct, "weights pass")
+        self._note_direct(files.direct, "weights pass")
         products = {how: way.product for how, way in self._ways.items()}
         turns = policy.nano_batches > 1 and policy.nano_overlap
-        executor = Executor(seamed, self._blocks, resident, stream, products, timeline, turns)
+        executor = Executor(seamed, self.blocks, resident, stream, products, timeline, turns, self.device)
         parts.callback(executor.close)
         if turns and not executor.takes_turns:
-            self._notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
-        disk = parking = None
-        if plan.disk_pages:
-            record = record_bytes(model.shape, self._cached)
-            layers = model.shape.num_layers
-            disk = DiskPages(self._job.scratch, layers, plan.disk_pages, record, timeline, throttle, policy.overlap)
-            parts.callback(disk.close)
-            self._note_direct(disk.direct, "the cache on disk passes")
+            self.notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
+        cache = self._cache(timeline, throttle, parts)
+        parking = None
         if policy.activations is not None and policy.activations[2]:
             rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
             batches = policy.num_gpu_batches * policy.nano_batches
             width = model.shape.hidden * self._compute_bytes
-            parking = Parking(self._layers, policy.activations[2], batches, rows, width, self._job.scratch, timeline,
+            parking = Parking(self._layers, policy.activations[2], batches, rows, width, self.job.scratch, timeline,
                               throttle, executor.pause)  # fmt: skip
             parts.callback(parking.close)
             self._note_direct(parking.direct, "activations pass")
-        cache = PagedCache(model.shape, plan.pages, self._cached, self._kernels.codec(self._cached), disk)
         balance = 1
-        if self._streamed:
-            seconds = sum(b.nbytes for b in self._streamed) / stream.measure()
+        if self.streamed:
+            seconds = sum(b.nbytes for b in self.streamed) / stream.measure()
             balance = int(seconds * self._arithmetic.flops / model.shape.flops(1, 0, 0))
-        turn = None if policy.kv_bits == 16 else self._kernels.turn()
-        return Runtime(executor, cache, self._attention, policy, plan, balance, timeline, parking, turn)
+        turn = None if policy.kv_bits == 16 else self._turn()
+        return Runtime(executor, cache, self._attention, policy, plan, balance, timeline, parking, turn, self.device)
 
     def report(self) -> LoadReport:
         """What was loaded, once it has started."""
-        policy, plan, shape = self._policy, self.plan, self._model.shape
-        total, on_disk = (sum(b.nbytes for b in blocks) for blocks in (self._blocks, self._streamed))
-        weights = _realised(policy.weights, on_disk / total)
-        on_device = int(weights[0] * total)
+        policy, plan, shape = self.policy, self.plan, self.model.shape
+        tiers_bytes = self._weights_by_tier()
+        total = sum(tiers_bytes)
+        pages = plan.pages + plan.host_pages + plan.disk_pages
         realised = dataclasses.replace(
             policy,
             compute_dtype=self._arithmetic.dtype,
-            weights=weights,
-            cache=_realised(policy.cache, plan.disk_pages / (plan.pages + plan.disk_pages)),
-            activations=policy.activations or (0.0, 1.0, 0.0),
+            weights=(tiers_bytes[0] / total, tiers_bytes[1] / total, tiers_bytes[2] / total),
+            cache=self._cache_by_tier(plan.host_pages / pages, plan.disk_pages / pages),
+            activations=policy.activations or self._activations(),
             prefill_chunk=plan.chunk,
         )
         return LoadReport(
@@ -137,25 +134,90 @@ class Loading:
             block_size=plan.sequences,
             policy=realised,
             compute_dtype=self._arithmetic.dtype,
-            weights_by_tier=(on_device, total - on_disk - on_device, on_disk),
+            weights_by_tier=tiers_bytes,
             steady_blocks=steady_blocks(policy),
-            notes=tuple(filter(None, self._notes)),
+            notes=tuple(filter(None, self.notes)),
         )
+
+    # ------------------------------------------------------------------- what is otherwise with a device
+
+    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
+        """How weights are multiplied, by how they are stored."""
+        asked, hidden = self.policy.compute_dtype, self.model.shape.hidden
+        dtypes: list[Dtype] = [asked] if asked != "auto" else sorted({self.model.dtype, "float32"})
+        ways = {layers: gemm.choose(layers, hidden, dtypes, self.kernels)}
+        if outside != layers:
+            ways[outside] = gemm.choose(outside, hidden, [ways[layers].dtype], self.kernels)
+        return ways
+
+    def _attention_kernel(self) -> AttentionKernel:
+        return self.kernels.attention(self.cached)
+
+    def _attention_memory(self) -> tuple[int, int]:
+        sparse = self.policy.value_sparsity < 1
+        longest = self.job.max_sequence
+        return self.kernels.attention_memory(self.cached, self.model.shape, longest, self._compute_bytes, sparse)
+
+    def _kernel_note(self) -> str:
+        return self.kernels.note
+
+    def _codec(self) -> Codec:
+        """Of keys and values."""
+        return self.kernels.codec(self.cached)
+
+    def _turn(self) -> Turn:
+        return self.kernels.turn()
+
+    def _small_values(self) -> int:
+        """Values that stay in memory whatever happens."""
+        return sum(torch.Size(s).numel() for s in self.seamed.small.values())
+
+    def _placed(self, demand: tiers.Demand) -> tiers.Plan:
+        return tiers.place(demand, self.policy, self.limits.host_memory)
+
+    def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
+        """Stored bytes of the blocks that stay where they are multiplied."""
+        return converted.read(self.plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
+
+    def _ring(self, converted: Converted, files: BlockFiles) -> Ring:
+        return HostRing(self.streamed, self.plan.slots, files)
+
+    def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
+        plan, shape = self.plan, self.model.shape
+        disk = None
+        if plan.disk_pages:
+            record = record_bytes(shape, self.cached)
+            ahead = self.policy.overlap
+            disk = DiskPages(self.job.scratch, shape.num_layers, plan.disk_pages, record, timeline, throttle, ahead)
+            parts.callback(disk.close)
+            self._note_direct(disk.direct, "the cache on disk passes")
+        return PagedCache(shape, plan.pages, self.cached, self._codec(), disk)
+
+    def _weights_by_tier(self) -> tuple[int, int, int]:
+        """Bytes on the device, in host memory and on disk. The device tier is RAM here: what was asked for it is a part
+        of what is in memory."""
+        total, on_disk = (sum(b.nbytes for b in blocks) for blocks in (self.blocks, self.streamed))
+        device, host, _ = self.policy.weights or (0.0, 1.0, 0.0)
+        on_device = int((total - on_disk) * device / (device + host)) if device else 0
+        return on_device, total - on_disk - on_device, on_disk
+
+    def _cache_by_tier(self, in_host: float, on_disk: float) -> tuple[float, float, float]:
+        device, host, _ = self.policy.cache or (0.0, 1.0, 0.0)
+        on_device = (1 - on_disk) * device / (device + host) if device else 0.0
+        return on_device, 1 - on_disk - on_device, on_disk
+
+    def _activations(self) -> tuple[float, float, float]:
+        return 0.0, 1.0, 0.0
+
+    # ------------------------------------------------------------------- the same everywhere
 
     def _note_direct(self, direct: bool, what: str) -> None:
         if not direct:
-            self._notes.append(f"the file system refuses direct I/O: {what} through the page cache")
+            self.notes.append(f"the file system refuses direct I/O: {what} through the page cache")
 
     def _converted(self) -> Converted:
         seamed = self.seamed
-        source = Source(self._model, seamed.prefix, seamed.aliases, seamed.transforms)
-        codecs = {how: self._kernels.codec(how) for how in self._ways}
-        return convert(self._model, source, seamed.matrices, self._blocks, codecs, seamed.tables, seamed.small,
-                       self._job.cache, self._job.on_progress)  # fmt: skip
-
-
-def _realised(asked: tuple[float, float, float] | None, on_disk: float) -> tuple[float, float, float]:
-    """Fractions as they came out. The device tier is RAM here: what was asked for it is a part of what is in memory."""
-    device, host, _ = asked or (0.0, 1.0, 0.0)
-    on_device = (1 - on_disk) * device / (device + host) if device else 0.0
-    return (on_device, 1 - on_disk - on_device, on_disk)
+        source = Source(self.model, seamed.prefix, seamed.aliases, seamed.transforms)
+        codecs = {how: self.kernels.codec(how) for how in self._ways}
+        return convert(self.model, source, seamed.matrices, self.blocks, codecs, seamed.tables, seamed.small,
+                       self.job.cache, self.job.on_progress)  # fmt: skip

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
+from engines.offload.device import Device
 from engines.offload.dry import DryPass
 from engines.offload.layout import OUTSIDE, Matrix
 from engines.offload.seams import DRY_SEAM, SEAM, Attention
@@ -51,7 +52,10 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Tokens of several sequences in one row: ids and positions [tokens], and the rows whose logits are wanted."""
+    """Tokens of several sequences in one row: ids and positions [tokens], and the rows whose logits are wanted.
+
+    The ids are in host memory, all else is where the model computes.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -130,6 +134,7 @@ class SeamedModel:
         self.matrices = [found[name] for name in dry.order]
         self.attends = dry.attends
         self._after_attention = frozenset(dry.order[dry.attends[-1] :])
+        self.token_table = self._name_of_token_table()
         self._refuse_what_is_not_streamed()
         self._module.set_attn_implementation(SEAM)
 
@@ -141,12 +146,22 @@ class SeamedModel:
             raise UnsupportedError(f"{self._module.config.model_type}: its layers are no plain list")
         return list(found[0])
 
-    def bind(self, tables: Mapping[str, torch.Tensor], small: Mapping[str, torch.Tensor]) -> None:
-        """Puts real tensors behind embeddings and small parameters."""
+    def bind(
+        self, tables: Mapping[str, torch.Tensor], small: Mapping[str, torch.Tensor], device: Device | None = None
+    ) -> None:
+        """Puts real tensors behind embeddings and small parameters, on `device` but for the table of tokens: its rows
+        are looked up by the host, and follow."""
         for name, tensor in tables.items():
-            self._put(name, Table.of(tensor, self.dtype))
+            if device is None or name == self.token_table:
+                self._put(name, Table.of(tensor, self.dtype, device))
+            else:
+                self._put(name, tensor.to(self.dtype).to(device.where))
         for name, tensor in small.items():
-            self._put(name, tensor)
+            self._put(name, tensor if device is None else tensor.to(device.where))
+        if device is not None:
+            for module in self._module.modules():
+                real = {leaf: buffer for leaf, buffer in module._buffers.items() if buffer is not None}
+                module._buffers.update({leaf: buffer.to(device.where) for leaf, buffer in real.items()})
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [wanted rows, vocabulary] of one pass, in the compute dtype."""
@@ -159,6 +174,10 @@ class SeamedModel:
             offload_attention=batch.attention,
         )
         return torch.as_tensor(output.logits[0])
+
+    def _name_of_token_table(self) -> str:
+        embedding = self._module.get_input_embeddings()
+        return next((name for name, (module, _) in self._owners.items() if module is embedding), "")
 
     # ------------------------------------------------------------------- taking over
 
@@ -189,7 +208,8 @@ class SeamedModel:
         first, second = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
         count = len(getattr(module, first))
         if self._is_for_wanted(f"{path}.{first}[0]", len(x)):
-            unwanted = torch.ones(len(x), 1, dtype=torch.bool).index_fill_(0, _batch.get().wanted, False)
+            every = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
+            unwanted = every.index_fill_(0, _batch.get().wanted, False)
             index = index.masked_fill(unwanted, count)  # no expert
         hit = sorted(e for e in set(index.flatten().tolist()) if e < count)
         out = torch.zeros_like(x)

@@ -67,10 +67,14 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    words = (codes.reshape(*codes.shape[:-1], -1, EIGHT) << torch.arange(0, EIGHT * bits, bits)).sum(-1)
-    return (words[..., None] >> torch.arange(0, 8 * bits, 8) & 255).flatten(-2).to(torch.uint8)
+    words = (codes.reshape(*codes.shape[:-1], -1, EIGHT) << _shifts(EIGHT, bits, codes)).sum(-1)
+    return (words[..., None] >> _shifts(bits, 8, codes) & 255).flatten(-2).to(torch.uint8)
 
 
 def _codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    words = (packed.reshape(*packed.shape[:-1], -1, bits).long() << torch.arange(0, 8 * bits, 8)).sum(-1)
-    return (words[..., None] >> torch.arange(0, EIGHT * bits, bits) & ((1 << bits) - 1)).flatten(-2)
+    words = (packed.reshape(*packed.shape[:-1], -1, bits).long() << _shifts(bits, 8, packed)).sum(-1)
+    return (words[..., None] >> _shifts(EIGHT, bits, packed) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _shifts(count: int, step: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(0, count * step, step, device=like.device)

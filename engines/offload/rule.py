@@ -24,9 +24,9 @@ class Rule:
     sinks: torch.Tensor | None = None
     keep: float = 1.0
 
-    def visible(self, first: int, rows: int, seen: int) -> torch.Tensor:
+    def visible(self, first: int, rows: int, seen: int, device: torch.device | None = None) -> torch.Tensor:
         """Whether each of `rows` tokens from position `first` on sees each of `seen` tokens: bool [rows, seen]."""
-        mask = torch.ones(rows, seen, dtype=torch.bool).tril(first)
+        mask = torch.ones(rows, seen, dtype=torch.bool, device=device).tril(first)
         return mask if self.window is None else mask.triu(first - self.window + 1)
 
 
@@ -37,7 +37,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Ru
     """
     heads, rows, _ = query.shape
     group = heads // key.shape[0]
-    mask = rule.visible(first, rows, key.shape[1])
+    mask = rule.visible(first, rows, key.shape[1], query.device)
     out = query.new_empty(heads, rows, value.shape[2])
     for i, (k, v) in enumerate(zip(key.to(query.dtype), value.to(query.dtype), strict=True)):
         own = slice(i * group, (i + 1) * group)
@@ -59,7 +59,7 @@ def _largest(shares: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
     """The shares [heads, rows, seen] of rows from position `first` on that they take values for, and zeros."""
     limit = rule.window or first + shares.shape[1]
     sees = [min(first + i + 1, limit) for i in range(shares.shape[1])]
-    counts = torch.tensor([math.ceil(rule.keep * n) for n in sees]).view(-1, 1)
+    counts = torch.tensor([math.ceil(rule.keep * n) for n in sees]).to(shares.device).view(-1, 1)
     ranks = shares.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     kept = shares.where(ranks < counts, 0)
     return kept * (shares.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True))

@@ -10,6 +10,7 @@ import torch
 
 from engines.offload.attention import PackedAttention, Segment
 from engines.offload.batching import Batcher, Part, split
+from engines.offload.device import Device
 from engines.offload.executor import Executor
 from engines.offload.kernels import AttentionKernel, Turn
 from engines.offload.kv_cache import PagedCache
@@ -39,8 +40,10 @@ class Runtime:
         timeline: Timeline,
         parking: Parking | None = None,
         turn: Turn | None = None,
+        device: Device | None = None,
     ) -> None:
         self._executor = executor
+        self._device = device
         self._parking = parking
         self._cache = cache
         self._kernel = kernel
@@ -107,6 +110,8 @@ class Runtime:
         self._cache.begin(parts, len(batches))
         with torch.inference_mode():
             logits = self._executor.run([self._pack(batch) for batch in batches])
+            if self._device is not None:
+                logits = [self._device.download(rows) for rows in logits]
             self.timeline.end_pass(sum(p.count for batch in batches for p in batch))
             now = time.perf_counter() - began
             for batch, counts, rows in zip(batches, wanted, logits, strict=True):
@@ -129,5 +134,10 @@ class Runtime:
             positions += range(start, start + part.count)
             segments.append(Segment(part.count, start, tuple(sequence.pages)))
         keep, aside = self._policy.value_sparsity, self._executor.aside
-        attention = PackedAttention(self._cache, segments, self._kernel, self.timeline, keep, aside, self._turn)
-        return PackedBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(rows, dtype=torch.long), attention)
+        attention = PackedAttention(
+            self._cache, segments, self._kernel, self.timeline, keep, aside, self._turn, self._device
+        )
+        places, wanted = torch.tensor(positions), torch.tensor(rows, dtype=torch.long)
+        if self._device is not None:
+            places, wanted = self._device.upload(places), self._device.upload(wanted)
+        return PackedBatch(torch.tensor(ids), places, wanted, attention)

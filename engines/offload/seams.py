@@ -84,16 +84,13 @@ def _experts_seam(
     return torch.as_tensor(module.offload_experts(hidden, index, share))
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Attention knows by itself who sees whom."""
-
-
 def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> _Mask:
     """For the dry pass."""
     return _Mask(mask_function)
 
 
 ALL_EXPERTS_FUNCTIONS.register(SEAM, _experts_seam)
-for _name, _mask in ((SEAM, _no_mask), (DRY_SEAM, _mask_to_check)):
+for _name in (SEAM, DRY_SEAM):
     AttentionInterface.register(_name, _attention_seam)
-    AttentionMaskInterface.register(_name, _mask)
+#: None for SEAM: attention knows by itself who sees whom, and transformers makes no mask for names that it has none of.
+AttentionMaskInterface.register(DRY_SEAM, _mask_to_check)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.offload.layout import Block
@@ -15,14 +15,14 @@ from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 #: a budget (of a warm-up it kept 38 MB in 1.2 GiB) and of what a batch computes in (beside 50 MB of it, 30 came and
 #: went from one run to the next).
 SLACK_BYTES = 64 << 20
-_KEPT_SHARE, _KEPT_WORK = 1 / 32, 3 / 4
+KEPT_SHARE, _KEPT_WORK = 1 / 32, 3 / 4
 #: Slots of the ring through which weights stream: enough to keep the disk busy while a pass ends, and the share
 #: of a budget that may go to them.
-_SLOTS = (4, 16)
-_RING_SHARE = 1 / 16
+SLOTS = (4, 16)
+RING_SHARE = 1 / 16
 #: Prompt tokens of a batch and pass where the policy does not say, and the share of a budget for their activations.
 _CHUNK = (32, 512)
-_WORK_SHARE = 1 / 8
+WORK_SHARE = 1 / 8
 #: As in kernels/attention.cpp: rows whose scores are held together, and columns of a panel.
 _BLOCK, _WIDTH = 48, 16
 
@@ -55,7 +55,8 @@ class Plan:
     tokens a pass.
 
     `bytes` is what all of it takes. `work`: of it what a batch computes in, of which a token of a pass takes `row`, and
-    one that meets the head `logits` beside.
+    one that meets the head `logits` beside. With a device its memory is what `pages`, `resident` blocks, slots and work
+    are in; `host_pages` and the blocks `pinned` are in pinned host memory, of `pinned_bytes` with what passes through.
     """
 
     pages: int
@@ -69,6 +70,9 @@ class Plan:
     logits: int
     bytes: int
     note: str
+    host_pages: int = 0
+    pinned: frozenset[int] = frozenset()
+    pinned_bytes: int = 0
 
     def scored(self, share: float) -> tuple[int, int]:
         """Tokens of a batch and pass, and how many of them may meet the head, where such a share of all tokens do."""
@@ -114,12 +118,12 @@ class _Planner:
         staged = STAGES * record_bytes(shape, demand.cache)
         self._page = math.ceil((1 - self._on_disk) * page + self._on_disk * staged)
         largest = max(b.span for b in demand.blocks)
-        rows = None if budget is None else budget * _WORK_SHARE / policy.num_gpu_batches / self._row
-        self.slots = _within(_SLOTS, None if budget is None else budget * _RING_SHARE / largest)
+        rows = None if budget is None else budget * WORK_SHARE / policy.num_gpu_batches / self._row
+        self.slots = within(SLOTS, None if budget is None else budget * RING_SHARE / largest)
         most = policy.gpu_batch_size * demand.max_sequence
-        self.chunk = min(policy.prefill_chunk or _within(_CHUNK, rows), most)
+        self.chunk = min(policy.prefill_chunk or within(_CHUNK, rows), most)
         self.ring = self.slots * largest
-        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * _KEPT_SHARE)
+        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * KEPT_SHARE)
         self._weights = sum(b.nbytes for b in demand.blocks)
         self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
 
@@ -129,13 +133,13 @@ class _Planner:
             pages = wanted * pages_for(self._demand.max_sequence)
             held = self._weights if self._asked is None else self._asked
             return self._finished(pages, wanted, held, "no limit")
-        sequences = _largest(wanted, self._sweep_fits if self._sweep else self._block_fits)
+        sequences = largest(wanted, self._sweep_fits if self._sweep else self._block_fits)
         if sequences < self._fewest(wanted):
             raise InfeasibleError(self._words(wanted), {"host": self._least(wanted) - self._budget})
         room = (self._budget - self._fixed(sequences)) // self._page
         pages = min(sequences * pages_for(self._demand.max_sequence), room)
         left = self._budget - self._fixed(sequences) - pages * self._page
-        return self._finished(pages, sequences, left if self._asked is None else self._asked, f"{_mib(left)} left")
+        return self._finished(pages, sequences, left if self._asked is None else self._asked, f"{mib(left)} left")
 
     def _fixed(self, sequences: int) -> int:
         """Everything but the cache and what is left for weights."""
@@ -165,11 +169,11 @@ class _Planner:
         return self._fixed(sequences) + pages * self._page <= self._budget
 
     def _finished(self, pages: int, sequences: int, held: int, note: str) -> Plan:
-        resident = _resident(self._demand.blocks, held)
+        resident = evenly(self._demand.blocks, range(len(self._demand.blocks)), held)
         work, other = self._work(sequences), self._other + self._kept(sequences)
         kept = sum(self._demand.blocks[i].nbytes for i in resident)
         parts = {"cache": pages * self._page, "work": work, "ring": self.ring, "resident": kept, "other": other}
-        words = " + ".join(f"{name} {_mib(nbytes)}" for name, nbytes in parts.items())
+        words = " + ".join(f"{name} {mib(nbytes)}" for name, nbytes in parts.items())
         on_disk = round(pages * self._on_disk)
         words = f"host memory: {words}; {note}"
         whole = sum(parts.values())
@@ -193,24 +197,26 @@ class _Planner:
         least = self._fewest(wanted)
         cache = least * pages_for(self._demand.max_sequence) * self._page
         batches = self._policy.num_gpu_batches
-        size = 0 if self._sweep else _largest(wanted // batches, lambda n: self._block_fits(n * batches))
+        size = 0 if self._sweep else largest(wanted // batches, lambda n: self._block_fits(n * batches))
         hint = f"gpu_batch_size {size} would fit" if size else "use a larger budget"
         held = ""
         if self._asked:
-            held = f", weights {_mib(self._asked)}"
+            held = f", weights {mib(self._asked)}"
             hint += ", or hold a smaller part of the weights (policy.weights)"
         return (
-            f"offload needs {_mib(self._least(wanted))} for {least} sequences of {self._demand.max_sequence} "
-            f"tokens (cache {_mib(cache)}, work {_mib(self._work(least))}, ring {_mib(self.ring)}, other "
-            f"{_mib(self._other + self._kept(least))}{held}); the budget is {_mib(self._budget)}; {hint}"
+            f"offload needs {mib(self._least(wanted))} for {least} sequences of {self._demand.max_sequence} "
+            f"tokens (cache {mib(cache)}, work {mib(self._work(least))}, ring {mib(self.ring)}, other "
+            f"{mib(self._other + self._kept(least))}{held}); the budget is {mib(self._budget)}; {hint}"
         )
 
 
-def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:
-    """As many blocks as `nbytes` hold, evenly over the pass, so that the disk is asked for the rest at an even pace."""
-    share = nbytes / sum(b.nbytes for b in blocks)
+def evenly(blocks: Sequence[Block], among: Iterable[int], nbytes: int) -> frozenset[int]:
+    """As many blocks `among` some as `nbytes` hold, evenly over the pass, so that the others come at an even pace."""
+    places = list(among)
+    share = nbytes / max(1, sum(blocks[i].nbytes for i in places))
     chosen, taken, seen = set(), 0, 0
-    for i, block in enumerate(blocks):
+    for i in places:
+        block = blocks[i]
         seen += block.nbytes
         if taken + block.nbytes <= share * seen:
             chosen.add(i)
@@ -218,7 +224,7 @@ def _resident(blocks: Sequence[Block], nbytes: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
+def largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `most` that `fits`, which is taken to be monotone; 0 if 1 does not."""
     low, high = 0, most
     while low < high:
@@ -227,11 +233,11 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _within(limits: tuple[int, int], wanted: float | None) -> int:
+def within(limits: tuple[int, int], wanted: float | None) -> int:
     """`wanted` between two limits; the upper one where anything goes."""
     low, high = limits
     return high if wanted is None else max(low, min(high, int(wanted)))
 
 
-def _mib(nbytes: float) -> str:
+def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.0f} MiB"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from engines.offload.device import Device
 from harness.api import EngineTrace, TraceEvent, union_length
 
 #: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a
@@ -40,28 +43,35 @@ class PassSums:
 class Timeline:
     """Spans of the pass in hand, sums by lane over all passes, and the spans of the fullest pass.
 
-    Spans may be added from any thread: appending to a list is atomic.
+    Spans may be added from any thread: appending to a list is atomic. What a `device` computes is timed there, by
+    `now`: the host has only asked for it when it goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device
         self.clear()
 
     def clear(self) -> None:
         """Forgets all passes."""
-        self._spans: list[Span] = []
+        self._spans: list[tuple[str, str, Any, Any]] = []
         self._most_rows = -1
         self.kept: tuple[Span, ...] = ()
         self.passes = self.rows = self.shared_tokens = 0
         self.wait_s = self.load_s = 0.0
         self.tasks: dict[str, float] = {}
 
-    def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
-        """Notes one span."""
-        self._spans.append(Span(lane, name, start_s, end_s))
+    def now(self) -> Any:
+        """When what is asked for next begins, for `add`."""
+        return time.perf_counter() if self._device is None else self._device.stamp()
+
+    def add(self, lane: str, name: str, start: Any, end: Any) -> None:
+        """Notes one span, from and to times by `time.perf_counter` or by `now`."""
+        self._spans.append((lane, name, start, end))
 
     def end_pass(self, rows: int) -> PassSums:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
-        spans, self._spans = self._spans, []
+        asked, self._spans = self._spans, []
+        spans = self._timed(asked)
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
@@ -73,6 +83,16 @@ class Timeline:
         )
         self.count(found)
         return found
+
+    def _timed(self, asked: Sequence[tuple[str, str, Any, Any]]) -> list[Span]:
+        if self._device is None:
+            return [Span(*one) for one in asked]
+        stamps = [t for one in asked for t in one[2:] if not isinstance(t, float)]
+        seconds = iter(self._device.seconds(stamps))
+        return [
+            Span(lane, name, *(t if isinstance(t, float) else next(seconds) for t in times))
+            for lane, name, *times in asked
+        ]
 
     def count(self, one: PassSums) -> None:
         """Adds a pass to the sums."""

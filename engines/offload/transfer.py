@@ -1,57 +1,41 @@
-"""Reads weight blocks from disk ahead of the arithmetic, pass after pass, into a ring of slots."""
+"""Fetches weight blocks ahead of the arithmetic, pass after pass, into a ring of slots."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 
-from engines.offload.disk_file import reads_directly
 from engines.offload.layout import Block
-from engines.offload.throttle import Throttle
+from engines.offload.rings import Ring
 from engines.offload.timeline import Timeline
-from harness.api import HarnessError, direct_buffer
+from harness.api import HarnessError
 
-_READERS = 2
+READERS = 2
 #: How many reads fill the ring: large ones wake few threads and keep a disk's queue as full as many small ones.
 _READS = 4
 
 
 class BlockStream:
-    """The blocks of `order`, again and again, each read by direct I/O before it is asked for.
+    """The blocks of `order`, again and again, each fetched into `ring`, which is closed with it, before it is asked
+    for.
 
     `next` hands out the block that is due, and `release` gives its slot back to the readers: they run ahead by as
     many blocks as there are slots, across the end of a pass too, and read neighbours at once. `skip` goes past a
-    block that turns out not to be needed, and `leave_out` says so in advance. The page cache is bypassed, where the
-    file system allows it, so that it neither flatters nor takes memory. A reader's error is raised by `next`.
+    block that turns out not to be needed, and `leave_out` says so in advance. A reader's error is raised by `next`.
     Without `ahead` a block is read when it is asked for, and nothing else happens meanwhile.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        order: Sequence[Block],
-        slots: int,
-        timeline: Timeline,
-        throttle: Throttle,
-        ahead: bool = True,
-    ) -> None:
+    def __init__(self, order: Sequence[Block], ring: Ring, timeline: Timeline, ahead: bool = True) -> None:
         self._order = order
+        self._ring = ring
         self._due = 1 << 62 if ahead else -1  # no reader begins a block beyond this one
         self._timeline = timeline
-        self._throttle = throttle
-        self._slot_bytes = max((b.span for b in order), default=0)
-        self.slots = min(slots, len(order))
+        self.slots = ring.slots
         self._most = max(1, self.slots // _READS)  # blocks that one read takes
-        self._ring = direct_buffer(max(1, self._slot_bytes * self.slots))
-        self._memory = memoryview(self._ring)
-        self._tensor = torch.frombuffer(self._ring, dtype=torch.uint8)
-        self._files, self.direct = _open_all(folder, sorted({b.file for b in order}))
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # for readers: slots are free, or the stream is over
         self._arrived = threading.Condition(self._lock)  # for the caller: blocks are there, or a reader has failed
@@ -66,18 +50,13 @@ class BlockStream:
         self._failure: HarnessError | None = None
         self._closed = False
         self.bytes_read = 0
-        self._readers = [threading.Thread(target=self._read, name=f"reader-{i}", daemon=True) for i in range(_READERS)]
+        self._readers = [threading.Thread(target=self._read, name=f"reader-{i}", daemon=True) for i in range(READERS)]
         try:
             for reader in self._readers if order else ():
                 reader.start()
         except BaseException:  # as many threads as the system allows
             self.close()
             raise
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the ring."""
-        return self._slot_bytes * self.slots
 
     def measure(self) -> float:
         """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
@@ -104,15 +83,17 @@ class BlockStream:
             self._wait_for((self._taken,))
             self._ready.discard(self._taken)
             self._held.append(self._taken)
-            start = self._slot[self._taken] * self._slot_bytes
+            slot = self._slot[self._taken]
             self._taken += 1
         self._timeline.add("wait", "stall", began, time.perf_counter())
-        return self._tensor[start : start + block.nbytes]
+        return self._ring.view(slot, block.nbytes)
 
     def release(self) -> None:
         """Of what was handed out the oldest is no longer needed."""
         with self._lock:
-            self._give_back(self._held.popleft())
+            index = self._held.popleft()
+            self._ring.leave(self._slot[index])
+            self._give_back(index)
 
     def skip(self) -> None:
         """The block that is due is not needed."""
@@ -149,9 +130,7 @@ class BlockStream:
         for reader in self._readers:
             if reader.is_alive():
                 reader.join()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files = {}
+        self._ring.close()
 
     def _ask_for(self, index: int) -> None:
         """Readers may go as far as this block; the lock is held."""
@@ -183,7 +162,7 @@ class BlockStream:
             blocks = [self._order[i % len(self._order)] for i in run]
             began = time.perf_counter()
             try:
-                self._fetch(blocks, [self._slot[i] for i in run])
+                self._ring.fetch(blocks, [self._slot[i] for i in run])
             except Exception as exc:  # must reach whoever waits, whatever it is
                 with self._lock:
                     error = exc if isinstance(exc, HarnessError) else HarnessError(_words(blocks[0], exc))
@@ -237,49 +216,7 @@ class BlockStream:
         before, block = (self._order[i % len(self._order)] for i in (index - 1, index))
         return before.file == block.file and before.offset + before.span == block.offset
 
-    def _fetch(self, blocks: Sequence[Block], slots: Sequence[int]) -> None:
-        """Reads neighbouring blocks, each into its slot."""
-        starts = [slot * self._slot_bytes for slot in slots]
-        views = [self._memory[start : start + b.span] for start, b in zip(starts, blocks, strict=True)]
-        descriptor, offset, began = self._files[blocks[0].file], blocks[0].offset, time.perf_counter()
-        while views:
-            count = os.preadv(descriptor, views, offset)
-            if count <= 0:
-                raise HarnessError(_cut_words(blocks, os.fstat(descriptor).st_size))
-            if not self.direct:  # a later run must not find in memory what it is to read from disk
-                os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
-        self._throttle.wait(offset - blocks[0].offset, began)
-
-
-def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]:
-    """Descriptors by file name, and whether reads bypass the page cache; some file systems refuse that."""
-    direct = all(reads_directly(folder / name) for name in names[:1])
-    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    files: dict[str, int] = {}
-    try:
-        for name in names:
-            files[name] = os.open(folder / name, flags)
-    except OSError:
-        for descriptor in files.values():
-            os.close(descriptor)
-        raise
-    return files, direct
-
 
 def _words(block: Block, exc: Exception) -> str:
     reason = exc.strerror if isinstance(exc, OSError) else exc
     return f"reading {block.file} at byte {block.offset} ({block.matrix}): {reason}"
-
-
-def _cut_words(blocks: Sequence[Block], end: int) -> str:
-    """For a file that ends before these blocks do."""
-    block = next((b for b in blocks if b.offset + b.span > end), blocks[-1])
-    return (
-        f"{block.file} ends at byte {end}, {block.matrix} reaches to {block.offset + block.span}: it was cut; "
-        "remove its folder, and it will be converted again"
-    )

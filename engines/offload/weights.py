@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -66,17 +67,20 @@ class Converted:
             raise HarnessError(f"{self.folder / _SMALL} is damaged; remove its folder: it is converted again") from exc
         return tensors
 
-    def read(self, chosen: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Stored bytes of the blocks that are to stay in memory, without leaving them in the page cache as well."""
+    def read(
+        self, chosen: Iterable[int], room: Callable[[int], torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Stored bytes of blocks, without leaving them in the page cache as well: read into what `room` gives for so
+        many, and kept as `keep` returns them."""
         found = {}
         for i in sorted(chosen):
             block = self.blocks[i]
+            data = room(block.nbytes)[: block.nbytes]
             with (self.folder / block.file).open("rb", buffering=0) as file:
-                data = bytearray(block.nbytes)
-                if os.preadv(file.fileno(), [data], block.offset) != block.nbytes:
+                if os.preadv(file.fileno(), [cast(Any, data.numpy())], block.offset) != block.nbytes:
                     raise HarnessError(f"{self.folder / block.file} ends inside {block.matrix}; remove its folder")
                 os.posix_fadvise(file.fileno(), block.offset, block.span, os.POSIX_FADV_DONTNEED)
-            found[i] = torch.frombuffer(data, dtype=torch.uint8)
+            found[i] = keep(data)
         return found
 
 

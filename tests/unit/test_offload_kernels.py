@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,8 +117,7 @@ def packed(spans, pages):
     counts, cached = zip(*spans, strict=True)
     longest = max(pages_for(c + n) for n, c in spans)
     table = torch.randperm(pages)[: len(spans) * longest].view(len(spans), longest).int()
-    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    return Segments(starts, torch.tensor(cached, dtype=torch.int32), table)
+    return Segments.of(counts, cached, table)
 
 
 def by_hand(query, keys, values, segments, rule):
@@ -204,7 +204,7 @@ def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
     whole = packed([(length, 0)], 40)
     together = compiled(query, pages, whole, rule)
     for rows, before in ((slice(0, cut), 0), (slice(cut, length), cut)):
-        part = Segments(torch.tensor([0, rows.stop - rows.start]).int(), torch.tensor([before]).int(), whole.table)
+        part = Segments.of([rows.stop - rows.start], [before], whole.table)
         assert torch.equal(compiled(query[:, rows], pages, part, rule), together[rows])
 
 
@@ -226,7 +226,7 @@ def test_half_precision_is_widened_exactly(cache):
     finite = bits[bits.isfinite()].view(-1, 1, 1, 1).expand(-1, 1, PAGE_TOKENS, 1).contiguous()
     count = len(finite)
     table = torch.arange(count, dtype=torch.int32).view(-1, 1)
-    alone = Segments(torch.arange(count + 1).int(), torch.zeros(count, dtype=torch.int32), table)
+    alone = Segments.of([1] * count, [0] * count, table)
     kernel = compiled_attention(Plain("float16"), cache, threads=2)
     pages = LayerPages(torch.stack([torch.zeros_like(finite), finite], 1))
     found = kernel(torch.zeros(1, count, 1), pages, alone, Rule(1.0))
@@ -240,10 +240,11 @@ def test_attention_reads_pages_where_they_are(cache):
     query, rule = torch.randn(4, int(segments.starts[-1]), 16), Rule(0.3)
     slots, room = torch.randperm(60), torch.empty(60, 3, 2, PAGE_TOKENS, 16)
     room[:, :2][slots] = pages[40:]
-    split = LayerPages(pages[:40], room[:, :2], slots)
+    split = LayerPages(pages[:40], room[:, :2])
+    moved = replace(segments, table=torch.cat([torch.arange(40), 40 + slots]).int()[segments.table.long()])
     for kernel in (compiled_attention(Plain("float32"), cache, 2), reference_attention(plain_codec(Plain("float32")))):
         whole = kernel(query, LayerPages(pages), segments, rule)
-        assert torch.equal(kernel(query, split, segments, rule), whole)
+        assert torch.equal(kernel(query, split, moved, rule), whole)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 50])

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from engines.offload.block_files import BlockFiles
 from engines.offload.layout import Matrix, blocks_of
+from engines.offload.rings import HostRing
 from engines.offload.storage import Plain
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
@@ -30,7 +32,8 @@ def files(tmp_path, request):
 
 
 def stream_of(files, slots=3, ahead=True):
-    return BlockStream(files[0], files[1], slots, Timeline(), Throttle(None), ahead)
+    ring = HostRing(files[1], slots, BlockFiles(files[0], files[1], Throttle(None)))
+    return BlockStream(files[1], ring, Timeline(), ahead)
 
 
 def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
@@ -129,7 +132,7 @@ def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("engines.offload.transfer.os.preadv", broken)
+    monkeypatch.setattr("engines.offload.block_files.os.preadv", broken)
     stream = stream_of(files)
     with pytest.raises(HarnessError, match=r"reading group[01].bin at byte \d+ \(m\d\): Input/output error"):
         stream.next(files[1][0])
@@ -138,8 +141,8 @@ def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
 
 def test_closing_wakes_whoever_waits(files, monkeypatch):
     gate = threading.Event()
-    real = BlockStream._fetch
-    monkeypatch.setattr(BlockStream, "_fetch", lambda self, *a: (gate.wait(5), real(self, *a)))
+    real = HostRing.fetch
+    monkeypatch.setattr(HostRing, "fetch", lambda self, *a: (gate.wait(5), real(self, *a)))
     stream = stream_of(files)
     threading.Timer(0.1, lambda: (gate.set(), stream.close())).start()
     with pytest.raises(HarnessError, match="closed"):

@@ -77,7 +77,7 @@ def pages_of(stored: Storage, lengths: list[int], kv_heads: int, dim: int, seed:
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for i, count in enumerate(counts):
         table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
-    return LayerPages(rows.to(DEVICE)), table.to(DEVICE)
+    return LayerPages(rows.to(DEVICE)), table
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,8 +96,7 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     counts = [1 if single else b for _, b in parts]
     kv_heads = 2
     pages, table = pages_of(stored, [a + b for a, b in zip(cached, counts, strict=True)], kv_heads, dim, sum(cached))
-    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    segments = Segments(starts.to(DEVICE), torch.tensor(cached, dtype=torch.int32).to(DEVICE), table)
+    segments = Segments.of(counts, cached, table, lambda tensor: tensor.to(DEVICE))
     query = torch.randn(kv_heads * group, sum(counts), dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     rule = Rule(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
     codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)

@@ -1,10 +1,20 @@
 """Kernels that torch has not: in C++, built once with the host's compiler, with a reference in their place."""
 
-from engines.offload.kernels.attention import AttentionKernel, Segments
+from engines.offload.kernels.attention import AttentionKernel, Segments, unmoved
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, stored_view
 from engines.offload.kernels.host import Kernels
 from engines.offload.kernels.product import Product
 from engines.offload.kernels.rotation import Turn
 
-__all__ = ["AttentionKernel", "Codec", "Kernels", "NoCompilerError", "Product", "Segments", "Turn", "stored_view"]
+__all__ = [
+    "AttentionKernel",
+    "Codec",
+    "Kernels",
+    "NoCompilerError",
+    "Product",
+    "Segments",
+    "Turn",
+    "stored_view",
+    "unmoved",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,17 +20,48 @@ from engines.offload.storage import Storage
 from harness.api import ModelShape
 
 
+def unmoved(tensor: torch.Tensor) -> torch.Tensor:
+    """For a host that computes itself."""
+    return tensor
+
+
 @dataclass(frozen=True)
 class Segments:
-    """Who owns the rows of a packed batch, as int32 tensors.
+    """Who owns the rows of a packed batch, as the host knows it and as int32 tensors for kernels.
 
-    Segment i has rows `starts[i]` to `starts[i + 1]`, which follow `cached[i]` others of its sequence; their keys and
-    values are on the pages of row i of `table` [segments, max_pages].
+    Segment i has `counts[i]` rows, from `starts[i]` to `starts[i + 1]`, which follow `before[i]` others of its sequence
+    (`cached`); their keys and values are on the pages of row i of `table` [segments, max_pages]. `put` brings a host
+    tensor to where the others are.
     """
 
+    counts: Sequence[int]
+    before: Sequence[int]
     starts: torch.Tensor
     cached: torch.Tensor
     table: torch.Tensor
+    put: Callable[[torch.Tensor], torch.Tensor]
+    _tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        counts: Sequence[int],
+        before: Sequence[int],
+        table: torch.Tensor,
+        put: Callable[[torch.Tensor], torch.Tensor] = unmoved,
+    ) -> Segments:
+        """From what the host knows; `table` is int32 there."""
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        cached = torch.tensor(before, dtype=torch.int32)
+        return cls(tuple(counts), tuple(before), put(starts), put(cached), put(table), put)
+
+    def tiles(self, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The segment and the first row of every `each` rows, int32: made once for all layers of a pass."""
+        if each not in self._tiles:
+            places = [(i, first) for i, count in enumerate(self.counts) for first in range(0, count, each)]
+            owner, first = self.put(torch.tensor(places, dtype=torch.int32).T.contiguous())
+            self._tiles[each] = owner, first
+        return self._tiles[each]
 
 
 #: (query [heads, tokens, dim], pages, segments, rule) -> [tokens, heads, dim]
@@ -43,17 +75,18 @@ def reference_attention(codec: Codec) -> AttentionKernel:
         """[n, kv_heads, page, ...] as values [kv_heads, seen, dim] of the query's dtype."""
         found = stored.transpose(0, 1).flatten(1, 2)[:, :seen]
         packed = stored.dtype == torch.uint8
-        out = torch.empty(found.shape[0] * seen, like.shape[2], dtype=torch.float32 if packed else like.dtype)
+        dtype = torch.float32 if packed else like.dtype
+        out = torch.empty(found.shape[0] * seen, like.shape[2], dtype=dtype, device=like.device)
         codec.unpack(found.flatten(0, 1).contiguous(), out)
         return out.view(found.shape[0], seen, -1).to(like.dtype)
 
     def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads, dim)
-        starts: Sequence[int] = segments.starts.tolist()
-        for i, first in enumerate(segments.cached.tolist()):
-            own = slice(starts[i], starts[i + 1])
-            seen = first + starts[i + 1] - starts[i]
+        start = 0
+        for i, (first, count) in enumerate(zip(segments.before, segments.counts, strict=True)):
+            own, seen = slice(start, start + count), first + count
+            start += count
             keys, values = pages.gather(segments.table[i].long()).unbind(1)
             attended = _attend(query[:, own], wide(keys, seen, query), wide(values, seen, query), rule, first)
             out[own] = attended.transpose(0, 1)
@@ -71,7 +104,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: R
         query[None],
         key[None],
         value[None],
-        attn_mask=None if plain else rule.visible(first, rows, seen),
+        attn_mask=None if plain else rule.visible(first, rows, seen, query.device),
         is_causal=plain,
         scale=rule.scale,
         enable_gqa=key.shape[0] != query.shape[0],

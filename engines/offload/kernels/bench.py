@@ -28,8 +28,7 @@ def attention_of_one_token(
     one = kernels.codec(stored).pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, DIM))
     pages = LayerPages(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
     table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
-    cached = torch.full((sequences,), context - 1, dtype=torch.int32)
-    segments = Segments(torch.arange(sequences + 1, dtype=torch.int32), cached, table)
+    segments = Segments.of([1] * sequences, [context - 1] * sequences, table)
     query, rule = torch.randn(heads, sequences, DIM), Rule(DIM**-0.5)
     return lambda: kernel(query, pages, segments, rule)
 

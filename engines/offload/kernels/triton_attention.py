@@ -15,7 +15,7 @@ from engines.offload.kernels.attention import AttentionKernel, Segments
 from engines.offload.kernels.triton_codec import values_at
 from engines.offload.layer_pages import LayerPages
 from engines.offload.rule import Rule
-from engines.offload.storage import Grouped, Plain, Storage
+from engines.offload.storage import Grouped, Storage
 
 #: Rows of queries that a program multiplies, the least that the matrix units take, and cached tokens at a time.
 _ROWS, _LEAST_ROWS, _TOKENS = 64, 16, 64
@@ -25,26 +25,24 @@ def triton_attention(stored: Storage) -> AttentionKernel:
     """The kernel for pages that are `stored` so; rules that take a part of the values are not for it."""
 
     def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
-        assert rule.keep >= 1 and pages.staged is None
+        assert rule.keep >= 1
         heads, tokens, dim = query.shape
-        kv_heads = pages.rows.shape[2]
+        rows, staged = pages.rows, pages.rows if pages.staged is None else pages.staged
+        kv_heads = rows.shape[2]
         group = heads // kv_heads
-        each = max(1, _ROWS // group) if tokens > len(segments.cached) else 1
-        owner, first = tiles(segments, each)
+        each = max(1, _ROWS // group) if tokens > len(segments.counts) else 1
+        owner, first = segments.tiles(each)
         out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
-        rows = pages.rows
-        packed = isinstance(stored, Grouped)
+        packed = (stored.code_bytes(dim), stored.groups(dim)) if isinstance(stored, Grouped) else (0, 0)
         _attend[(len(owner), kv_heads)](
-            query, query.stride(0), query.stride(1), query.stride(2), rows, rows.stride(0), rows.stride(1),
-            rows.stride(2), rows.stride(3), segments.starts, segments.cached, segments.table, segments.table.stride(0),
-            owner, first, rule.sinks if rule.sinks is not None else query, out, out.stride(0), out.stride(1),
-            rule.scale, rule.softcap or 1.0, rule.window or 0,
-            stored.code_bytes(dim) if isinstance(stored, Grouped) else 0,
-            stored.groups(dim) if isinstance(stored, Grouped) else 0,
+            query, query.stride(0), query.stride(1), query.stride(2), rows, staged, len(rows), rows.stride(0),
+            staged.stride(0), rows.stride(1), rows.stride(2), rows.stride(3), segments.starts, segments.cached,
+            segments.table, segments.table.stride(0), owner, first, rule.sinks if rule.sinks is not None else query,
+            out, out.stride(0), out.stride(1), rule.scale, rule.softcap or 1.0, rule.window or 0, *packed,
             GROUP=group, EACH=each, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(each * group)), TOKENS=_TOKENS,
             DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=rows.shape[3],
-            WINDOW=rule.window is not None, CAP=rule.softcap is not None, SINKS=rule.sinks is not None,
-            BITS=stored.bits if isinstance(stored, Grouped) else 16,
+            STAGED=pages.staged is not None, WINDOW=rule.window is not None, CAP=rule.softcap is not None,
+            SINKS=rule.sinks is not None, BITS=stored.bits if isinstance(stored, Grouped) else 16,
             VALUES=stored.group if isinstance(stored, Grouped) else 0,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
@@ -53,23 +51,14 @@ def triton_attention(stored: Storage) -> AttentionKernel:
     return attention
 
 
-def tiles(segments: Segments, each: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The segment and the first row of every `each` rows, int32."""
-    counts = segments.starts.diff()
-    parts = (counts + each - 1) // each
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), parts)
-    before = parts.cumsum(0) - parts
-    first = (torch.arange(len(owner), device=counts.device) - before[owner]) * each
-    return owner.int(), first.int()
-
-
 @triton.jit
-def _attend(
-    query, query_head, query_row, query_column, rows, row_page, row_which, row_head, row_token, starts, cached, table,
-    table_row, owner, first, sinks, out, out_row, out_head, scale, cap, window, code_bytes, groups,
+def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
+    query, query_head, query_row, query_column, rows, staged, own, row_page, staged_page, row_which, row_head,
+    row_token, starts, cached, table, table_row, owner, first, sinks, out, out_row, out_head, scale, cap, window,
+    code_bytes, groups,
     GROUP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, STAGED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     segment = tl.load(owner + tl.program_id(0))
@@ -100,7 +89,10 @@ def _attend(
         seen = near + tl.arange(0, TOKENS)
         there = seen < end
         page = tl.load(table + segment.to(tl.int64) * table_row + seen // PAGE, mask=there, other=0).to(tl.int64)
-        place = rows + page * row_page + kv_head * row_head + seen % PAGE * row_token
+        place = rows + page * row_page
+        if STAGED:
+            place = tl.where(page < own, place, staged + (page - own) * staged_page)
+        place += kv_head * row_head + seen % PAGE * row_token
         keys = _wide(place[None, :], column[:, None], there[None, :] & valid[:, None], code_bytes, groups, asking.dtype,
                      BITS, VALUES)  # fmt: skip
         scores = tl.dot(asking, keys, input_precision=PRECISION) * scale

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engines.offload.kernels.codec import Codec
-from engines.offload.storage import EIGHT, Grouped
+from engines.offload.storage import Grouped
 
 #: Columns that one program unpacks.
 _TILE = 1024
@@ -73,7 +73,9 @@ def values_at(row, column, inside, code_bytes, groups, BITS: tl.constexpr, GROUP
 
 
 @triton.jit
-def _unpack(packed, out, columns, width, code_bytes, groups, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
+def _unpack(
+    packed, out, columns, width, code_bytes, groups, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = column < columns
@@ -90,7 +92,9 @@ def _rounded(x):
 
 
 @triton.jit
-def _pack(x, packed, columns, width, code_bytes, groups, BITS: tl.constexpr, GROUP: tl.constexpr, HALF_MAX: tl.constexpr):
+def _pack(
+    x, packed, columns, width, code_bytes, groups, BITS: tl.constexpr, GROUP: tl.constexpr, HALF_MAX: tl.constexpr
+):
     group = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     column = group * GROUP + tl.arange(0, GROUP)
@@ -98,7 +102,8 @@ def _pack(x, packed, columns, width, code_bytes, groups, BITS: tl.constexpr, GRO
     value = tl.load(x + row * columns + column, mask=inside, other=0).to(tl.float64)
     least = tl.min(tl.where(inside, value, float("inf")), 0)
     most = tl.max(tl.where(inside, value, float("-inf")), 0)
-    broken = tl.max(tl.where(inside & ((value != value) | (tl.abs(value) == float("inf"))), 1, 0), 0) == 1
+    finite = tl.abs(value) < float("inf")  # which NaN is not
+    broken = tl.max(tl.where(inside & (finite == 0), 1, 0), 0) == 1
     step = tl.minimum(((most - least) / ((1 << BITS) - 1)).to(tl.float32), HALF_MAX).to(tl.float16)
     low = tl.minimum(tl.maximum(least.to(tl.float32) + 0.0, -HALF_MAX), HALF_MAX).to(tl.float16)
     step = tl.where(broken, float("nan"), step).to(tl.float16)

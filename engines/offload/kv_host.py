@@ -1,0 +1,87 @@
+"""Keys and values whose home is pinned host memory: on the device a layer ahead of attention, and back behind it.
+
+Copies of a pass follow each other in the device's two copy streams, each after the events that it must not overtake:
+the host asks for them and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from engines.offload.device import Device, Event
+from engines.offload.kv_disk import Run, runs_of
+from engines.offload.pages import STAGES
+
+#: Bytes of a copy from which on larger ones are no faster.
+_PIECE = 16 << 20
+
+
+class HostPages:
+    """`pages` pages, each with a record of `record` bytes a layer in one tensor of `home`, uint8 [pages * record]; see
+    StagedPages.
+
+    A layer of them is staged on the device while the layer before is attended to. Without `ahead` it is copied when
+    it is asked for, and copied back before `done` returns.
+    """
+
+    def __init__(
+        self, home: Sequence[torch.Tensor], pages: int, record: int, device: Device, ahead: bool = True
+    ) -> None:
+        self.pages = pages
+        self._home = [layer[: pages * record] for layer in home]
+        self._record = record
+        self._device = device
+        self._ahead = STAGES if ahead else 0
+        self._stages = torch.empty(STAGES, pages * record, dtype=torch.uint8, device=device.where)
+        self._free: list[Sequence[Event]] = [()] * STAGES  # when a stage may be overwritten
+        self._back: dict[int, Event] = {}  # by layer, when the last pass's pages were home
+        self._there: dict[int, Sequence[Event]] = {}  # by layer of this pass, when its pages are staged
+        self._read: list[Run] = []
+        self._write: list[Run] = []
+
+    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
+        read, write = set(known), set(touched)
+        slots = torch.zeros(self.pages, dtype=torch.long)
+        order = sorted(read | write)
+        slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
+        place = {page: slot for slot, page in enumerate(order)}
+        most = max(1, _PIECE // self._record)
+        self._read, self._write = ([*runs_of(sorted(pages), place, most)] for pages in (read, write))
+        self._there = {}
+        for layer in range(min(self._ahead, len(self._home))):
+            self._stage(layer)
+        return slots
+
+    def staged(self, layer: int) -> torch.Tensor:
+        if layer not in self._there:
+            self._stage(layer)
+        for event in self._there[layer]:
+            self._device.join(event)
+        return self._stages[layer % STAGES]
+
+    def done(self, layer: int) -> None:
+        stage, home = self._stages[layer % STAGES], self._home[layer]
+        attended = self._device.mark()
+        last = attended
+        for run in self._write:
+            last = self._device.copy(home[self._at(run.page, run)], stage[self._at(run.slot, run)], (attended,))
+        self._back[layer] = last
+        self._free[layer % STAGES] = (attended, last)
+        if not self._ahead:
+            last.synchronize()
+        elif layer + STAGES < len(self._home):
+            self._stage(layer + STAGES)
+
+    def _stage(self, layer: int) -> None:
+        """Asks for the copies of a layer's pages to their places on the device."""
+        stage, home = self._stages[layer % STAGES], self._home[layer]
+        after = [*self._free[layer % STAGES], *([self._back[layer]] if layer in self._back else [])]
+        self._there[layer] = after
+        for run in self._read:
+            copied = self._device.copy(stage[self._at(run.slot, run)], home[self._at(run.page, run)], after)
+            self._there[layer] = (copied,)
+
+    def _at(self, first: int, run: Run) -> slice:
+        return slice(first * self._record, (first + run.count) * self._record)

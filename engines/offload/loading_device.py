@@ -1,0 +1,145 @@
+"""As loading.py, for a model that is computed on a device: what it cannot hold comes from pinned memory and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cached_property
+
+import psutil
+import torch
+
+from engines.offload import gemm, tiers
+from engines.offload.block_files import BlockFiles
+from engines.offload.device import Device
+from engines.offload.kernels import AttentionKernel, Codec, Turn
+from engines.offload.kernels.on_device import DeviceKernels
+from engines.offload.kv_cache import PagedCache
+from engines.offload.kv_host import HostPages
+from engines.offload.layout import aligned
+from engines.offload.loading import Loading
+from engines.offload.pages import page_bytes
+from engines.offload.pinned import PinnedMemory
+from engines.offload.rings import DeviceRing, Ring
+from engines.offload.storage import Storage
+from engines.offload.throttle import Throttle
+from engines.offload.tiers_device import pinned_sizes, place_on_device
+from engines.offload.timeline import Timeline
+from engines.offload.transfer import READERS
+from engines.offload.weights import Converted
+from harness.api import Dtype, HardwareLimits, Job, LocalModel, OffloadPolicy, UnsupportedError
+
+#: Values of a block of a large model: one copy of it outlasts the asking for it by far, and few make a ring.
+_BLOCK_VALUES = 32 << 20
+#: As in layout.py, of a small one: it is to have some blocks.
+_LEAST_VALUES, _BLOCKS = 16 << 10, 256
+#: Without a limit the part of the memory that is free which may be pinned.
+_PINNED_SHARE = 0.8
+
+
+class DeviceLoading(Loading):
+    """One model being loaded onto `device`; see Loading."""
+
+    device: Device
+
+    def __init__(
+        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, device: Device
+    ) -> None:
+        if policy.activations not in (None, (1.0, 0.0, 0.0)):
+            raise UnsupportedError("policy.activations: with a device they stay there: leave them out, or [1, 0, 0]")
+        self.device = device
+        self._on_device = DeviceKernels()
+        self.block_values = min(_BLOCK_VALUES, max(_LEAST_VALUES, model.shape.params_total // _BLOCKS))
+        super().__init__(model, policy, limits, job)
+        self._passing: list[torch.Tensor] = []
+
+    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
+        asked, hidden = self.policy.compute_dtype, self.model.shape.hidden
+        dtype: Dtype = self.model.dtype if asked == "auto" else asked
+        return {
+            stored: gemm.on_device(stored, hidden, dtype, self._on_device.codec(stored), self.device)
+            for stored in dict.fromkeys((layers, outside))
+        }
+
+    def _attention_kernel(self) -> AttentionKernel:
+        return self._on_device.attention(self.cached, self.policy.value_sparsity < 1)
+
+    def _attention_memory(self) -> tuple[int, int]:
+        sparse = self.policy.value_sparsity < 1
+        longest = self.job.max_sequence
+        return self._on_device.attention_memory(self.cached, self.model.shape, longest, self._compute_bytes, sparse)
+
+    def _kernel_note(self) -> str:
+        return self._on_device.note
+
+    def _codec(self) -> Codec:
+        return self._on_device.codec(self.cached)
+
+    def _turn(self) -> Turn:
+        return self._on_device.turn()
+
+    def _small_values(self) -> int:
+        tables = sum(a * b for name, (a, b) in self.seamed.tables.items() if name != self.seamed.token_table)
+        return super()._small_values() + tables
+
+    def _placed(self, demand: tiers.Demand) -> tiers.Plan:
+        limits = self.limits
+        host = limits.host_memory
+        if host is None:
+            host = int(_PINNED_SHARE * psutil.virtual_memory().available)
+        assert limits.device_memory is not None
+        return place_on_device(demand, self.policy, limits.device_memory, host)
+
+    def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
+        plan = self.plan
+        room = torch.empty(sum(aligned(self.blocks[i].nbytes) for i in plan.resident), dtype=torch.uint8,
+                           device=self.device.where)  # fmt: skip
+        memory, start = self._pinned, 0
+        self._passing = [memory.take(max(b.span for b in self.blocks)) for _ in range(READERS)]
+
+        def keep(data: torch.Tensor) -> torch.Tensor:
+            nonlocal start
+            place = room[start : start + len(data)]
+            start += aligned(len(data))
+            self.device.copy(place, data).synchronize()
+            return place
+
+        return converted.read(plan.resident, lambda nbytes: self._passing[0], keep)
+
+    def _ring(self, converted: Converted, files: BlockFiles) -> Ring:
+        pinned = converted.read(self.plan.pinned, self._pinned.take, lambda data: data)
+        held = {(self.blocks[i].file, self.blocks[i].offset): data for i, data in pinned.items()}
+        return DeviceRing(self.streamed, self.plan.slots, held, files, self.device, self._passing)
+
+    def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
+        plan, shape = self.plan, self.model.shape
+        elsewhere = None
+        if plan.host_pages:
+            record = page_bytes(shape, self.cached) // shape.num_layers
+            home = [self._pinned.take(plan.host_pages * record) for _ in range(shape.num_layers)]
+            elsewhere = HostPages(home, plan.host_pages, record, self.device, self.policy.overlap)
+        return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where)
+
+    @cached_property
+    def _pinned(self) -> PinnedMemory:
+        """All that the plan pins; taken from the system when it is first asked for."""
+        return PinnedMemory(pinned_sizes(self.blocks, self.plan.pinned, self._cached_layers()), self.device.pinned)
+
+    def _cached_layers(self) -> list[int]:
+        """Bytes of each layer's keys and values in host memory."""
+        shape = self.model.shape
+        layer = self.plan.host_pages * page_bytes(shape, self.cached) // shape.num_layers
+        return [layer] * shape.num_layers if layer else []
+
+    def _weights_by_tier(self) -> tuple[int, int, int]:
+        total, device, host = (
+            sum(self.blocks[i].nbytes for i in chosen)
+            for chosen in (range(len(self.blocks)), self.plan.resident, self.plan.pinned)
+        )
+        return device, host, total - device - host
+
+    def _cache_by_tier(self, in_host: float, on_disk: float) -> tuple[float, float, float]:
+        return 1 - in_host - on_disk, in_host, on_disk
+
+    def _activations(self) -> tuple[float, float, float]:
+        return 1.0, 0.0, 0.0

@@ -1,0 +1,205 @@
+"""What goes where with a device: its memory, pinned host memory and the disk, decided before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engines.offload.device import CONTEXT_BYTES
+from engines.offload.layout import Block
+from engines.offload.pages import STAGES, page_bytes, pages_for
+from engines.offload.pinned import pinned_bytes
+from engines.offload.tiers import (
+    KEPT_SHARE,
+    RING_SHARE,
+    SLACK_BYTES,
+    SLOTS,
+    WORK_SHARE,
+    Demand,
+    Plan,
+    evenly,
+    largest,
+    mib,
+    within,
+)
+from engines.offload.transfer import READERS
+from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
+
+#: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
+#: hundreds cost it in weights.
+_CHUNK = (64, 4096)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages of the cache on the device and in host memory, and what they take: on the device with their stages."""
+
+    device: int
+    host: int
+    device_bytes: int
+    host_bytes: int
+
+
+def pinned_sizes(blocks: Sequence[Block], pinned: Iterable[int], cached_layers: Sequence[int]) -> list[int]:
+    """Bytes of all tensors in pinned memory: blocks on their way from disk, those held, a layer's keys and values."""
+    return [max(b.span for b in blocks)] * READERS + [blocks[i].span for i in pinned] + list(cached_layers)
+
+
+def place_on_device(demand: Demand, policy: OffloadPolicy, device: int, host: int) -> Plan:
+    """The plan for `policy` within `device` bytes of the device's memory and `host` bytes of pinned memory.
+
+    Where the policy leaves it open, keys and values are on the device as far as they fit there, and weights in what is
+    left of it; then weights are in host memory, and keys and values in what is left there: what the disk gives is
+    slowest. Blocks of sequences must fit whole, and so their keys and values come first; a sweep runs as many sequences
+    as fit, up to its batch size. Raises InfeasibleError with the numbers, UnsupportedError for keys and values on disk.
+    """
+    if policy.cache is not None and policy.cache[2]:
+        raise UnsupportedError("policy.cache: with a device keys and values are there and in host memory, not on disk")
+    return _Planner(demand, policy, device - CONTEXT_BYTES, host).plan()
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(self, demand: Demand, policy: OffloadPolicy, device: int, host: int) -> None:
+        self._demand = demand
+        self._policy = policy
+        self._device = device
+        self._host = host
+        self._sweep = policy.schedule == "sweep"
+        shape = demand.shape
+        self._row = (8 * shape.hidden + 3 * shape.ffn) * demand.compute_bytes
+        self._logits = 2 * shape.vocab * 4
+        self._page = page_bytes(shape, demand.cache)
+        self._staged = STAGES * (self._page // shape.num_layers)  # of a page whose home is host memory
+        self._span = max(b.span for b in demand.blocks)
+        self._slots = within(SLOTS, device * RING_SHARE / self._span)
+        rows = device * WORK_SHARE / policy.num_gpu_batches / self._row
+        most = policy.gpu_batch_size * demand.max_sequence
+        self._chunk = min(policy.prefill_chunk or within(_CHUNK, rows), most)
+        self._weights = sum(b.nbytes for b in demand.blocks)
+        asked = policy.weights
+        self._asked = None if asked is None else (int(asked[0] * self._weights), int(asked[1] * self._weights))
+        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int(device * KEPT_SHARE)
+
+    def plan(self) -> Plan:
+        wanted = self._policy.block_size
+        least = 1 if self._sweep else wanted
+        sequences = largest(wanted, self._fits)
+        if sequences < least:
+            raise self._refusal(least)
+        pages = self._pages(sequences, self._least_pages(sequences))
+        assert pages is not None
+        if self._sweep and (whole := self._pages(sequences, sequences * pages_for(self._demand.max_sequence))):
+            pages = whole
+        return self._finished(sequences, pages)
+
+    def _fits(self, sequences: int) -> bool:
+        return self._pages(sequences, self._least_pages(sequences)) is not None
+
+    def _least_pages(self, sequences: int) -> int:
+        """Pages that so many sequences need: whole ones of a block, of different ages in a sweep."""
+        each = pages_for(self._demand.max_sequence)
+        if not self._sweep:
+            return sequences * each
+        return max(each, sequences * pages_for(self._demand.mean_sequence))
+
+    def _pages(self, sequences: int, pages: int) -> _Pages | None:
+        """Where so many pages are, if there is room for them."""
+        room = self._device - self._fixed(sequences) - (self._asked[0] if self._asked else 0)
+        on_host = self._host - self._beside()
+        if self._asked:
+            on_host -= self._asked[1]
+        elif self._sweep:  # weights come first, but for what the device will hold of them
+            on_host -= max(0, self._weights - max(0, room - pages * self._page))
+        if self._policy.cache is None:
+            lack = max(0, pages * self._page - room)
+            host = math.ceil(lack / max(1, self._page - self._staged))
+        else:
+            host = round(self._policy.cache[1] * pages)
+        found = _Pages(pages - host, host, (pages - host) * self._page + host * self._staged, host * self._page)
+        fits = found.device >= 0 and found.device_bytes <= room and found.host_bytes <= max(0, on_host)
+        return found if fits else None
+
+    def _fixed(self, sequences: int) -> int:
+        """What the device holds beside the cache and weights that stay."""
+        return self._work(sequences) + self._slots * self._span + self._other
+
+    def _work(self, sequences: int) -> int:
+        """Activations and logits of the batches in flight, and what attention holds."""
+        batches, (fixed, row) = self._policy.num_gpu_batches, self._demand.attention
+        size = -(-sequences // batches)
+        return batches * ((size + self._chunk) * self._row + size * self._logits) + fixed + self._chunk * row
+
+    def _beside(self) -> int:
+        """What host memory holds beside weights and the cache: blocks on their way from disk, and the rest."""
+        return SLACK_BYTES + pinned_bytes([self._span] * READERS)
+
+    def _finished(self, sequences: int, pages: _Pages) -> Plan:
+        blocks = self._demand.blocks
+        fixed = self._fixed(sequences)
+        room = self._device - fixed - pages.device_bytes
+        resident = evenly(blocks, range(len(blocks)), min(room, self._asked[0]) if self._asked else max(0, room))
+        rest = [i for i in range(len(blocks)) if i not in resident]
+        room = max(0, self._host - self._beside() - pages.host_bytes)
+        pinned = self._pinned(rest, min(room, self._asked[1]) if self._asked else room, pages)
+        kept, held = (sum(blocks[i].nbytes for i in chosen) for chosen in (resident, pinned))
+        parts = {"cache": pages.device_bytes, "work": self._work(sequences), "ring": self._slots * self._span,
+                 "resident": kept, "other": self._other}  # fmt: skip
+        words = " + ".join(f"{name} {mib(nbytes)}" for name, nbytes in parts.items())
+        total = self._pinned_bytes(pinned, pages)
+        note = (
+            f"device memory: {words} of {mib(self._device)}; pinned: weights {mib(held)} + cache "
+            f"{mib(pages.host_bytes)} + passing = {mib(total)} of {mib(self._host)}"
+        )
+        work = self._work(sequences)
+        return Plan(
+            pages=pages.device,
+            disk_pages=0,
+            sequences=sequences,
+            resident=resident,
+            slots=self._slots,
+            chunk=self._chunk,
+            work=work // self._policy.num_gpu_batches,
+            row=self._row,
+            logits=self._logits,
+            bytes=sum(parts.values()),
+            note=note,
+            host_pages=pages.host,
+            pinned=pinned,
+            pinned_bytes=total,
+        )
+
+    def _pinned(self, rest: list[int], nbytes: int, pages: _Pages) -> frozenset[int]:
+        """Blocks that are held in pinned memory: as many as `nbytes` hold, and its pieces have room for."""
+        while True:
+            chosen = evenly(self._demand.blocks, rest, nbytes)
+            over = self._pinned_bytes(chosen, pages) - (self._host - SLACK_BYTES)
+            if over <= 0 or not chosen:
+                return chosen
+            nbytes = max(0, nbytes - over - self._span)
+
+    def _pinned_bytes(self, chosen: frozenset[int], pages: _Pages) -> int:
+        """What pinned memory takes in its pieces."""
+        layers = self._demand.shape.num_layers
+        cached = [pages.host_bytes // layers] * layers if pages.host else []
+        return pinned_bytes(pinned_sizes(self._demand.blocks, chosen, cached))
+
+    def _refusal(self, sequences: int) -> InfeasibleError:
+        """Why not even so many sequences fit, and what would."""
+        pages = self._least_pages(sequences)
+        need = self._fixed(sequences) + (self._asked[0] if self._asked else 0) + pages * self._staged
+        batches = self._policy.num_gpu_batches
+        size = 0 if self._sweep else largest(self._policy.gpu_batch_size, lambda n: self._fits(n * batches))
+        hint = f"gpu_batch_size {size} would fit" if size else "use larger limits"
+        if self._asked:
+            hint += ", or hold a smaller part of the weights (policy.weights)"
+        short = max(0, need + CONTEXT_BYTES - self._device)
+        return InfeasibleError(
+            f"offload needs {mib(need)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {sequences} "
+            f"sequences of {self._demand.max_sequence} tokens (work {mib(self._work(sequences))}, ring "
+            f"{mib(self._slots * self._span)}, other {mib(self._other)}), and {mib(pages * self._page)} for their "
+            f"cache there or in host memory; the limits leave {mib(self._device)} and {mib(self._host)}; {hint}",
+            {"device": short},
+        )

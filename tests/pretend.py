@@ -1,0 +1,242 @@
+"""A device that is none: tensors of its own that do not mix with the host's, and streams that run as late as they may.
+
+`Pretend` is an engines.offload.device.Device on a CPU. What is asked of it is queued, in the stream it is asked in, and
+done when somebody waits for it or for what depends on it: so work that forgets to wait for a copy, or a copy that
+forgets to wait for work, gets what is not yet there or no longer there, and the answer is wrong every time. Fresh memory
+holds NaN. `syncs` counts what would have made the host wait for the device without saying so.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_iter, tree_map
+
+from harness.api import direct_buffer
+
+backend_registration._setup_privateuseone_for_python_backend("pretend")
+_WHERE = torch.device("pretend:0")
+_lock = threading.RLock()  # of all queues
+_here = threading.local()
+
+
+class _Stream:
+    """Work in order: what has not run yet, and how much has."""
+
+    def __init__(self):
+        self.work, self.done, self.asked = [], 0, 0
+
+    def add(self, work):
+        with _lock:
+            self.work.append(work)
+            self.asked += 1
+
+    def run(self, until):
+        with _lock, torch.inference_mode():
+            while self.done < until:
+                work = self.work.pop(0)
+                self.done += 1
+                work()
+
+
+class _Event:
+    def __init__(self, stream):
+        self._stream, self._at = stream, stream.asked
+
+    def synchronize(self):
+        self._stream.run(self._at)
+
+
+class _Tensor(torch.Tensor):
+    """What claims to be on the device, and lies in host memory as `held`."""
+
+    @staticmethod
+    def __new__(cls, real):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype, device=_WHERE
+        )
+        self.held = real
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _dispatch(func, args, kwargs or {})
+
+
+def _real(x):
+    if isinstance(x, _Tensor):
+        return x.held
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type == _WHERE.type else x
+
+
+def _meta(x):
+    if isinstance(x, torch.Tensor):
+        real = _real(x)
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+    return torch.device("meta") if isinstance(x, torch.device) else x
+
+
+def _wrapped(out):
+    return tree_map(lambda x: _Tensor(x) if isinstance(x, torch.Tensor) else x, out)
+
+
+def _dispatch(func, args, kwargs):
+    """One operation: views at once, all else queued, what the host must know after all that was asked before."""
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+    ours = [x for x in tensors if isinstance(x, _Tensor)]
+    name = func._schema.name
+    if name == "aten::copy_" and len(ours) == 1:
+        return _copied_between(args)
+    if ours and any(not isinstance(x, _Tensor) and x.dim() for x in tensors):
+        raise RuntimeError(f"{name} mixes tensors of the host and of the device")
+    real_args, real_kwargs = tree_map(_real, args), tree_map(_real, kwargs)
+    asked = kwargs.get("device")
+    if asked is not None and torch.device(asked).type == "cpu":
+        return _told(func, real_args, real_kwargs)
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    aliases = any(r.alias_info is not None for r in func._schema.returns)
+    with _lock, torch.inference_mode():
+        if aliases and not written:
+            found = func(*real_args, **real_kwargs)
+            places = {x.held.untyped_storage().data_ptr() for x in ours}
+            if all(x.untyped_storage().data_ptr() in places for x in tree_iter(found)):
+                return _wrapped(found)  # `to` and `contiguous` copy where they must
+        if written:
+            pretend.device.stream.add(lambda: func(*real_args, **real_kwargs))
+            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            found = [named[n] for n in written]
+            return found[0] if len(found) == 1 else tuple(found)
+        try:
+            shapes = func(*tree_map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()})
+        except Exception:  # how much there will be only the device knows
+            return _wrapped(_told(func, real_args, real_kwargs))
+        if not any(isinstance(x, torch.Tensor) for x in tree_iter(shapes)):
+            return _told(func, real_args, real_kwargs)
+        rooms = tree_map(lambda x: _room(x) if isinstance(x, torch.Tensor) else x, shapes)
+        if name not in ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"):
+            pretend.device.stream.add(lambda: _fill(rooms, func(*real_args, **real_kwargs)))
+        return _wrapped(rooms)
+
+
+def _room(like):
+    room = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return room.fill_(torch.nan) if room.is_floating_point() else room.fill_(room.dtype != torch.bool)
+
+
+def _fill(rooms, found):
+    for room, value in zip(tree_iter(rooms), tree_iter(found), strict=True):
+        if isinstance(room, torch.Tensor):
+            room.copy_(value)
+
+
+def _told(func, args, kwargs):
+    """Something that the host must know."""
+    device = pretend.device
+    device.syncs.append(func._schema.name)
+    device.stream.run(device.stream.asked)
+    with torch.inference_mode():
+        return func(*args, **kwargs)
+
+
+def _copied_between(args):
+    to, source = args[:2]
+    device = pretend.device
+    if isinstance(to, _Tensor):
+        snapshot = source.clone()
+        device.stream.add(lambda: to.held.copy_(snapshot))
+        return to
+    device.syncs.append("aten::copy_")
+    device.stream.run(device.stream.asked)
+    with torch.inference_mode():
+        return to.copy_(source.held)
+
+
+class Pretend:
+    """See Device."""
+
+    where = _WHERE
+
+    def __init__(self):
+        self._compute, self._up, self._down, self._side = (_Stream() for _ in range(4))
+        self.syncs = []
+        self.pinned_bytes = 0
+        self.besides = 0
+        self.partition = "pretend"
+
+    @property
+    def stream(self):
+        return getattr(_here, "stream", None) or self._compute
+
+    def pinned(self, nbytes):
+        assert nbytes & (nbytes - 1) == 0
+        self.pinned_bytes += nbytes
+        return torch.frombuffer(direct_buffer(nbytes), dtype=torch.uint8).fill_(255)
+
+    def copy(self, to, source, after=()):
+        assert isinstance(to, _Tensor) != isinstance(source, _Tensor)
+        assert to.shape == source.shape and to.dtype == source.dtype
+        stream = self._up if isinstance(to, _Tensor) else self._down
+        with _lock:
+            for event in after:
+                stream.add(event.synchronize)
+            stream.add(lambda: _real(to).copy_(_real(source)))
+            return _Event(stream)
+
+    def mark(self):
+        return _Event(self.stream)
+
+    def join(self, event):
+        self.stream.add(event.synchronize)
+
+    def upload(self, tensor):
+        assert not isinstance(tensor, _Tensor)
+        return _Tensor(tensor.clone())
+
+    def download(self, tensor):
+        self.stream.run(self.stream.asked)
+        return tensor.held.clone()
+
+    @contextmanager
+    def beside(self, *operands):
+        self.besides += 1
+        before = self.mark()
+        _here.stream = self._side
+        try:
+            self._side.add(before.synchronize)
+            yield
+        finally:
+            _here.stream = None
+
+    def keep(self, tensor):
+        return tensor
+
+    def stamp(self):
+        return [time.perf_counter()]
+
+    def seconds(self, stamps):
+        return [stamp[0] for stamp in stamps]
+
+    def memory(self):
+        return {"pinned_bytes": float(self.pinned_bytes)}
+
+
+class _Now:
+    """The device that tensors are on: one at a time."""
+
+    device = None
+
+
+pretend = _Now()
+
+
+#: Kept, or what is registered in it goes.
+_library = torch.library.Library("_", "IMPL")
+_library.fallback(lambda op, *args, **kwargs: _dispatch(op, args, kwargs), "PrivateUse1")
+
+
+def fresh():
+    """The device that all tensors are on from now on."""
+    pretend.device = Pretend()
+    return pretend.device

@@ -2,8 +2,8 @@
 
 `Pretend` is an engines.offload.device.Device on a CPU. What is asked of it is queued, in the stream it is asked in, and
 done when somebody waits for it or for what depends on it: so work that forgets to wait for a copy, or a copy that
-forgets to wait for work, gets what is not yet there or no longer there, and the answer is wrong every time. Fresh memory
-holds NaN. `syncs` counts what would have made the host wait for the device without saying so.
+forgets to wait for work, gets what is not yet there or no longer there, and the answer is wrong every time. Memory is
+NaN before it is written. `syncs` counts what would have made the host wait for the device without saying so.
 """
 
 import threading
@@ -55,7 +55,12 @@ class _Tensor(torch.Tensor):
     @staticmethod
     def __new__(cls, real):
         self = torch.Tensor._make_wrapper_subclass(
-            cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype, device=_WHERE
+            cls,
+            real.shape,
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device=_WHERE,
         )
         self.held = real
         return self
@@ -234,6 +239,16 @@ pretend = _Now()
 #: Kept, or what is registered in it goes.
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(lambda op, *args, **kwargs: _dispatch(op, args, kwargs), "PrivateUse1")
+
+
+def _arange(*args, device=None, **kwargs):
+    """Else torch would ask for no room first and resize it, which such tensors cannot be."""
+    return _Tensor(torch.arange(*args, **kwargs))
+
+
+_factories = torch.library.Library("aten", "IMPL")
+for _overload in ("arange", "arange.start", "arange.start_step"):
+    _factories.impl(_overload, _arange, "PrivateUse1")
 
 
 def fresh():

@@ -1,26 +1,15 @@
-"""The one class that knows the device: copy streams, events, pinned memory, a partition for attention; CUDA's.
+"""What the engine asks of a device beside torch's operations: copies, events, pinned memory, streams, times.
 
-Everything else works on torch tensors and on what `Device` offers, so that a test can put a device of its own in place.
+cuda.py has CUDA's; a test can put a device of its own in place.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-
-from engines.devices import cuda
-from engines.offload.layout import ALIGN
-from harness.api import HardwareLimits
-
-#: Of a device's multiprocessors the part that attention has to itself beside products, where the driver can part them.
-#: NanoFlow (Zhu et al. 2024), section 4.2: decoding attention reaches the memory's bandwidth on a part of the units.
-_ATTENTION_SHARE = 1 / 4
-#: Bytes of a device that CUDA's context and its libraries take outside of torch's allocator.
-CONTEXT_BYTES = 512 << 20
 
 
 class Event(Protocol):
@@ -82,99 +71,3 @@ class Device(Protocol):
     def memory(self) -> dict[str, float]:
         """Peaks in bytes: what tensors took, what the allocator held, what is pinned in host memory."""
         ...
-
-
-def opened(limits: HardwareLimits) -> Device | None:
-    """The device that `limits` give, of whose memory torch gives out no more than they say beside CUDA's own; None
-    where they give none.
-
-    Raises UnsupportedError where there is no CUDA device.
-    """
-    return Cuda() if cuda(limits, CONTEXT_BYTES) else None
-
-
-class Cuda:
-    """The CUDA device of this process; see Device. `partition` says how its multiprocessors are parted, or why not."""
-
-    def __init__(self) -> None:
-        self.where = torch.device("cuda", torch.cuda.current_device())
-        self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
-        self._side, self.partition = _side_stream()
-        self._pinned = 0
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
-        torch.cuda.reset_peak_memory_stats()
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        assert nbytes & (nbytes - 1) == 0  # torch's allocator of pinned memory would round it up
-        self._pinned += nbytes
-        found = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        assert not found.data_ptr() % ALIGN  # the disk reads into it directly
-        return found
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Any] = ()) -> torch.cuda.Event:
-        stream = self._down if to.device.type == "cpu" else self._up
-        with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)
-            to.copy_(source, non_blocking=True)
-            return stream.record_event(torch.cuda.Event(blocking=True))
-
-    def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
-
-    def join(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self.where, non_blocking=True)  # torch keeps the pinned copy until it is read
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        found.copy_(tensor, non_blocking=True)
-        self.mark().synchronize()
-        return found
-
-    @contextmanager
-    def beside(self, *operands: torch.Tensor) -> Iterator[None]:
-        before = self.mark()
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(before)
-            for tensor in operands:
-                tensor.record_stream(self._side)
-            yield
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor.record_stream(torch.cuda.current_stream())
-        return tensor
-
-    def stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
-        for stamp in stamps[-1:]:
-            stamp.synchronize()
-        return [self._origin_s + self._origin.elapsed_time(stamp) / 1e3 for stamp in stamps]
-
-    def memory(self) -> dict[str, float]:
-        return {
-            "device_peak_bytes": float(torch.cuda.max_memory_allocated()),
-            "device_reserved_bytes": float(torch.cuda.max_memory_reserved()),
-            "pinned_bytes": float(self._pinned),
-        }
-
-
-def _side_stream() -> tuple[torch.cuda.Stream, str]:
-    """The stream for attention: of a green context, where torch and the driver have them, else one like all others."""
-    units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    wanted = max(8, int(units * _ATTENTION_SHARE) // 8 * 8)  # the grain that drivers part by
-    with suppress(Exception):  # whatever an old torch, an old driver or a shared card says to it
-        from torch.cuda.green_contexts import GreenContext
-
-        context: Any = GreenContext.create(num_sms=wanted, device_id=torch.cuda.current_device())
-        return context.Stream(), f"attention beside products has {wanted} of {units} multiprocessors"
-    return torch.cuda.Stream(), "attention beside products shares all multiprocessors: no green contexts here"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engines import requests as checks
-from engines.offload.device import opened
+from engines.offload.cuda import opened
 from engines.offload.loading import Loading
 from engines.offload.loading_device import DeviceLoading
 from engines.offload.model import SeamedModel

@@ -211,7 +211,7 @@ class SeamedModel:
             every = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
             unwanted = every.index_fill_(0, _batch.get().wanted, False)
             index = index.masked_fill(unwanted, count)  # no expert
-        hit = sorted(e for e in set(index.flatten().tolist()) if e < count)
+        hit = sorted(e for e in set(index.flatten().cpu().tolist()) if e < count)
         out = torch.zeros_like(x)
         for e in self.weights.visit((f"{path}.{first}", f"{path}.{second}"), hit, count):
             row, place = torch.where(index == e)

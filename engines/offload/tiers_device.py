@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engines.offload.device import CONTEXT_BYTES
 from engines.offload.layout import Block
 from engines.offload.pages import STAGES, page_bytes, pages_for
 from engines.offload.pinned import pinned_bytes
@@ -26,6 +25,8 @@ from engines.offload.tiers import (
 from engines.offload.transfer import READERS
 from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
 
+#: Bytes of a device that CUDA's context and its libraries take outside of torch's allocator.
+CONTEXT_BYTES = 512 << 20
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
 #: hundreds cost it in weights.
 _CHUNK = (64, 4096)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from engines.offload.device import Device
 from harness.api import EngineTrace, TraceEvent, union_length
 
 #: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a
@@ -40,15 +39,27 @@ class PassSums:
     tasks: Mapping[str, float]
 
 
+class Clock(Protocol):
+    """A clock of a device, which comes to what it is asked for later."""
+
+    def stamp(self) -> Any:
+        """A point in the work that is asked for."""
+        ...
+
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
+        """When the device came to each, by `time.perf_counter`."""
+        ...
+
+
 class Timeline:
     """Spans of the pass in hand, sums by lane over all passes, and the spans of the fullest pass.
 
-    Spans may be added from any thread: appending to a list is atomic. What a `device` computes is timed there, by
-    `now`: the host has only asked for it when it goes on.
+    Spans may be added from any thread: appending to a list is atomic. What a device computes is timed by its
+    `clock`, through `now`: the host has only asked for it when it goes on.
     """
 
-    def __init__(self, device: Device | None = None) -> None:
-        self._device = device
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock
         self.clear()
 
     def clear(self) -> None:
@@ -62,7 +73,7 @@ class Timeline:
 
     def now(self) -> Any:
         """When what is asked for next begins, for `add`."""
-        return time.perf_counter() if self._device is None else self._device.stamp()
+        return time.perf_counter() if self._clock is None else self._clock.stamp()
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Notes one span, from and to times by `time.perf_counter` or by `now`."""
@@ -85,10 +96,10 @@ class Timeline:
         return found
 
     def _timed(self, asked: Sequence[tuple[str, str, Any, Any]]) -> list[Span]:
-        if self._device is None:
+        if self._clock is None:
             return [Span(*one) for one in asked]
         stamps = [t for one in asked for t in one[2:] if not isinstance(t, float)]
-        seconds = iter(self._device.seconds(stamps))
+        seconds = iter(self._clock.seconds(stamps))
         return [
             Span(lane, name, *(t if isinstance(t, float) else next(seconds) for t in times))
             for lane, name, *times in asked

@@ -1,19 +1,19 @@
-"""The engine on a device that does everything as late as it may: the right answers, and nothing of the host's in them."""
+"""The engine on a device that does everything as late as it may: the right answers, and no waiting inside a pass."""
 
 import pytest
-import torch
 import transformers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engines import checkpoints
-from engines.offload.device import CONTEXT_BYTES
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.on_device import DeviceKernels
 from engines.offload.pages import pages_for
+from engines.offload.tiers_device import CONTEXT_BYTES
 from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy
 from tests import pretend
 from tests.offload import CONFIGS, requests_of, same_by_the_near_tie_rule, save, with_kernels
+from tests.offload import load as load_on_host
 
 MIB = 1 << 20
 
@@ -79,3 +79,53 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
         assert asked is None or asked == pytest.approx(found, abs=2 * max(blocks) / sum(blocks))
     for request in requests:
         assert same_by_the_near_tie_rule(reference, request, results[request.id].tokens)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"weight_bits": 4},
+        {"weight_bits": 8, "weight_groups": "output", "weights": (0.0, 0.5, 0.5)},
+        {"kv_bits": 4, "cache": (0.0, 1.0, 0.0)},
+        {"weight_bits": 4, "kv_bits": 4, "nano_batches": 2, "cache": (0.5, 0.5, 0.0), "weights": (0.0, 0.0, 1.0)},
+        {"value_sparsity": 0.5},
+    ],
+    ids="-".join,
+)
+def test_few_bits_are_those_of_the_host(model, cache, policy):
+    """What is quantized and unpacked on the device is what the host would have made of it."""
+    requests = requests_of(7, 5, eos=False)
+    engine, _, device = load(model, cache, schedule="sweep", gpu_batch_size=4, **policy)
+    found = {r.id: r.tokens for r in engine.generate(requests)}
+    engine.close()
+    here = {key: value for key, value in policy.items() if key not in ("cache", "weights")}
+    engine, _ = load_on_host(model, cache, schedule="sweep", gpu_batch_size=4, **here)
+    assert {r.id: r.tokens for r in engine.generate(requests)} == found
+    engine.close()
+    assert device.besides > 0 or policy.get("nano_batches", 1) == 1
+
+
+MORE = {
+    "gpt2": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
+             "bos_token_id": 1, "eos_token_id": 2},
+    "gemma2": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+               "num_key_value_heads": 2, "intermediate_size": 96, "sliding_window": 8, "max_position_embeddings": 128},
+    "mixtral": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4,
+                "max_position_embeddings": 128},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_other_architectures_compute_there_too(kind, tmp_path, cache):
+    """Transposed matrices, scaled embeddings, caps and windows, experts (whose routing the host has to know)."""
+    folder = save(tmp_path / kind, kind, **MORE[kind])
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+    engine, _, device = load(model, cache, schedule="sweep", gpu_batch_size=3, weights=(0.3, 0.3, 0.4))
+    device.syncs.clear()
+    requests = requests_of(11, 4)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    engine.close()
+    assert device.syncs == [] or kind == "mixtral"
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)

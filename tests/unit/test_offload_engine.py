@@ -200,7 +200,9 @@ def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache):
         one_pass = sum(b.span for b in stream._order)
         passes = engine._now.runtime.timeline.passes
         assert report.weights_by_tier[1] == 0
-        assert 0 <= stream.bytes_read - passes * one_pass <= stream.slots * max(b.span for b in stream._order), "what is read beyond is read ahead"
+        assert 0 <= stream.bytes_read - passes * one_pass <= stream.slots * max(b.span for b in stream._order), (
+            "what is read beyond is read ahead"
+        )
         read[schedule] = passes * one_pass
         engine.close()
     assert read["zigzag"] * 4 == read["row"]

@@ -1,6 +1,5 @@
 """The compiled kernels against float64, and what they promise beside."""
 
-import itertools
 import math
 from dataclasses import replace
 

@@ -64,10 +64,14 @@ def test_unpacking_is_the_definition_to_the_bit(bits: int, columns: int) -> None
     for dtype in dtypes:
         out = torch.empty(7, columns, dtype=dtype, device=DEVICE)
         unpack(packed.to(DEVICE), out, how)
-        torch.testing.assert_close(out.cpu(), quantize.unpack(packed, columns, how).to(dtype), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            out.cpu(), quantize.unpack(packed, columns, how).to(dtype), rtol=0, atol=0, equal_nan=True
+        )
 
 
-def pages_of(stored: Storage, lengths: list[int], kv_heads: int, dim: int, seed: int) -> tuple[LayerPages, torch.Tensor]:
+def pages_of(
+    stored: Storage, lengths: list[int], kv_heads: int, dim: int, seed: int
+) -> tuple[LayerPages, torch.Tensor]:
     """Pages for sequences of these lengths, in no order, and the table of them."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // PAGE_TOKENS) for n in lengths]

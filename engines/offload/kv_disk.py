@@ -170,9 +170,11 @@ class DiskPages:
             self._timeline.add("cache", f"{what} layer {layer}", began, time.perf_counter())
 
 
-def runs_of(pages: Sequence[int], place: dict[int, int], most: int) -> Iterable[Run]:
-    """Neighbours both in the file and in memory, at most `most` at a time."""
-    groups = itertools.groupby(enumerate(pages), key=lambda pair: (pair[1] - pair[0], place[pair[1]] - pair[0]))
+def runs_of(pages: Sequence[int], place: dict[int, int], most: int, whole: int = 1 << 62) -> Iterable[Run]:
+    """Neighbours both at home and in memory, at most `most` at a time, and of no two times `whole` pages."""
+    groups = itertools.groupby(
+        enumerate(pages), key=lambda pair: (pair[1] - pair[0], place[pair[1]] - pair[0], pair[1] // whole)
+    )
     for _, group in groups:
         found = [page for _, page in group]
         for i in range(0, len(found), most):

@@ -12,26 +12,29 @@ import torch
 
 from engines.offload.device import Device, Event
 from engines.offload.kv_disk import Run, runs_of
-from engines.offload.pages import STAGES
-
-#: Bytes of a copy from which on larger ones are no faster.
-_PIECE = 16 << 20
+from engines.offload.pages import STAGES, piece_pages
 
 
 class HostPages:
-    """`pages` pages, each with a record of `record` bytes a layer in one tensor of `home`, uint8 [pages * record]; see
-    StagedPages.
+    """`pages` pages, each with a record of `record` bytes a layer, by layer in pieces of pinned memory; see
+    StagedPages and `pieces`.
 
     A layer of them is staged on the device while the layer before is attended to. Without `ahead` it is copied when
     it is asked for, and copied back before `done` returns.
     """
 
     def __init__(
-        self, home: Sequence[torch.Tensor], pages: int, record: int, device: Device, ahead: bool = True
+        self,
+        home: Sequence[Sequence[torch.Tensor]],
+        pages: int,
+        record: int,
+        device: Device,
+        ahead: bool = True,
     ) -> None:
         self.pages = pages
-        self._home = [layer[: pages * record] for layer in home]
+        self._home = home
         self._record = record
+        self._whole = piece_pages(record)
         self._device = device
         self._ahead = STAGES if ahead else 0
         self._stages = torch.empty(STAGES, pages * record, dtype=torch.uint8, device=device.where)
@@ -47,8 +50,8 @@ class HostPages:
         order = sorted(read | write)
         slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
         place = {page: slot for slot, page in enumerate(order)}
-        most = max(1, _PIECE // self._record)
-        self._read, self._write = ([*runs_of(sorted(pages), place, most)] for pages in (read, write))
+        whole = self._whole
+        self._read, self._write = ([*runs_of(sorted(pages), place, whole, whole)] for pages in (read, write))
         self._there = {}
         for layer in range(min(self._ahead, len(self._home))):
             self._stage(layer)
@@ -62,11 +65,10 @@ class HostPages:
         return self._stages[layer % STAGES]
 
     def done(self, layer: int) -> None:
-        stage, home = self._stages[layer % STAGES], self._home[layer]
         attended = self._device.mark()
         last = attended
         for run in self._write:
-            last = self._device.copy(home[self._at(run.page, run)], stage[self._at(run.slot, run)], (attended,))
+            last = self._device.copy(self._at_home(layer, run), self._on_device(layer, run), (attended,))
         self._back[layer] = last
         self._free[layer % STAGES] = (attended, last)
         if not self._ahead:
@@ -76,12 +78,15 @@ class HostPages:
 
     def _stage(self, layer: int) -> None:
         """Asks for the copies of a layer's pages to their places on the device."""
-        stage, home = self._stages[layer % STAGES], self._home[layer]
         after = [*self._free[layer % STAGES], *([self._back[layer]] if layer in self._back else [])]
         self._there[layer] = after
         for run in self._read:
-            copied = self._device.copy(stage[self._at(run.slot, run)], home[self._at(run.page, run)], after)
+            copied = self._device.copy(self._on_device(layer, run), self._at_home(layer, run), after)
             self._there[layer] = (copied,)
 
-    def _at(self, first: int, run: Run) -> slice:
-        return slice(first * self._record, (first + run.count) * self._record)
+    def _at_home(self, layer: int, run: Run) -> torch.Tensor:
+        piece, first = divmod(run.page, self._whole)
+        return self._home[layer][piece][first * self._record : (first + run.count) * self._record]
+
+    def _on_device(self, layer: int, run: Run) -> torch.Tensor:
+        return self._stages[layer % STAGES][run.slot * self._record : (run.slot + run.count) * self._record]

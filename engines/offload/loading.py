@@ -60,7 +60,7 @@ class Loading:
         how = [layers if m.in_layer else outside for m in self.seamed.matrices]
         self.blocks = blocks_of(self.seamed.matrices, how, self.block_values)
         self._attention = self._attention_kernel()
-        demand = tiers.Demand(
+        self._demand = tiers.Demand(
             shape=model.shape,
             blocks=self.blocks,
             cache=self.cached,
@@ -74,7 +74,7 @@ class Loading:
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )
-        self.plan = self._placed(demand)
+        self.plan = self._placed()
         self.streamed = [b for i, b in enumerate(self.blocks) if i not in self.plan.resident]
         self.notes = [self.plan.note, self._kernel_note(),
                       f"products by {self._arithmetic.name}, {self._arithmetic.flops / 1e9:.0f} GFLOP/s"]  # fmt: skip
@@ -172,8 +172,8 @@ class Loading:
         """Values that stay in memory whatever happens."""
         return sum(torch.Size(s).numel() for s in self.seamed.small.values())
 
-    def _placed(self, demand: tiers.Demand) -> tiers.Plan:
-        return tiers.place(demand, self.policy, self.limits.host_memory)
+    def _placed(self) -> tiers.Plan:
+        return tiers.place(self._demand, self.policy, self.limits.host_memory)
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
         """Stored bytes of the blocks that stay where they are multiplied."""

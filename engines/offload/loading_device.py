@@ -18,7 +18,7 @@ from engines.offload.kv_cache import PagedCache
 from engines.offload.kv_host import HostPages
 from engines.offload.layout import aligned
 from engines.offload.loading import Loading
-from engines.offload.pages import page_bytes
+from engines.offload.pages import page_bytes, pieces
 from engines.offload.pinned import PinnedMemory
 from engines.offload.rings import DeviceRing, Ring
 from engines.offload.storage import Storage
@@ -82,13 +82,13 @@ class DeviceLoading(Loading):
         tables = sum(a * b for name, (a, b) in self.seamed.tables.items() if name != self.seamed.token_table)
         return super()._small_values() + tables
 
-    def _placed(self, demand: tiers.Demand) -> tiers.Plan:
+    def _placed(self) -> tiers.Plan:
         limits = self.limits
         host = limits.host_memory
         if host is None:
             host = int(_PINNED_SHARE * psutil.virtual_memory().available)
         assert limits.device_memory is not None
-        return place_on_device(demand, self.policy, limits.device_memory, host)
+        return place_on_device(self._demand, self.policy, limits.device_memory, host)
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
         plan = self.plan
@@ -116,20 +116,15 @@ class DeviceLoading(Loading):
         elsewhere = None
         if plan.host_pages:
             record = page_bytes(shape, self.cached) // shape.num_layers
-            home = [self._pinned.take(plan.host_pages * record) for _ in range(shape.num_layers)]
+            sizes = pieces(plan.host_pages, record)
+            home = [[self._pinned.take(size) for size in sizes] for _ in range(shape.num_layers)]
             elsewhere = HostPages(home, plan.host_pages, record, self.device, self.policy.overlap)
         return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where)
 
     @cached_property
     def _pinned(self) -> PinnedMemory:
         """All that the plan pins; taken from the system when it is first asked for."""
-        return PinnedMemory(pinned_sizes(self.blocks, self.plan.pinned, self._cached_layers()), self.device.pinned)
-
-    def _cached_layers(self) -> list[int]:
-        """Bytes of each layer's keys and values in host memory."""
-        shape = self.model.shape
-        layer = self.plan.host_pages * page_bytes(shape, self.cached) // shape.num_layers
-        return [layer] * shape.num_layers if layer else []
+        return PinnedMemory(pinned_sizes(self._demand, self.plan.pinned, self.plan.host_pages), self.device.pinned)
 
     def _weights_by_tier(self) -> tuple[int, int, int]:
         total, device, host = (

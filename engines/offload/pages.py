@@ -10,6 +10,8 @@ from harness.api import ModelShape
 PAGE_TOKENS = 8
 #: Of pages on disk the layers that are in memory at once: the one that is attended to, and the next.
 STAGES = 2
+#: Bytes of a copy from which on larger ones are no faster: pages in pinned memory lie together in so large pieces.
+_PIECE = 16 << 20
 
 
 def pages_for(tokens: int) -> int:
@@ -25,3 +27,14 @@ def page_bytes(shape: ModelShape, stored: Storage) -> int:
 def record_bytes(shape: ModelShape, stored: Storage) -> int:
     """Bytes of one layer's part of a page on disk, where direct I/O moves whole multiples."""
     return aligned(page_bytes(shape, stored) // shape.num_layers)
+
+
+def piece_pages(record: int) -> int:
+    """Pages of `record` bytes a layer that lie together in pinned memory."""
+    return max(1, _PIECE // record)
+
+
+def pieces(pages: int, record: int) -> list[int]:
+    """Bytes of the pieces of pinned memory that a layer of so many pages is in."""
+    whole = piece_pages(record)
+    return [min(whole, pages - first) * record for first in range(0, pages, whole)]

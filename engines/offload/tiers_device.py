@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engines.offload.layout import Block
-from engines.offload.pages import STAGES, page_bytes, pages_for
+from engines.offload.pages import STAGES, page_bytes, pages_for, pieces
 from engines.offload.pinned import pinned_bytes
 from engines.offload.tiers import (
     KEPT_SHARE,
@@ -30,6 +29,8 @@ CONTEXT_BYTES = 512 << 20
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
 #: hundreds cost it in weights.
 _CHUNK = (64, 4096)
+#: Blocks' worth of pinned memory that may be lost between its pieces.
+_WASTED = 2
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,12 @@ class _Pages:
     host_bytes: int
 
 
-def pinned_sizes(blocks: Sequence[Block], pinned: Iterable[int], cached_layers: Sequence[int]) -> list[int]:
-    """Bytes of all tensors in pinned memory: blocks on their way from disk, those held, a layer's keys and values."""
-    return [max(b.span for b in blocks)] * READERS + [blocks[i].span for i in pinned] + list(cached_layers)
+def pinned_sizes(demand: Demand, pinned: Iterable[int], pages: int) -> list[int]:
+    """Bytes of all tensors in pinned memory: blocks on their way from disk, those held, pages of each layer."""
+    layers = demand.shape.num_layers
+    passing = [max(b.span for b in demand.blocks)] * READERS
+    held = [demand.blocks[i].span for i in pinned]
+    return passing + held + pieces(pages, page_bytes(demand.shape, demand.cache) // layers) * layers
 
 
 def place_on_device(demand: Demand, policy: OffloadPolicy, device: int, host: int) -> Plan:
@@ -135,7 +139,7 @@ class _Planner:
 
     def _beside(self) -> int:
         """What host memory holds beside weights and the cache: blocks on their way from disk, and the rest."""
-        return SLACK_BYTES + pinned_bytes([self._span] * READERS)
+        return SLACK_BYTES + pinned_bytes([self._span] * READERS) + _WASTED * self._span
 
     def _finished(self, sequences: int, pages: _Pages) -> Plan:
         blocks = self._demand.blocks
@@ -183,9 +187,7 @@ class _Planner:
 
     def _pinned_bytes(self, chosen: frozenset[int], pages: _Pages) -> int:
         """What pinned memory takes in its pieces."""
-        layers = self._demand.shape.num_layers
-        cached = [pages.host_bytes // layers] * layers if pages.host else []
-        return pinned_bytes(pinned_sizes(self._demand.blocks, chosen, cached))
+        return pinned_bytes(pinned_sizes(self._demand, chosen, pages.host))
 
     def _refusal(self, sequences: int) -> InfeasibleError:
         """Why not even so many sequences fit, and what would."""

@@ -94,12 +94,17 @@ def pages_of(
     sinks=st.booleans(),
     stored=st.sampled_from([Plain("float32"), Plain("float16"), Grouped(4, 64), Grouped(3, 32), Grouped(8, 64)]),
     single=st.booleans(),
+    staged=st.booleans(),
 )
-def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, stored, single) -> None:
+def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, stored, single, staged) -> None:
     cached = [a for a, _ in parts]
     counts = [1 if single else b for _, b in parts]
     kv_heads = 2
     pages, table = pages_of(stored, [a + b for a, b in zip(cached, counts, strict=True)], kv_heads, dim, sum(cached))
+    if staged:  # further apart there
+        half = len(pages.rows) // 2
+        room = torch.cat([pages.rows[half:]] * 2, 1)
+        pages = LayerPages(pages.rows[:half].contiguous(), room[:, :2])
     segments = Segments.of(counts, cached, table, lambda tensor: tensor.to(DEVICE))
     query = torch.randn(kv_heads * group, sum(counts), dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     rule = Rule(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)

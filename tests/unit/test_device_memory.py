@@ -1,0 +1,140 @@
+"""What a device and pinned memory are to hold: within the limits to the byte, as asked for, or refused with numbers."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import shapes
+from engines.offload.layout import ALIGN, blocks_of, matrices_of
+from engines.offload.pages import STAGES, page_bytes, pages_for
+from engines.offload.pinned import PinnedMemory, packed, pinned_bytes
+from engines.offload.storage import Grouped, Plain
+from engines.offload.tiers import Demand
+from engines.offload.tiers_device import CONTEXT_BYTES, pinned_sizes, place_on_device
+from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5 * MIB), max_size=60))
+def test_pinned_memory_is_pieces_of_powers_of_two_with_room_for_each(sizes):
+    taken = []
+
+    def allocate(nbytes):
+        assert nbytes & (nbytes - 1) == 0
+        taken.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    memory = PinnedMemory(sizes, allocate)
+    assert sum(taken) == memory.nbytes == pinned_bytes(sizes)
+    places = []
+    for size in sizes:
+        place = memory.take(size)
+        assert len(place) >= size
+        places.append((place.data_ptr(), place.data_ptr() + len(place)))
+    places.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places)), "two share a place"
+    with pytest.raises(KeyError):
+        memory.take(1)
+
+
+def test_pinned_memory_wastes_little_of_what_a_model_takes():
+    """Torch's own allocator would round each of these up to 64 MiB and more."""
+    sizes = [41 * MIB] * 300 + [9 * MIB] * 96
+    assert pinned_bytes(sizes) <= 1.05 * sum(sizes)
+    assert all(sum(parts) <= size for size, parts in packed([s // ALIGN * ALIGN for s in sizes]))
+
+
+def demand(model="facebook/opt-30b", stored=None, cache=None, prompt=512, new=32):
+    shape = shapes.shape(model)
+    matrices = matrices_of(shape)
+    how = stored or Plain("float16")
+    blocks = blocks_of(matrices, [how if m.in_layer else Plain("float16") for m in matrices], 32 << 20)
+    return Demand(
+        shape=shape,
+        blocks=blocks,
+        cache=cache or Plain("float16"),
+        compute_bytes=2,
+        cast_bytes=(64 << 20) if stored else 0,
+        small=50 * MIB,
+        attention=(0, 0),
+        max_sequence=prompt + new,
+        mean_sequence=prompt + new // 2,
+    )
+
+
+def bytes_of(one, plan):
+    """What the plan takes, added up again: of the device beside work and the rest, and pinned."""
+    page = page_bytes(one.shape, one.cache)
+    staged = STAGES * (page // one.shape.num_layers)
+    span = max(b.span for b in one.blocks)
+    device = plan.pages * page + plan.host_pages * staged + plan.slots * span
+    device += sum(one.blocks[i].nbytes for i in plan.resident)
+    return device, pinned_bytes(pinned_sizes(one, plan.pinned, plan.host_pages))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    schedule=st.sampled_from(["row", "zigzag", "sweep"]),
+    batch=st.integers(1, 200),
+    batches=st.integers(1, 4),
+    weights=st.sampled_from([None, (0.1, 0.9, 0.0), (0.0, 0.5, 0.5), (0.0, 0.0, 1.0)]),
+    cache=st.sampled_from([None, (1.0, 0.0, 0.0), (0.5, 0.5, 0.0), (0.0, 1.0, 0.0)]),
+    device=st.integers(2, 40),
+    host=st.integers(1, 220),
+    bits=st.sampled_from([16, 4]),
+)
+def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cache, device, host, bits):
+    batches = batches if schedule == "zigzag" else 1
+    stored, cached = (Grouped(4, 64), Grouped(4, 64)) if bits == 4 else (None, None)
+    one = demand(stored=stored, cache=cached)
+    policy = OffloadPolicy(batch, batches, schedule, weights, cache)
+    try:
+        plan = place_on_device(one, policy, device * GIB, host * GIB)
+    except InfeasibleError as refusal:
+        assert "device memory" in str(refusal)
+        return
+    on_device, pinned = bytes_of(one, plan)
+    assert on_device + plan.work <= plan.bytes <= device * GIB - CONTEXT_BYTES
+    assert pinned == plan.pinned_bytes <= host * GIB
+    assert not plan.resident & plan.pinned
+    assert plan.sequences == policy.block_size or schedule == "sweep"
+    assert (plan.pages + plan.host_pages) >= pages_for(one.max_sequence)
+    if cache is not None:
+        assert plan.host_pages == pytest.approx(cache[1] * (plan.pages + plan.host_pages), abs=1)
+    if weights is not None:
+        whole = sum(b.nbytes for b in one.blocks)
+        held = sum(one.blocks[i].nbytes for i in plan.pinned) / whole
+        assert held <= weights[1] + 0.01
+
+
+def test_what_the_policy_leaves_open_fills_the_device_then_pinned_memory():
+    one = demand()
+    plan = place_on_device(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
+    resident, pinned = (sum(one.blocks[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
+    assert plan.host_pages == 0
+    assert resident > 4 * GIB
+    assert resident + pinned == sum(b.nbytes for b in one.blocks), "100 GiB have room for all of the rest"
+    tight = place_on_device(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 20 * GIB)
+    assert 17 * GIB < sum(one.blocks[i].nbytes for i in tight.pinned) < 20 * GIB
+
+
+def test_a_block_that_the_device_cannot_cache_is_cached_in_host_memory():
+    one = demand()
+    plan = place_on_device(one, OffloadPolicy(32, 4, "zigzag"), 16 * GIB, 200 * GIB)
+    assert plan.host_pages > plan.pages > 0
+    assert plan.pages + plan.host_pages == 128 * pages_for(544)
+
+
+def test_refusals_say_what_would_fit():
+    one = demand()
+    with pytest.raises(InfeasibleError, match=r"for 640 sequences of 544 tokens .*; gpu_batch_size \d+ would fit"):
+        place_on_device(one, OffloadPolicy(64, 10, "zigzag"), 16 * GIB, 64 * GIB)
+    with pytest.raises(InfeasibleError, match="use larger limits"):
+        place_on_device(one, OffloadPolicy(), 700 * MIB, 64 * GIB)
+    with pytest.raises(UnsupportedError, match=r"policy.cache: .* not on disk"):
+        place_on_device(one, OffloadPolicy(cache=(0.5, 0.0, 0.5)), 16 * GIB, 64 * GIB)

@@ -67,6 +67,13 @@ class Cuda:
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory().to(self.where, non_blocking=True)  # torch keeps the pinned copy until it is read
 
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        tensor = tensor.contiguous()
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        event = self.copy(found, tensor, (self.mark(),))
+        tensor.record_stream(self._down)
+        return found, event
+
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         found.copy_(tensor, non_blocking=True)

@@ -45,6 +45,10 @@ class Device(Protocol):
         """A small host tensor on the device, in this thread's stream; does not wait."""
         ...
 
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """A tensor in host memory, and when it will be there; does not wait."""
+        ...
+
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory; waits until it has been computed and copied, not for other streams."""
         ...

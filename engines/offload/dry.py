@@ -18,6 +18,7 @@ class DryPass:
         self._outputs = outputs
         self.order: list[str] = []
         self.attends: list[int] = []  # of each attention, how many matrices were used before it
+        self.has_windows = False
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
@@ -54,6 +55,7 @@ class DryPass:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
         self._layers.append(layer)
+        self.has_windows |= rule.window is not None
         self.attends.append(len(self.order))
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

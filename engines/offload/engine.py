@@ -33,7 +33,7 @@ from harness.api import (
 
 _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "prefill_chunk",
              "compute_dtype", "weight_bits", "kv_bits", "group_size", "weight_groups", "value_sparsity", "overlap",
-             "nano_batches", "nano_overlap", "threads")  # fmt: skip
+             "nano_batches", "nano_overlap", "threads", "cpu_attention")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class OffloadEngine:
                 parts.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(asked))
             device = opened(limits)
+            if policy.cpu_attention and device is None:
+                raise UnsupportedError(
+                    "policy.cpu_attention: without a device all attention is the host's: leave it out"
+                )
             loading = (
                 Loading(model, policy, limits, job) if device is None
                 else DeviceLoading(model, policy, limits, job, device)

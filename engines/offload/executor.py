@@ -25,6 +25,8 @@ from engines.offload.transfer import BlockStream
 from harness.api import HarnessError
 
 _PAUSED = object()
+#: Asks for a batch's attention, and gives what waits for it.
+Begin = Callable[[], Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -180,31 +182,33 @@ class Executor:
         """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
         return torch.as_tensor(getcurrent().parent.switch(_Need(matrix, x, bias)))
 
-    def aside(self, work: Callable[[], torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    def aside(self, begin: Begin, *operands: torch.Tensor) -> torch.Tensor:
         """A batch's attention with `operands`, beside what others compute; called inside its greenlet, which stops for
-        it."""
+        it. `begin` asks for it, and what that gives ends it."""
         if not self._in_turns:
-            return work()
-        asked = self._in_its_thread(work) if self._device is None else self._in_its_stream(work, operands)
-        return torch.as_tensor(getcurrent().parent.switch(_Attending(asked)))
+            return begin()()
+        result = self._in_its_thread(begin) if self._device is None else self._in_its_stream(begin, operands)
+        return torch.as_tensor(getcurrent().parent.switch(_Attending(result)))
 
-    def _in_its_thread(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def _in_its_thread(self, begin: Begin) -> Callable[[], torch.Tensor]:
         assert self._thread is not None
-        asked: Callable[[], torch.Tensor] = self._thread.submit(_inferred, work).result
-        return asked
+        begun = self._thread.submit(_inferred, begin)
 
-    def _in_its_stream(
-        self, work: Callable[[], torch.Tensor], operands: Sequence[torch.Tensor]
-    ) -> Callable[[], torch.Tensor]:
+        def result() -> torch.Tensor:
+            return begun.result()()
+
+        return result
+
+    def _in_its_stream(self, begin: Begin, operands: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Asks the device for it; what is returned makes who needs it wait for it there."""
         device = self._device
         assert device is not None
         with device.beside(*operands):
-            found, ended = work(), device.mark()
+            finish, ended = begin(), device.mark()
 
         def result() -> torch.Tensor:
             device.join(ended)
-            return device.keep(found)
+            return finish()
 
         return result
 
@@ -289,9 +293,9 @@ class _Joint:
 
 
 @torch.inference_mode()
-def _inferred(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _inferred(begin: Begin) -> Callable[[], torch.Tensor]:
     """Threads do not inherit the mode."""
-    return work()
+    return begin()
 
 
 def _module(parameter: str) -> str:

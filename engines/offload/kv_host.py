@@ -6,7 +6,9 @@ the host asks for them and goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,9 +17,44 @@ from engines.offload.kv_disk import Run, runs_of
 from engines.offload.pages import STAGES, piece_pages
 
 
+@dataclass(frozen=True)
+class HomeLayer:
+    """A layer's pages in `pieces`, [pages of a piece, *page] each; to kernels of the host the same as LayerPages."""
+
+    pieces: Sequence[torch.Tensor]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Some of the pages."""
+        return self.pieces[0]
+
+    def addresses(self, table: torch.Tensor) -> torch.Tensor:
+        """Where each page of `table` begins in memory, int64."""
+        starts = torch.tensor([piece.data_ptr() for piece in self.pieces])
+        whole, page = len(self.rows), self.rows.stride(0) * self.rows.itemsize
+        return starts[table.long() // whole] + table.long() % whole * page
+
+    def gather(self, pages: torch.Tensor) -> torch.Tensor:
+        """[n, 2, kv_heads, PAGE_TOKENS, ...] of n pages."""
+        whole = len(self.rows)
+        return torch.stack([self.pieces[page // whole][page % whole] for page in pages.tolist()])
+
+    def put(self, which: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor) -> None:
+        """Writes keys (0) or values (1) `new` [tokens, kv_heads, ...] at `offsets` of `pages`, both [tokens]."""
+        whole = len(self.rows)
+        for number in set((pages // whole).tolist()):
+            there = pages // whole == number
+            self.pieces[number][:, which][pages[there] % whole, :, offsets[there]] = new[there]
+
+
+def _as_pages(piece: torch.Tensor, page: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    record = math.prod(page) * dtype.itemsize
+    return piece[: len(piece) // record * record].view(dtype).view(-1, *page)
+
+
 class HostPages:
-    """`pages` pages, each with a record of `record` bytes a layer, by layer in pieces of pinned memory; see
-    StagedPages and `pieces`.
+    """`pages` pages of `page_shape`, stored as `dtype`, by layer in pieces of pinned memory; see StagedPages and
+    pages.pieces.
 
     A layer of them is staged on the device while the layer before is attended to. Without `ahead` it is copied when
     it is asked for, and copied back before `done` returns.
@@ -27,14 +64,16 @@ class HostPages:
         self,
         home: Sequence[Sequence[torch.Tensor]],
         pages: int,
-        record: int,
+        page_shape: Sequence[int],
+        dtype: torch.dtype,
         device: Device,
         ahead: bool = True,
     ) -> None:
         self.pages = pages
         self._home = home
-        self._record = record
+        self._record = record = math.prod(page_shape) * dtype.itemsize
         self._whole = piece_pages(record)
+        self._views = [[_as_pages(piece, page_shape, dtype) for piece in layer] for layer in home]
         self._device = device
         self._ahead = STAGES if ahead else 0
         self._stages = torch.empty(STAGES, pages * record, dtype=torch.uint8, device=device.where)
@@ -63,6 +102,12 @@ class HostPages:
         for event in self._there[layer]:
             self._device.join(event)
         return self._stages[layer % STAGES]
+
+    def at_home(self, layer: int) -> HomeLayer:
+        """A layer's pages where they are at home, for the host; waits until what was copied back is there."""
+        if layer in self._back:
+            self._back[layer].synchronize()
+        return HomeLayer(self._views[layer])
 
     def done(self, layer: int) -> None:
         attended = self._device.mark()

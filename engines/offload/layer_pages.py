@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -21,13 +22,31 @@ class Target:
     staged: bool
 
 
-def targets_of(pages: torch.Tensor, offsets: torch.Tensor, own: int) -> list[Target]:
-    """Where tokens go that belong at `offsets` of `pages`, of which those from `own` on are staged."""
+def targets_of(tokens: torch.Tensor | None, pages: torch.Tensor, offsets: torch.Tensor, own: int) -> list[Target]:
+    """Where `tokens`, or all, go that belong at `offsets` of `pages`, of which those from `own` on are staged."""
     other = pages >= own
     if not other.any():
-        return [Target(None, pages, offsets, False)]
+        return [Target(tokens, pages, offsets, False)]
+    rows = torch.arange(len(pages)) if tokens is None else tokens
     parts = ((~other, 0, False), (other, own, True))
-    return [Target(m.nonzero()[:, 0], pages[m] - first, offsets[m], staged) for m, first, staged in parts if m.any()]
+    return [Target(rows[m], pages[m] - first, offsets[m], staged) for m, first, staged in parts if m.any()]
+
+
+class Pages(Protocol):
+    """One layer's pages as kernels of the host meet them."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Some of them, [pages, 2, kv_heads, PAGE_TOKENS, head_dim or row_bytes]."""
+        ...
+
+    def gather(self, pages: torch.Tensor) -> torch.Tensor:
+        """[n, 2, kv_heads, PAGE_TOKENS, ...] of n pages."""
+        ...
+
+    def addresses(self, table: torch.Tensor) -> torch.Tensor:
+        """Where each page of `table` begins in memory, int64."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engines.offload import gemm, tiers
+from engines.offload.attention_home import HomeAttention
 from engines.offload.batching import steady_blocks
 from engines.offload.block_files import BlockFiles
 from engines.offload.device import Device
@@ -41,6 +42,8 @@ class Loading:
 
     #: Where it computes, if not on the host; loading_device.py.
     device: Device | None = None
+    #: What attends to pages in host memory, where a device computes; once the cache is there.
+    home: HomeAttention | None = None
     #: Values of a weight block, where that is not for layout.py to say.
     block_values: int | None = None
 
@@ -112,7 +115,9 @@ class Loading:
             seconds = sum(b.nbytes for b in self.streamed) / stream.measure()
             balance = int(seconds * self._arithmetic.flops / model.shape.flops(1, 0, 0))
         turn = None if policy.kv_bits == 16 else self._turn()
-        return Runtime(executor, cache, self._attention, policy, plan, balance, timeline, parking, turn, self.device)
+        return Runtime(
+            executor, cache, self._attention, policy, plan, balance, timeline, parking, turn, self.device, self.home
+        )
 
     def report(self) -> LoadReport:
         """What was loaded, once it has started."""

@@ -10,11 +10,12 @@ import psutil
 import torch
 
 from engines.offload import gemm, tiers
+from engines.offload.attention_home import HomeAttention
 from engines.offload.block_files import BlockFiles
 from engines.offload.device import Device
 from engines.offload.kernels import AttentionKernel, Codec, Turn
 from engines.offload.kernels.on_device import DeviceKernels
-from engines.offload.kv_cache import PagedCache
+from engines.offload.kv_cache import PagedCache, page_layout
 from engines.offload.kv_host import HostPages
 from engines.offload.layout import aligned
 from engines.offload.loading import Loading
@@ -47,10 +48,14 @@ class DeviceLoading(Loading):
     ) -> None:
         if policy.activations not in (None, (1.0, 0.0, 0.0)):
             raise UnsupportedError("policy.activations: with a device they stay there: leave them out, or [1, 0, 0]")
+        if policy.cpu_attention and policy.value_sparsity < 1:
+            raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
         self.device = device
         self._on_device = DeviceKernels()
         self.block_values = min(_BLOCK_VALUES, max(_LEAST_VALUES, model.shape.params_total // _BLOCKS))
         super().__init__(model, policy, limits, job)
+        if policy.cpu_attention and self.seamed.has_windows:
+            raise UnsupportedError("policy.cpu_attention: layers with a sliding window attend on the device")
         self._passing: list[torch.Tensor] = []
 
     def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
@@ -115,11 +120,16 @@ class DeviceLoading(Loading):
         plan, shape = self.plan, self.model.shape
         elsewhere = None
         if plan.host_pages:
-            record = page_bytes(shape, self.cached) // shape.num_layers
-            sizes = pieces(plan.host_pages, record)
-            home = [[self._pinned.take(size) for size in sizes] for _ in range(shape.num_layers)]
-            elsewhere = HostPages(home, plan.host_pages, record, self.device, self.policy.overlap)
-        return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where)
+            sizes = pieces(plan.host_pages, page_bytes(shape, self.cached) // shape.num_layers)
+            home = [[self._pinned.take(size)[:size] for size in sizes] for _ in range(shape.num_layers)]
+            layout = page_layout(shape, self.cached)
+            elsewhere = HostPages(home, plan.host_pages, *layout, self.device, self.policy.overlap)
+            if self.policy.cpu_attention:
+                kernel, codec = self.kernels.attention(self.cached), self.kernels.codec(self.cached)
+                self.home = HomeAttention(elsewhere, kernel, codec, self.device, timeline)
+                parts.callback(self.home.close)
+        at_home = self.home is not None
+        return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where, at_home)
 
     @cached_property
     def _pinned(self) -> PinnedMemory:

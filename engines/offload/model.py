@@ -132,7 +132,7 @@ class SeamedModel:
             self._module.set_experts_implementation(SEAM)
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
-        self.attends = dry.attends
+        self.attends, self.has_windows = dry.attends, dry.has_windows
         self._after_attention = frozenset(dry.order[dry.attends[-1] :])
         self.token_table = self._name_of_token_table()
         self._refuse_what_is_not_streamed()

@@ -35,10 +35,18 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Ru
 
     Returns [heads, rows, dim] in the query's dtype. Scores of one key/value head at a time are held.
     """
+    return attend_and_log(query, key, value, rule, first)[0]
+
+
+def attend_and_log(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the logarithms float32 [heads, rows] of the sums that shares are of; of nothing seen too."""
     heads, rows, _ = query.shape
     group = heads // key.shape[0]
     mask = rule.visible(first, rows, key.shape[1], query.device)
     out = query.new_empty(heads, rows, value.shape[2])
+    logs = out.new_empty(heads, rows, dtype=torch.float32)
     for i, (k, v) in enumerate(zip(key.to(query.dtype), value.to(query.dtype), strict=True)):
         own = slice(i * group, (i + 1) * group)
         scores = query[own] @ k.T * rule.scale
@@ -48,11 +56,12 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Ru
         if rule.sinks is not None:
             sinks = rule.sinks[own].to(scores.dtype).view(-1, 1, 1).expand(-1, rows, 1)
             scores = torch.cat([scores, sinks], -1)
+        logs[own] = scores.logsumexp(-1).float() if scores.shape[-1] else -torch.inf
         shares = scores.softmax(-1)[..., : len(k)]
         if rule.keep < 1:
             shares = _largest(shares, rule, first)
         out[own] = shares @ v
-    return out
+    return out, logs
 
 
 def _largest(shares: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:

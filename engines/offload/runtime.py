@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from engines.offload.attention import PackedAttention, Segment
+from engines.offload.attention_home import HomeAttention
 from engines.offload.batching import Batcher, Part, split
 from engines.offload.device import Device
 from engines.offload.executor import Executor
@@ -41,9 +42,11 @@ class Runtime:
         parking: Parking | None = None,
         turn: Turn | None = None,
         device: Device | None = None,
+        home: HomeAttention | None = None,
     ) -> None:
         self._executor = executor
         self._device = device
+        self._home = home
         self._parking = parking
         self._cache = cache
         self._kernel = kernel
@@ -81,6 +84,8 @@ class Runtime:
                 try:
                     done = self._pass(batcher, batches, began)
                 except BaseException:
+                    if self._home is not None:
+                        self._home.settle()
                     self._cache.forget()  # pages were published that this pass should have filled
                     if self._parking is not None:
                         self._parking.forget()
@@ -135,7 +140,15 @@ class Runtime:
             segments.append(Segment(part.count, start, tuple(sequence.pages)))
         keep, aside = self._policy.value_sparsity, self._executor.aside
         attention = PackedAttention(
-            self._cache, segments, self._kernel, self.timeline, keep, aside, self._turn, self._device
+            self._cache,
+            segments,
+            self._kernel,
+            self.timeline,
+            keep,
+            aside,
+            self._turn,
+            self._device,
+            self._home,
         )
         places, wanted = torch.tensor(positions), torch.tensor(rows, dtype=torch.long)
         if self._device is not None:

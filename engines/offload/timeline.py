@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from harness.api import EngineTrace, TraceEvent, union_length
 
 #: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a
-#: wait is compute standing still for a load.
-LANES = ("load", "cache", "activations", "wait", "compute", "attention")
+#: wait is compute standing still for a load. With a device the host may attend beside it.
+LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention")
 #: Spans of the compute lane that are no products: a batch runs on to its next one, or waits for its attention.
 BETWEEN, AWAITING = "between products", "waits for attention"
 _SHORTEST_S = 1e-4
@@ -74,6 +74,10 @@ class Timeline:
     def now(self) -> Any:
         """When what is asked for next begins, for `add`."""
         return time.perf_counter() if self._clock is None else self._clock.stamp()
+
+    def host_now(self) -> float:
+        """The same for what the host does."""
+        return time.perf_counter()
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Notes one span, from and to times by `time.perf_counter` or by `now`."""

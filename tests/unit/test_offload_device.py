@@ -54,6 +54,7 @@ def policies(draw):
     schedule = draw(st.sampled_from(["row", "zigzag", "sweep"]))
     policy = {"weights": weights, "cache": cache, "schedule": schedule, "overlap": draw(st.booleans())}
     policy["gpu_batch_size"] = draw(st.integers(1, 6))
+    policy["cpu_attention"] = draw(st.booleans())
     if schedule == "zigzag":
         policy["num_gpu_batches"] = draw(st.integers(1, 3))
     if schedule == "sweep":
@@ -88,6 +89,7 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
         {"weight_bits": 8, "weight_groups": "output", "weights": (0.0, 0.5, 0.5)},
         {"kv_bits": 4, "cache": (0.0, 1.0, 0.0)},
         {"weight_bits": 4, "kv_bits": 4, "nano_batches": 2, "cache": (0.5, 0.5, 0.0), "weights": (0.0, 0.0, 1.0)},
+        {"kv_bits": 4, "cache": (0.5, 0.5, 0.0), "cpu_attention": True, "nano_batches": 2, "weights": (0.0, 0.5, 0.5)},
         {"value_sparsity": 0.5},
     ],
     ids="-".join,
@@ -98,7 +100,7 @@ def test_few_bits_are_those_of_the_host(model, cache, policy):
     engine, _, device = load(model, cache, schedule="sweep", gpu_batch_size=4, **policy)
     found = {r.id: r.tokens for r in engine.generate(requests)}
     engine.close()
-    here = {key: value for key, value in policy.items() if key not in ("cache", "weights")}
+    here = {key: value for key, value in policy.items() if key not in ("cache", "weights", "cpu_attention")}
     engine, _ = load_on_host(model, cache, schedule="sweep", gpu_batch_size=4, **here)
     assert {r.id: r.tokens for r in engine.generate(requests)} == found
     engine.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.offload import quantize
 from engines.offload.gemm import by_torch
 from engines.offload.kernels import NoCompilerError, Segments
-from engines.offload.kernels.attention import compiled_attention, reference_attention
+from engines.offload.kernels.attention import compiled_attention, joined, reference_attention
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.codec import plain_codec, reference_codec
 from engines.offload.kernels.product import compiled_product
@@ -284,3 +284,28 @@ def test_a_source_that_does_not_compile_leaves_nothing(tmp_path):
     with pytest.raises(NoCompilerError, match=r"broken.cpp"):
         load(source, tmp_path / "cache")
     assert not list((tmp_path / "cache" / "kernels").glob("broken-*/"))
+
+
+@pytest.mark.parametrize("heads", [2, 8, 32])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_to_two_parts_is_put_together_as_attention_to_all(cache, heads, sinks):
+    """As pages in host memory and on a device are; one of the parts may hold nothing."""
+    torch.manual_seed(0)
+    pages = LayerPages(torch.randn(40, 2, 2, PAGE_TOKENS, 24))
+    query, rule = torch.randn(heads, 4, 24), Rule(0.3, sinks=torch.randn(heads) if sinks else None)
+    own = torch.randperm(40).view(4, 10).int()
+    whole = Segments.of([1] * 4, [59, 72, 30, 11], own)
+    even, odd = own[:, ::2].contiguous(), own[:, 1::2].contiguous()
+    parts = Segments.of([1] * 4, [31, 39, 15, 7], even), Segments.of([1] * 4, [27, 32, 14, 3], odd)
+    nothing = Segments.of([1] * 4, [-1] * 4, even)
+    for kernel in (compiled_attention(Plain("float32"), cache, 2), reference_attention(plain_codec(Plain("float32")))):
+        logs = [torch.empty(4, heads) for _ in range(3)]
+        expected = kernel(query, pages, whole, rule, logs[0])
+        first, second = (
+            kernel(query, pages, part, replace(rule, sinks=None if i else rule.sinks), logs[1 + i])
+            for i, part in enumerate(parts)
+        )
+        torch.testing.assert_close(joined(first, logs[1], second, logs[2]), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.logaddexp(logs[1], logs[2]), logs[0], rtol=1e-5, atol=1e-5)
+    none = reference_attention(plain_codec(Plain("float32")))(query, pages, nothing, Rule(0.3), logs[1])
+    assert torch.equal(joined(none, logs[1], expected, logs[0]), expected)

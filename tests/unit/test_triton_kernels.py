@@ -110,5 +110,19 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     rule = Rule(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
     codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
     expected = reference_attention(codec)(query, pages, segments, rule)
-    found = triton_attention(stored)(query, pages, segments, rule)
+    logs = [torch.empty(sum(counts), kv_heads * group, device=DEVICE) for _ in range(2)]
+    found = triton_attention(stored)(query, pages, segments, rule, logs[0])
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    reference_attention(codec)(query, pages, segments, rule, logs[1])
+    torch.testing.assert_close(logs[0], logs[1], rtol=2e-5, atol=2e-5)
+    assert torch.equal(triton_attention(stored)(query, pages, segments, rule), found)
+
+
+def test_what_sees_nothing_is_nothing() -> None:
+    """A sequence all of whose pages are elsewhere."""
+    pages, table = pages_of(Plain("float32"), [8, 8], 2, 16, 0)
+    segments = Segments.of([1, 1], [-1, 7], table, lambda tensor: tensor.to(DEVICE))
+    logs = torch.empty(2, 4, device=DEVICE)
+    found = triton_attention(Plain("float32"))(torch.ones(4, 2, 16, device=DEVICE), pages, segments, Rule(0.25), logs)
+    assert (found[0] == 0).all() and (logs[0] == -torch.inf).all()
+    assert (found[1] != 0).all() and logs[1].isfinite().all()

@@ -1,6 +1,6 @@
 """Kernels that torch has not: in C++, built once with the host's compiler, with a reference in their place."""
 
-from engines.offload.kernels.attention import AttentionKernel, Segments, unmoved
+from engines.offload.kernels.attention import AttentionKernel, Segments, joined, unmoved
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, stored_view
 from engines.offload.kernels.host import Kernels
@@ -15,6 +15,7 @@ __all__ = [
     "Product",
     "Segments",
     "Turn",
+    "joined",
     "stored_view",
     "unmoved",
 ]

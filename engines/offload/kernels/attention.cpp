@@ -4,7 +4,8 @@
 // follow `cached[i]` others of its sequence on the pages of row i of table [segments, max_pages]: addresses of keys
 // [kv_heads, page, dim], with as many values `values_after` bytes behind; packed, a row is `row_bytes` in the place of
 // dim values. `page` is a binary logarithm. Zero is no window, no soft-capping; null no sinks [heads]; `keep` of one all
-// values. What they mean is in rule.py.
+// values. What they mean is in rule.py. `logs` [tokens, heads] or null takes the logarithms of the sums that shares are
+// of, by which parts that were attended to elsewhere are put together.
 //
 // The heads of one token read what is stored, page by page and many at once; the rows of a prompt are two products with
 // keys and values as panels. A row's result depends on its own query and what it sees, in bits, as long as values are finite: not on where a prompt was cut, but where that leaves a row by itself.
@@ -30,6 +31,8 @@ struct Rows {
   int64_t apart, count, first, step, head;
   float* out;
   int64_t out_apart;
+  float* logs;
+  int64_t logs_apart;
 };
 
 // Makes room for `count` floats; what was there need not be kept, nor be there beside it.
@@ -68,9 +71,9 @@ class Token {
         four_(kv_heads * fours_, {stored, int64_t{1} << page}), two_(kv_heads * twos_, {stored, int64_t{1} << page}),
         one_(kv_heads * (group - 4 * fours_ - 2 * twos_), {stored, int64_t{1} << page}) {}
 
-  // Row r is at `query + r * apart`, what it gets goes to `out + r * out_apart`. It is of head `head` + r.
-  void attend(const float* query, int64_t apart, float* out, int64_t out_apart, int64_t position, int64_t kv_heads,
-              int64_t head, const Pages& pages, const Rule& rule, Scratch& scratch) {
+  // Row r is at `query + r * apart`, what it gets goes to `out + r * out_apart` and `logs + r`. It is of head `head` + r.
+  void attend(const float* query, int64_t apart, float* out, int64_t out_apart, float* logs, int64_t position,
+              int64_t kv_heads, int64_t head, const Pages& pages, const Rule& rule, Scratch& scratch) {
     const int64_t low = begin(rule, position), base = low / kLanes * kLanes, rows = kv_heads * group_;
     const int64_t count = (position + kLanes) / kLanes * kLanes - base;
     float* scores = room(scratch.scores, rows * count);
@@ -78,8 +81,10 @@ class Token {
     each_page(pages, pages.keys, low, position, kv_heads, [&](int64_t h, int64_t t, const uint8_t* from, int64_t size) {
       each(h, h + 1, [&](auto& work, int64_t row) { work.score(from, size, scores + row * count + t - base, count); });
     });
-    for (int64_t row = 0; row < rows; ++row)
-      softmax(scores + row * count, low - base, position + 1 - base, count, rule, head + row);
+    for (int64_t row = 0; row < rows; ++row) {
+      const float log = softmax(scores + row * count, low - base, position + 1 - base, count, rule, head + row);
+      if (logs) logs[row] = log;
+    }
     if (rule.keep < 1)
       for (int64_t row = 0; row < rows; ++row)
         take_part(one_[row], pages, row / group_, scores + row * count + low - base, low, position, rule.keep, scratch);
@@ -192,8 +197,9 @@ void many(const Rows& rows, const Panels& panels, const Rule& rule, Scratch& scr
                          kWidth);
     for (int64_t i = 0; i < size; ++i) {
       const int64_t position = earliest + i * rows.step;
-      softmax(scores + i * wide, begin(rule, position) - low, position + 1 - low, wide, rule,
-              rows.head + (from + i) * (1 - rows.step));
+      const float log = softmax(scores + i * wide, begin(rule, position) - low, position + 1 - low, wide, rule,
+                                rows.head + (from + i) * (1 - rows.step));
+      if (rows.logs) rows.logs[(from + i) * rows.logs_apart] = log;
     }
     for (int64_t j = 0; j < dim; j += kWidth)
       for (int64_t i = 0; i < size; i += kRows)
@@ -205,8 +211,8 @@ void many(const Rows& rows, const Panels& panels, const Rule& rule, Scratch& scr
 
 template <typename Stored>
 void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, const int64_t* table,
-            int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, int64_t segments,
-            int64_t heads, int64_t kv_heads, int64_t dim, int page, int64_t max_pages, const Rule& rule, int threads) {
+            int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, float* logs,
+            int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page, int64_t max_pages, const Rule& rule, int threads) {
   const int64_t group = heads / kv_heads;
   const bool sparse = rule.keep < 1, wide = group >= kMany && !sparse;
   // pieces of work: a segment's key/value heads from one to another
@@ -234,18 +240,20 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
       const Pages pages{table + segment * max_pages, first_row, first_row + values_after, of_head, page};
       const float* query = q + head * q_head + starts[segment] * q_row;
       float* result = out + (starts[segment] * heads + head) * dim;
+      float* log = logs ? logs + starts[segment] * heads + head : nullptr;
       if (!wide && (sparse || count == 1)) {
-        for (int64_t k = 0; k < count; ++k, query += q_row, result += heads * dim)
-          token.attend(query, q_head, result, dim, first + k, last - kv_head, head, pages, rule, scratch);
+        for (int64_t k = 0; k < count; ++k, query += q_row, result += heads * dim, log += log ? heads : 0)
+          token.attend(query, q_head, result, dim, log, first + k, last - kv_head, head, pages, rule, scratch);
         continue;
       }
       const auto key = [=](int64_t t) { return stored.place(pages(t, pages.keys) + pages.in_page(t) * bytes); };
       const auto value = [=](int64_t t) { return stored.place(pages(t, pages.values) + pages.in_page(t) * bytes); };
       panels.fill(begin(rule, first), first + count, dim, key, value);
-      if (count == 1) many({query, q_head, group, first, 0, head, result, dim}, panels, rule, scratch);
+      if (count == 1) many({query, q_head, group, first, 0, head, result, dim, log, 1}, panels, rule, scratch);
       else
         for (int64_t g = 0; g < group; ++g)  // a prompt's rows head by head
-          many({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim}, panels, rule, scratch);
+          many({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim,
+                log ? log + g : nullptr, heads}, panels, rule, scratch);
     }
   }
 }
@@ -255,12 +263,12 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
 #define ATTEND(name, type, ...)                                                                                       \
   extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, const int64_t* table,                  \
                                 int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
-                                int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page,             \
+                                float* logs, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page,             \
                                 int64_t max_pages, int64_t window, float scale, float softcap, double keep,           \
                                 const float* sinks, int threads, [[maybe_unused]] int64_t row_bytes,                  \
                                 [[maybe_unused]] int group) {                                                         \
-    attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, segments, heads, kv_heads, \
-           dim, page, max_pages, {window, scale, softcap, keep, sinks}, threads);                                     \
+    attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, logs, segments, heads,     \
+           kv_heads, dim, page, max_pages, {window, scale, softcap, keep, sinks}, threads);                                     \
   }
 
 // One kind at a time: all of them take a compiler a quarter of a minute.

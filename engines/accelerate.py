@@ -22,10 +22,12 @@ import ctypes
 from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
+import psutil
 
 from engines import checkpoints
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
-from engines.work_memory import SLACK_BYTES, working_bytes
+from engines.devices import cuda
+from engines.work_memory import CONTEXT_BYTES, SLACK_BYTES, working_bytes
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -38,6 +40,9 @@ from harness.api import (
     OffloadPolicy,
 )
 
+#: Without a limit the part of the memory that is free which weights may take.
+_FREE_SHARE = 0.8
+
 
 class AccelerateEngine(CausalLMEngine):
     """Honours policy.gpu_batch_size and policy.compute_dtype. Under a limit of host memory it gives Accelerate
@@ -46,7 +51,9 @@ class AccelerateEngine(CausalLMEngine):
 
     of RAM for weights. The passing tensor is the largest one, both as the pages it is read from and as the copy
     it is computed with: without that room the kernel evicts and rereads pages without end. KV cache and
-    activations are for `gpu_batch_size` sequences of the job's `max_sequence` tokens.
+    activations are for `gpu_batch_size` sequences of the job's `max_sequence` tokens. With limits.device_memory these,
+    and the largest tensor on its way, are kept free there, weights fill what is left of it first, and RAM is for
+    weights but for the tensor they are read through.
     `cpu_memory` (bytes) sets the share instead; `disk_only` makes it 0. Without a limit Accelerate decides.
     """
 
@@ -60,24 +67,24 @@ class AccelerateEngine(CausalLMEngine):
         self._cpu_memory = 0 if disk_only else cpu_memory
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(packages=("torch", "transformers", "safetensors", "accelerate"))
+        return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "accelerate"))
 
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
-        share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory, job.max_sequence)
+        on_device = cuda(limits, CONTEXT_BYTES)
+        room: dict[int | str, int] | None
+        if on_device:
+            room, notes = self._device_share(model, dtype, policy.gpu_batch_size, limits, job.max_sequence)
+        else:
+            share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory, job.max_sequence)
+            room = None if share is None else {"cpu": share}
         _return_freed_memory()
-        module = from_checkpoint(
-            model,
-            dtype,
-            device_map="auto",
-            max_memory=None if share is None else {"cpu": share},
-            offload_folder=str(job.scratch),
-        )
+        module = from_checkpoint(model, dtype, device_map="auto", max_memory=room, offload_folder=str(job.scratch))
         if dtype == model.dtype:
             _make_resident(module)
         tiers = weights_by_tier(module, DTYPE_BYTES[model.dtype])
-        return Placement(module, tiers, notes)
+        return Placement(module, tiers, notes, "cuda" if on_device else "cpu")
 
     def _share(
         self, model: LocalModel, dtype: Dtype, batch: int, budget: int | None, tokens: int
@@ -101,6 +108,31 @@ class AccelerateEngine(CausalLMEngine):
             f"- passing tensor {stored} + {largest} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens",
         )
 
+    def _device_share(
+        self, model: LocalModel, dtype: Dtype, batch: int, limits: HardwareLimits, tokens: int
+    ) -> tuple[dict[int | str, int], tuple[str, ...]]:
+        """What Accelerate is given of the device and of RAM for weights, and how it came about."""
+        stored = checkpoints.largest_tensor_bytes(model.path)
+        largest = stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[model.dtype]
+        kv, activations = self._working(model.shape, batch, tokens, DTYPE_BYTES[dtype])
+        assert limits.device_memory is not None
+        device = limits.device_memory - CONTEXT_BYTES - kv - activations - largest - SLACK_BYTES
+        if device < 0:
+            raise InfeasibleError(
+                f"accelerate needs {(limits.device_memory - device) / 2**20:.0f} MiB of device memory for {batch} x "
+                f"{tokens} tokens: KV cache {kv / 2**20:.0f}, activations {activations / 2**20:.0f}, its largest "
+                f"tensor {largest / 2**20:.0f}, CUDA and slack {(CONTEXT_BYTES + SLACK_BYTES) / 2**20:.0f}; the limit "
+                f"is {limits.device_memory / 2**20:.0f} MiB",
+                {"device": -device},
+            )
+        budget = limits.host_memory or int(_FREE_SHARE * psutil.virtual_memory().available)
+        host = max(0, budget - stored - SLACK_BYTES) if self._cpu_memory is None else self._cpu_memory
+        return {0: device, "cpu": host}, (
+            f"max_memory 0 = {device} bytes = limit {limits.device_memory} - CUDA {CONTEXT_BYTES} - KV cache {kv} - "
+            f"activations {activations} - passing tensor {largest} - slack {SLACK_BYTES}, for {batch} x {tokens} "
+            f"tokens; cpu = {host} bytes",
+        )
+
     def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of KV cache and of activations."""
         return working_bytes(shape, batch, tokens, dtype_bytes)
@@ -109,16 +141,18 @@ class AccelerateEngine(CausalLMEngine):
 def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
     """Bytes on device, host and disk from `hf_device_map`: in the compute dtype in RAM, as stored on disk."""
     placement = getattr(module, "hf_device_map", {"": "cpu"})  # absent when nothing had to be dispatched
-    host = disk = 0
+    device = host = disk = 0
     for name, parameter in module.named_parameters():
         if name in module.all_tied_weights_keys:
             continue
         owner = max((key for key in placement if key == "" or f"{name}.".startswith(f"{key}.")), key=len)
         if placement[owner] == "disk":
             disk += parameter.numel() * stored_bytes
-        else:
+        elif placement[owner] == "cpu":
             host += parameter.numel() * parameter.element_size()
-    return 0, host, disk
+        else:
+            device += parameter.numel() * parameter.element_size()
+    return device, host, disk
 
 
 def _make_resident(module: Any) -> None:

@@ -6,6 +6,8 @@ from harness.api import ModelShape
 
 #: Held beyond the arithmetic below: read-ahead, allocator remains (measured up to 40 MB).
 SLACK_BYTES = 64 << 20
+#: Of a device's memory what CUDA's context and its libraries take outside of torch's allocator.
+CONTEXT_BYTES = 512 << 20
 
 
 def working_bytes(shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:

@@ -53,6 +53,7 @@ from harness.classify import DISK_FULL, classify
 from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
+from harness.probes.gpu import GpuProbe
 from harness.probes.latency import metrics, scored_metrics
 from harness.probes.memory import MemoryProbe, resident_bytes
 from harness.provenance import package_versions
@@ -215,6 +216,7 @@ class _Run:
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
         self._folder = folder
         self._spec = from_json(RunSpec, request["spec"])
+        self._gpu = self._spec.limits.device_memory is not None
         self._model = from_json(LocalModel, request["model"])
         self._launched = float(request["launched"])
         self._cache = Path(request["cache"])
@@ -284,7 +286,7 @@ class _Run:
             mean_sequence=asked.mean_sequence if asked else _mean_cached(spec.workload),
             on_progress=lambda done, total: self._events.emit("load", done, total),
         )
-        with _Probed(self._measurements, "load"):
+        with _Probed(self._measurements, "load", self._gpu):
             load = engine.load(self._model, spec.policy, spec.limits, job)
         self._out["load"] = to_json(load)
         return load
@@ -301,7 +303,7 @@ class _Run:
             list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
         results: list[GenerationResult] = []
         scores: list[Score] = []
-        with _Probed(self._measurements, "generate"):
+        with _Probed(self._measurements, "generate", self._gpu):
             began = time.perf_counter()
             if requests:
                 self._generate(engine, requests, results)
@@ -354,12 +356,13 @@ def _mean_cached(spec: WorkloadSpec) -> int:
 
 
 class _Probed:
-    """All process probes around one phase."""
+    """All probes around one phase, of the device too for a cell that has one."""
 
-    def __init__(self, sink: list[Measurement], phase: Phase) -> None:
+    def __init__(self, sink: list[Measurement], phase: Phase, gpu: bool) -> None:
         self._sink = sink
         self._phase = phase
         self._probes: list[Probe] = [EnergyProbe(), CpuProbe(), DiskProbe(), MemoryProbe()]
+        self._probes += [GpuProbe()] if gpu else []
 
     def __enter__(self) -> None:
         for probe in self._probes:

@@ -12,7 +12,7 @@ import torch
 from engines.devices import cuda
 from engines.offload.device import Device
 from engines.offload.layout import ALIGN
-from engines.offload.tiers_device import CONTEXT_BYTES
+from engines.work_memory import CONTEXT_BYTES
 from harness.api import HardwareLimits
 
 #: Of a device's multiprocessors the part that attention has to itself beside products, where the driver can part them.

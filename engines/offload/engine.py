@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engines import requests as checks
 from engines.offload.cuda import opened
+from engines.offload.device import Device
 from engines.offload.loading import Loading
 from engines.offload.loading_device import DeviceLoading
 from engines.offload.model import SeamedModel
@@ -44,6 +45,7 @@ class _Loaded:
     seamed: SeamedModel
     runtime: Runtime
     plan: Plan
+    device: Device | None
 
 
 class OffloadEngine:
@@ -88,7 +90,7 @@ class OffloadEngine:
             # a circle, which would keep what is resident until it is collected
             parts.callback(setattr, loading.seamed, "weights", None)
             runtime = loading.start(parts)
-            self._now = _Loaded(model, loading.seamed, runtime, loading.plan)
+            self._now = _Loaded(model, loading.seamed, runtime, loading.plan, device)
             self._parts = parts.pop_all()
         return loading.report()
 
@@ -119,7 +121,9 @@ class OffloadEngine:
         return [done[i] for i in range(len(pairs))]
 
     def trace(self) -> EngineTrace:
-        return self._loaded().runtime.timeline.trace()
+        now = self._loaded()
+        found = now.runtime.timeline.trace()
+        return found if now.device is None else replace(found, metrics={**found.metrics, **now.device.memory()})
 
     def close(self) -> None:
         self._parts.close()

@@ -22,10 +22,9 @@ from engines.offload.tiers import (
     within,
 )
 from engines.offload.transfer import READERS
+from engines.work_memory import CONTEXT_BYTES
 from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
 
-#: Bytes of a device that CUDA's context and its libraries take outside of torch's allocator.
-CONTEXT_BYTES = 512 << 20
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
 #: hundreds cost it in weights.
 _CHUNK = (64, 4096)

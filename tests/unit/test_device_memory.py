@@ -1,6 +1,7 @@
 """What a device and pinned memory are to hold: within the limits to the byte, as asked for, or refused with numbers."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from engines.offload.pages import STAGES, page_bytes, pages_for
 from engines.offload.pinned import PinnedMemory, packed, pinned_bytes
 from engines.offload.storage import Grouped, Plain
 from engines.offload.tiers import Demand
-from engines.offload.tiers_device import CONTEXT_BYTES, pinned_sizes, place_on_device
+from engines.offload.tiers_device import pinned_sizes, place_on_device
+from engines.work_memory import CONTEXT_BYTES
+from harness import config
 from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -138,3 +141,17 @@ def test_refusals_say_what_would_fit():
         place_on_device(one, OffloadPolicy(), 700 * MIB, 64 * GIB)
     with pytest.raises(UnsupportedError, match=r"policy.cache: .* not on disk"):
         place_on_device(one, OffloadPolicy(cache=(0.5, 0.0, 0.5)), 16 * GIB, 64 * GIB)
+
+
+@pytest.mark.parametrize("name", ["gpu_16g", "gpu_4g"])
+def test_what_the_device_suites_ask_for_fits_their_limits(name):
+    """So that a machine that is lent for minutes is not spent on refusals."""
+    suite = config.load_suite(Path(__file__).parents[2] / "suites" / f"{name}.yaml")
+    ours = [cell for cell in suite.cells if cell.engine == "offload"]
+    assert len(ours) >= 5
+    for cell in ours:
+        stored = None if cell.policy.weight_bits == 16 else Grouped(4, 64)
+        cached = None if cell.policy.kv_bits == 16 else Grouped(4, 64)
+        one = demand(cell.model.id, stored, cached, cell.workload.prompt_len, cell.workload.gen_len)
+        plan = place_on_device(one, cell.policy, cell.limits.device_memory, cell.limits.host_memory)
+        assert plan.sequences >= min(16, cell.policy.block_size), (cell.name, plan.note)

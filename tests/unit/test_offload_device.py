@@ -9,7 +9,7 @@ from engines import checkpoints
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.on_device import DeviceKernels
 from engines.offload.pages import pages_for
-from engines.offload.tiers_device import CONTEXT_BYTES
+from engines.work_memory import CONTEXT_BYTES
 from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy
 from tests import pretend
 from tests.offload import CONFIGS, requests_of, same_by_the_near_tie_rule, save, with_kernels

@@ -62,7 +62,7 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     assert len(list(engine.generate(requests))) == len(lengths)
     metrics = engine.trace().metrics
     runtime = engine._now.runtime
-    cache, parking = runtime._cache._disk, runtime._parking
+    cache, parking = runtime._cache._elsewhere, runtime._parking
     parked = parking.rows_on_disk if parking else 0
     engine.close()  # which waits for the last writes: answers do not
     moved = (cache.bytes_read, cache.bytes_written) if cache else (0, 0)

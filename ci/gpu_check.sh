@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# On a host with a CUDA device and no network: the tests that need one, then the device suites, in parts of at most eight
+# minutes each. Leaves one small folder.
+#   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests gpu_4g 16bit 4bit prompts large; all of them by default
+# PYTHON: the interpreter that has PyTorch. WHEELS: a folder with what it lacks (make gpu-wheels, where there is a network).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+out=gpu-check-$(date +%F)
+if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(tests gpu_4g 16bit 4bit prompts large)
+
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+  echo "no CUDA device, or no PyTorch in $python: nothing was run" >&2
+  exit 3
+fi
+mkdir -p "$out"
+if [ -n "${WHEELS:-}" ]; then
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 1
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+fi
+export HARNESS_CACHE=${HARNESS_CACHE:-$PWD/.gpu-cache}
+{
+  nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+  "$python" -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)'
+  git rev-parse HEAD 2>/dev/null
+} > "$out/machine.txt"
+
+failed=()
+run() { # NAME COMMAND...: at most eight minutes, its output kept
+  local name=$1
+  shift
+  echo "== $name"
+  timeout 480 "$@" 2>&1 | tee "$out/$name.txt"
+  local status=${PIPESTATUS[0]}
+  [ "$status" = 0 ] || failed+=("$name: exit $status")
+}
+cells() { # SUITE CELL...: those cells of it, into the suite's own folder
+  local suite=$1 name=$2 chosen=()
+  shift 2
+  for cell in "$@"; do chosen+=(--cell "$cell"); done
+  run "$name" "$python" -m harness run "suites/$suite.yaml" "${chosen[@]}" --out "$out/$suite"
+}
+
+for part in "${parts[@]}"; do
+  case $part in
+    tests) run tests "$python" -m pytest -p no:cacheprovider -m gpu -rs tests/gpu tests/integration/test_gpu.py tests/unit/test_triton_kernels.py ;;
+    gpu_4g) cells gpu_4g gpu_4g ;;
+    16bit) for cell in offload-sweep offload-zigzag offload-row flexgen_ref accelerate transformers-offloaded-cache; do
+        cells gpu_16g "16bit-$cell" "$cell"
+      done ;;
+    4bit) for cell in offload-sweep-4bit offload-zigzag-4bit flexgen_ref-4bit; do cells gpu_16g "4bit-$cell" "$cell"; done ;;
+    prompts) for cell in offload-sweep-p256 offload-sweep-p1024 accelerate-p256 accelerate-p1024; do
+        cells gpu_16g "prompts-$cell" "$cell"
+      done ;;
+    large) for cell in llama70b-sweep-4bit opt175b-sweep-4bit; do cells gpu_16g "large-$cell" "$cell"; done ;;
+    *) echo "unknown part $part: tests gpu_4g 16bit 4bit prompts large" >&2; exit 2 ;;
+  esac
+done
+
+find "$out" -name report.html -delete
+du -sh "$out"
+[ ${#failed[@]} = 0 ] || { printf 'failed: %s\n' "${failed[@]}"; exit 1; }

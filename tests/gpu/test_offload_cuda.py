@@ -1,0 +1,140 @@
+"""The engine on a real CUDA device, where one is at hand: the right answers within its limits, and no hidden waits.
+
+What it asks of a device is held on every machine by tests/unit/test_offload_device.py; this is about CUDA itself.
+"""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from engines import checkpoints
+from engines.offload.cuda import Cuda
+from engines.offload.engine import OffloadEngine
+from engines.work_memory import CONTEXT_BYTES
+from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy
+from tests.offload import requests_of, same_by_the_near_tie_rule, save, with_kernels
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+POLICIES = [
+    {"schedule": "row", "gpu_batch_size": 2},
+    {"schedule": "zigzag", "gpu_batch_size": 3, "num_gpu_batches": 2, "weights": (0.3, 0.3, 0.4)},
+    {"schedule": "sweep", "gpu_batch_size": 6, "nano_batches": 2, "weights": (0.0, 0.0, 1.0)},
+    {"schedule": "sweep", "gpu_batch_size": 6, "cache": (0.5, 0.5, 0.0), "weights": (0.0, 1.0, 0.0)},
+    {"schedule": "sweep", "gpu_batch_size": 6, "nano_batches": 2, "cache": (0.5, 0.5, 0.0), "cpu_attention": True,
+     "weights": (0.0, 1.0, 0.0)},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["opt", "llama"])
+def model(request, tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp(request.param), request.param)
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return with_kernels(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """Products in float32 as they are written down."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def load(model, cache, /, device=256 * MIB, host=96 * MIB, **policy):
+    engine = OffloadEngine()
+    limits = HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
+    return engine, engine.load(model, OffloadPolicy(**policy), limits, Job(cache, cache, 64, 64))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: "-".join(map(str, p)))
+def test_greedy_output_is_transformers_own(model, reference, cache, policy):
+    engine, report = load(model, cache, **policy)
+    requests = requests_of(3, 8)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    metrics = engine.trace().metrics
+    engine.close()
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert metrics["device_reserved_bytes"] <= 256 * MIB
+    assert not any("install triton" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: "-".join(map(str, p)))
+def test_no_pass_waits_for_the_whole_device(model, cache, policy, monkeypatch):
+    """By CUDA's own word: neither by name nor by an operation that waits without saying so."""
+    engine, _ = load(model, cache, **policy)
+    list(engine.generate(requests_of(1, 2)))  # kernels are compiled, which may wait
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: calls.append(args))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            list(engine.generate(requests_of(2, 6)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        engine.close()
+    assert calls == []
+    assert [str(w.message) for w in said if "synchronizing" in str(w.message)] == []
+
+
+@pytest.mark.parametrize("bits", [{"weight_bits": 4}, {"kv_bits": 4}, {"weight_bits": 8, "kv_bits": 3}])
+def test_few_bits_are_those_of_the_host(model, cache, bits):
+    requests = requests_of(7, 5, eos=False)
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 0.5, 0.5), **bits)
+    found = {r.id: r.tokens for r in engine.generate(requests)}
+    engine.close()
+    host = OffloadEngine()
+    host.load(
+        model, OffloadPolicy(schedule="sweep", gpu_batch_size=4, **bits), HardwareLimits(), Job(cache, cache, 64, 64)
+    )
+    expected = {r.id: r.tokens for r in host.generate(requests)}
+    host.close()
+    same = sum(found[r.id] == expected[r.id] for r in requests)
+    assert same >= len(requests) - 1, "sums in another order part in near ties only"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_run_in_sixteen_bits(tmp_path, cache, dtype):
+    folder = save(tmp_path / "m", "llama", dtype)
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
+    engine, report = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 1.0, 0.0))
+    requests = requests_of(4, 6, eos=False)
+    results = {r.id: r for r in engine.generate(requests)}
+    engine.close()
+    assert report.compute_dtype == str(dtype).removeprefix("torch.")
+    assert all(len(results[r.id].tokens) == r.sampling.max_tokens for r in requests)
+
+
+def test_copies_take_their_own_streams_and_events_order_them():
+    device = Cuda()
+    below = device.pinned(1 << 20)
+    below.fill_(7)
+    there = torch.zeros(1 << 20, dtype=torch.uint8, device=device.where)
+    copied = device.copy(there, below, (device.mark(),))
+    device.join(copied)
+    doubled = there * 2
+    back = device.pinned(1 << 20)
+    device.copy(back, doubled, (device.mark(),)).synchronize()
+    assert (back == 14).all()
+    assert device.memory()["pinned_bytes"] == 2 << 20
+    with device.beside(doubled):
+        more = doubled + 1
+        ended = device.mark()
+    device.join(ended)
+    assert (device.download(device.keep(more)) == 15).all()
+    assert "multiprocessors" in device.partition

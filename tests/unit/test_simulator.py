@@ -69,7 +69,7 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
 
     job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
     loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)
-    found = Placed(model.shape, loading._blocks, loading._cached, loading.plan)
+    found = Placed(model.shape, loading.blocks, loading.cached, loading.plan)
     simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)

@@ -52,6 +52,54 @@ def gemm_rates(
         torch.set_num_threads(before)
 
 
+def device_rates(
+    dtypes: Sequence[str], rows: Sequence[int], k: int, n: int
+) -> tuple[dict[str, dict[str, list[float]]], list[float]]:
+    """As `gemm_rates`, of the CUDA device, and bytes/s of copies of pinned memory to it; nothing where there is none.
+
+    As much is multiplied, and copied, between two readings of the clock as tens of milliseconds take.
+    """
+    if not torch.cuda.is_available():
+        return {}, []
+    rates: dict[str, dict[str, list[float]]] = {}
+    for dtype in dtypes:
+        copies = max(1, _ROTATED_BYTES // (n * k * getattr(torch, dtype).itemsize))
+        weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype), device="cuda")
+        rates[dtype] = {str(count): _device_samples(weights, count) for count in rows}
+        del weights
+    below = torch.empty(_ROTATED_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(below, device="cuda")
+    seconds = _device_seconds(lambda: there.copy_(below, non_blocking=True))
+    return rates, [_ROTATED_BYTES / s for s in seconds]
+
+
+@torch.inference_mode()
+def _device_samples(weights: torch.Tensor, rows: int) -> list[float]:
+    """FLOP/s of each repetition over all copies [copies, n, k] of a weight."""
+    copies, n, k = weights.shape
+    x = torch.full((rows, k), 0.01, dtype=weights.dtype, device=weights.device)
+
+    def multiply() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+
+    return [2 * rows * k * n * copies / s for s in _device_seconds(multiply)]
+
+
+def _device_seconds(work: Callable[[], object]) -> list[float]:
+    """Seconds of each repetition on the device, by its own events; the first is not counted."""
+    found = []
+    for i in range(_REPETITIONS + 1):
+        began, ended = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        if i:
+            found.append(began.elapsed_time(ended) / 1e3)
+    return found
+
+
 def _products(dtype: str) -> list[_Product]:
     return [torch.nn.functional.linear, _by_numpy] if dtype == "float32" else [torch.nn.functional.linear]
 

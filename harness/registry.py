@@ -149,6 +149,7 @@ _TEXT = "engines.text:Text"
 _CHECK = "engines.requests:validate"
 _EVICT = "engines.checkpoints:evict"
 _GEMM_RATES = "engines.calibrate:gemm_rates"
+_DEVICE_RATES = "engines.calibrate:device_rates"
 _SHAPES = "engines.shapes:CATALOGUE"
 _TINY = "engines.shapes:tiny"
 _CALIBRATE = "engines.offload.calibrate:measure"
@@ -262,6 +263,11 @@ def text(engine: str, model: LocalModel) -> Any:
 def check_request(request: GenerationRequest, shape: ModelShape) -> None:
     """engines.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
     resolve(_CHECK)(request, shape)
+
+
+def device_rates(*args: Any) -> Any:
+    """engines.calibrate.device_rates: FLOP/s by dtype and rows, and bytes/s, of a CUDA device."""
+    return resolve(_DEVICE_RATES)(*args)
 
 
 def compiler() -> list[str]:

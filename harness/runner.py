@@ -99,7 +99,7 @@ class Runner:
         self._models: dict[tuple[str, ModelSpec], LocalModel | tuple[Status, str]] = {}
         self._settled: dict[str, _Settled] = {}
         self._digests: dict[str, str] = {}
-        self._machine: dict[tuple[str, int | None], tuple[float, MachineRates | None]] = {}
+        self._machine: dict[tuple[str, int | None, bool], tuple[float, MachineRates | None]] = {}
         self._profile = LocalProfile(cache)
         self._places = self._named_places()
         self._dropped: set[str] = set()
@@ -361,7 +361,8 @@ class Runner:
         if not self._suite.machine_probe or not model.path:
             return None
         cell = step.cell
-        key = (model.path, cell.limits.threads)
+        gpu = cell.limits.device_memory is not None
+        key = (model.path, cell.limits.threads, gpu)
         read_at, profile = self._machine.get(key, (float("-inf"), None))
         if time.monotonic() - read_at > _MACHINE_PROBE_MAX_AGE_S:
             self._progress.started(step, "measuring disk and GEMM rates")
@@ -369,7 +370,7 @@ class Runner:
                 registry.evict_model(model.path)
             dtypes = {c.policy.compute_dtype for c in self._suite.cells}
             profile = self._launcher.measure_machine(
-                model, _PROBED_ROWS, sorted(dtypes), cell.limits.threads, self._work / "machine", self._log(cell)
+                model, _PROBED_ROWS, sorted(dtypes), cell.limits.threads, gpu, self._work / "machine", self._log(cell)
             )
             self._machine[key] = (time.monotonic(), profile)
         return profile

@@ -159,6 +159,9 @@ def _measure_machine(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Disk bandwidth and GEMM rates of this moment; see MachineRates."""
     k, n = request["gemm_shape"]
     disk = sequential_read_rates(Path(request["folder"]))
+    if request["gpu"]:
+        rates, h2d = registry.device_rates(request["dtypes"], request["rows"], k, n)
+        return {"disk_read": disk, "gemm_shape": [k, n], "gemm_flops": rates, "h2d": h2d}
     rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])
     return {"disk_read": disk, "gemm_shape": [k, n], "gemm_flops": rates}
 

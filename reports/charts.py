@@ -89,8 +89,12 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         "disk allows": ("triangle-right", ORANGE),
         "measured": ("circle", BLUE),
     }
+    links = any(allowed(row, "link_s") for row in rows)
+    if links:
+        kinds["link allows"] = ("diamond", GREY)
     for row, label in shown:
-        found = dict(zip(kinds, (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median), strict=True))
+        limits = (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median, allowed(row, "link_s"))
+        found = dict(zip(kinds, limits, strict=False))
         data += [
             {"cell": label, "kind": kind, "value": value, "says": f"{label}: {kind} {number(value)} tok/s"}
             for kind, value in found.items()
@@ -109,8 +113,10 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
             **says(),
         },
     )
-    note = "The bound is the slower of compute and disk at rates measured around each launch." + left_out(rows)
-    return Panel("What the machine allows", note, spec, cell_table("", rows, figures.BOUND))
+    slowest = "slowest of compute, disk and copies to the device" if links else "slower of compute and disk"
+    note = f"The bound is the {slowest} at rates measured around each launch.{left_out(rows)}"
+    table = cell_table("", rows, figures.BOUND_OF_DEVICE if links else figures.BOUND)
+    return Panel("What the machine allows", note, spec, table)
 
 
 def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:

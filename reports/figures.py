@@ -17,7 +17,7 @@ def allowed(row: CellSummary, resource: str) -> float | None:
     for bound in (r.bound for r in row.ok_records if r.bound):
         needed: float = getattr(bound, resource)
         if needed > 0:
-            rates.append(finite(bound.throughput_tok_s * max(bound.compute_s, bound.disk_s) / needed))
+            rates.append(finite(bound.throughput_tok_s * bound.longest_s / needed))
     return median(rates)
 
 
@@ -182,6 +182,12 @@ BOUND = (
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
     Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
+)
+#: The same of cells some of which have a device.
+BOUND_OF_DEVICE = (
+    *BOUND[:3],
+    Figure("Link allows", "tok/s", lambda r: allowed(r, "link_s"), "the device holds all weights, or there is none"),
+    *BOUND[3:],
 )
 
 PREDICTED = (

@@ -134,11 +134,13 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
     for profile in found.values():
         if profile.disk_read:
             curves.setdefault(("Disk read", "GB/s"), []).append([v / 1e9 for v in profile.disk_read])
+        if profile.h2d:
+            curves.setdefault(("Copies to the device", "GB/s"), []).append([v / 1e9 for v in profile.h2d])
+        where = "on the device " if profile.h2d else ""
         for dtype, by_rows in profile.gemm_flops.items():
             for count, samples in by_rows.items():
-                curves.setdefault((f"GEMM {dtype}, {count} {'row' if count == '1' else 'rows'}", "GFLOP/s"), []).append(
-                    [v / 1e9 for v in samples]
-                )
+                name = f"GEMM {where}{dtype}, {count} {'row' if count == '1' else 'rows'}"
+                curves.setdefault((name, "GFLOP/s"), []).append([v / 1e9 for v in samples])
         if profile.gemm_shape and profile.gemm_flops:
             shapes.add("x".join(map(str, profile.gemm_shape)))
     lines = []

@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from engines.offload import calibrate_engine, gemm
+from engines.offload import calibrate_device, calibrate_engine, cuda, gemm
 from engines.offload.kernels import Kernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
+from engines.offload.kernels.on_device import DeviceKernels
 from engines.offload.layout import BLOCK_VALUES
 from engines.offload.padding import rows_for
 from engines.offload.storage import Grouped, Plain, Storage
@@ -90,6 +91,13 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
     size = (256 if quick else 1024) << 20
     with _in_words(folder, f"write and read {size >> 20} MiB there to measure the disk"):
         samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
+    processor = link = None
+    devices = 0
+    if (there := cuda.attached()) is not None:
+        report("the device")
+        device, name, room, devices = there
+        processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
+        samples |= of_device
     rates = {path: statistics.median(found) for path, found in samples.items()}
     memory = psutil.virtual_memory().total
     return HardwareProfile(
@@ -112,6 +120,9 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             dtype=product.dtype,
         ),
         disk=Disk(float(psutil.disk_usage(str(folder)).free), rates["disk.read"], rates["disk.write"]),
+        device=processor,
+        link=link,
+        devices=devices,
         sources=dict.fromkeys(rates, "measured, the median") | {"host.memory": "what the system reports"},
         spread={path: (min(found), max(found)) for path, found in samples.items()},
     )

@@ -29,6 +29,14 @@ def opened(limits: HardwareLimits) -> Device | None:
     return Cuda() if cuda(limits, CONTEXT_BYTES) else None
 
 
+def attached() -> tuple[Device, str, int, int] | None:
+    """The CUDA device of this host, its name, bytes that programs can have, and how many there are; None without."""
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return Cuda(), torch.cuda.get_device_name(), free, torch.cuda.device_count()
+
+
 class Cuda:
     """The CUDA device of this process; see Device. `partition` says how its multiprocessors are parted, or why not."""
 

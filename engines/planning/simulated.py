@@ -14,7 +14,7 @@ from engines.planning.plan import shortage
 from engines.planning.predict import Planner, Prediction
 from engines.planning.search import ALL_BITS, Wanted, search
 from engines.planning.style import STYLES
-from engines.planning.threads import allotted, limited
+from engines.planning.threads import allotted, limited, without_device
 from engines.planning.work import Lengths, mean, parts, weight_bytes
 from engines.shapes import shape as shape_of
 from harness.api import (
@@ -70,6 +70,8 @@ def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths
     if asked not in ("auto", profile.host.dtype):
         # the rates are another dtype's, which changes what is best little; the memory is this one's
         profile = replace(profile, host=replace(profile.host, dtype=cast(Dtype, asked)))
+    if spec.limits.device_memory is None:  # what a measured host may have is not the cell's
+        profile = without_device(profile)
     cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype)
     return replace(spec, policy=cell.best(), tune="none")
 

@@ -53,5 +53,10 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
     return replace(profile, host=host, device=device, disk=disk)
 
 
+def without_device(profile: HardwareProfile) -> HardwareProfile:
+    """The machine for a launch that is given no device."""
+    return replace(profile, device=None, link=None, devices=0, between=None)
+
+
 def _rate(host: Processor, count: int) -> float:
     return interpolate(sorted((float(at), rate) for at, rate in host.by_threads.items()), count)

@@ -84,10 +84,12 @@ class MachineRates:
     """What one machine could do just before a launch, for the launch's bound.
 
     `gemm_flops[dtype][rows]` is FLOP/s of x[rows, k] @ W[k, n] at the `gemm_shape` (k, n); missing means
-    not measured. Bandwidths are bytes/s. Each curve carries every sample.
+    not measured. Bandwidths are bytes/s. Each curve carries every sample. `h2d`: of pinned memory to the device, for a
+    launch that has one; the GEMM rates are the device's then.
     """
 
     disk_read: tuple[float, ...] = ()
     gemm_shape: tuple[int, int] | None = None
     gemm_flops: Mapping[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
     measured_at: str = ""
+    h2d: tuple[float, ...] = ()

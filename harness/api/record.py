@@ -70,14 +70,20 @@ class MemoryLimit:
 class Bound:
     """The best throughput this machine allowed for this cell's batch and dtype (generated tokens/s).
 
-    `compute_s` and `disk_s` are the least times one block needs from each resource, at rates measured
-    beside the run; `limited_by` names the longer one.
+    `compute_s`, `disk_s` and, with a device, `link_s` (copies to it) are the least times one block needs from each
+    resource, at rates measured beside the run; `limited_by` names the longest one.
     """
 
     throughput_tok_s: float
     compute_s: float
     disk_s: float
-    limited_by: Literal["compute", "disk"]
+    limited_by: Literal["compute", "disk", "link"]
+    link_s: float = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """The time of the resource that limits."""
+        return max(self.compute_s, self.disk_s, self.link_s)
 
 
 @dataclass(frozen=True)
@@ -204,10 +210,11 @@ class Launcher(Protocol):
         rows: Sequence[int],
         dtypes: Sequence[str],
         threads: int | None,
+        gpu: bool,
         workdir: Path,
         log: Path,
     ) -> MachineRates:
-        """Disk bandwidth on the model's files and GEMM rates at its shape, of this moment."""
+        """Disk bandwidth on the model's files and GEMM rates at its shape, of this moment; `gpu`: the device's."""
         ...
 
     def calibrate(self, workdir: Path, log: Path, on_event: EventSink) -> None:

@@ -8,6 +8,9 @@ is what the budget cannot hold of the weights (without experts that nobody need 
 its mean over the passes, over the measured sequential read bandwidth. Of a rate's samples the best counts: noise
 only slows, and a bound is what the machine can do. The bound assumes perfect overlap, and that all of the budget
 holds weights and KV cache.
+
+With a device compute is its own, and what its memory cannot hold of the weights crosses the link once a pass: all of
+its memory holds weights, and the cache is attended to where it is.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from harness.api.common import DTYPE_BYTES, Dtype
 from harness.api.curve import interpolate
@@ -43,16 +47,19 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     weights = model.weight_bytes * (1 - shape.params_idle / shape.params_total) - in_layers * saved
     key_or_value = _value_bytes(policy.kv_bits, policy.group_size, model.dtype)
     needed = weights + cached * shape.kv_bytes_per_token(1) * key_or_value
-    on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory)
-    if not curve or (on_disk and not machine.disk_read):
+    on_device = limits.device_memory or 0
+    on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory - on_device)
+    if not curve or (on_disk and not machine.disk_read) or bool(on_device) != bool(machine.h2d):
         return None
     prefill, decode = shape.block_flops(batch, prompt, generated)
     in_step = prefill / rate_at(curve, batch * prompt) + decode / rate_at(curve, batch)
     mixed = (prefill + decode) / rate_at(curve, batch * (prompt + generated - 1) / generated)
     compute_s = min(in_step, mixed)
     disk_s = generated * on_disk / min(max(machine.disk_read), limits.disk_bandwidth or math.inf) if on_disk else 0.0
-    throughput = batch * generated / max(compute_s, disk_s)
-    return Bound(throughput, compute_s, disk_s, "compute" if compute_s >= disk_s else "disk")
+    link_s = generated * max(0, weights - on_device) / max(machine.h2d) if on_device else 0.0
+    times: dict[Literal["compute", "disk", "link"], float] = {"compute": compute_s, "disk": disk_s, "link": link_s}
+    limited_by = max(times, key=lambda resource: times[resource])
+    return Bound(batch * generated / times[limited_by], compute_s, disk_s, limited_by, link_s)
 
 
 def bound_of(record: RunRecord, machine: MachineRates) -> Bound | None:

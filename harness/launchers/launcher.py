@@ -172,6 +172,7 @@ class CellLauncher:
         rows: Sequence[int],
         dtypes: Sequence[str],
         threads: int | None,
+        gpu: bool,
         workdir: Path,
         log: Path,
     ) -> MachineRates:
@@ -183,8 +184,9 @@ class CellLauncher:
             "rows": rows,
             "dtypes": sorted({"float32", model.dtype, *dtypes} - {"auto"}),
             "threads": threads,
+            "gpu": gpu,
         }
-        outcome = self._helper.run(Task(body, workdir, log, _HELPER_TIMEOUT_S, threads=threads))
+        outcome = self._helper.run(Task(body, workdir, log, _HELPER_TIMEOUT_S, threads=threads, gpu=gpu))
         found = (outcome.result or {}).get("found", {})
         return from_json(MachineRates, found | {"measured_at": provenance.now()})
 

@@ -146,3 +146,19 @@ def test_rates_between_measured_rows():
     assert rate_at(curve, 8) == pytest.approx(20)  # log-log linear
     assert rate_at(curve, 100) == 40
     assert rate_at(curve, 2) == 5  # bound by reading the weights
+
+
+def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
+    """They cross the link in every pass; keys and values may be attended to where they are."""
+    workload = WorkloadSpec(prompt_len=8, gen_len=10)
+    limits = HardwareLimits(device_memory=100_000, host_memory=10**9)
+    spec = RunSpec("e", ModelSpec("m"), workload, EXACT, limits=limits)
+    machine = replace(profile(flops=1e15), h2d=(1e6, 9e5))
+    found = roofline(MODEL, spec, 4, "float32", machine)
+    assert found.limited_by == "link"
+    assert found.link_s == pytest.approx(10 * (MODEL.weight_bytes - 100_000) / 1e6)
+    assert found.throughput_tok_s == pytest.approx(40 / found.link_s)
+    slow = roofline(MODEL, spec, 4, "float32", replace(profile(flops=1e6), h2d=(1e9,)))
+    assert slow.limited_by == "compute"
+    assert roofline(MODEL, spec, 4, "float32", profile()) is None, "its rates are another processor's"
+    assert bound(workload, 4, None, machine) is None

@@ -6,11 +6,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engines import checkpoints
+from engines.offload import calibrate_device
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.on_device import DeviceKernels
 from engines.offload.pages import pages_for
 from engines.work_memory import CONTEXT_BYTES
-from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy
+from harness.api import (
+    Disk,
+    HardwareLimits,
+    HardwareProfile,
+    Job,
+    ModelSpec,
+    OffloadPolicy,
+    Processor,
+)
 from tests import pretend
 from tests.offload import CONFIGS, requests_of, same_by_the_near_tie_rule, save, with_kernels
 from tests.offload import load as load_on_host
@@ -131,3 +140,21 @@ def test_other_architectures_compute_there_too(kind, tmp_path, cache):
     engine.close()
     assert device.syncs == [] or kind == "mixtral"
     assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+
+
+def test_a_device_is_measured_for_plans(monkeypatch):
+    """Every rate that a plan for a device needs, each with its samples; on this one they say nothing."""
+    device = pretend.fresh()
+    for name, small in (("_HEIGHT", 64), ("_WIDTH", 64), ("_COPIED", 1 << 16), ("_SEQUENCES", 2), ("_HEADS", 2)):
+        monkeypatch.setattr(calibrate_device, name, small)
+    processor, link, samples = calibrate_device.measure(
+        device, "pretended", 1 << 30, DeviceKernels(False), 2, "float32"
+    )
+    profile = HardwareProfile(
+        "local", "", Processor("host", 1e9, 1e9, {"1": 1e9}), Disk(1e9, 1e9, 1e9), processor, link, devices=1,
+        spread={path: (min(found), max(found)) for path, found in samples.items()},
+    )  # fmt: skip
+    profile.validate()
+    assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
+    assert sorted(processor.flops, key=int) == ["1", "4", "16", "64", "256", "1024", "4096"]
+    assert {*processor.attention} == {"16", "4"}

@@ -24,7 +24,7 @@ test-full: test $(VENV)/.models $(HELM)/.installed
 
 # On any host with PyTorch and a CUDA device, without a network: PARTS="tests gpu_4g", WHEELS=FOLDER, PYTHON=...
 gpu-check:
-	PYTHON=$(PYTHON) ci/gpu_check.sh $(PARTS)
+	PYTHON=$(PYTHON) WHEELS=$(WHEELS) ci/gpu_check.sh $(PARTS)
 
 # What such a host may lack, for its Python (PY=3.12), to be carried there
 PY ?= 3.12

@@ -71,8 +71,8 @@ def cell(model: str, engine: str, memory: str | None, overrides: Sequence[str], 
     chosen_cell = load_cell(settings, overrides)
     if chosen_cell.tune != "none":
         raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
-    if chosen_cell.limits.device_memory is not None:
-        raise HarnessError("limits.device_memory: no engine uses a device yet; limit host_memory")
+    if chosen_cell.limits.device_memory is not None and not registry.make_engine(engine, {}).capabilities().device:
+        raise HarnessError(f"limits.device_memory: engine {engine} uses no device; limit host_memory")
     return chosen_cell
 
 

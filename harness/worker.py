@@ -118,7 +118,7 @@ def _die_with(parent: int) -> None:
 
 def _check_device(engine: Engine, spec: RunSpec) -> None:
     if spec.limits.device_memory is not None and not engine.capabilities().device:
-        raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device yet; limit host_memory")
+        raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device; limit host_memory")
 
 
 def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:

@@ -227,6 +227,9 @@ class Pretend:
     def seconds(self, stamps):
         return [stamp[0] for stamp in stamps]
 
+    def close(self):
+        self.closed = True
+
     def memory(self):
         return {"pinned_bytes": float(self.pinned_bytes)}
 

@@ -43,13 +43,19 @@ class Cuda:
     def __init__(self) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device())
         self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
-        self._side, self.partition = _side_stream()
+        self._side, self.partition, self._units = _side_stream()
         self._pinned = 0
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
         torch.cuda.reset_peak_memory_stats()
+
+    def close(self) -> None:
+        """Gives the pinned memory and the device's that nobody holds any more back to the system."""
+        if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
+            empty()
+        torch.cuda.empty_cache()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         assert nbytes & (nbytes - 1) == 0  # torch's allocator of pinned memory would round it up
@@ -119,13 +125,14 @@ class Cuda:
         }
 
 
-def _side_stream() -> tuple[torch.cuda.Stream, str]:
-    """The stream for attention: of a green context, where torch and the driver have them, else one like all others."""
+def _side_stream() -> tuple[torch.cuda.Stream, str, Any]:
+    """The stream for attention, in words, and what it needs to live: it is of a green context, where torch and the
+    driver have them, else one like all others."""
     units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     wanted = max(8, int(units * _ATTENTION_SHARE) // 8 * 8)  # the grain that drivers part by
     with suppress(Exception):  # whatever an old torch, an old driver or a shared card says to it
         from torch.cuda.green_contexts import GreenContext
 
         context: Any = GreenContext.create(num_sms=wanted, device_id=torch.cuda.current_device())
-        return context.Stream(), f"attention beside products has {wanted} of {units} multiprocessors"
-    return torch.cuda.Stream(), "attention beside products shares all multiprocessors: no green contexts here"
+        return context.Stream(), f"attention beside products has {wanted} of {units} multiprocessors", context
+    return torch.cuda.Stream(), "attention beside products shares all multiprocessors: no green contexts here", None

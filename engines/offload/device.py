@@ -21,9 +21,13 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What the engine asks of a device. Work of a thread is in its compute stream, copies in a stream each way."""
+    """What the engine asks of a device. Work of a thread is in its compute stream, copies in a stream each way.
+
+    `partition`: how the stream of `beside` is set apart, in words.
+    """
 
     where: torch.device
+    partition: str
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory uint8 [nbytes] that the device copies from and to by itself; `nbytes` is a power of two."""
@@ -70,6 +74,10 @@ class Device(Protocol):
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
         """When the device came to each stamp, by `time.perf_counter`; waits for the last."""
+        ...
+
+    def close(self) -> None:
+        """Gives memory that nobody holds any more back to the system."""
         ...
 
     def memory(self) -> dict[str, float]:

@@ -126,8 +126,11 @@ class OffloadEngine:
         return found if now.device is None else replace(found, metrics={**found.metrics, **now.device.memory()})
 
     def close(self) -> None:
+        device = None if self._now is None else self._now.device
         self._parts.close()
         self._now = None
+        if device is not None:
+            device.close()
 
     def _loaded(self) -> _Loaded:
         if self._now is None:

@@ -91,7 +91,9 @@ class Executor:
         if turns:
             firsts = [0, *(i + 1 for i, ends in enumerate(self._last) if ends)]
             spans = [range(a, b) for a, b in pairwise(firsts)]
-            self._turns = turns_of(spans, [m.group for m in model.matrices], model.attends, stream.slots)
+            self._turns = turns_of(
+                spans, [m.group for m in model.matrices], model.attends, self._streamed, stream.slots
+            )
         self._device = device
         threaded = self._turns and device is None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if threaded else None

@@ -75,7 +75,8 @@ class DeviceLoading(Loading):
         return self._on_device.attention_memory(self.cached, self.model.shape, longest, self._compute_bytes, sparse)
 
     def _kernel_note(self) -> str:
-        return self._on_device.note
+        apart = self.device.partition if self.policy.nano_batches > 1 and self.policy.nano_overlap else ""
+        return "; ".join(filter(None, (self._on_device.note, apart)))
 
     def _codec(self) -> Codec:
         return self._on_device.codec(self.cached)

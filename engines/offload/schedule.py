@@ -45,11 +45,13 @@ class Turn:
     after: range
 
 
-def turns_of(spans: Sequence[range], groups: Sequence[str], attends: Sequence[int], slots: int) -> list[Turn]:
+def turns_of(
+    spans: Sequence[range], groups: Sequence[str], attends: Sequence[int], streamed: Sequence[bool], slots: int
+) -> list[Turn]:
     """The turns of a pass over matrices whose blocks are `spans` and that belong to layers by `groups`.
 
-    `attends` is how many matrices come before each attention. A layer whose blocks would fill the ring's `slots`, as
-    they stay there until the last batch is done with them, takes none.
+    `attends` is how many matrices come before each attention. A layer whose `streamed` blocks would fill the ring's
+    `slots`, as they stay there until the last batch is done with them, takes none.
     """
     found = []
     for end in attends:
@@ -59,7 +61,8 @@ def turns_of(spans: Sequence[range], groups: Sequence[str], attends: Sequence[in
         if start == end or end == len(spans):
             continue
         turn = Turn(range(spans[start].start, spans[end - 1].stop), spans[end])
-        if max(len(turn.before), len(turn.after)) < slots:
+        most = max(sum(streamed[block] for block in part) for part in (turn.before, turn.after))
+        if most < max(1, slots):
             found.append(turn)
     return found
 

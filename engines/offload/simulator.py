@@ -88,7 +88,7 @@ class Simulator:
         self._ends = {spans[layer * each - 1].stop - 1 for layer in range(1, layers)}
         groups = [str(i // each) for i in range(len(spans))]
         self._turns = (
-            turns_of(spans, groups, before, placed.plan.slots)
+            turns_of(spans, groups, before, self._streamed, min(placed.plan.slots, sum(self._streamed)))
             if policy.nano_batches > 1 and policy.nano_overlap
             else ()
         )

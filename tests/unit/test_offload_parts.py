@@ -120,7 +120,7 @@ def test_batches_take_turns_around_attention(layers, sizes, batches, slots, rng)
     spans = [range(a, b) for a, b in itertools.pairwise(firsts)]
     last = [i + 1 in firsts for i in range(firsts[-1])]
     streamed = [rng.random() < 0.7 for _ in last]
-    turns = turns_of(spans, groups, attends, slots)
+    turns = turns_of(spans, groups, attends, streamed, slots)
     ops = pass_ops(streamed, last, batches, slots, turns)
     assert [op.block for op in ops if op.kind == "load"] == [i for i, on_disk in enumerate(streamed) if on_disk]
     alone = {block for turn in turns for block in (*turn.before, *turn.after)}

@@ -106,6 +106,8 @@ class PackedAttention:
             began = self._timeline.now()  # not before: what the cache waits for has a lane of its own
             turn = self._turn
             asking, *new = (turn(x) if turn else x for x in (query, key, value))
+            if self._device is not None:
+                asking = asking.to(query.dtype)  # as its matrix units take it
             with_own = None
             if self._home is not None and self._part is not None:
                 with_own = self._home.begin(self._part, layer, asking, new, rule)

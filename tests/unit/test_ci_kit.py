@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,23 @@ def test_the_suite_is_small_and_measures_us() -> None:
     suite = load_suite(ROOT / "suites" / "ci_smoke.yaml")
     assert sum(c.repeats for c in suite.cells) <= 8
     assert any(c.engine == "offload" and c.limits.host_memory for c in suite.cells)
+
+
+def test_gpu_check_says_that_there_is_no_device(tmp_path: Path) -> None:
+    """And leaves nothing."""
+    script = ROOT / "ci" / "gpu_check.sh"
+    folder = tmp_path / "out"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run([script, "-o", folder], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "no CUDA device" in done.stderr
+    assert not folder.exists()
+
+
+def test_gpu_check_runs_every_cell_of_the_device_suites() -> None:
+    """In parts; of the small suite all at once."""
+    text = (ROOT / "ci" / "gpu_check.sh").read_text()
+    suite = load_suite(ROOT / "suites" / "gpu_16g.yaml")
+    assert all(re.search(rf"[ ;]{re.escape(cell.name)}[ ;]", text) for cell in suite.cells)
+    assert all(cell.timeout_s <= 480 for cell in suite.cells)
+    assert "cells gpu_4g gpu_4g" in text

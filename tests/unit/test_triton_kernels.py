@@ -117,6 +117,16 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     assert torch.equal(triton_attention(stored)(query, pages, segments, rule), found)
 
 
+def test_all_pages_may_be_staged() -> None:
+    stored = Plain("float16")
+    pages, table = pages_of(stored, [20, 30], 2, 16, 3)
+    segments = Segments.of([1, 4], [19, 26], table, lambda tensor: tensor.to(DEVICE))
+    query = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
+    staged = LayerPages(pages.rows[:0], pages.rows)
+    found = triton_attention(stored)(query, staged, segments, Rule(0.25))
+    assert torch.equal(found, triton_attention(stored)(query, pages, segments, Rule(0.25)))
+
+
 def test_what_sees_nothing_is_nothing() -> None:
     """A sequence all of whose pages are elsewhere."""
     pages, table = pages_of(Plain("float32"), [8, 8], 2, 16, 0)

@@ -17,8 +17,18 @@ from engines.offload.layer_pages import LayerPages, Pages
 from engines.offload.rule import Rule
 from engines.offload.storage import Grouped, Storage
 
-#: Rows of queries that a program multiplies, the least that the matrix units take, and cached tokens at a time.
-_ROWS, _LEAST_ROWS, _TOKENS = 64, 16, 64
+#: Rows of queries that a program multiplies, as many cached tokens at a time, and the least that matrix units take: of
+#: 256 bytes each as many as 64 KiB of shared memory hold (a T4), of wider ones fewer.
+_MOST, _LEAST, _BYTES = 64, 16, 256
+
+
+def tile(dim: int, itemsize: int, group: int, prompts: bool) -> dict[str, int]:
+    """What a program takes on: heads of `dim` columns of `itemsize` bytes, `group` to a key/value head."""
+    width = max(_LEAST, triton.next_power_of_2(dim))
+    most = max(_LEAST, _MOST * _BYTES // max(_BYTES, width * itemsize))
+    each = max(1, most // group) if prompts else 1
+    rows = max(_LEAST, triton.next_power_of_2(each * group))
+    return {"GROUP": group, "EACH": each, "ROWS": rows, "TOKENS": most, "DIM": dim, "WIDTH": width}
 
 
 def triton_attention(stored: Storage) -> AttentionKernel:
@@ -32,8 +42,8 @@ def triton_attention(stored: Storage) -> AttentionKernel:
         rows, staged = pages.rows, pages.rows if pages.staged is None else pages.staged
         kv_heads = rows.shape[2]
         group = heads // kv_heads
-        each = max(1, _ROWS // group) if tokens > len(segments.counts) else 1
-        owner, first = segments.tiles(each)
+        sizes = tile(dim, query.itemsize, group, tokens > len(segments.counts))
+        owner, first = segments.tiles(sizes["EACH"])
         out = torch.empty(tokens, heads, dim, dtype=query.dtype, device=query.device)
         packed = (stored.code_bytes(dim), stored.groups(dim)) if isinstance(stored, Grouped) else (0, 0)
         _attend[(len(owner), kv_heads)](
@@ -42,10 +52,8 @@ def triton_attention(stored: Storage) -> AttentionKernel:
             segments.table, segments.table.stride(0), owner, first, rule.sinks if rule.sinks is not None else query,
             out, out.stride(0), out.stride(1), out if logs is None else logs,
             rule.scale, rule.softcap or 1.0, rule.window or 0, *packed,
-            GROUP=group, EACH=each, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(each * group)), TOKENS=_TOKENS,
-            DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=rows.shape[3],
-            STAGED=pages.staged is not None, WINDOW=rule.window is not None, CAP=rule.softcap is not None,
-            SINKS=rule.sinks is not None, LOGS=logs is not None,
+            PAGE=rows.shape[3], **sizes, STAGED=pages.staged is not None, WINDOW=rule.window is not None,
+            CAP=rule.softcap is not None, SINKS=rule.sinks is not None, LOGS=logs is not None,
             BITS=stored.bits if isinstance(stored, Grouped) else 16,
             VALUES=stored.group if isinstance(stored, Grouped) else 0,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",

@@ -19,7 +19,6 @@ fi
 mkdir -p "$out"
 if [ -n "${WHEELS:-}" ]; then
   site=$(mktemp -d)
-  trap 'rm -rf "$site"' EXIT
   "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 1
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
@@ -39,25 +38,42 @@ run() { # NAME COMMAND...: at most eight minutes, its output kept
   local status=${PIPESTATUS[0]}
   [ "$status" = 0 ] || failed+=("$name: exit $status")
 }
-cells() { # SUITE CELL...: those cells of it, into the suite's own folder
-  local suite=$1 name=$2 chosen=()
-  shift 2
-  for cell in "$@"; do chosen+=(--cell "$cell"); done
-  run "$name" "$python" -m harness run "suites/$suite.yaml" "${chosen[@]}" --out "$out/$suite"
+prepare() { # SUITE CELL: makes the checkpoint and our form of it, which a measured launch must find
+  run "prepare-$2" "$python" -m harness run "suites/$1.yaml" --cell "$2" --set workload.num_requests=1 \
+    --set warmup=0 --set repeats=1 --no-report --out "$scratch/$2"
 }
+each() { # CELL...: those of the large suite, one after the other
+  for cell in "$@"; do run "$cell" "$python" -m harness run suites/gpu_16g.yaml --cell "$cell" --out "$out/gpu_16g"; done
+}
+rounds() { # of the small suite: a launch of each cell, three times
+  for round in 1 2 3; do
+    run "gpu_4g-$round" "$python" -m harness run suites/gpu_4g.yaml --set "repeats=$round" --out "$out/gpu_4g"
+  done
+}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch" ${site:+"$site"}' EXIT
 
 for part in "${parts[@]}"; do
   case $part in
-    tests) run tests "$python" -m pytest -p no:cacheprovider -m gpu -rs tests/gpu tests/integration/test_gpu.py tests/unit/test_triton_kernels.py ;;
-    gpu_4g) cells gpu_4g gpu_4g ;;
-    16bit) for cell in offload-sweep offload-zigzag offload-row flexgen_ref accelerate transformers-offloaded-cache; do
-        cells gpu_16g "16bit-$cell" "$cell"
-      done ;;
-    4bit) for cell in offload-sweep-4bit offload-zigzag-4bit flexgen_ref-4bit; do cells gpu_16g "4bit-$cell" "$cell"; done ;;
-    prompts) for cell in offload-sweep-p256 offload-sweep-p1024 accelerate-p256 accelerate-p1024; do
-        cells gpu_16g "prompts-$cell" "$cell"
-      done ;;
-    large) for cell in llama70b-sweep-4bit opt175b-sweep-4bit; do cells gpu_16g "large-$cell" "$cell"; done ;;
+    tests)
+      run tests "$python" -m pytest -p no:cacheprovider -m gpu -rs tests/gpu tests/integration/test_gpu.py \
+        tests/unit/test_triton_kernels.py ;;
+    gpu_4g)
+      prepare gpu_4g offload-row
+      prepare gpu_4g offload-sweep-4bit
+      rounds ;;
+    16bit)
+      prepare gpu_16g offload-row
+      each offload-sweep offload-zigzag offload-row flexgen_ref accelerate transformers-offloaded-cache ;;
+    4bit)
+      prepare gpu_16g offload-zigzag-4bit
+      each offload-sweep-4bit offload-zigzag-4bit flexgen_ref-4bit ;;
+    prompts) each offload-sweep-p256 offload-sweep-p1024 accelerate-p256 accelerate-p1024 ;;
+    large)
+      prepare gpu_16g llama70b-sweep-4bit
+      each llama70b-sweep-4bit
+      prepare gpu_16g opt175b-sweep-4bit
+      each opt175b-sweep-4bit ;;
     *) echo "unknown part $part: tests gpu_4g 16bit 4bit prompts large" >&2; exit 2 ;;
   esac
 done

@@ -10,7 +10,11 @@ python=${PYTHON:-python3}
 out=gpu-check-$(date +%F)
 if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests gpu_4g 16bit 4bit prompts large)
+known="tests gpu_4g 16bit 4bit prompts large"
+[ ${#parts[@]} -gt 0 ] || read -ra parts <<<"$known"
+for part in "${parts[@]}"; do
+  [[ " $known " == *" $part "* ]] || { echo "unknown part $part; there are $known" >&2; exit 2; }
+done
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
   echo "no CUDA device, or no PyTorch in $python: nothing was run" >&2
@@ -46,8 +50,13 @@ each() { # CELL...: those of the large suite, one after the other
   for cell in "$@"; do run "$cell" "$python" -m harness run suites/gpu_16g.yaml --cell "$cell" --out "$out/gpu_16g"; done
 }
 rounds() { # of the small suite: a launch of each cell, three times
+  local cells
+  cells=$("$python" -m harness run suites/gpu_4g.yaml --dry-run | awk '{print $2}')
   for round in 1 2 3; do
-    run "gpu_4g-$round" "$python" -m harness run suites/gpu_4g.yaml --set "repeats=$round" --out "$out/gpu_4g"
+    for cell in $cells; do
+      run "gpu_4g-$round-$cell" "$python" -m harness run suites/gpu_4g.yaml --cell "$cell" --set "repeats=$round" \
+        --out "$out/gpu_4g"
+    done
   done
 }
 scratch=$(mktemp -d)
@@ -74,7 +83,6 @@ for part in "${parts[@]}"; do
       each llama70b-sweep-4bit
       prepare gpu_16g opt175b-sweep-4bit
       each opt175b-sweep-4bit ;;
-    *) echo "unknown part $part: tests gpu_4g 16bit 4bit prompts large" >&2; exit 2 ;;
   esac
 done
 

@@ -27,7 +27,7 @@ import psutil
 from engines import checkpoints
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
 from engines.devices import cuda
-from engines.work_memory import CONTEXT_BYTES, SLACK_BYTES, working_bytes
+from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
@@ -72,10 +72,10 @@ class AccelerateEngine(CausalLMEngine):
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
-        on_device = cuda(limits, CONTEXT_BYTES)
+        given = cuda(limits)
         room: dict[int | str, int] | None
-        if on_device:
-            room, notes = self._device_share(model, dtype, policy.gpu_batch_size, limits, job.max_sequence)
+        if given is not None:
+            room, notes = self._device_share(model, dtype, policy.gpu_batch_size, given, limits, job.max_sequence)
         else:
             share, notes = self._share(model, dtype, policy.gpu_batch_size, limits.host_memory, job.max_sequence)
             room = None if share is None else {"cpu": share}
@@ -84,7 +84,7 @@ class AccelerateEngine(CausalLMEngine):
         if dtype == model.dtype:
             _make_resident(module)
         tiers = weights_by_tier(module, DTYPE_BYTES[model.dtype])
-        return Placement(module, tiers, notes, "cuda" if on_device else "cpu")
+        return Placement(module, tiers, notes, "cpu" if given is None else "cuda")
 
     def _share(
         self, model: LocalModel, dtype: Dtype, batch: int, budget: int | None, tokens: int
@@ -109,26 +109,25 @@ class AccelerateEngine(CausalLMEngine):
         )
 
     def _device_share(
-        self, model: LocalModel, dtype: Dtype, batch: int, limits: HardwareLimits, tokens: int
+        self, model: LocalModel, dtype: Dtype, batch: int, given: int, limits: HardwareLimits, tokens: int
     ) -> tuple[dict[int | str, int], tuple[str, ...]]:
         """What Accelerate is given of the device and of RAM for weights, and how it came about."""
         stored = checkpoints.largest_tensor_bytes(model.path)
         largest = stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[model.dtype]
         kv, activations = self._working(model.shape, batch, tokens, DTYPE_BYTES[dtype])
-        assert limits.device_memory is not None
-        device = limits.device_memory - CONTEXT_BYTES - kv - activations - largest - SLACK_BYTES
+        device = given - kv - activations - largest - SLACK_BYTES
         if device < 0:
             raise InfeasibleError(
-                f"accelerate needs {(limits.device_memory - device) / 2**20:.0f} MiB of device memory for {batch} x "
-                f"{tokens} tokens: KV cache {kv / 2**20:.0f}, activations {activations / 2**20:.0f}, its largest "
-                f"tensor {largest / 2**20:.0f}, CUDA and slack {(CONTEXT_BYTES + SLACK_BYTES) / 2**20:.0f}; the limit "
-                f"is {limits.device_memory / 2**20:.0f} MiB",
+                f"accelerate needs {(given - device) / 2**20:.0f} MiB of device memory for {batch} x {tokens} tokens: "
+                f"KV cache {kv / 2**20:.0f}, activations {activations / 2**20:.0f}, its largest tensor "
+                f"{largest / 2**20:.0f}, slack {SLACK_BYTES / 2**20:.0f}; the limit leaves {given / 2**20:.0f} beside "
+                "CUDA itself: lower gpu_batch_size, or raise limits.device_memory",
                 {"device": -device},
             )
         budget = limits.host_memory or int(_FREE_SHARE * psutil.virtual_memory().available)
         host = max(0, budget - stored - SLACK_BYTES) if self._cpu_memory is None else self._cpu_memory
         return {0: device, "cpu": host}, (
-            f"max_memory 0 = {device} bytes = limit {limits.device_memory} - CUDA {CONTEXT_BYTES} - KV cache {kv} - "
+            f"max_memory 0 = {device} bytes = {given} beside CUDA itself - KV cache {kv} - "
             f"activations {activations} - passing tensor {largest} - slack {SLACK_BYTES}, for {batch} x {tokens} "
             f"tokens; cpu = {host} bytes",
         )

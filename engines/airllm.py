@@ -49,7 +49,7 @@ class AirLlmEngine(CausalLMEngine):
         shape = model.shape
         if shape.family not in _FAMILIES:
             raise UnsupportedError(f"engine airllm runs {', '.join(_FAMILIES)}, not {shape.family}")
-        device = "cuda:0" if cuda(limits) else "cpu"
+        device = "cpu" if cuda(limits) is None else "cuda:0"
         width = DTYPE_BYTES[dtype]
         layer = max(shape.params_per_layer, shape.vocab * shape.hidden) * width
         work = sum(working_bytes(shape, policy.gpu_batch_size, job.max_sequence, width))

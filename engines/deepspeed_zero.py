@@ -74,7 +74,7 @@ class DeepSpeedZeroEngine(CausalLMEngine):
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
-        device = "cuda" if cuda(limits) else "cpu"
+        device = "cpu" if cuda(limits) is None else "cuda"
         if policy.weight_bits not in (16, 4):
             raise UnsupportedError(f"engine {self.name} stores weights in 16 or 4 bits, not {policy.weight_bits}")
         if dtype == "float16" and device == "cpu":

@@ -78,8 +78,9 @@ class FlexGenEngine:
             raise UnsupportedError("flexgen_ref reads as fast as the disk does: it has no limits.disk_bandwidth")
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
-        on_device = cuda(limits)
-        placed = self._placement(model, policy, limits, job, on_device)
+        given = cuda(limits)
+        on_device = given is not None
+        placed = self._placement(model, policy, limits, job, given)
         if not on_device:
             _without_cuda()
         from flexgen import compression, flex_opt, opt_config, pytorch_backend
@@ -133,10 +134,10 @@ class FlexGenEngine:
         )
 
     def _placement(
-        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, on_device: bool
+        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, given: int | None
     ) -> SimpleNamespace:
         """Shares of (device, host, disk) for weights, cache and activations, and the policy that says them."""
-        shape, block = model.shape, policy.block_size
+        shape, block, on_device = model.shape, policy.block_size, given is not None
         fast = (1.0, 0.0, 0.0) if on_device else (0.0, 1.0, 0.0)
         cache, activations = policy.cache or fast, policy.activations or fast
         for what, triple in (("weights", policy.weights), ("cache", cache), ("activations", activations)):
@@ -156,7 +157,7 @@ class FlexGenEngine:
             kv, work = working_bytes(shape, block, job.max_sequence, _WIDTH)
             # a layer is copied to where it is computed while the next one is read
             passing = 2 * max(shape.params_per_layer, shape.vocab * shape.hidden) * _WIDTH
-            budget = limits.device_memory if on_device else limits.host_memory
+            budget = given if on_device else limits.host_memory
             free = math.inf if budget is None else budget - kv * policy.kv_bits // 16 - work - passing - SLACK_BYTES
             if budget is not None and passing + work > budget:
                 raise InfeasibleError(

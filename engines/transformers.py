@@ -65,14 +65,14 @@ class TransformersEngine(CausalLMEngine):
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
         weights = model.shape.params_total * DTYPE_BYTES[dtype]
-        on_device = cuda(limits)
-        budget = limits.device_memory if on_device else limits.host_memory
+        given = cuda(limits)
+        budget = limits.host_memory if given is None else given
         if budget is not None and weights + WORK_BYTES > budget:
             raise InfeasibleError(
                 f"transformers needs at least {(weights + WORK_BYTES) / 2**20:.1f} MiB for all weights in {dtype} and "
                 f"to work; the budget is {budget / 2**20:.1f} MiB"
             )
-        if on_device:
+        if given is not None:
             return Placement(from_checkpoint(model, dtype).to("cuda"), (weights, 0, 0), device="cuda")
         return resident(model, dtype)
 

@@ -64,7 +64,7 @@ class VllmEngine:
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
         if limits.threads is not None or limits.disk_bandwidth is not None:
             raise UnsupportedError("engine vllm has no limits.threads or limits.disk_bandwidth")
-        if limits.device_memory is None or not cuda(limits):
+        if cuda(limits) is None or limits.device_memory is None:
             raise UnsupportedError("vLLM's offloading is from a CUDA device: it needs limits.device_memory")
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype

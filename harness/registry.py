@@ -74,7 +74,7 @@ ENGINES: dict[str, EngineEntry] = {
         "engines.accelerate:AccelerateEngine",
         ("torch", "transformers", "safetensors", "accelerate"),
         "accelerate",
-        "Hugging Face Accelerate: weights in RAM and on disk",
+        "Hugging Face Accelerate: weights on a device, in RAM and on disk",
         environment="accelerate",
     ),
     "deepspeed_zero": EngineEntry(

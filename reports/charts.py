@@ -94,7 +94,7 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         kinds["link allows"] = ("diamond", GREY)
     for row, label in shown:
         limits = (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median, allowed(row, "link_s"))
-        found = dict(zip(kinds, limits, strict=False))
+        found = dict(zip(kinds, limits[: len(kinds)], strict=True))
         data += [
             {"cell": label, "kind": kind, "value": value, "says": f"{label}: {kind} {number(value)} tok/s"}
             for kind, value in found.items()

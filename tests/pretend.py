@@ -98,6 +98,8 @@ def _dispatch(func, args, kwargs):
         raise RuntimeError(f"{name} mixes tensors of the host and of the device")
     real_args, real_kwargs = tree_map(_real, args), tree_map(_real, kwargs)
     asked = kwargs.get("device")
+    if not ours and any(x.dim() for x in tensors):  # from the host, and not pinned
+        pretend.device.syncs.append(name)
     if asked is not None and torch.device(asked).type == "cpu":
         return _told(func, real_args, real_kwargs)
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -149,6 +151,7 @@ def _copied_between(args):
     to, source = args[:2]
     device = pretend.device
     if isinstance(to, _Tensor):
+        device.syncs.append("aten::copy_")  # it is not pinned
         snapshot = source.clone()
         device.stream.add(lambda: to.held.copy_(snapshot))
         return to

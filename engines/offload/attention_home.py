@@ -7,6 +7,7 @@ on both sides, whose parts are put together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -91,14 +92,14 @@ class HomeAttention:
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
             for _, event in below:
                 event.synchronize()
-            began = self._timeline.host_now()
+            began = time.perf_counter()
             asking, *written = (tensor for tensor, _ in below)
             pages = self._home.at_home(layer)
             for which, values in enumerate(written):
                 pages.put(which, part.pages, part.offsets, self._codec.pack(values.transpose(0, 1)))
             logs = torch.empty(asking.shape[1], asking.shape[0])
             out = self._kernel(asking, pages, part.segments, plain, logs)
-            self._timeline.add("host attention", f"layer {layer}", began, self._timeline.host_now())
+            self._timeline.add("host attention", f"layer {layer}", began, time.perf_counter())
             return out, logs
 
         found = self._thread.submit(attend)

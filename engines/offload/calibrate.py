@@ -33,6 +33,7 @@ from harness.api import (
     HarnessError,
     Processor,
     direct_buffer,
+    first_line,
 )
 
 #: Rows of a pass at which products are measured.
@@ -95,9 +96,15 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
     devices = 0
     if (there := cuda.attached()) is not None:
         report("the device")
-        device, name, room, devices = there
-        processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
-        samples |= of_device
+        device, name, room = there
+        try:
+            processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
+            samples |= of_device
+            devices = 1  # the engine uses one
+        except RuntimeError as exc:  # what is out of memory there, or broken, has left the host's rates as they are
+            report(f"the device cannot be measured: {first_line(exc)}")
+        finally:
+            device.close()
     rates = {path: statistics.median(found) for path, found in samples.items()}
     memory = psutil.virtual_memory().total
     return HardwareProfile(

@@ -12,7 +12,6 @@ import torch
 from engines.devices import cuda
 from engines.offload.device import Device
 from engines.offload.layout import ALIGN
-from engines.work_memory import CONTEXT_BYTES
 from harness.api import HardwareLimits
 
 #: Of a device's multiprocessors the part that attention has to itself beside products, where the driver can part them.
@@ -26,15 +25,15 @@ def opened(limits: HardwareLimits) -> Device | None:
 
     Raises UnsupportedError where there is no CUDA device.
     """
-    return Cuda() if cuda(limits, CONTEXT_BYTES) else None
+    return None if cuda(limits) is None else Cuda()
 
 
-def attached() -> tuple[Device, str, int, int] | None:
-    """The CUDA device of this host, its name, bytes that programs can have, and how many there are; None without."""
+def attached() -> tuple[Device, str, int] | None:
+    """The CUDA device of this host, its name and bytes that programs can have; None where there is none."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info()
-    return Cuda(), torch.cuda.get_device_name(), free, torch.cuda.device_count()
+    return Cuda(), torch.cuda.get_device_name(), free
 
 
 class Cuda:
@@ -56,6 +55,7 @@ class Cuda:
         if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
             empty()
         torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         assert nbytes & (nbytes - 1) == 0  # torch's allocator of pinned memory would round it up
@@ -113,9 +113,16 @@ class Cuda:
         return event
 
     def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
-        for stamp in stamps[-1:]:
-            stamp.synchronize()
-        return [self._origin_s + self._origin.elapsed_time(stamp) / 1e3 for stamp in stamps]
+        if not stamps:
+            return []
+        for stamp in stamps:
+            stamp.synchronize()  # they are of several streams
+        first, last = stamps[0], stamps[-1]
+        # from near to near: CUDA gives milliseconds in float32, which after hours tell no microseconds apart
+        began = self._origin_s + self._origin.elapsed_time(first) / 1e3
+        found = [began + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+        self._origin, self._origin_s = last, found[-1]
+        return found
 
     def memory(self) -> dict[str, float]:
         return {

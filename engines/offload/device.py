@@ -73,7 +73,7 @@ class Device(Protocol):
         ...
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device came to each stamp, by `time.perf_counter`; waits for the last."""
+        """When the device came to each stamp, by `time.perf_counter`; waits for them."""
         ...
 
     def close(self) -> None:

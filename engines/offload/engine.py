@@ -79,6 +79,8 @@ class OffloadEngine:
                 parts.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(asked))
             device = opened(limits)
+            if device is not None:
+                parts.callback(device.close)
             if policy.cpu_attention and device is None:
                 raise UnsupportedError(
                     "policy.cpu_attention: without a device all attention is the host's: leave it out"
@@ -126,11 +128,8 @@ class OffloadEngine:
         return found if now.device is None else replace(found, metrics={**found.metrics, **now.device.memory()})
 
     def close(self) -> None:
-        device = None if self._now is None else self._now.device
+        self._now = None  # what it holds must be gone when the device gives memory back
         self._parts.close()
-        self._now = None
-        if device is not None:
-            device.close()
 
     def _loaded(self) -> _Loaded:
         if self._now is None:

@@ -1,4 +1,4 @@
-"""Products with freshly loaded weight blocks, in whichever way and dtype is fastest on this CPU.
+"""Products with freshly loaded weight blocks, in whichever way and dtype is fastest on this CPU, or on a device.
 
 Which is fastest depends on the CPU and its maker: bfloat16 where the CPU has instructions for it, else float32; by
 torch's library after a cast, or by our kernel (kernels/product.cpp), which needs none. So it is measured, at load.

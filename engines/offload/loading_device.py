@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 
 import psutil
@@ -28,7 +29,7 @@ from engines.offload.tiers_device import pinned_sizes, place_on_device
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import READERS
 from engines.offload.weights import Converted
-from harness.api import Dtype, HardwareLimits, Job, LocalModel, OffloadPolicy, UnsupportedError
+from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
 
 #: Values of a block of a large model: one copy of it outlasts the asking for it by far, and few make a ring.
 _BLOCK_VALUES = 32 << 20
@@ -55,7 +56,9 @@ class DeviceLoading(Loading):
         self.block_values = min(_BLOCK_VALUES, max(_LEAST_VALUES, model.shape.params_total // _BLOCKS))
         super().__init__(model, policy, limits, job)
         if policy.cpu_attention and self.seamed.has_windows:
-            raise UnsupportedError("policy.cpu_attention: layers with a sliding window attend on the device")
+            raise UnsupportedError(
+                "policy.cpu_attention: layers with a sliding window attend on the device: leave it out"
+            )
         self._passing: list[torch.Tensor] = []
 
     def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
@@ -127,6 +130,7 @@ class DeviceLoading(Loading):
             elsewhere = HostPages(home, plan.host_pages, *layout, self.device, self.policy.overlap)
             if self.policy.cpu_attention:
                 kernel, codec = self.kernels.attention(self.cached), self.kernels.codec(self.cached)
+                self.notes.append(self.kernels.note)
                 self.home = HomeAttention(elsewhere, kernel, codec, self.device, timeline)
                 parts.callback(self.home.close)
         at_home = self.home is not None
@@ -143,6 +147,13 @@ class DeviceLoading(Loading):
             for chosen in (range(len(self.blocks)), self.plan.resident, self.plan.pinned)
         )
         return device, host, total - device - host
+
+    def report(self) -> LoadReport:
+        found = super().report()
+        if not self.policy.cpu_attention or self.home is not None or found.policy is None:
+            return found
+        note = "cpu_attention has nothing to do: all keys and values are on the device"
+        return replace(found, policy=replace(found.policy, cpu_attention=False), notes=(*found.notes, note))
 
     def _cache_by_tier(self, in_host: float, on_disk: float) -> tuple[float, float, float]:
         return 1 - in_host - on_disk, in_host, on_disk

@@ -8,7 +8,7 @@ from harness.api import ModelShape
 
 #: Tokens a page holds: half a page is lost per sequence, and a table entry is kept for each.
 PAGE_TOKENS = 8
-#: Of pages on disk the layers that are in memory at once: the one that is attended to, and the next.
+#: Of pages with another home the layers that are staged at once: the one that is attended to, and the next.
 STAGES = 2
 #: Bytes of a copy from which on larger ones are no faster: pages in pinned memory lie together in so large pieces.
 _PIECE = 16 << 20

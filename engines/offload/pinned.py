@@ -12,8 +12,13 @@ import torch
 
 from engines.offload.layout import aligned
 
-#: The smallest piece and the largest: a piece must lie in one stretch of memory that the system can find.
-_LEAST, _MOST = 1 << 20, 1 << 30
+#: The smallest piece and the largest: at the end of each less than a tensor is lost.
+_LEAST, _MOST = 1 << 20, 1 << 33
+
+
+def wasted(nbytes: int, largest: int) -> int:
+    """At most so many of `nbytes` are lost at the ends of pieces, of tensors up to `largest` bytes."""
+    return (nbytes // _MOST + (_MOST // max(largest, _LEAST)).bit_length()) * largest
 
 
 class PinnedMemory:

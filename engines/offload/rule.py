@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +40,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Ru
 def attend_and_log(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the logarithms float32 [heads, rows] of the sums that shares are of; of nothing seen too."""
+    """The same, and the logarithms float32 [heads, rows] of the sums that shares are of: minus infinity where a row
+    sees nothing, whose output is zero."""
     heads, rows, _ = query.shape
     group = heads // key.shape[0]
     mask = rule.visible(first, rows, key.shape[1], query.device)
@@ -67,8 +67,8 @@ def attend_and_log(
 def _largest(shares: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
     """The shares [heads, rows, seen] of rows from position `first` on that they take values for, and zeros."""
     limit = rule.window or first + shares.shape[1]
-    sees = [min(first + i + 1, limit) for i in range(shares.shape[1])]
-    counts = torch.tensor([math.ceil(rule.keep * n) for n in sees]).to(shares.device).view(-1, 1)
+    sees = torch.arange(first + 1, first + 1 + shares.shape[1], device=shares.device).clamp(max=limit)
+    counts = (rule.keep * sees.double()).ceil().view(-1, 1)
     ranks = shares.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     kept = shares.where(ranks < counts, 0)
     return kept * (shares.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True))

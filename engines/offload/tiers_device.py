@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engines.offload.pages import STAGES, page_bytes, pages_for, pieces
-from engines.offload.pinned import pinned_bytes
+from engines.offload.pinned import pinned_bytes, wasted
 from engines.offload.tiers import (
     KEPT_SHARE,
     RING_SHARE,
@@ -28,8 +28,6 @@ from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
 #: hundreds cost it in weights.
 _CHUNK = (64, 4096)
-#: Blocks' worth of pinned memory that may be lost between its pieces.
-_WASTED = 2
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,9 @@ class _Planner:
         else:
             host = round(self._policy.cache[1] * pages)
         found = _Pages(pages - host, host, (pages - host) * self._page + host * self._staged, host * self._page)
-        fits = found.device >= 0 and found.device_bytes <= room and found.host_bytes <= max(0, on_host)
+        if self._asked is None:
+            on_host = max(0, on_host)  # weights that do not fit stay on disk
+        fits = found.device >= 0 and found.device_bytes <= room and found.host_bytes <= on_host
         return found if fits else None
 
     def _fixed(self, sequences: int) -> int:
@@ -137,8 +137,11 @@ class _Planner:
         return batches * ((size + self._chunk) * self._row + size * self._logits) + fixed + self._chunk * row
 
     def _beside(self) -> int:
-        """What host memory holds beside weights and the cache: blocks on their way from disk, and the rest."""
-        return SLACK_BYTES + pinned_bytes([self._span] * READERS) + _WASTED * self._span
+        """What host memory holds beside weights and the cache: blocks on their way from disk, rows of embeddings on
+        their way to the device and of logits back, pinned by torch in powers of two, and the rest."""
+        shape, width = self._demand.shape, self._demand.compute_bytes
+        rows = self._chunk * shape.hidden * width + self._policy.block_size * shape.vocab * width
+        return SLACK_BYTES + 2 * rows + pinned_bytes([self._span] * READERS) + wasted(self._host, self._span)
 
     def _finished(self, sequences: int, pages: _Pages) -> Plan:
         blocks = self._demand.blocks
@@ -197,11 +200,13 @@ class _Planner:
         hint = f"gpu_batch_size {size} would fit" if size else "use larger limits"
         if self._asked:
             hint += ", or hold a smaller part of the weights (policy.weights)"
-        short = max(0, need + CONTEXT_BYTES - self._device)
+        on_host = self._beside() + (self._asked[1] if self._asked else 0) + pages * self._page
+        lacking = {"device": need - self._device, "host": on_host - self._host}
         return InfeasibleError(
             f"offload needs {mib(need)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {sequences} "
             f"sequences of {self._demand.max_sequence} tokens (work {mib(self._work(sequences))}, ring "
             f"{mib(self._slots * self._span)}, other {mib(self._other)}), and {mib(pages * self._page)} for their "
-            f"cache there or in host memory; the limits leave {mib(self._device)} and {mib(self._host)}; {hint}",
-            {"device": short},
+            f"cache there or in host memory; the limits leave {mib(max(0, self._device))} and "
+            f"{mib(self._host)}; {hint}",
+            {tier: short for tier, short in lacking.items() if short > 0},
         )

@@ -14,6 +14,9 @@ from harness.api import EngineTrace, TraceEvent, union_length
 LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention")
 #: Spans of the compute lane that are no products: a batch runs on to its next one, or waits for its attention.
 BETWEEN, AWAITING = "between products", "waits for attention"
+#: Of the tasks of a pass those that a device's clock times. While it computes the host stands still, and loads wait for
+#: their slots, both for nothing that tells how busy a disk or a link is.
+_TIMED = ("task_products", "task_attention", "task_other")
 _SHORTEST_S = 1e-4
 #: Spans of one name are drawn as one where no more time lies between them.
 _GAP_S = 1e-3
@@ -75,10 +78,6 @@ class Timeline:
         """When what is asked for next begins, for `add`."""
         return time.perf_counter() if self._clock is None else self._clock.stamp()
 
-    def host_now(self) -> float:
-        """The same for what the host does."""
-        return time.perf_counter()
-
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Notes one span, from and to times by `time.perf_counter` or by `now`."""
         self._spans.append((lane, name, start, end))
@@ -123,13 +122,13 @@ class Timeline:
         metrics = {
             "passes": float(self.passes),
             "rows_per_pass": self.rows / self.passes if self.passes else 0.0,
-            "disk_busy_s": self.load_s,
-            "disk_wait_s": self.wait_s,
             "shared_prompt_tokens": float(self.shared_tokens),
-            **{f"{task}_s": seconds for task, seconds in self.tasks.items()},
+            **{f"{task}_s": seconds for task, seconds in self.tasks.items() if self._clock is None or task in _TIMED},
         }
-        if self.load_s:
-            metrics["disk_hidden"] = max(0.0, 1.0 - self.wait_s / self.load_s)
+        if self._clock is None:
+            metrics |= {"disk_busy_s": self.load_s, "disk_wait_s": self.wait_s}
+            if self.load_s:
+                metrics["disk_hidden"] = max(0.0, 1.0 - self.wait_s / self.load_s)
         merged = [s for lane in LANES for s in _merged(s for s in self.kept if s.lane == lane)]
         origin = min((s.start_s for s in merged), default=0.0)
         return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))

@@ -8,7 +8,7 @@ from typing import cast
 
 from engines.planning.host_only import HostPlanner
 from engines.planning.machine import faster
-from engines.planning.threads import limited, without_device
+from engines.planning.threads import limited
 from engines.planning.work import Lengths, mean
 from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord, interpolate
 
@@ -29,7 +29,8 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
         raise HarnessError("of tasks, whose examples begin alike, there is no model")
     if spec.limits.device_memory is not None:
         raise HarnessError("of launches on a device there is no model that was held against any")
-    profile = without_device(profile)
+    if profile.device is not None and not profile.host_id:
+        raise HarnessError(f"hardware {profile.name} has a device, and the launch had none")
     known = _at_the_time(profile, record, cast(Dtype, load.compute_dtype))
     if known is None:
         return None

@@ -14,7 +14,7 @@ from engines.planning.plan import shortage
 from engines.planning.predict import Planner, Prediction
 from engines.planning.search import ALL_BITS, Wanted, search
 from engines.planning.style import STYLES
-from engines.planning.threads import allotted, limited, without_device
+from engines.planning.threads import allotted, limited
 from engines.planning.work import Lengths, mean, parts, weight_bytes
 from engines.shapes import shape as shape_of
 from harness.api import (
@@ -70,10 +70,15 @@ def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths
     if asked not in ("auto", profile.host.dtype):
         # the rates are another dtype's, which changes what is best little; the memory is this one's
         profile = replace(profile, host=replace(profile.host, dtype=cast(Dtype, asked)))
-    if spec.limits.device_memory is None:  # what a measured host may have is not the cell's
-        profile = without_device(profile)
+    if spec.limits.device_memory is not None and profile.device is None:
+        raise HarnessError(
+            f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
+        )
     cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype)
-    return replace(spec, policy=cell.best(), tune="none")
+    best = cell.best()
+    if profile.device is not None and spec.engine == "offload":  # which holds activations there, and no cache on disk
+        best = replace(best, activations=None, cache=None if best.cache and best.cache[2] else best.cache)
+    return replace(spec, policy=best, tune="none")
 
 
 class _Cell:

@@ -40,7 +40,9 @@ def on_threads(host: Processor, count: int) -> Processor:
 
 
 def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
-    """The machine as a cell may use it."""
+    """The machine as a cell may use it: of one that was measured, no device unless it is given."""
+    if profile.host_id and limits.device_memory is None:
+        profile = replace(profile, device=None, link=None, devices=0, between=None)
     host, device, disk = profile.host, profile.device, profile.disk
     if limits.host_memory is not None:
         host = replace(host, memory=min(host.memory, limits.host_memory))
@@ -51,11 +53,6 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
     if limits.disk_bandwidth is not None:
         disk = replace(disk, read=min(disk.read, limits.disk_bandwidth), write=min(disk.write, limits.disk_bandwidth))
     return replace(profile, host=host, device=device, disk=disk)
-
-
-def without_device(profile: HardwareProfile) -> HardwareProfile:
-    """The machine for a launch that is given no device."""
-    return replace(profile, device=None, link=None, devices=0, between=None)
 
 
 def _rate(host: Processor, count: int) -> float:

@@ -92,7 +92,7 @@ def settings(threads: int | None, gpu: bool) -> dict[str, str]:
     }
     if threads is not None:
         found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return found if gpu else found | {"CUDA_VISIBLE_DEVICES": ""}
+    return found | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from typing import Any
 from harness.api import Measurement, Phase
 
 _MAX_SAMPLES = 240
+_WHOSE = "of all processes: the driver does not tell them apart here"
 _NONE = "no NVML: pip install nvidia-ml-py, and NVIDIA's driver"
-#: What NVML counts (nvml.h), in the order of `_Counters.read`.
+#: What NVML counts of a device's link (nvml.h).
 _TX, _RX = "NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "NVML_FI_DEV_PCIE_COUNT_RX_BYTES"
 
 
@@ -25,7 +26,7 @@ class GpuProbe:
     def __init__(self, period_s: float = 0.05) -> None:
         self._period_s = period_s
         self._stop = threading.Event()
-        self._samples: list[int] = []
+        self._samples: list[tuple[int | None, int | None]] = []
         self._device = _Device.open()
 
     def __enter__(self) -> GpuProbe:
@@ -43,41 +44,39 @@ class GpuProbe:
 
     def _watch(self) -> None:
         while True:
-            if (held := self._device.memory()) is not None:
-                self._samples.append(held)
+            self._samples.append(self._device.memory())
             if self._stop.wait(self._period_s):
                 return
 
     def measurements(self, phase: Phase) -> list[Measurement]:
         """`device_memory_bytes` as peaks of consecutive windows, `device_received_bytes`, `device_sent_bytes` and
         `device_energy_j`; empty where the driver does not tell."""
-        window = max(1, -(-len(self._samples) // _MAX_SAMPLES))
-        chunks = [self._samples[i : i + window] for i in range(0, len(self._samples), window)]
-        peaks = tuple(float(max(chunk)) for chunk in chunks)
+        own = [held for held, _ in self._samples if held is not None]
+        held, whose = (own, "of this process") if own else ([h for _, h in self._samples if h is not None], _WHOSE)
+        window = max(1, -(-len(held) // _MAX_SAMPLES))
+        peaks = tuple(float(max(held[i : i + window])) for i in range(0, len(held), window))
         note = self._device.missing
-        found = [Measurement("device_memory_bytes", "bytes", peaks, phase, note or self._device.whose)]
+        found = [Measurement("device_memory_bytes", "bytes", peaks, phase, note or whose)]
         units = {"device_received_bytes": "bytes", "device_sent_bytes": "bytes", "device_energy_j": "J"}
         for name, unit in units.items():
-            known = name in self._before and name in self._after
-            samples = (self._after[name] - self._before[name],) if known else ()
-            found.append(
-                Measurement(name, unit, samples, phase, note if known or note else "the driver does not count it")
-            )
+            spent = self._after.get(name, 0.0) - self._before[name] if name in self._before else -1.0
+            known = name in self._after and spent >= 0  # counters may begin anew
+            why = "" if known else note or "the driver does not count it"
+            found.append(Measurement(name, unit, (spent,) if known else (), phase, why))
         return found
 
 
 class _Device:
-    """One device through NVML. `missing` says why there is none, `whose` what its memory is counted of."""
+    """One device through NVML. `missing` says why there is none."""
 
     def __init__(self, nvml: Any, handle: Any, missing: str = "") -> None:
         self._nvml = nvml
         self._handle = handle
         self.missing = missing
-        self.whose = "of this process"
 
     @staticmethod
     def open() -> _Device:
-        """The device that CUDA would call the first."""
+        """The first that this process may see, where CUDA counts devices by their bus as NVML does (sandbox.py)."""
         try:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
@@ -88,18 +87,17 @@ class _Device:
         except Exception:  # no package, no driver, no device: each with errors of its own
             return _Device(None, None, _NONE)
 
-    def memory(self) -> int | None:
-        """Bytes of the device that this process holds; where the driver does not tell whose (in a container), all."""
-        if self._nvml is None:
-            return None
-        with contextlib.suppress(Exception):
-            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-                if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                    return int(process.usedGpuMemory)
-        with contextlib.suppress(Exception):
-            self.whose = "of all processes: the driver does not tell them apart here"
-            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-        return None
+    def memory(self) -> tuple[int | None, int | None]:
+        """Bytes of the device that this process holds, and all do; none where the driver does not tell."""
+        own = everybody = None
+        if self._nvml is not None:
+            with contextlib.suppress(Exception):
+                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+                    if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                        own = int(process.usedGpuMemory)
+            with contextlib.suppress(Exception):
+                everybody = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return own, everybody
 
     def counters(self) -> dict[str, float]:
         """What the driver counts, by the measurement's name."""

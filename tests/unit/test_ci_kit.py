@@ -104,4 +104,4 @@ def test_gpu_check_runs_every_cell_of_the_device_suites() -> None:
     suite = load_suite(ROOT / "suites" / "gpu_16g.yaml")
     each = " ".join(re.findall(r"^ *(?:\w+\) )?each (.*)", text, re.MULTILINE)).split()
     assert {cell.name for cell in suite.cells} <= set(each)
-    assert all(cell.timeout_s <= 480 for cell in suite.cells)
+    assert all(cell.timeout_s < 480 for cell in suite.cells)

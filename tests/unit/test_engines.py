@@ -17,7 +17,7 @@ from engines.calibrate import gemm_rates
 from engines.causal_lm import from_checkpoint
 from engines.requests import next_batch
 from engines.transformers import WORK_BYTES, TransformersEngine
-from engines.work_memory import CONTEXT_BYTES, SLACK_BYTES, working_bytes
+from engines.work_memory import SLACK_BYTES, working_bytes
 from harness.api import (
     GenerationRequest,
     HardwareLimits,
@@ -355,7 +355,7 @@ def test_accelerate_reports_where_the_weights_are(model, tmp_path) -> None:
 
 def test_accelerate_gives_weights_what_a_device_has_left(model, tmp_path, monkeypatch):
     """Refused before loading where not even the passing tensor has room; else what it asks Accelerate for."""
-    monkeypatch.setattr("engines.accelerate.cuda", lambda *args: True)
+    monkeypatch.setattr("engines.accelerate.cuda", lambda limits: limits.device_memory)
     asked = {}
 
     def loaded(*args, **placement):
@@ -366,10 +366,10 @@ def test_accelerate_gives_weights_what_a_device_has_left(model, tmp_path, monkey
     limits = {"device_memory": 1 << 30, "host_memory": 1 << 30}
     load(AccelerateEngine(), model, tmp_path, limits=limits, gpu_batch_size=3)
     shares = asked["max_memory"]
-    assert 0 < shares[0] < (1 << 30) - CONTEXT_BYTES - SLACK_BYTES
+    assert 0 < shares[0] < (1 << 30) - SLACK_BYTES
     assert 0 < shares["cpu"] < (1 << 30) - SLACK_BYTES
     with pytest.raises(InfeasibleError, match=r"accelerate needs \d+ MiB of device memory for 3 x"):
-        load(AccelerateEngine(), model, tmp_path, limits={"device_memory": 1 << 29}, gpu_batch_size=3)
+        load(AccelerateEngine(), model, tmp_path, limits={"device_memory": 1 << 20}, gpu_batch_size=3)
 
 
 def test_accelerate_reads_16_bit_weights_and_computes_in_float32(model, tmp_path) -> None:

@@ -16,7 +16,7 @@ class Nvml:
     NVML_FI_DEV_PCIE_COUNT_TX_BYTES, NVML_FI_DEV_PCIE_COUNT_RX_BYTES = 197, 198
 
     def __init__(self, pid=None, counts=True):
-        self.pid, self.counts, self.reads, self.asked = pid, counts, 0, None
+        self.pid, self.counts, self.reads, self.looked, self.asked = pid, counts, 0, 0, None
 
     def nvmlInit(self):
         pass
@@ -30,6 +30,9 @@ class Nvml:
         return "device"
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        self.looked += 1
+        if self.looked == 1:  # it has no context yet
+            return []
         return [SimpleNamespace(pid=1, usedGpuMemory=7), SimpleNamespace(pid=self.pid, usedGpuMemory=3 << 30)]
 
     def nvmlDeviceGetMemoryInfo(self, handle):
@@ -82,3 +85,11 @@ def test_without_nvml_everything_is_null(monkeypatch):
     found = measured(monkeypatch, None)
     assert len(found) == 4
     assert all(not m.samples and "nvidia-ml-py" in m.note for m in found.values())
+
+
+def test_a_counter_that_began_anew_tells_nothing(monkeypatch):
+    nvml = Nvml(pid=os.getpid())
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with GpuProbe(period_s=0.01) as probe:
+        nvml.reads = -3
+    assert [m.samples for m in probe.measurements("load") if m.name == "device_sent_bytes"] == [()]

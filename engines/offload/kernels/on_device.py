@@ -16,7 +16,7 @@ class DeviceKernels:
 
     def __init__(self, triton: bool | None = None) -> None:
         self._triton = importlib.util.find_spec("triton") is not None if triton is None else triton
-        self.note = "" if self._triton else "no kernels of our own for the device, which are faster: install triton"
+        self.note = "" if self._triton else "no kernels of our own for the device, which are faster: pip install triton"
 
     def codec(self, stored: Storage) -> Codec:
         """How values become what is stored, and back: `unpack` gives them in the dtype of its output."""

@@ -32,9 +32,9 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
         "Roofline, of bound",
         "throughput over the most this machine allowed for the cell's batch and dtype: the slower of compute and "
-        "disk at rates measured around the launch, perfectly overlapped, with all of the budget holding weights (with a "
-        "device the slowest of its compute, disk and copies to it of weights that it cannot hold). The "
-        "median over launches; one that ran in a faster minute than the rates' may be above its bound.",
+        "disk at rates measured around the launch, perfectly overlapped, with all of the budget holding weights (with "
+        "a device the slowest of its compute, the disk, and copies to it of weights that it cannot hold). The median "
+        "over launches; one that ran in a faster minute than the rates' may be above its bound.",
     ),
     (
         "Predicted",

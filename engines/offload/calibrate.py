@@ -114,16 +114,16 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             name=platform.processor() or platform.machine(),
             memory=float(memory),
             bandwidth=rates["host.bandwidth"],
-            flops=_curve(rates, "host.flops."),
-            attention=_curve(rates, "host.attention."),
-            prompts=_curve(rates, "host.prompts."),
-            cached=_curve(rates, "host.cached."),
+            flops=calibrate_device.curve(rates, "host.flops."),
+            attention=calibrate_device.curve(rates, "host.attention."),
+            prompts=calibrate_device.curve(rates, "host.prompts."),
+            cached=calibrate_device.curve(rates, "host.cached."),
             dequantize=rates["host.dequantize"],
             elementwise=rates["host.elementwise"],
             layer_call_s=rates["host.layer_call_s"],
             beside_disk=rates["host.beside_disk"],
             cores=threads,
-            by_threads=_curve(rates, "host.by_threads."),
+            by_threads=calibrate_device.curve(rates, "host.by_threads."),
             dtype=product.dtype,
         ),
         disk=Disk(float(psutil.disk_usage(str(folder)).free), rates["disk.read"], rates["disk.write"]),
@@ -144,10 +144,6 @@ def _in_words(folder: Path, what: str) -> Iterator[None]:
         short = DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else HarnessError
         raise short(f"{folder}: cannot {what}: {exc.strerror}; free space, or give another folder by "
                     "--cache-dir") from None  # fmt: skip
-
-
-def _curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
-    return {path.removeprefix(prefix): rate for path, rate in rates.items() if path.startswith(prefix)}
 
 
 def _counts(threads: int) -> list[int]:

@@ -48,8 +48,8 @@ def measure(
         name=name,
         memory=float(memory),
         bandwidth=found["device.bandwidth"],
-        flops=_curve(found, "device.flops."),
-        attention=_curve(found, "device.attention."),
+        flops=curve(found, "device.flops."),
+        attention=curve(found, "device.attention."),
         dequantize=found["device.dequantize"],
         dtype=dtype,
     )
@@ -57,7 +57,8 @@ def measure(
     return processor, link, samples
 
 
-def _curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
+def curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The rates at paths that begin so, by what follows."""
     return {path.removeprefix(prefix): rate for path, rate in rates.items() if path.startswith(prefix)}
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engines.offload.disk_file import DiskFile
 from engines.offload.pages import STAGES
+from engines.offload.staging import Run, staging
 from engines.offload.throttle import Throttle
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError, direct_buffer
@@ -22,15 +21,6 @@ from harness.api import HarnessError, direct_buffer
 _WORKERS = 2
 #: Bytes that one read or write takes at most, so that all workers have some.
 _PIECE = 2 << 20
-
-
-@dataclass(frozen=True)
-class Run:
-    """Pages that are neighbours in the file and in memory."""
-
-    page: int
-    slot: int
-    count: int
 
 
 class DiskPages:
@@ -67,8 +57,8 @@ class DiskPages:
         self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
         self._first = 0  # of this pass
         self._left = 0  # layers of this pass that are not yet asked for
-        self._read: list[Run] = []
-        self._write: list[Run] = []
+        self._read: Sequence[Run] = ()
+        self._write: Sequence[Run] = ()
         self._failure: HarnessError | None = None
         self.bytes_read = self.bytes_written = 0
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
@@ -77,18 +67,13 @@ class DiskPages:
 
     def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
         """Begins a pass: `known` pages hold something, `touched` ones will. Where each is staged, by page: [pages]."""
-        read, write = set(known), set(touched)
-        slots = torch.zeros(self.pages, dtype=torch.long)
-        order = sorted(read | write)
-        slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
-        most = max(1, _PIECE // self._record)
-        place = {page: slot for slot, page in enumerate(order)}
-        self._read, self._write = ([*runs_of(sorted(pages), place, most)] for pages in (read, write))
+        found = staging(self.pages, known, touched, max(1, _PIECE // self._record))
+        self._read, self._write = found.read, found.write
         self._first += self._layers
         self._left = self._layers
         for _ in range(min(self._ahead, self._layers)):
             self._ask()
-        return slots
+        return found.slots
 
     def staged(self, layer: int) -> torch.Tensor:
         """The records uint8 [pages * record] of this pass's pages in a layer, in the order of `start`."""
@@ -168,14 +153,3 @@ class DiskPages:
             self.bytes_written += moved
         if runs:
             self._timeline.add("cache", f"{what} layer {layer}", began, time.perf_counter())
-
-
-def runs_of(pages: Sequence[int], place: dict[int, int], most: int, whole: int = 1 << 62) -> Iterable[Run]:
-    """Neighbours both at home and in memory, at most `most` at a time, and of no two times `whole` pages."""
-    groups = itertools.groupby(
-        enumerate(pages), key=lambda pair: (pair[1] - pair[0], place[pair[1]] - pair[0], pair[1] // whole)
-    )
-    for _, group in groups:
-        found = [page for _, page in group]
-        for i in range(0, len(found), most):
-            yield Run(found[i], place[found[i]], len(found[i : i + most]))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from engines.offload.device import Device, Event
-from engines.offload.kv_disk import Run, runs_of
 from engines.offload.pages import STAGES, piece_pages
+from engines.offload.staging import Run, staging
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,16 @@ class HostPages:
         self._free: list[Sequence[Event]] = [()] * STAGES  # when a stage may be overwritten
         self._back: dict[int, Event] = {}  # by layer, when the last pass's pages were home
         self._there: dict[int, Sequence[Event]] = {}  # by layer of this pass, when its pages are staged
-        self._read: list[Run] = []
-        self._write: list[Run] = []
+        self._read: Sequence[Run] = ()
+        self._write: Sequence[Run] = ()
 
     def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
-        read, write = set(known), set(touched)
-        slots = torch.zeros(self.pages, dtype=torch.long)
-        order = sorted(read | write)
-        slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
-        place = {page: slot for slot, page in enumerate(order)}
-        whole = self._whole
-        self._read, self._write = ([*runs_of(sorted(pages), place, whole, whole)] for pages in (read, write))
+        found = staging(self.pages, known, touched, self._whole, self._whole)
+        self._read, self._write = found.read, found.write
         self._there = {}
         for layer in range(min(self._ahead, len(self._home))):
             self._stage(layer)
-        return slots
+        return found.slots
 
     def staged(self, layer: int) -> torch.Tensor:
         if layer not in self._there:

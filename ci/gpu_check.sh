@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a host with a CUDA device and no network: the tests that need one, then the device suites, in parts of at most eight
-# minutes each. Leaves one small folder.
+# minutes each beside what is made once. Leaves one small folder.
 #   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests gpu_4g 16bit 4bit prompts large; all of them by default
 # PYTHON: the interpreter that has PyTorch. WHEELS: a folder with what it lacks (make gpu-wheels, where there is a network).
 set -uo pipefail
@@ -21,6 +21,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
   exit 3
 fi
 mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # workers do not look where they are started
 if [ -n "${WHEELS:-}" ]; then
   site=$(mktemp -d)
   "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 1
@@ -38,13 +39,13 @@ run() { # NAME COMMAND...: at most eight minutes, its output kept
   local name=$1
   shift
   echo "== $name"
-  timeout 480 "$@" 2>&1 | tee "$out/$name.txt"
+  timeout "${limit:-480}" "$@" 2>&1 | tee "$out/$name.txt"
   local status=${PIPESTATUS[0]}
   [ "$status" = 0 ] || failed+=("$name: exit $status")
 }
 prepare() { # SUITE CELL: makes the checkpoint and our form of it, which a measured launch must find
-  run "prepare-$2" "$python" -m harness run "suites/$1.yaml" --cell "$2" --set workload.num_requests=1 \
-    --set warmup=0 --set repeats=1 --no-report --out "$scratch/$2"
+  limit=3600 run "prepare-$2" "$python" -m harness run "suites/$1.yaml" --cell "$2" --set workload.num_requests=1 \
+    --set warmup=0 --set repeats=1 --set timeout=50min --no-report --out "$scratch/$2"
 }
 each() { # CELL...: those of the large suite, one after the other
   for cell in "$@"; do run "$cell" "$python" -m harness run suites/gpu_16g.yaml --cell "$cell" --out "$out/gpu_16g"; done

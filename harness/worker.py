@@ -55,7 +55,7 @@ from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
 from harness.probes.gpu import GpuProbe
 from harness.probes.latency import metrics, scored_metrics
-from harness.probes.memory import MemoryProbe, resident_bytes
+from harness.probes.memory import MemoryProbe, held_bytes, resident_bytes
 from harness.provenance import package_versions
 
 REQUEST, EVENTS, RESULT = "request.json", "events.jsonl", "result.json"
@@ -141,8 +141,7 @@ def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
         gc.collect()
-    anonymous, file = resident_bytes()
-    return {"anonymous_bytes": anonymous, "file_bytes": file}
+    return {"anonymous_bytes": held_bytes(), "file_bytes": resident_bytes()[1]}
 
 
 def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class Pretend:
     where = _WHERE
 
     def __init__(self):
-        self._compute, self._up, self._down, self._side = (_Stream() for _ in range(4))
+        self._compute, self._up, self._pages, self._down, self._side = (_Stream() for _ in range(5))
         self.syncs = []
         self.pinned_bytes = 0
         self.besides = 0
@@ -182,14 +182,17 @@ class Pretend:
         self.pinned_bytes += nbytes
         return torch.frombuffer(direct_buffer(nbytes), dtype=torch.uint8).fill_(255)
 
-    def copy(self, to, source, after=()):
-        assert isinstance(to, _Tensor) != isinstance(source, _Tensor)
-        assert to.shape == source.shape and to.dtype == source.dtype
-        stream = self._up if isinstance(to, _Tensor) else self._down
+    def copy(self, pairs, after=(), pages=False):
+        up = {isinstance(to, _Tensor) for to, _ in pairs}
+        assert len(up) == 1
+        assert all(isinstance(to, _Tensor) != isinstance(source, _Tensor) for to, source in pairs)
+        assert all(to.shape == source.shape and to.dtype == source.dtype for to, source in pairs)
+        stream = self._down if up == {False} else self._pages if pages else self._up
         with _lock:
             for event in after:
                 stream.add(event.synchronize)
-            stream.add(lambda: _real(to).copy_(_real(source)))
+            for to, source in pairs:
+                stream.add(lambda to=to, source=source: _real(to).copy_(_real(source)))
             return _Event(stream)
 
     def mark(self):
@@ -204,14 +207,14 @@ class Pretend:
 
     def fetch(self, tensor):
         found = _room(tensor.held.contiguous())
-        return found, self.copy(found, tensor, (self.mark(),))
+        return found, self.copy([(found, tensor)], (self.mark(),))
 
     def download(self, tensor):
         self.stream.run(self.stream.asked)
         return tensor.held.clone()
 
     @contextmanager
-    def beside(self, *operands):
+    def beside(self):
         self.besides += 1
         before = self.mark()
         _here.stream = self._side

@@ -16,8 +16,8 @@ from engines.offload.pages import PAGE_TOKENS
 from engines.offload.rule import Rule
 from engines.offload.timeline import Timeline
 
-#: (what begins the work, and gives what ends it, the operands) -> the output
-Aside = Callable[..., torch.Tensor]
+#: (what begins the work, and gives what ends it) -> the output
+Aside = Callable[[Callable[[], Callable[[], torch.Tensor]]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PackedAttention:
         kernel: AttentionKernel,
         timeline: Timeline,
         keep: float = 1.0,
-        aside: Aside = lambda begin, *operands: begin()(),
+        aside: Aside = lambda begin: begin()(),
         turn: Turn | None = None,
         device: Device | None = None,
         home: HomeAttention | None = None,
@@ -121,7 +121,7 @@ class PackedAttention:
             finish = self._kept(out) if with_own is None or logs is None else with_own(out, logs)
             return finish if turn is None else lambda: turn(finish()).to(query.dtype)
 
-        return self._aside(begin, query, key, value)
+        return self._aside(begin)  # until then the operands are held here
 
     def _kept(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
         device = self._device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,20 +12,16 @@ import torch
 from engines.devices import cuda
 from engines.offload.device import Device
 from engines.offload.layout import ALIGN
-from harness.api import HardwareLimits
-
-#: Of a device's multiprocessors the part that attention has to itself beside products, where the driver can part them.
-#: NanoFlow (Zhu et al. 2024), section 4.2: decoding attention reaches the memory's bandwidth on a part of the units.
-_ATTENTION_SHARE = 1 / 4
+from harness.api import HardwareLimits, UnsupportedError, first_line
 
 
-def opened(limits: HardwareLimits) -> Device | None:
+def opened(limits: HardwareLimits, attention_units: int | None = None) -> Device | None:
     """The device that `limits` give, of whose memory torch gives out no more than they say beside CUDA's own; None
-    where they give none.
+    where they give none. `attention_units`: multiprocessors that attention beside products is held to.
 
-    Raises UnsupportedError where there is no CUDA device.
+    Raises UnsupportedError where there is no CUDA device, or where it cannot be parted so.
     """
-    return None if cuda(limits) is None else Cuda()
+    return None if cuda(limits) is None else Cuda(attention_units)
 
 
 def attached() -> tuple[Device, str, int] | None:
@@ -39,10 +35,10 @@ def attached() -> tuple[Device, str, int] | None:
 class Cuda:
     """The CUDA device of this process; see Device. `partition` says how its multiprocessors are parted, or why not."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention_units: int | None = None) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device())
-        self._up, self._down = torch.cuda.Stream(), torch.cuda.Stream()
-        self._side, self.partition, self._units = _side_stream()
+        self._up, self._pages, self._down = (torch.cuda.Stream() for _ in range(3))
+        self._side, self.partition, self._context = _side_stream(attention_units)
         self._pinned = 0
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record()
@@ -64,12 +60,16 @@ class Cuda:
         assert not found.data_ptr() % ALIGN  # the disk reads into it directly
         return found
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Any] = ()) -> torch.cuda.Event:
-        stream = self._down if to.device.type == "cpu" else self._up
+    def copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), pages: bool = False
+    ) -> torch.cuda.Event:
+        down = bool(pairs) and pairs[0][0].device.type == "cpu"
+        stream = self._down if down else self._pages if pages else self._up
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)
-            to.copy_(source, non_blocking=True)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
             return stream.record_event(torch.cuda.Event(blocking=True))
 
     def mark(self) -> torch.cuda.Event:
@@ -79,12 +79,14 @@ class Cuda:
         torch.cuda.current_stream().wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self.where, non_blocking=True)  # torch keeps the pinned copy until it is read
+        return (
+            tensor.contiguous().pin_memory().to(self.where, non_blocking=True)
+        )  # torch keeps the pinned copy until it is read
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         tensor = tensor.contiguous()
         found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        event = self.copy(found, tensor, (self.mark(),))
+        event = self.copy([(found, tensor)], (self.mark(),))
         tensor.record_stream(self._down)
         return found, event
 
@@ -95,12 +97,10 @@ class Cuda:
         return found
 
     @contextmanager
-    def beside(self, *operands: torch.Tensor) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         before = self.mark()
         with torch.cuda.stream(self._side):
             self._side.wait_event(before)
-            for tensor in operands:
-                tensor.record_stream(self._side)
             yield
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,7 @@ class Cuda:
     def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
         if not stamps:
             return []
-        for stamp in stamps:
-            stamp.synchronize()  # they are of several streams
+        stamps[-1].synchronize()  # whoever asks has waited for the other streams
         first, last = stamps[0], stamps[-1]
         # from near to near: CUDA gives milliseconds in float32, which after hours tell no microseconds apart
         began = self._origin_s + self._origin.elapsed_time(first) / 1e3
@@ -128,18 +127,22 @@ class Cuda:
         return {
             "device_peak_bytes": float(torch.cuda.max_memory_allocated()),
             "device_reserved_bytes": float(torch.cuda.max_memory_reserved()),
-            "pinned_bytes": float(self._pinned),
+            "pinned_bytes": float(self._pinned),  # beside what torch keeps of uploads and downloads
         }
 
 
-def _side_stream() -> tuple[torch.cuda.Stream, str, Any]:
-    """The stream for attention, in words, and what it needs to live: it is of a green context, where torch and the
-    driver have them, else one like all others."""
-    units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    wanted = max(8, int(units * _ATTENTION_SHARE) // 8 * 8)  # the grain that drivers part by
-    with suppress(Exception):  # whatever an old torch, an old driver or a shared card says to it
+def _side_stream(units: int | None) -> tuple[torch.cuda.Stream, str, Any]:
+    """The stream for attention, in words, and what it needs to live: of a green context with so many `units`, or one
+    that goes first where all are free.
+
+    Products may use all units in either case: torch makes no context of the others (NanoFlow, section 4.2, parts both).
+    """
+    if units is None:
+        return torch.cuda.Stream(priority=-1), "", None
+    try:
         from torch.cuda.green_contexts import GreenContext
 
-        context: Any = GreenContext.create(num_sms=wanted, device_id=torch.cuda.current_device())
-        return context.Stream(), f"attention beside products has {wanted} of {units} multiprocessors", context
-    return torch.cuda.Stream(), "attention beside products shares all multiprocessors: no green contexts here", None
+        context: Any = GreenContext.create(num_sms=units, device_id=torch.cuda.current_device())
+        return context.Stream(), f"attention beside products is held to {units} multiprocessors", context
+    except (ImportError, RuntimeError) as exc:
+        raise UnsupportedError(f"options.attention_units: no green context of {units}: {first_line(exc)}") from exc

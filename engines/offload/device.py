@@ -21,7 +21,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What the engine asks of a device. Work of a thread is in its compute stream, copies in a stream each way.
+    """What the engine asks of a device. Work of a thread is in its compute stream, copies are in streams of their own.
 
     `partition`: how the stream of `beside` is set apart, in words.
     """
@@ -33,8 +33,14 @@ class Device(Protocol):
         """Host memory uint8 [nbytes] that the device copies from and to by itself; `nbytes` is a power of two."""
         ...
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
-        """Begins a copy between pinned memory and the device once `after` have come, in the stream of its direction."""
+    def copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = (), pages: bool = False
+    ) -> Event:
+        """Begins copies (to, from) between pinned memory and the device, all one way, once `after` have come.
+
+        What goes down has a stream, and what comes up two: what is of the cache, `pages`, must not wait behind weights
+        that wait for a slot.
+        """
         ...
 
     def mark(self) -> Event:
@@ -57,10 +63,10 @@ class Device(Protocol):
         """A tensor in host memory; waits until it has been computed and copied, not for other streams."""
         ...
 
-    def beside(self, *operands: torch.Tensor) -> AbstractContextManager[None]:
-        """What is asked for inside runs in a stream of its own, on its own part of the device where that is possible.
+    def beside(self) -> AbstractContextManager[None]:
+        """What is asked for inside runs in a stream of its own, after all that this thread has asked for before.
 
-        It begins after all that this thread has asked for before, which made `operands`.
+        What it takes from there must be held until this thread has joined it again.
         """
         ...
 

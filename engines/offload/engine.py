@@ -51,7 +51,10 @@ class _Loaded:
 class OffloadEngine:
     """Any decoder that the seams carry, its weights streamed from disk in `row`, `zigzag` or `sweep` order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, attention_units: int | None = None) -> None:
+        if attention_units is not None and attention_units < 1:
+            raise TypeError("attention_units must be at least 1")
+        self._attention_units = attention_units
         self._now: _Loaded | None = None
         self._parts = ExitStack()  # what `close` must end
 
@@ -78,7 +81,11 @@ class OffloadEngine:
             if asked := [count for count in (policy.threads, limits.threads) if count is not None]:
                 parts.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(asked))
-            device = opened(limits)
+            device = opened(limits, self._attention_units)
+            if self._attention_units is not None and device is None:
+                raise UnsupportedError(
+                    "options.attention_units: there is no device to part without limits.device_memory"
+                )
             if device is not None:
                 parts.callback(device.close)
             if policy.cpu_attention and device is None:

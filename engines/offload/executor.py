@@ -55,7 +55,7 @@ class Executor:
     its part: a weight is read, and widened or cast, once for all batches.
 
     With `turns` batches of one pass take turns around attention, where they stop in `aside`: it runs in a thread of its
-    own, or in a stream of its own of the `device` that computes.
+    own, or in a stream of its own of the `device` that computes. `at_home`: the host attends beside that device.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Executor:
         timeline: Timeline,
         turns: bool = False,
         device: Device | None = None,
+        at_home: bool = False,
     ) -> None:
         self._model = model
         self._blocks = blocks
@@ -97,7 +98,8 @@ class Executor:
         self._device = device
         threaded = self._turns and device is None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if threaded else None
-        self._in_turns = False  # the batches of this pass
+        self._in_turns = self._several = False  # the batches of this pass
+        self._at_home = at_home
         model.weights = self
 
     @property
@@ -118,7 +120,8 @@ class Executor:
         running = [greenlet(self._model) for _ in batches]
         given: list[Any] = list(batches)  # what each is resumed with
         needs: list[Any] = [None] * len(batches)  # what each has stopped for: a _Need, and at the end logits
-        self._in_turns = self.takes_turns and len(batches) > 1
+        self._several = len(batches) > 1
+        self._in_turns = self.takes_turns and self._several
         try:
             self._run(self._ops_for(len(batches)), running, given, needs)
         except BaseException:
@@ -184,12 +187,15 @@ class Executor:
         """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
         return torch.as_tensor(getcurrent().parent.switch(_Need(matrix, x, bias)))
 
-    def aside(self, begin: Begin, *operands: torch.Tensor) -> torch.Tensor:
-        """A batch's attention with `operands`, beside what others compute; called inside its greenlet, which stops for
-        it. `begin` asks for it, and what that gives ends it."""
+    def aside(self, begin: Begin) -> torch.Tensor:
+        """A batch's attention, beside what others compute; called inside its greenlet, which stops for it. `begin` asks
+        for it, and what that gives ends it."""
         if not self._in_turns:
-            return begin()()
-        result = self._in_its_thread(begin) if self._device is None else self._in_its_stream(begin, operands)
+            finish = begin()
+            if self._at_home and self._several:  # all batches ask before the first one waits
+                self.pause()
+            return finish()
+        result = self._in_its_thread(begin) if self._device is None else self._in_its_stream(begin)
         return torch.as_tensor(getcurrent().parent.switch(_Attending(result)))
 
     def _in_its_thread(self, begin: Begin) -> Callable[[], torch.Tensor]:
@@ -201,11 +207,11 @@ class Executor:
 
         return result
 
-    def _in_its_stream(self, begin: Begin, operands: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def _in_its_stream(self, begin: Begin) -> Callable[[], torch.Tensor]:
         """Asks the device for it; what is returned makes who needs it wait for it there."""
         device = self._device
         assert device is not None
-        with device.beside(*operands):
+        with device.beside():
             finish, ended = begin(), device.mark()
 
         def result() -> torch.Tensor:

@@ -107,8 +107,9 @@ class HostPages:
     def done(self, layer: int) -> None:
         attended = self._device.mark()
         last = attended
-        for run in self._write:
-            last = self._device.copy(self._at_home(layer, run), self._on_device(layer, run), (attended,))
+        if self._write:
+            pairs = [(self._at_home(layer, run), self._on_device(layer, run)) for run in self._write]
+            last = self._device.copy(pairs, (attended,), pages=True)
         self._back[layer] = last
         self._free[layer % STAGES] = (attended, last)
         if not self._ahead:
@@ -120,9 +121,9 @@ class HostPages:
         """Asks for the copies of a layer's pages to their places on the device."""
         after = [*self._free[layer % STAGES], *([self._back[layer]] if layer in self._back else [])]
         self._there[layer] = after
-        for run in self._read:
-            copied = self._device.copy(self._on_device(layer, run), self._at_home(layer, run), after)
-            self._there[layer] = (copied,)
+        if self._read:
+            pairs = [(self._on_device(layer, run), self._at_home(layer, run)) for run in self._read]
+            self._there[layer] = (self._device.copy(pairs, after, pages=True),)
 
     def _at_home(self, layer: int, run: Run) -> torch.Tensor:
         piece, first = divmod(run.page, self._whole)

@@ -96,11 +96,12 @@ class Loading:
         self._note_direct(files.direct, "weights pass")
         products = {how: way.product for how, way in self._ways.items()}
         turns = policy.nano_batches > 1 and policy.nano_overlap
-        executor = Executor(seamed, self.blocks, resident, stream, products, timeline, turns, self.device)
+        cache = self._cache(timeline, throttle, parts)
+        at_home = self.home is not None
+        executor = Executor(seamed, self.blocks, resident, stream, products, timeline, turns, self.device, at_home)
         parts.callback(executor.close)
         if turns and not executor.takes_turns:
             self.notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
-        cache = self._cache(timeline, throttle, parts)
         parking = None
         if policy.activations is not None and policy.activations[2]:
             rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk

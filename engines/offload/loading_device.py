@@ -14,15 +14,17 @@ from engines.offload import gemm, tiers
 from engines.offload.attention_home import HomeAttention
 from engines.offload.block_files import BlockFiles
 from engines.offload.device import Device
-from engines.offload.kernels import AttentionKernel, Codec, Turn
+from engines.offload.kernels import AttentionKernel, Codec, Segments, Turn
 from engines.offload.kernels.on_device import DeviceKernels
 from engines.offload.kv_cache import PagedCache, page_layout
 from engines.offload.kv_host import HostPages
+from engines.offload.layer_pages import LayerPages
 from engines.offload.layout import aligned
 from engines.offload.loading import Loading
 from engines.offload.pages import page_bytes, pieces
 from engines.offload.pinned import PinnedMemory
 from engines.offload.rings import DeviceRing, Ring
+from engines.offload.rule import Rule
 from engines.offload.storage import Storage
 from engines.offload.throttle import Throttle
 from engines.offload.tiers_device import pinned_sizes, place_on_device
@@ -110,7 +112,7 @@ class DeviceLoading(Loading):
             nonlocal start
             place = room[start : start + len(data)]
             start += aligned(len(data))
-            self.device.copy(place, data).synchronize()
+            self.device.copy([(place, data)]).synchronize()
             return place
 
         return converted.read(plan.resident, lambda nbytes: self._passing[0], keep)
@@ -133,8 +135,30 @@ class DeviceLoading(Loading):
                 self.notes.append(self.kernels.note)
                 self.home = HomeAttention(elsewhere, kernel, codec, self.device, timeline)
                 parts.callback(self.home.close)
+        self._warm(elsewhere is not None)
         at_home = self.home is not None
         return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where, at_home)
+
+    @torch.inference_mode()
+    def _warm(self, staged: bool) -> None:
+        """Attends once to a page of nothing, as prompts and as single tokens do: kernels are compiled when they are
+        first met, which no measured pass should be."""
+        shape = self.model.shape
+        page, dtype = page_layout(shape, self.cached)
+        rows = torch.zeros(1, *page, dtype=dtype, device=self.device.where)
+        pages = LayerPages(rows, rows if staged else None)
+        put, table = self.device.upload, torch.zeros(1, 1, dtype=torch.int32)
+        for count in (2, 1):
+            query = torch.zeros(
+                count, shape.num_heads, shape.head_dim, dtype=self.seamed.dtype, device=self.device.where
+            )
+            for logs in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
+                segments = Segments.of([count], [0], table, put)
+                self._attention(query.transpose(0, 1), pages, segments, Rule(1.0), logs)
+        self._codec().pack(
+            torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.float32, device=self.device.where)
+        )
+        self.device.mark().synchronize()
 
     @cached_property
     def _pinned(self) -> PinnedMemory:

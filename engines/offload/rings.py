@@ -100,7 +100,8 @@ class DeviceRing:
                 self._passing.put(staged)
 
     def _copy(self, source: torch.Tensor, block: Block, slot: int) -> None:
-        event = self._device.copy(self._tensor[slot, : block.nbytes], source[: block.nbytes], self._left[slot])
+        pair = self._tensor[slot, : block.nbytes], source[: block.nbytes]
+        event = self._device.copy([pair], self._left[slot])
         event.synchronize()  # of this copy alone: whoever computes meanwhile is not disturbed
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:

@@ -132,7 +132,8 @@ class CgroupV2(_Cgroup):
 
 
 class Monitor:
-    """Where no cgroup can be made: samples the tree's anonymous memory and kills it above the limit.
+    """Where no cgroup can be made: samples the tree's anonymous and shared memory and kills it above the limit. What is
+    pinned for a device is shared memory.
 
     It does not see the page cache and can be outrun between samples; records say `monitor` for that reason.
     """
@@ -341,7 +342,6 @@ def _number(path: Path) -> int | None:
 
 def _anonymous_of(pid: int) -> int:
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
     return 0

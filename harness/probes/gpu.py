@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 from harness.api import Measurement, Phase
@@ -31,21 +32,27 @@ class GpuProbe:
 
     def __enter__(self) -> GpuProbe:
         self._samples = []
+        self._spent: dict[str, float] = {}
         self._stop.clear()
         self._thread = threading.Thread(target=self._watch, name="gpu-probe", daemon=True)
         self._thread.start()
-        self._before = self._device.counters()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._after = self._device.counters()
         self._stop.set()
         self._thread.join()
 
     def _watch(self) -> None:
+        last = self._device.counters()
         while True:
             self._samples.append(self._device.memory())
-            if self._stop.wait(self._period_s):
+            over = self._stop.wait(self._period_s)
+            now = self._device.counters()
+            for name in last.keys() & now.keys():
+                spent = now[name].since(last[name])
+                self._spent[name] = self._spent.get(name, 0.0) + spent
+            last = now
+            if over:
                 return
 
     def measurements(self, phase: Phase) -> list[Measurement]:
@@ -59,11 +66,22 @@ class GpuProbe:
         found = [Measurement("device_memory_bytes", "bytes", peaks, phase, note or whose)]
         units = {"device_received_bytes": "bytes", "device_sent_bytes": "bytes", "device_energy_j": "J"}
         for name, unit in units.items():
-            spent = self._after.get(name, 0.0) - self._before[name] if name in self._before else -1.0
-            known = name in self._after and spent >= 0  # counters may begin anew
-            why = "" if known else note or "the driver does not count it"
-            found.append(Measurement(name, unit, (spent,) if known else (), phase, why))
+            samples = (self._spent[name],) if name in self._spent else ()
+            why = "" if samples else note or "the driver does not count it"
+            found.append(Measurement(name, unit, samples, phase, why))
         return found
+
+
+@dataclass(frozen=True)
+class _Count:
+    """A counter, of 32 bits (`wraps`) or more; nvml.h says of bytes that their value can be wrapped."""
+
+    value: float
+    wraps: bool = False
+
+    def since(self, before: _Count) -> float:
+        """By how much it went on; nothing where it began anew."""
+        return (self.value - before.value) % 2**32 if self.wraps else max(0.0, self.value - before.value)
 
 
 class _Device:
@@ -99,9 +117,9 @@ class _Device:
                 everybody = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
         return own, everybody
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, _Count]:
         """What the driver counts, by the measurement's name."""
-        found: dict[str, float] = {}
+        found: dict[str, _Count] = {}
         if self._nvml is None:
             return found
         with contextlib.suppress(Exception):
@@ -109,7 +127,8 @@ class _Device:
             values = self._nvml.nvmlDeviceGetFieldValues(self._handle, fields)
             for name, value in zip(("device_received_bytes", "device_sent_bytes"), values, strict=True):
                 if value.nvmlReturn == 0:
-                    found[name] = float(value.value.ullVal)
+                    wraps = value.valueType == self._nvml.NVML_VALUE_TYPE_UNSIGNED_INT
+                    found[name] = _Count(float(value.value.uiVal if wraps else value.value.ullVal), wraps)
         with contextlib.suppress(Exception):
-            found["device_energy_j"] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+            found["device_energy_j"] = _Count(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3)
         return found

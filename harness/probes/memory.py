@@ -47,11 +47,22 @@ class MemoryProbe:
         ]
 
 
+def held_bytes() -> int:
+    """Resident bytes of this process now that no file backs: anonymous, and shared as pinned memory is."""
+    fields = _resident()
+    return fields.get("RssAnon", 0) + fields.get("RssShmem", 0)
+
+
 def resident_bytes() -> tuple[int, int]:
     """(anonymous, file-backed and shared) resident bytes of this process now."""
+    fields = _resident()
+    return fields.get("RssAnon", 0), fields.get("RssFile", 0) + fields.get("RssShmem", 0)
+
+
+def _resident() -> dict[str, int]:
     fields = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.startswith("Rss"):
             fields[key] = int(value.split()[0]) * 1024
-    return fields.get("RssAnon", 0), fields.get("RssFile", 0) + fields.get("RssShmem", 0)
+    return fields

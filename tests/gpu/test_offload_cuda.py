@@ -13,7 +13,7 @@ from engines import checkpoints
 from engines.offload.cuda import Cuda
 from engines.offload.engine import OffloadEngine
 from engines.work_memory import CONTEXT_BYTES
-from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy
+from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy, UnsupportedError
 from tests.offload import requests_of, same_by_the_near_tie_rule, save, with_kernels
 
 pytestmark = pytest.mark.gpu
@@ -125,16 +125,30 @@ def test_copies_take_their_own_streams_and_events_order_them():
     below = device.pinned(1 << 20)
     below.fill_(7)
     there = torch.zeros(1 << 20, dtype=torch.uint8, device=device.where)
-    copied = device.copy(there, below, (device.mark(),))
+    copied = device.copy([(there, below)], (device.mark(),))
     device.join(copied)
     doubled = there * 2
     back = device.pinned(1 << 20)
-    device.copy(back, doubled, (device.mark(),)).synchronize()
+    device.copy([(back, doubled)], (device.mark(),)).synchronize()
     assert (back == 14).all()
     assert device.memory()["pinned_bytes"] == 2 << 20
-    with device.beside(doubled):
+    with device.beside():
         more = doubled + 1
         ended = device.mark()
     device.join(ended)
     assert (device.download(device.keep(more)) == 15).all()
-    assert "multiprocessors" in device.partition
+
+
+def test_attention_may_be_held_to_a_part_of_the_device(model, reference, cache):
+    """Where torch and the driver have green contexts; else it says so."""
+    limits = HardwareLimits(device_memory=CONTEXT_BYTES + 256 * MIB, host_memory=96 * MIB)
+    engine, policy = OffloadEngine(attention_units=16), OffloadPolicy(**POLICIES[2])
+    try:
+        report = engine.load(model, policy, limits, Job(cache, cache, 64, 64))
+    except UnsupportedError as exc:
+        pytest.skip(str(exc))
+    requests = requests_of(3, 4)
+    results = {r.id: r.tokens for r in engine.generate(requests)}
+    engine.close()
+    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert any("16 multiprocessors" in note for note in report.notes)

@@ -42,7 +42,9 @@ class Cli:
         return path
 
     def command(self, *arguments: object) -> list[str]:
-        return [str(Path(sys.executable).with_name("harness")), *map(str, arguments)]
+        installed = Path(sys.executable).with_name("harness")
+        start = [str(installed)] if installed.exists() else [sys.executable, "-m", "harness"]
+        return [*start, *map(str, arguments)]
 
     @property
     def environment(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ def test_transformers_on_a_device_answers_as_on_the_cpu_with_its_cache_moved_or_
     options: {offload_cache: true}
     policy: {gpu_batch_size: 3}
     limits: {device_memory: 1GiB}
-""", model="{id: tiny/llama, weights: dummy, dtype: float32}", repeats=1,
+""", model="{id: tiny/llama, weights: dummy, dtype: float32}", repeats=1, timeout="300s",
         workload="{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}")  # fmt: skip
     done = cli.run(suite)
     assert done.returncode == 0, done.stderr
@@ -37,6 +37,7 @@ def test_a_peer_runs_on_a_device(cli, engine, model, options):
         f"  - {{engine: {engine}, options: {options}, limits: {{device_memory: 2GiB}}, policy: {{gpu_batch_size: 3}}}}",
         model=f"{{id: {model}, weights: dummy, dtype: float16}}",
         repeats=1,
+        timeout="300s",
         workload="{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}",
     )
     done = cli.run(suite)

@@ -11,12 +11,15 @@ from harness.probes.gpu import GpuProbe
 
 
 class Nvml:
-    """A driver with one device, whose counters go on between readings."""
+    """A driver with one device, whose counters go on with every reading; of bytes it tells 32 bits, if `wraps`."""
 
     NVML_FI_DEV_PCIE_COUNT_TX_BYTES, NVML_FI_DEV_PCIE_COUNT_RX_BYTES = 197, 198
+    NVML_VALUE_TYPE_UNSIGNED_INT = 1
 
-    def __init__(self, pid=None, counts=True):
-        self.pid, self.counts, self.reads, self.looked, self.asked = pid, counts, 0, 0, None
+    def __init__(self, pid=None, counts=True, wraps=False):
+        self.pid, self.counts, self.wraps = pid, counts, wraps
+        self.reads = self.looked = 0
+        self.asked = None
 
     def nvmlInit(self):
         pass
@@ -40,10 +43,12 @@ class Nvml:
 
     def nvmlDeviceGetFieldValues(self, handle, fields):
         self.reads += 1
-        values = {197: 1000 * self.reads, 198: 5000 * self.reads}
-        return [
-            SimpleNamespace(nvmlReturn=0 if self.counts else 3, value=SimpleNamespace(ullVal=values[f])) for f in fields
-        ]
+        found = []
+        for each in ({197: 1 << 30, 198: 3 << 30}[field] for field in fields):
+            whole = each * self.reads
+            value = SimpleNamespace(ullVal=whole, uiVal=whole % (1 << 32))
+            found.append(SimpleNamespace(nvmlReturn=0 if self.counts else 3, valueType=int(self.wraps), value=value))
+        return found
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         return 2500 * self.reads
@@ -52,17 +57,22 @@ class Nvml:
 def measured(monkeypatch, nvml):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with GpuProbe(period_s=0.01) as probe:
-        time.sleep(0.05)
+        time.sleep(0.1)
     return {m.name: m for m in probe.measurements("generate")}
 
 
-def test_it_tells_memory_bytes_and_energy(monkeypatch):
-    found = measured(monkeypatch, Nvml(pid=os.getpid()))
+@pytest.mark.parametrize("wraps", [False, True])
+def test_it_tells_memory_bytes_and_energy(monkeypatch, wraps):
+    """Counters of 32 bits have wrapped several times by then."""
+    nvml = Nvml(pid=os.getpid(), wraps=wraps)
+    found = measured(monkeypatch, nvml)
+    rounds = nvml.reads - 1
+    assert rounds > 2
     assert set(found["device_memory_bytes"].samples) == {float(3 << 30)}
     assert found["device_memory_bytes"].note == "of this process"
-    assert found["device_received_bytes"].samples == (5000.0,)
-    assert found["device_sent_bytes"].samples == (1000.0,)
-    assert found["device_energy_j"].samples == (2.5,)
+    assert found["device_received_bytes"].samples == (float(rounds * (3 << 30)),)
+    assert found["device_sent_bytes"].samples == (float(rounds << 30),)
+    assert found["device_energy_j"].samples == pytest.approx((2.5 * rounds,))
 
 
 def test_what_the_driver_does_not_tell_is_null_or_said(monkeypatch):
@@ -85,11 +95,3 @@ def test_without_nvml_everything_is_null(monkeypatch):
     found = measured(monkeypatch, None)
     assert len(found) == 4
     assert all(not m.samples and "nvidia-ml-py" in m.note for m in found.values())
-
-
-def test_a_counter_that_began_anew_tells_nothing(monkeypatch):
-    nvml = Nvml(pid=os.getpid())
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with GpuProbe(period_s=0.01) as probe:
-        nvml.reads = -3
-    assert [m.samples for m in probe.measurements("load") if m.name == "device_sent_bytes"] == [()]

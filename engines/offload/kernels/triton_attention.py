@@ -63,7 +63,7 @@ def triton_attention(stored: Storage) -> AttentionKernel:
     return attention
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "own", "window", "query_head", "query_row"])
 def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
     query, query_head, query_row, query_column, rows, staged, own, row_page, staged_page, row_which, row_head,
     row_token, starts, cached, table, table_row, owner, first, sinks, out, out_row, out_head, logs, scale, cap, window,

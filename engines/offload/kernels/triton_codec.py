@@ -27,7 +27,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor, how: Grouped) -> None:
     rows, columns = out.shape
     assert packed.shape == (rows, how.row_bytes(columns)) and packed.is_contiguous() and out.is_contiguous()
     if rows:
-        grid = (triton.cdiv(columns, _TILE), rows)
+        grid = (rows, triton.cdiv(columns, _TILE))  # of the second there may be no more than 65535
         _unpack[grid](packed, out, columns, packed.shape[1], how.code_bytes(columns), how.groups(columns),
                       BITS=how.bits, GROUP=how.group, TILE=min(_TILE, triton.next_power_of_2(columns)))  # fmt: skip
 
@@ -38,7 +38,7 @@ def pack(x: torch.Tensor, how: Grouped) -> torch.Tensor:
     x = x.contiguous()
     packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8, device=x.device)
     if x.numel():
-        grid = (how.groups(columns), x.numel() // columns)
+        grid = (x.numel() // columns, how.groups(columns))
         _pack[grid](x, packed, columns, width, how.code_bytes(columns), how.groups(columns),
                     BITS=how.bits, GROUP=how.group, HALF_MAX=_HALF_MAX)  # fmt: skip
     return packed
@@ -76,8 +76,8 @@ def values_at(row, column, inside, code_bytes, groups, BITS: tl.constexpr, GROUP
 def _unpack(
     packed, out, columns, width, code_bytes, groups, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
 ):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < columns
     values = values_at(packed + row * width, column, inside, code_bytes, groups, BITS, GROUP)
     tl.store(out + row * columns + column, values.to(out.dtype.element_ty), mask=inside)
@@ -95,8 +95,8 @@ def _rounded(x):
 def _pack(
     x, packed, columns, width, code_bytes, groups, BITS: tl.constexpr, GROUP: tl.constexpr, HALF_MAX: tl.constexpr
 ):
-    group = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     column = group * GROUP + tl.arange(0, GROUP)
     inside = column < columns
     value = tl.load(x + row * columns + column, mask=inside, other=0).to(tl.float64)

@@ -55,7 +55,7 @@ class RequestTrace:
 class MemoryLimit:
     """How the cell's memory was bounded: `limit = idle + budget`, all in bytes.
 
-    `method` is cgroup-v1, cgroup-v2, monitor (anonymous memory only, sampled) or none.
+    `method` is cgroup-v1, cgroup-v2, monitor (anonymous and shared memory, sampled) or none.
     """
 
     method: str

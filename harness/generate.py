@@ -56,7 +56,8 @@ def cell(model: str, engine: str, memory: str | None, overrides: Sequence[str], 
         section = override.partition("=")[0].partition(".")[0]
         if section not in _SETTABLE:
             raise HarnessError(f"--set {override}: a job has no {section!r}; it has {', '.join(_SETTABLE)}")
-    policy = registry.make_engine(engine, {}).capabilities().batch_policy
+    capabilities = registry.make_engine(engine, {}).capabilities()
+    policy = capabilities.batch_policy
     if memory is None:
         memory = f"{int(_FREE_SHARE * free_memory()) >> 20}MiB"
         progress.note(f"memory for the model's work: {memory} (--memory)")
@@ -71,7 +72,7 @@ def cell(model: str, engine: str, memory: str | None, overrides: Sequence[str], 
     chosen_cell = load_cell(settings, overrides)
     if chosen_cell.tune != "none":
         raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
-    if chosen_cell.limits.device_memory is not None and not registry.make_engine(engine, {}).capabilities().device:
+    if chosen_cell.limits.device_memory is not None and not capabilities.device:
         raise HarnessError(f"limits.device_memory: engine {engine} uses no device; limit host_memory")
     return chosen_cell
 

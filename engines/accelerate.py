@@ -22,7 +22,6 @@ import ctypes
 from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
-import psutil
 
 from engines import checkpoints
 from engines.causal_lm import CausalLMEngine, Placement, from_checkpoint
@@ -39,6 +38,7 @@ from harness.api import (
     ModelShape,
     OffloadPolicy,
 )
+from harness.api.memory import free_memory
 
 #: Without a limit the part of the memory that is free which weights may take.
 _FREE_SHARE = 0.8
@@ -124,7 +124,7 @@ class AccelerateEngine(CausalLMEngine):
                 "CUDA itself: lower gpu_batch_size, or raise limits.device_memory",
                 {"device": -device},
             )
-        budget = limits.host_memory or int(_FREE_SHARE * psutil.virtual_memory().available)
+        budget = limits.host_memory or int(_FREE_SHARE * free_memory())
         host = max(0, budget - stored - SLACK_BYTES) if self._cpu_memory is None else self._cpu_memory
         return {0: device, "cpu": host}, (
             f"max_memory 0 = {device} bytes = {given} beside CUDA itself - KV cache {kv} - "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.api import ModelShape
 
-#: Held beyond the arithmetic below: read-ahead, allocator remains (measured up to 40 MB).
+#: Held beyond the arithmetic: buffers of the matrix library, thread stacks, read-ahead (measured up to 40 MB).
 SLACK_BYTES = 64 << 20
 #: Of a device's memory what CUDA's context and its libraries take outside of torch's allocator.
 CONTEXT_BYTES = 512 << 20

@@ -12,7 +12,7 @@ import click
 
 from harness import hardware, provenance, registry
 from harness.api import HardwareProfile, HarnessError, to_json
-from harness.launchers.memory import own_limit
+from harness.api.memory import own_limit
 from harness.listing import show
 
 #: Rates that are steady on an idle machine, and by how much they may vary.

@@ -20,11 +20,11 @@ from harness.api import (
     RunSpec,
     SamplingParams,
 )
+from harness.api.memory import free_memory
 from harness.batch_format import answer, refusal
 from harness.batch_input import BatchJob, Progress, Ready, Refused, Text, read
 from harness.classify import classify
 from harness.config import load_cell
-from harness.launchers.memory import free_memory
 
 #: Lines that are reported one by one.
 _REPORTED = 20

@@ -15,8 +15,9 @@ import click
 
 from harness import provenance, registry
 from harness.api import HarnessError
+from harness.api.memory import own_limit
 from harness.launchers import images
-from harness.launchers.memory import make_group, own_limit
+from harness.launchers.memory import make_group
 from harness.launchers.venv import VirtualEnvironments
 from harness.shipped import shipped_suites
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness import provenance
 from harness.api import SuiteSpec
-from harness.launchers.memory import own_limit
+from harness.api.memory import own_limit
 
 
 def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) -> list[str]:

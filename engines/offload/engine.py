@@ -13,10 +13,10 @@ from engines.offload.cuda import opened
 from engines.offload.device import Device
 from engines.offload.loading import Loading
 from engines.offload.loading_device import DeviceLoading
+from engines.offload.memory_plan import Plan
 from engines.offload.model import SeamedModel
 from engines.offload.runtime import Runtime
 from engines.offload.sequences import Generation, Scoring
-from engines.offload.tiers import Plan
 from harness.api import (
     Capabilities,
     EngineTrace,

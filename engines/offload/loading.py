@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engines.offload import gemm, tiers
+from engines.offload import gemm
 from engines.offload.attention_home import HomeAttention
 from engines.offload.batching import steady_blocks
 from engines.offload.block_files import BlockFiles
@@ -19,6 +19,7 @@ from engines.offload.kernels import AttentionKernel, Codec, Kernels, Turn
 from engines.offload.kv_cache import PagedCache
 from engines.offload.kv_disk import DiskPages
 from engines.offload.layout import blocks_of
+from engines.offload.memory_plan import Demand, Plan
 from engines.offload.model import SeamedModel
 from engines.offload.pages import record_bytes
 from engines.offload.rings import HostRing, Ring
@@ -27,6 +28,7 @@ from engines.offload.source import Source
 from engines.offload.standin import Parking
 from engines.offload.storage import Storage, storages
 from engines.offload.throttle import Throttle
+from engines.offload.tiers import place
 from engines.offload.timeline import Timeline
 from engines.offload.transfer import BlockStream
 from engines.offload.weights import Converted, convert
@@ -63,7 +65,7 @@ class Loading:
         how = [layers if m.in_layer else outside for m in self.seamed.matrices]
         self.blocks = blocks_of(self.seamed.matrices, how, self.block_values)
         self._attention = self._attention_kernel()
-        self._demand = tiers.Demand(
+        self._demand = Demand(
             shape=model.shape,
             blocks=self.blocks,
             cache=self.cached,
@@ -178,8 +180,8 @@ class Loading:
         """Values that stay in memory whatever happens."""
         return sum(torch.Size(s).numel() for s in self.seamed.small.values())
 
-    def _placed(self) -> tiers.Plan:
-        return tiers.place(self._demand, self.policy, self.limits.host_memory)
+    def _placed(self) -> Plan:
+        return place(self._demand, self.policy, self.limits.host_memory)
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
         """Stored bytes of the blocks that stay where they are multiplied."""

@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 
-import psutil
 import torch
 
-from engines.offload import gemm, tiers
+from engines.offload import gemm
 from engines.offload.attention_home import HomeAttention
 from engines.offload.block_files import BlockFiles
 from engines.offload.device import Device
@@ -21,6 +20,7 @@ from engines.offload.kv_host import HostPages
 from engines.offload.layer_pages import LayerPages
 from engines.offload.layout import aligned
 from engines.offload.loading import Loading
+from engines.offload.memory_plan import Plan
 from engines.offload.pages import page_bytes, pieces
 from engines.offload.pinned import PinnedMemory
 from engines.offload.rings import DeviceRing, Ring
@@ -32,6 +32,7 @@ from engines.offload.timeline import Timeline
 from engines.offload.transfer import READERS
 from engines.offload.weights import Converted
 from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
+from harness.api.memory import free_memory
 
 #: Values of a block of a large model: one copy of it outlasts the asking for it by far, and few make a ring.
 _BLOCK_VALUES = 32 << 20
@@ -93,11 +94,11 @@ class DeviceLoading(Loading):
         tables = sum(a * b for name, (a, b) in self.seamed.tables.items() if name != self.seamed.token_table)
         return super()._small_values() + tables
 
-    def _placed(self) -> tiers.Plan:
+    def _placed(self) -> Plan:
         limits = self.limits
         host = limits.host_memory
         if host is None:
-            host = int(_PINNED_SHARE * psutil.virtual_memory().available)
+            host = int(_PINNED_SHARE * free_memory())
         assert limits.device_memory is not None
         return place_on_device(self._demand, self.policy, limits.device_memory, host)
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from engines.offload.batching import Batcher, BlockBatcher, ChunkRule, SweepBatcher, Waiting
+from engines.offload.memory_plan import Plan
 from engines.offload.pages import pages_for
 from engines.offload.pool import PagePool
-from engines.offload.tiers import Plan
 from harness.api import OffloadPolicy
 
 S = TypeVar("S", bound=Waiting)

@@ -15,12 +15,12 @@ from engines.offload.device import Device
 from engines.offload.executor import Executor
 from engines.offload.kernels import AttentionKernel, Turn
 from engines.offload.kv_cache import PagedCache
+from engines.offload.memory_plan import Plan
 from engines.offload.model import PackedBatch
 from engines.offload.pages import pages_for
 from engines.offload.rehearsal import batcher_for
 from engines.offload.sequences import ActiveSequence
 from engines.offload.standin import Parking
-from engines.offload.tiers import Plan
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError, OffloadPolicy
 

@@ -15,13 +15,13 @@ from itertools import pairwise
 
 from engines.offload.batching import Part, split
 from engines.offload.layout import OUTSIDE, Block, aligned
+from engines.offload.memory_plan import Plan
 from engines.offload.padding import rows_for
 from engines.offload.pages import PAGE_TOKENS, pages_for, record_bytes
 from engines.offload.pool import PagePool
 from engines.offload.rehearsal import Numbers, batcher_for
 from engines.offload.schedule import Op, pass_ops, turns_of
 from engines.offload.storage import Plain, Storage
-from engines.offload.tiers import Plan
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
 from engines.offload.virtual_disk import VirtualDisk, VirtualPages
 from engines.planning.machine import Machine, attention_rate, unpack_rate

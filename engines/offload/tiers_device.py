@@ -6,23 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engines.offload.memory_plan import KEPT_SHARE, Demand, Plan, Work, evenly, largest, mib, slots_within
 from engines.offload.pages import STAGES, page_bytes, pages_for, pieces
 from engines.offload.pinned import pinned_bytes, wasted
-from engines.offload.tiers import (
-    KEPT_SHARE,
-    RING_SHARE,
-    SLACK_BYTES,
-    SLOTS,
-    WORK_SHARE,
-    Demand,
-    Plan,
-    evenly,
-    largest,
-    mib,
-    within,
-)
 from engines.offload.transfer import READERS
-from engines.work_memory import CONTEXT_BYTES
+from engines.work_memory import CONTEXT_BYTES, SLACK_BYTES
 from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
 
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
@@ -71,15 +59,11 @@ class _Planner:
         self._host = host
         self._sweep = policy.schedule == "sweep"
         shape = demand.shape
-        self._row = (8 * shape.hidden + 3 * shape.ffn) * demand.compute_bytes
-        self._logits = 2 * shape.vocab * 4
         self._page = page_bytes(shape, demand.cache)
         self._staged = STAGES * (self._page // shape.num_layers)  # of a page whose home is host memory
         self._span = max(b.span for b in demand.blocks)
-        self._slots = within(SLOTS, device * RING_SHARE / self._span)
-        rows = device * WORK_SHARE / policy.num_gpu_batches / self._row
-        most = policy.gpu_batch_size * demand.max_sequence
-        self._chunk = min(policy.prefill_chunk or within(_CHUNK, rows), most)
+        self._slots = slots_within(device, self._span)
+        self._work = Work.within(device, demand, policy, _CHUNK)
         self._weights = sum(b.nbytes for b in demand.blocks)
         asked = policy.weights
         self._asked = None if asked is None else (int(asked[0] * self._weights), int(asked[1] * self._weights))
@@ -91,21 +75,14 @@ class _Planner:
         sequences = largest(wanted, self._fits)
         if sequences < least:
             raise self._refusal(least)
-        pages = self._pages(sequences, self._least_pages(sequences))
+        pages = self._pages(sequences, self._demand.pages(sequences, self._sweep))
         assert pages is not None
         if self._sweep and (whole := self._pages(sequences, sequences * pages_for(self._demand.max_sequence))):
             pages = whole
         return self._finished(sequences, pages)
 
     def _fits(self, sequences: int) -> bool:
-        return self._pages(sequences, self._least_pages(sequences)) is not None
-
-    def _least_pages(self, sequences: int) -> int:
-        """Pages that so many sequences need: whole ones of a block, of different ages in a sweep."""
-        each = pages_for(self._demand.max_sequence)
-        if not self._sweep:
-            return sequences * each
-        return max(each, sequences * pages_for(self._demand.mean_sequence))
+        return self._pages(sequences, self._demand.pages(sequences, self._sweep)) is not None
 
     def _pages(self, sequences: int, pages: int) -> _Pages | None:
         """Where so many pages are, if there is room for them."""
@@ -128,19 +105,13 @@ class _Planner:
 
     def _fixed(self, sequences: int) -> int:
         """What the device holds beside the cache and weights that stay."""
-        return self._work(sequences) + self._slots * self._span + self._other
-
-    def _work(self, sequences: int) -> int:
-        """Activations and logits of the batches in flight, and what attention holds."""
-        batches, (fixed, row) = self._policy.num_gpu_batches, self._demand.attention
-        size = -(-sequences // batches)
-        return batches * ((size + self._chunk) * self._row + size * self._logits) + fixed + self._chunk * row
+        return self._work.bytes(sequences) + self._slots * self._span + self._other
 
     def _beside(self) -> int:
         """What host memory holds beside weights and the cache: blocks on their way from disk, rows of embeddings on
         their way to the device and of logits back, pinned by torch in powers of two, and the rest."""
         shape, width = self._demand.shape, self._demand.compute_bytes
-        rows = self._chunk * shape.hidden * width + self._policy.block_size * shape.vocab * width
+        rows = self._work.chunk * shape.hidden * width + self._policy.block_size * shape.vocab * width
         return SLACK_BYTES + 2 * rows + pinned_bytes([self._span] * READERS) + wasted(self._host, self._span)
 
     def _finished(self, sequences: int, pages: _Pages) -> Plan:
@@ -152,7 +123,7 @@ class _Planner:
         room = max(0, self._host - self._beside() - pages.host_bytes)
         pinned = self._pinned(rest, min(room, self._asked[1]) if self._asked else room, pages)
         kept, held = (sum(blocks[i].nbytes for i in chosen) for chosen in (resident, pinned))
-        parts = {"cache": pages.device_bytes, "work": self._work(sequences), "ring": self._slots * self._span,
+        parts = {"cache": pages.device_bytes, "work": self._work.bytes(sequences), "ring": self._slots * self._span,
                  "resident": kept, "other": self._other}  # fmt: skip
         words = " + ".join(f"{name} {mib(nbytes)}" for name, nbytes in parts.items())
         total = self._pinned_bytes(pinned, pages)
@@ -160,17 +131,16 @@ class _Planner:
             f"device memory: {words} of {mib(self._device)}; pinned: weights {mib(held)} + cache "
             f"{mib(pages.host_bytes)} + passing = {mib(total)} of {mib(self._host)}"
         )
-        work = self._work(sequences)
         return Plan(
             pages=pages.device,
             disk_pages=0,
             sequences=sequences,
             resident=resident,
             slots=self._slots,
-            chunk=self._chunk,
-            work=work // self._policy.num_gpu_batches,
-            row=self._row,
-            logits=self._logits,
+            chunk=self._work.chunk,
+            work=parts["work"] // self._work.batches,
+            row=self._work.row,
+            logits=self._work.logits,
             bytes=sum(parts.values()),
             note=note,
             host_pages=pages.host,
@@ -193,7 +163,7 @@ class _Planner:
 
     def _refusal(self, sequences: int) -> InfeasibleError:
         """Why not even so many sequences fit, and what would."""
-        pages = self._least_pages(sequences)
+        pages = self._demand.pages(sequences, self._sweep)
         need = self._fixed(sequences) + (self._asked[0] if self._asked else 0) + pages * self._staged
         batches = self._policy.num_gpu_batches
         size = 0 if self._sweep else largest(self._policy.gpu_batch_size, lambda n: self._fits(n * batches))
@@ -204,7 +174,7 @@ class _Planner:
         lacking = {"device": need - self._device, "host": on_host - self._host}
         return InfeasibleError(
             f"offload needs {mib(need)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {sequences} "
-            f"sequences of {self._demand.max_sequence} tokens (work {mib(self._work(sequences))}, ring "
+            f"sequences of {self._demand.max_sequence} tokens (work {mib(self._work.bytes(sequences))}, ring "
             f"{mib(self._slots * self._span)}, other {mib(self._other)}), and {mib(pages * self._page)} for their "
             f"cache there or in host memory; the limits leave {mib(max(0, self._device))} and "
             f"{mib(self._host)}; {hint}",

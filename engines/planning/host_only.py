@@ -10,10 +10,11 @@ from functools import lru_cache
 
 from engines.offload.batching import steady_blocks
 from engines.offload.layout import Block, blocks_of, matrices_of
+from engines.offload.memory_plan import Demand
 from engines.offload.rehearsal import Numbers
 from engines.offload.simulator import Placed, Simulator
 from engines.offload.storage import Storage, storages
-from engines.offload.tiers import Demand, attention_memory, place
+from engines.offload.tiers import attention_memory, place
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
 from engines.planning.predict import Planner, Prediction, bound, require_modelled

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import psutil
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-PROC_SELF_CGROUP = Path("/proc/self/cgroup")
+from harness.api.memory import memory_cgroups
+
 _PREFIX = "harness-"
 
 
@@ -204,13 +204,9 @@ class GroupReader:
         self.oom_kills = 0
         self.peak_bytes: int | None = None
         self.version = ""
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                for version, base in (("cgroup-v1", CGROUP_ROOT / "memory"), ("cgroup-v2", CGROUP_ROOT)):
-                    known = controllers == "" if version == "cgroup-v2" else "memory" in controllers.split(",")
-                    if known and container in path and (base / path.strip("/") / "memory.stat").exists():
-                        self._group, self.version = base / path.strip("/"), version
+        for version, group in memory_cgroups(pid):
+            if container in str(group) and (group / "memory.stat").exists():
+                self._group, self.version = group, f"cgroup-v{version}"
 
     def read(self) -> None:
         """Takes what is there now; what was read stays when the group is gone."""
@@ -238,23 +234,6 @@ def cap_method() -> str:
     return group.method
 
 
-def free_memory() -> int:
-    """Bytes that a new process may take before others are squeezed: of the machine, within our own limit."""
-    free = psutil.virtual_memory().available
-    limit = own_limit()
-    return free if limit is None else min(free, limit)
-
-
-def own_limit() -> int | None:
-    """Bytes of the tightest memory limit on this process's own cgroup and those above it; None for no limit."""
-    limits = []
-    for kind, parent in _parents():
-        name = "memory.limit_in_bytes" if kind is CgroupV1 else "memory.max"
-        limits += [_number(group / name) for group in (parent, *parent.parents) if group.is_relative_to(CGROUP_ROOT)]
-    # cgroup v1 says "no limit" by a number near 2^63, v2 by the word max
-    return min((limit for limit in limits if limit is not None and limit < 1 << 60), default=None)
-
-
 def sweep_stale_groups() -> None:
     """Removes groups left by harnesses that were killed, with whatever still runs in them."""
     for _, parent in _parents():
@@ -269,17 +248,12 @@ def sweep_stale_groups() -> None:
 def _parents() -> list[tuple[type[CgroupV1] | type[CgroupV2], Path]]:
     """Where a group may be made, best first: below this process's own group, so outer limits still hold."""
     found: list[tuple[type[CgroupV1] | type[CgroupV2], Path]] = []
-    with contextlib.suppress(OSError):
-        for line in PROC_SELF_CGROUP.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own = path.strip("/")
-            if "memory" in controllers.split(","):
-                found.append((CgroupV1, CGROUP_ROOT / "memory" / own))
-            elif controllers == "":
-                # A v2 group with processes of its own cannot delegate memory to children: try its parent too.
-                for base in dict.fromkeys((CGROUP_ROOT / own, (CGROUP_ROOT / own).parent, CGROUP_ROOT)):
-                    if (base / "cgroup.controllers").exists():
-                        found.append((CgroupV2, base))
+    for version, own in memory_cgroups():
+        if version == 1:
+            found.append((CgroupV1, own))
+            continue
+        # a v2 group with processes of its own cannot delegate memory to children: try those above it too
+        found += [(CgroupV2, base) for base in (own, *own.parents) if (base / "cgroup.controllers").exists()]
     return found
 
 

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.layout import Matrix, blocks_of
+from engines.offload.memory_plan import Demand
 from engines.offload.pages import page_bytes, pages_for
 from engines.offload.storage import Grouped, Plain
-from engines.offload.tiers import SLACK_BYTES, Demand, place
+from engines.offload.tiers import place
+from engines.work_memory import SLACK_BYTES
 from harness.api import (
     InfeasibleError,
     ModelShape,

@@ -27,11 +27,12 @@ ARG PIP_DEFAULT_TIMEOUT
 ENV PIP_INDEX_URL=$PIP_INDEX_URL PIP_EXTRA_INDEX_URL=$PIP_EXTRA_INDEX_URL PIP_CERT=$PIP_CERT \
     PIP_DEFAULT_TIMEOUT=$PIP_DEFAULT_TIMEOUT
 RUN python3 -m venv /opt/engine
+# torch first, with what it requires: of CUDA's libraries nothing for a build for CPUs, all of them for one of CUDA
 RUN printf '%s\n' '#!/bin/sh -e' \
       'first=$(grep -E "^(torch|setuptools|wheel)==" /pins/$1.txt || true)' \
-      'pip="/opt/engine/bin/pip install --no-cache-dir --disable-pip-version-check --quiet --find-links /pins --no-deps"' \
-      'if [ -n "$first" ]; then $pip $first; fi' \
-      '$pip --no-build-isolation -r /pins/$1.txt' > /usr/local/bin/install-pins \
+      'pip="/opt/engine/bin/pip install --no-cache-dir --disable-pip-version-check --quiet --find-links /pins"' \
+      'if [ -n "$first" ]; then $pip -c /pins/$1.txt $first; fi' \
+      '$pip --no-deps --no-build-isolation -r /pins/$1.txt' > /usr/local/bin/install-pins \
     && chmod +x /usr/local/bin/install-pins
 
 # ------------------------------------------------------------------ this project's code, the same for all
@@ -42,7 +43,8 @@ COPY suites /code/suites
 COPY reports /code/reports
 
 FROM base AS engine
-ENV PYTHONPATH=/code
+# HOME: where Triton keeps what it has compiled
+ENV PYTHONPATH=/code HOME=/tmp
 ENTRYPOINT ["python3", "-P", "-m", "harness.cli"]
 CMD ["--help"]
 WORKDIR /results

@@ -19,13 +19,14 @@ _TORCH = ("torch", "transformers", "safetensors", "numpy")
 #: What each is for, beside the harness's own dependencies.
 WANTED: Mapping[str, Sequence[str]] = {
     "harness": ("vl-convert-python", "sqlalchemy", "ruptures"),
-    "offload": (*_TORCH, "accelerate", "greenlet", "gguf", "vl-convert-python"),
+    "offload": (*_TORCH, "accelerate", "greenlet", "gguf", "nvidia-ml-py", "vl-convert-python"),
     "accelerate": (*_TORCH, "accelerate", "hqq", "lm-eval==0.4.13", "datasets"),
     "deepspeed": (*_TORCH, "accelerate", "deepspeed==0.19.8", "ninja"),
     "flexgen": (*_TORCH, "flexgen==0.1.8"),
     "llamacpp": ("xllamacpp==2026.10.11549", "gguf", "numpy", "safetensors"),
     "airllm": (*_TORCH, "accelerate", "airllm==4.0.0"),
-    "vllm": ("vllm", "transformers", "numpy"),
+    # it runs with CUDA alone: of torch's builds never the one for CPUs, which names no libraries of CUDA
+    "vllm": ("vllm", "torch===2.13.0", "transformers", "numpy"),
     "helm": ("torch==2.13.0", "crfm-helm==0.5.16"),
 }
 #: Whose own pins clash with ours.

@@ -20,7 +20,7 @@ from harness.api import EventSink, HarnessError, RunSpec
 from harness.launchers.process import ProcessSandbox
 
 #: Part of an environment's hash: raise it when the same pins are installed in another way.
-_RECIPE = "1"
+_RECIPE = "2"
 _PACKAGES = ("harness", "engines", "suites", "reports")
 _READY = ".ready"
 _INSTALL_TIMEOUT_S = 3600.0
@@ -103,10 +103,13 @@ def _for_pip() -> dict[str, str]:
 
 
 def install_steps(pins: Path) -> list[list[str]]:
-    """What pip is asked for, one after another: what is built needs torch and the build tools there before it."""
+    """What pip is asked for, one after another: what is built needs torch and the build tools there before it.
+
+    torch comes with what it requires: of CUDA's libraries nothing for a build for CPUs, all of them for one of CUDA.
+    """
     first = [line for line in pins.read_text().splitlines() if line.startswith(("torch==", "setuptools==", "wheel=="))]
     rest = ["--no-build-isolation", "--no-deps", "-r", str(pins)]
-    return [["--no-deps", *first], rest] if first else [rest]
+    return [["-c", str(pins), *first], rest] if first else [rest]
 
 
 @contextlib.contextmanager

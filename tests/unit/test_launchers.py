@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from harness.launchers.launcher import CellLauncher, _judge_helper, judge
 from harness.launchers.sandbox import Task
 from harness.launchers.venv import VirtualEnvironments, _for_pip, install_steps
 
+_ROOT = Path(__file__).parents[2]
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
 
 
@@ -44,6 +46,14 @@ def test_every_environment_has_its_pins_and_is_built_torch_first():
         assert all("==" in line and "+" not in line for line in lines), name
         steps = install_steps(pins)
         assert ("torch" in {line.split("==")[0] for line in lines}) == any(w.startswith("torch==") for w in steps[0])
+
+
+def test_triton_is_the_one_that_torch_requires():
+    """Its CUDA build names one; which, no package that is installed here says."""
+    of_torch = {"2.13.0": "3.7.1"}
+    for pins in [_ROOT / "constraints.txt", *map(registry.environment_pins, WANTED)]:
+        found = dict(line.split("==") for line in pins.read_text().splitlines() if "==" in line and line[0] != "#")
+        assert found.get("triton", of_torch.get(found.get("torch"))) == of_torch.get(found.get("torch")), pins.name
 
 
 def test_an_environment_is_known_by_its_pins(tmp_path, monkeypatch):

@@ -12,6 +12,9 @@ from engines.offload.layout import Block
 from engines.offload.throttle import Throttle
 from harness.api import HarnessError
 
+#: Threads that read.
+READERS = 2
+
 
 class BlockFiles:
     """The files of `blocks` in `folder`, open until `close`.

@@ -11,7 +11,7 @@ import torch
 
 from engines.offload import gemm
 from engines.offload.attention_home import HomeAttention
-from engines.offload.block_files import BlockFiles
+from engines.offload.block_files import READERS, BlockFiles
 from engines.offload.device import Device
 from engines.offload.kernels import AttentionKernel, Codec, Segments, Turn
 from engines.offload.kernels.on_device import DeviceKernels
@@ -27,19 +27,11 @@ from engines.offload.rings import DeviceRing, Ring
 from engines.offload.rule import Rule
 from engines.offload.storage import Storage
 from engines.offload.throttle import Throttle
-from engines.offload.tiers_device import pinned_sizes, place_on_device
+from engines.offload.tiers_device import PINNED_SHARE, block_values, pinned_sizes, place_on_device
 from engines.offload.timeline import Timeline
-from engines.offload.transfer import READERS
 from engines.offload.weights import Converted
 from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
 from harness.api.memory import free_memory
-
-#: Values of a block of a large model: one copy of it outlasts the asking for it by far, and few make a ring.
-_BLOCK_VALUES = 32 << 20
-#: As in layout.py, of a small one: it is to have some blocks.
-_LEAST_VALUES, _BLOCKS = 16 << 10, 256
-#: Without a limit the part of the memory that is free which may be pinned.
-_PINNED_SHARE = 0.8
 
 
 class DeviceLoading(Loading):
@@ -50,13 +42,11 @@ class DeviceLoading(Loading):
     def __init__(
         self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, device: Device
     ) -> None:
-        if policy.activations not in (None, (1.0, 0.0, 0.0)):
-            raise UnsupportedError("policy.activations: with a device they stay there: leave them out, or [1, 0, 0]")
         if policy.cpu_attention and policy.value_sparsity < 1:
             raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
         self.device = device
         self._on_device = DeviceKernels()
-        self.block_values = min(_BLOCK_VALUES, max(_LEAST_VALUES, model.shape.params_total // _BLOCKS))
+        self.block_values = block_values(model.shape)
         super().__init__(model, policy, limits, job)
         if policy.cpu_attention and self.seamed.has_windows:
             raise UnsupportedError(
@@ -98,7 +88,7 @@ class DeviceLoading(Loading):
         limits = self.limits
         host = limits.host_memory
         if host is None:
-            host = int(_PINNED_SHARE * free_memory())
+            host = int(PINNED_SHARE * free_memory())
         assert limits.device_memory is not None
         return place_on_device(self._demand, self.policy, limits.device_memory, host)
 

@@ -6,19 +6,12 @@ cost 8. Pieces that are powers of two cost what they are, and the sum is known b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from engines.offload.layout import aligned
-
-#: The smallest piece and the largest: at the end of each less than a tensor is lost.
-_LEAST, _MOST = 1 << 20, 1 << 33
-
-
-def wasted(nbytes: int, largest: int) -> int:
-    """At most so many of `nbytes` are lost at the ends of pieces, of tensors up to `largest` bytes."""
-    return (nbytes // _MOST + (_MOST // max(largest, _LEAST)).bit_length()) * largest
+from engines.offload.pinned_pieces import packed
 
 
 class PinnedMemory:
@@ -44,29 +37,3 @@ class PinnedMemory:
         if not places:
             del self._room[aligned(nbytes)]
         return place
-
-
-def pinned_bytes(sizes: Iterable[int]) -> int:
-    """What PinnedMemory takes for such sizes."""
-    return sum(size for size, _ in packed([aligned(size) for size in sizes]))
-
-
-def packed(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Pieces (bytes, what goes there) for tensors of `sizes`: the largest first, each where it still fits.
-
-    A new piece is the largest power of two that what is left will fill, so that little is wasted but in the last.
-    """
-    rest = sum(sizes)
-    pieces: list[tuple[int, list[int]]] = []
-    left: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        place = next((i for i, room in enumerate(left) if room >= size), None)
-        if place is None:
-            whole = max(_LEAST, min(_MOST, 1 << rest.bit_length() - 1) if rest else 0, 1 << (size - 1).bit_length())
-            pieces.append((whole, []))
-            left.append(whole)
-            place = len(pieces) - 1
-        pieces[place][1].append(size)
-        left[place] -= size
-        rest -= size
-    return pieces

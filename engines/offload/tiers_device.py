@@ -6,16 +6,22 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engines.offload.block_files import READERS
 from engines.offload.memory_plan import KEPT_SHARE, Demand, Plan, Work, evenly, largest, mib, slots_within
 from engines.offload.pages import STAGES, page_bytes, pages_for, pieces
-from engines.offload.pinned import pinned_bytes, wasted
-from engines.offload.transfer import READERS
+from engines.offload.pinned_pieces import pinned_bytes, wasted
 from engines.work_memory import CONTEXT_BYTES, SLACK_BYTES
-from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
+from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
 
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
 #: hundreds cost it in weights.
 _CHUNK = (64, 4096)
+#: Values of a block of a large model: one copy of it outlasts the asking for it by far, and few make a ring.
+_BLOCK_VALUES = 32 << 20
+#: As in layout.py, of a small one: it is to have some blocks.
+_LEAST_VALUES, _BLOCKS = 16 << 10, 256
+#: Without a limit the part of the memory that is free which may be pinned.
+PINNED_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,11 @@ class _Pages:
     host: int
     device_bytes: int
     host_bytes: int
+
+
+def block_values(shape: ModelShape) -> int:
+    """Values of a block, which is copied to the device as one."""
+    return min(_BLOCK_VALUES, max(_LEAST_VALUES, shape.params_total // _BLOCKS))
 
 
 def pinned_sizes(demand: Demand, pinned: Iterable[int], pages: int) -> list[int]:
@@ -42,8 +53,11 @@ def place_on_device(demand: Demand, policy: OffloadPolicy, device: int, host: in
     Where the policy leaves it open, keys and values are on the device as far as they fit there, and weights in what is
     left of it; then weights are in host memory, and keys and values in what is left there: what the disk gives is
     slowest. Blocks of sequences must fit whole, and so their keys and values come first; a sweep runs as many sequences
-    as fit, up to its batch size. Raises InfeasibleError with the numbers, UnsupportedError for keys and values on disk.
+    as fit, up to its batch size. Raises InfeasibleError with the numbers, UnsupportedError for keys and values on disk
+    or activations that are not on the device.
     """
+    if policy.activations not in (None, (1.0, 0.0, 0.0)):
+        raise UnsupportedError("policy.activations: with a device they stay there: leave them out, or [1, 0, 0]")
     if policy.cache is not None and policy.cache[2]:
         raise UnsupportedError("policy.cache: with a device keys and values are there and in host memory, not on disk")
     return _Planner(demand, policy, device - CONTEXT_BYTES, host).plan()

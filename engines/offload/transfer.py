@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from engines.offload.block_files import READERS
 from engines.offload.layout import Block
 from engines.offload.rings import Ring
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError
 
-READERS = 2
 #: How many reads fill the ring: large ones wake few threads and keep a disk's queue as full as many small ones.
 _READS = 4
 

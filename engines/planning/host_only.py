@@ -10,11 +10,11 @@ from functools import lru_cache
 
 from engines.offload.batching import steady_blocks
 from engines.offload.layout import Block, blocks_of, matrices_of
-from engines.offload.memory_plan import Demand
 from engines.offload.rehearsal import Numbers
 from engines.offload.simulator import Placed, Simulator
 from engines.offload.storage import Storage, storages
 from engines.offload.tiers import attention_memory, place
+from engines.planning.demand import SYSTEM_BYTES, demand, longest
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
 from engines.planning.predict import Planner, Prediction, bound, require_modelled
@@ -25,14 +25,10 @@ from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, Infea
 
 #: Matrices of a layer that come before its attention: queries, keys and values.
 BEFORE_ATTENTION = 3
-#: Small tensors of a layer, norms and biases, in hidden sizes.
-_SMALL = 16
 #: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
 _BLOCKS = 256
 #: Sequences that a plan has room for.
 _MOST = 1024
-#: Of the host's memory what the system and idle processes take.
-_SYSTEM = 1.5e9
 
 
 class HostPlanner:
@@ -58,11 +54,14 @@ class HostPlanner:
         self._found: dict[OffloadPolicy, Placed] = {}
         self._dtype = dtype
         self._reserved = reserved
-        self._budget = int(budget if budget is not None else profile.host.memory - _SYSTEM)
+        self._budget = int(budget if budget is not None else profile.host.memory - SYSTEM_BYTES)
         if self._budget <= 0:
             short = -self._budget
-            raise InfeasibleError(f"infeasible on {profile.name}: the system alone takes {_SYSTEM:,.0f} bytes of the "
-                                  f"host's {profile.host.memory:,.0f}", {"host": short})  # fmt: skip
+            raise InfeasibleError(
+                f"infeasible on {profile.name}: the system alone takes {SYSTEM_BYTES:,.0f} bytes of the host's "
+                f"{profile.host.memory:,.0f}",
+                {"host": short},
+            )
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy itself, if it fits. Of more sequences than `_MOST` no plan is made: a host's products are at their
@@ -155,22 +154,13 @@ def placed(
     tokens. Raises InfeasibleError as it does."""
     layers, outside, cache = storages(dtype, policy)
     blocks, experts = _pieces(shape, layers, outside)
-    longest = reserved or max(r.prompt + r.generated for r in requests)
-    mean = sum(r.prompt + r.generated // 2 for r in requests) // len(requests)
-    largest = max(b.shape[0] * b.shape[1] for b in blocks)
     kernel = compute_dtype == "float32"
-    demand = Demand(
-        shape=shape,
-        blocks=blocks,
-        cache=cache,
-        compute_bytes=DTYPE_BYTES[compute_dtype],
-        cast_bytes=0 if kernel or policy.weight_bits == 16 else largest * (4 + DTYPE_BYTES[compute_dtype]),
-        small=_SMALL * shape.hidden * shape.num_layers * DTYPE_BYTES[compute_dtype],
-        attention=attention_memory(shape, longest, threads),
-        max_sequence=longest,
-        mean_sequence=mean,
-    )
-    return Placed(shape, blocks, cache, place(demand, policy, budget), experts)
+    wanted = demand(
+        shape, blocks, cache, compute_dtype, requests, reserved=reserved,
+        cast_bytes=0 if kernel or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
+        attention=attention_memory(shape, reserved or longest(requests), threads),
+    )  # fmt: skip
+    return Placed(shape, blocks, cache, place(wanted, policy, budget), experts)
 
 
 @lru_cache(maxsize=64)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from engines.planning.predict import Planner, Prediction
+from engines.planning.with_device import DevicePlanner
 from engines.planning.work import Lengths
 from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
@@ -57,11 +59,15 @@ class PipelinePlanner(Planner):
         return nbytes / self._between if self._between else 0.0
 
 
-def planner_for(shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int) -> Planner:
-    """Of one device, or of a pipeline of them."""
-    if stages == 1:
-        return Planner(shape, lengths, profile, engine)
-    return PipelinePlanner(shape, lengths, profile, engine, stages)
+def planner_for(
+    shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int, **job: Any
+) -> Planner:
+    """Of one device, or of a pipeline of them. `job`: what DevicePlanner asks for beside, of our engine."""
+    if stages > 1:
+        return PipelinePlanner(shape, lengths, profile, engine, stages)
+    if engine == "offload":
+        return DevicePlanner(shape, lengths, profile, **job)
+    return Planner(shape, lengths, profile, engine)
 
 
 def _part(profile: HardwareProfile, stages: int) -> HardwareProfile:

@@ -140,11 +140,22 @@ def _given(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Candidate:
     if policy.schedule == "row" and policy.num_gpu_batches > 1:
         raise HarnessError(f"schedule row has one batch at a time, not {policy.num_gpu_batches}: "
                            "set num_gpu_batches to 1, or take zigzag")  # fmt: skip
-    prediction = planner.predict(planner.placed(policy))
-    if lacking := planner.lacking(prediction):
+    if lacking := _lacking(planner, policy):
         where = f"infeasible on {planner.profile.name}"
         raise InfeasibleError(f"{where}: {shortage(lacking)}; {_remedy(planner, policy)}", lacking)
-    return Candidate(planner.placed(policy), prediction)
+    placed = planner.placed(policy)
+    return Candidate(placed, planner.predict(placed))
+
+
+def _lacking(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Mapping[str, float]:
+    """Bytes that each tier is short of for a policy. Raises InfeasibleError as HostPlanner does, whose words are those
+    of the engine."""
+    try:
+        return planner.lacking(planner.predict(planner.placed(policy)))
+    except InfeasibleError as exc:
+        if isinstance(planner, HostPlanner):
+            raise
+        return exc.lacking
 
 
 def _remedy(planner: Planner | HostPlanner, policy: OffloadPolicy) -> str:
@@ -161,7 +172,7 @@ def _remedy(planner: Planner | HostPlanner, policy: OffloadPolicy) -> str:
 
 
 def _fits(planner: Planner | HostPlanner, policy: OffloadPolicy) -> bool:
-    return not planner.lacking(planner.predict(planner.placed(policy)))
+    return not _lacking(planner, policy)
 
 
 def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> InfeasibleError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from engines.offload.batching import steady_blocks
@@ -62,7 +64,7 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
 
 
 def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
-    """The cell with the policy that is best for it; on a CPU the engine itself keeps what is left over of weights.
+    """The cell with the policy that is best for it; our engine itself places weights where there is room for them.
 
     Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits.
     """
@@ -74,20 +76,28 @@ def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths
         raise HarnessError(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
-    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype)
+    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, _may_have_windows(model))
     best = cell.best()
-    if profile.device is not None and spec.engine == "offload":  # which holds activations there, and no cache on disk
-        best = replace(best, activations=None, cache=None if best.cache and best.cache[2] else best.cache)
+    if profile.device is not None and spec.engine == "offload":  # with room by its own count
+        cache = best.cache if best.cpu_attention else spec.policy.cache
+        best = replace(best, weights=spec.policy.weights, activations=None, cache=cache)
     return replace(spec, policy=best, tune="none")
 
 
+def _may_have_windows(model: LocalModel) -> bool:
+    """Whether a configuration names a sliding window: in such layers the host does not attend beside a device."""
+    config = Path(model.path) / "config.json"
+    return bool(model.path) and bool(json.loads(config.read_text()).get("sliding_window"))
+
+
 class _Cell:
-    """One cell on one machine."""
+    """One cell on one machine. `windows`: attention stays on the device."""
 
     def __init__(
         self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile, ragged: Sequence[tuple[int, int]],
-        dtype: Dtype,
+        dtype: Dtype, windows: bool = False,
     ) -> None:  # fmt: skip
+        self._attention = (False,) if windows else (False, True)
         self._spec = spec
         self._shape = shape
         self._profile = profile
@@ -96,23 +106,26 @@ class _Cell:
         self._each = [Lengths(*one) for one in ragged] or [Lengths(job.prompt_len, job.gen_len)]
         self._lengths = mean(self._each)
         self._planner: Planner | HostPlanner
+        # what the limit leaves is all for the model's work; without one the system needs some
+        budget = profile.host.memory if spec.limits.host_memory is not None else None
+        reserved = job.prompt_len + job.gen_len
         if profile.device is None:
             if spec.engine != "offload":
                 raise HarnessError(f"hardware {profile.name} has no device: only offload is predicted there")
-            # what the limit leaves is all for the model's work; without one the system needs some
-            budget = profile.host.memory if spec.limits.host_memory is not None else None
             # of a longer job so many are enough to tell what the others take
             most = max(_PLAYED, spec.policy.block_size * steady_blocks(spec.policy))
             requests = None if job.num_requests == "auto" else min(job.num_requests, most)
             self._planner = HostPlanner(
-                shape, self._lengths, profile, requests, each=self._each, budget=budget, dtype=dtype,
-                reserved=job.prompt_len + job.gen_len,
-            )  # fmt: skip
+                shape, self._lengths, profile, requests, each=self._each, budget=budget, dtype=dtype, reserved=reserved
+            )
         else:
             stages = max(1, profile.devices)
             if stages > 1 and spec.policy.schedule == "sweep":
                 raise HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
-            self._planner = planner_for(shape, self._lengths, profile, spec.engine, stages)
+            self._planner = planner_for(
+                shape, self._lengths, profile, spec.engine, stages,
+                each=self._each, dtype=dtype, budget=budget, reserved=reserved,
+            )  # fmt: skip
         if spec.policy.schedule not in self._planner.style.schedules:
             raise HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
 
@@ -149,7 +162,7 @@ class _Cell:
         wanted = Wanted(
             schedules=[policy.schedule],
             bits=ALL_BITS if self._spec.tune == "search_bits" else own,
-            cpu_attention=(policy.cpu_attention,) if self._profile.device is None else (False, True),
+            cpu_attention=(policy.cpu_attention,) if self._profile.device is None else self._attention,
             latency_s=latency_s,
             requests=None if asked == "auto" else asked,
             base=replace(policy, threads=policy.threads or (None if self._profile.device else allotted(self._profile))),
@@ -165,7 +178,12 @@ class _Cell:
         fitting = None
         size = 1
         while size <= _CEILING:
-            policy = self._planner.placed(replace(self._spec.policy, gpu_batch_size=size))
+            try:
+                policy = self._planner.placed(replace(self._spec.policy, gpu_batch_size=size))
+            except InfeasibleError:  # as the engine says it, where it places
+                if fitting is None:
+                    raise
+                break
             if self._planner.lacking(self._planner.predict(policy)):
                 break
             fitting = policy

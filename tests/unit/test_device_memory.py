@@ -12,7 +12,8 @@ from engines import shapes
 from engines.offload.layout import ALIGN, blocks_of, matrices_of
 from engines.offload.memory_plan import Demand
 from engines.offload.pages import STAGES, page_bytes, pages_for
-from engines.offload.pinned import PinnedMemory, packed, pinned_bytes
+from engines.offload.pinned import PinnedMemory
+from engines.offload.pinned_pieces import packed, pinned_bytes
 from engines.offload.storage import Grouped, Plain
 from engines.offload.tiers_device import pinned_sizes, place_on_device
 from engines.work_memory import CONTEXT_BYTES

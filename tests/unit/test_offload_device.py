@@ -1,5 +1,7 @@
 """The engine on a device that does everything as late as it may: the right answers, and no waiting inside a pass."""
 
+from dataclasses import asdict, replace
+
 import pytest
 import transformers
 from hypothesis import Phase, given, settings
@@ -10,7 +12,9 @@ from engines.offload import calibrate_device
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.on_device import DeviceKernels
 from engines.offload.pages import pages_for
+from engines.planning.simulated import searched
 from engines.work_memory import CONTEXT_BYTES
+from harness import hardware
 from harness.api import (
     Disk,
     HardwareLimits,
@@ -20,7 +24,9 @@ from harness.api import (
     ModelSpec,
     OffloadPolicy,
     Processor,
+    RunSpec,
     UnsupportedError,
+    WorkloadSpec,
 )
 from tests import pretend
 from tests.offload import CONFIGS, requests_of, same_by_the_near_tie_rule, save, with_kernels
@@ -181,6 +187,35 @@ def test_a_device_is_measured_for_plans(monkeypatch):
 def test_what_is_not_there_with_a_device_is_refused(model, cache, policy, words):
     with pytest.raises(UnsupportedError, match=words):
         load(model, cache, **policy)
+
+
+@pytest.mark.parametrize(("schedule", "device", "host"), [("row", 88, 72), ("zigzag", 90, 90), ("sweep", 88, 96)])
+def test_what_a_search_finds_can_be_run(model, cache, schedule, device, host):
+    limits = HardwareLimits(device_memory=CONTEXT_BYTES + device * MIB, host_memory=host * MIB)
+    spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
+                   OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
+    found = searched(spec, model, hardware.load("t4_gcp"), [])
+    engine, report, _ = load(model, cache, device * MIB, host * MIB, **asdict(found.policy))
+    requests = requests_of(3, found.policy.block_size, eos=False)
+    done = list(engine.generate(requests))
+    engine.close()
+    assert found.tune == "none"
+    assert report.policy.gpu_batch_size == found.policy.gpu_batch_size
+    assert len(done) == len(requests)
+
+
+def test_a_search_leaves_attention_to_windows_on_the_device(tmp_path):
+    folder = save(tmp_path / "m", "gemma2", **MORE["gemma2"])
+    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
+    # a device so slow at attention that the host's would always be the better
+    profile = hardware.load("t4_gcp")
+    device = replace(profile.device, bandwidth=1e6)
+    limits = HardwareLimits(device_memory=CONTEXT_BYTES + 120 * MIB, host_memory=96 * MIB)
+    spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
+                   OffloadPolicy(1, schedule="zigzag"), tune="search", limits=limits)  # fmt: skip
+    plain = replace(model, path="")
+    answers = [searched(spec, one, replace(profile, device=device), []).policy for one in (model, plain)]
+    assert [policy.cpu_attention for policy in answers] == [False, True]
 
 
 def test_attention_by_the_host_is_refused_where_a_layer_has_a_window(tmp_path, cache):

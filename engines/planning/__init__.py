@@ -2,5 +2,5 @@
 
 No torch here: a plan is made in a second, on any machine. Layers, bottom up: machine.py (seconds that a
 machine takes), work.py (what a pass asks for), memory.py (what must fit), style.py (how engines work), closed_form.py
-(a policy's throughput), search.py (the best policy). Of our own engine with_device.py and host_only.py place as it does.
+(a policy's throughput), search.py (the best policy). For our engine with_device.py and host_only.py place as it does.
 """

@@ -134,7 +134,7 @@ def folder(request, tmp_path_factory):
 def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy, share):
     model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
     batches = {"num_gpu_batches": 2} if schedule == "zigzag" else {}
-    requests = requests_of(3, 7)
+    requests = requests_of(3, 5)
     found = []
     for cache in ((0.0, 1.0, 0.0), (0.0, 1 - share, share)):
         engine, report = load(
@@ -149,10 +149,10 @@ def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy
         )
         assert report.policy.cache[2] == pytest.approx(cache[2], abs=0.05)
         found.append({result.id: result.tokens for result in engine.generate(requests)})
-        again = {result.id: result.tokens for result in engine.generate(requests)}
-        assert again == found[-1]
+        if cache[2]:  # pages that were given back are written anew
+            found.append({result.id: result.tokens for result in engine.generate(requests)})
         engine.close()
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_cache_on_disk_lets_more_sequences_in(tmp_path):

@@ -16,9 +16,19 @@ from engines.offload.pinned import PinnedMemory
 from engines.offload.pinned_pieces import packed, pinned_bytes
 from engines.offload.storage import Grouped, Plain
 from engines.offload.tiers_device import pinned_sizes, place_on_device
+from engines.planning.simulated import searched
 from engines.work_memory import CONTEXT_BYTES
-from harness import config
-from harness.api import InfeasibleError, OffloadPolicy, UnsupportedError
+from harness import config, hardware
+from harness.api import (
+    HardwareLimits,
+    InfeasibleError,
+    LocalModel,
+    ModelSpec,
+    OffloadPolicy,
+    RunSpec,
+    UnsupportedError,
+    WorkloadSpec,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -157,3 +167,18 @@ def test_what_the_device_suites_ask_for_fits_their_limits(name):
         one = demand(cell.model.id, stored, cached, cell.workload.prompt_len, cell.workload.gen_len)
         plan = place_on_device(one, cell.policy, cell.limits.device_memory, cell.limits.host_memory)
         assert plan.sequences >= min(16, cell.policy.block_size), (cell.name, plan.note)
+
+
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
+@pytest.mark.parametrize("name", ["facebook/opt-6.7b", "facebook/opt-30b"])
+def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
+    """Of a T4, as suites/opt30b_t4.yaml has it: CUDA takes its part, and the engine computes in another."""
+    limits = HardwareLimits(device_memory=int(14.7 * GIB), host_memory=204 * GIB)
+    spec = RunSpec("offload", ModelSpec(name, "dummy"), WorkloadSpec("synthetic", 512, 32, "auto"),
+                   OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
+    shape = shapes.shape(name)
+    model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
+    found = searched(spec, model, hardware.load("t4_gcp"), []).policy
+    plan = place_on_device(demand(name), found, limits.device_memory, limits.host_memory)
+    assert found.gpu_batch_size > 1
+    assert plan.sequences == found.block_size or schedule == "sweep"

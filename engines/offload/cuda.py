@@ -79,9 +79,8 @@ class Cuda:
         torch.cuda.current_stream().wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            tensor.contiguous().pin_memory().to(self.where, non_blocking=True)
-        )  # torch keeps the pinned copy until it is read
+        # torch keeps the pinned copy until it is read
+        return tensor.contiguous().pin_memory().to(self.where, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         tensor = tensor.contiguous()

@@ -6,13 +6,13 @@ Source: FlexGen (Sheng et al. 2023), section 4.4 and table 3.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from engines.planning.predict import Planner, Prediction
 from engines.planning.with_device import DevicePlanner
 from engines.planning.work import Lengths
-from harness.api import HardwareProfile, ModelShape, OffloadPolicy
+from harness.api import Dtype, HardwareProfile, ModelShape, OffloadPolicy
 
 
 class PipelinePlanner(Planner):
@@ -60,13 +60,14 @@ class PipelinePlanner(Planner):
 
 
 def planner_for(
-    shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int, **job: Any
-) -> Planner:
-    """Of one device, or of a pipeline of them. `job`: what DevicePlanner asks for beside, of our engine."""
+    shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int, *,
+    each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None, reserved: int | None = None,
+) -> Planner:  # fmt: skip
+    """Of one device, or of a pipeline of them. The job's particulars are for our engine on one: see DevicePlanner."""
     if stages > 1:
         return PipelinePlanner(shape, lengths, profile, engine, stages)
     if engine == "offload":
-        return DevicePlanner(shape, lengths, profile, **job)
+        return DevicePlanner(shape, lengths, profile, each=each, dtype=dtype, budget=budget, reserved=reserved)
     return Planner(shape, lengths, profile, engine)
 
 

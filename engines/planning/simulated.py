@@ -76,7 +76,8 @@ def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths
         raise HarnessError(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
-    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, _may_have_windows(model))
+    windows = profile.device is not None and _may_have_windows(model)
+    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, windows)
     best = cell.best()
     if profile.device is not None and spec.engine == "offload":  # with room by its own count
         cache = best.cache if best.cpu_attention else spec.policy.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -49,11 +50,12 @@ class DevicePlanner(Planner):
         """The policy with the fractions of the engine's own placement, the fastest of a few; None where none fits."""
         found = []
         for cache in self._caches(policy):
-            try:
-                found.append(self._realised(replace(policy, cache=cache), _MARGIN))
-            except InfeasibleError:
-                continue
-        return max(found, key=lambda one: self.estimate(one).throughput_tok_s, default=None)
+            with suppress(InfeasibleError):
+                one = self._realised(replace(policy, cache=cache), _MARGIN)
+                prediction = self.estimate(one)
+                if not self.lacking(prediction):
+                    found.append((prediction.throughput_tok_s, one))
+        return max(found, key=lambda pair: pair[0])[1] if found else None
 
     def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
@@ -73,11 +75,6 @@ class DevicePlanner(Planner):
         return replace(found, peak=Peak(float(plan.bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk)))
 
     estimate = predict
-
-    def lacking(self, prediction: Prediction) -> Mapping[str, float]:
-        """Bytes that the disk is short of: what does not fit the memory is not placed."""
-        short = prediction.peak.disk - self.profile.disk.capacity
-        return {"disk": short} if short > 0 else {}
 
     def _caches(self, policy: OffloadPolicy) -> Iterator[Fractions | None]:
         yield policy.cache

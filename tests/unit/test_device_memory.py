@@ -1,6 +1,7 @@
 """What a device and pinned memory are to hold: within the limits to the byte, as asked for, or refused with numbers."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,14 @@ def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
     plan = place_on_device(demand(name), found, limits.device_memory, limits.host_memory)
     assert found.gpu_batch_size > 1
     assert plan.sequences == found.block_size or schedule == "sweep"
+
+
+def test_a_search_leaves_out_what_the_disk_cannot_hold():
+    spec = RunSpec("offload", ModelSpec("facebook/opt-30b", "dummy"), WorkloadSpec("synthetic", 512, 32, "auto"),
+                   OffloadPolicy(1), tune="search",
+                   limits=HardwareLimits(device_memory=12 * GIB, host_memory=24 * GIB))  # fmt: skip
+    shape, profile = shapes.shape("facebook/opt-30b"), hardware.load("t4_gcp")
+    model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
+    assert searched(spec, model, profile, []).tune == "none"
+    with pytest.raises(InfeasibleError, match="no batch fits"):
+        searched(spec, model, replace(profile, disk=replace(profile.disk, capacity=8e9)), [])

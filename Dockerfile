@@ -45,7 +45,7 @@ COPY reports /code/reports
 FROM base AS engine
 # HOME: where Triton keeps what it has compiled
 ENV PYTHONPATH=/code HOME=/tmp
-ENTRYPOINT ["python3", "-P", "-m", "harness.cli"]
+ENTRYPOINT ["python3", "-P", "-m", "harness"]
 CMD ["--help"]
 WORKDIR /results
 USER 1000:1000

@@ -55,30 +55,30 @@ class EngineEntry:
 
 ENGINES: dict[str, EngineEntry] = {
     "fake": EngineEntry(
-        "engines.fake:FakeEngine",
+        "engines.adapters.fake:FakeEngine",
         (),
         "",
         "deterministic tokens in virtual time; drives the harness's tests",
-        "engines.fake:MODEL",
-        "engines.fake:FakeText",
+        "engines.adapters.fake:MODEL",
+        "engines.adapters.fake:FakeText",
         environment="harness",
     ),
     "transformers": EngineEntry(
-        "engines.transformers:TransformersEngine",
+        "engines.adapters.transformers:TransformersEngine",
         ("torch", "transformers", "safetensors"),
         "transformers",
         "Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
         environment="accelerate",
     ),
     "accelerate": EngineEntry(
-        "engines.accelerate:AccelerateEngine",
+        "engines.adapters.accelerate:AccelerateEngine",
         ("torch", "transformers", "safetensors", "accelerate"),
         "accelerate",
         "Hugging Face Accelerate: weights on a device, in RAM and on disk",
         environment="accelerate",
     ),
     "deepspeed_zero": EngineEntry(
-        "engines.deepspeed_zero:DeepSpeedZeroEngine",
+        "engines.adapters.deepspeed_zero:DeepSpeedZeroEngine",
         ("torch", "transformers", "safetensors", "deepspeed"),
         "",
         "DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in RAM or on disk",
@@ -86,28 +86,28 @@ ENGINES: dict[str, EngineEntry] = {
         needs="libaio and a C++ compiler for parameters on disk",
     ),
     "flexgen_ref": EngineEntry(
-        "engines.flexgen_ref:FlexGenEngine",
+        "engines.adapters.flexgen_ref:FlexGenEngine",
         ("torch", "transformers", "flexgen"),
         "",
         "FlexGen's own code (OPT only); without CUDA through a shim of ours",
         environment="flexgen",
     ),
     "llama_cpp": EngineEntry(
-        "engines.llama_cpp:LlamaCppEngine",
+        "engines.adapters.llama_cpp:LlamaCppEngine",
         ("xllamacpp", "gguf"),
         "",
         "llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
         environment="llamacpp",
     ),
     "airllm": EngineEntry(
-        "engines.airllm:AirLlmEngine",
+        "engines.adapters.airllm:AirLlmEngine",
         ("torch", "transformers", "airllm"),
         "",
         "AirLLM: one layer in memory at a time (LLaMA and its like)",
         environment="airllm",
     ),
     "vllm": EngineEntry(
-        "engines.vllm:VllmEngine",
+        "engines.adapters.vllm:VllmEngine",
         ("torch", "vllm"),
         "",
         "vLLM with weights and KV cache offloaded to RAM",
@@ -115,7 +115,7 @@ ENGINES: dict[str, EngineEntry] = {
         needs="a CUDA device",
     ),
     "lm_eval_hf": EngineEntry(
-        "engines.lm_eval_hf:LmEvalHfEngine",
+        "engines.adapters.lm_eval_hf:LmEvalHfEngine",
         ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),
         "eval",
         "lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
@@ -142,17 +142,17 @@ NOT_BUILT = {
 
 WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
 
-_PREPARE = "engines.checkpoints:prepare"
-_IDENTITY = "engines.checkpoints:content_digest"
-_COMPILER = "engines.compiler:command"
-_TEXT = "engines.text:Text"
-_CHECK = "engines.requests:validate"
-_EVICT = "engines.checkpoints:evict"
-_GEMM_RATES = "engines.calibrate:gemm_rates"
-_DEVICE_RATES = "engines.calibrate:device_rates"
-_SHAPES = "engines.shapes:CATALOGUE"
-_TINY = "engines.shapes:tiny"
-_CALIBRATE = "engines.offload.calibrate:measure"
+_PREPARE = "engines.models.checkpoints:prepare"
+_IDENTITY = "engines.models.checkpoints:content_digest"
+_COMPILER = "engines.common.compiler:command"
+_TEXT = "engines.common.text:Text"
+_CHECK = "engines.common.requests:validate"
+_EVICT = "engines.models.checkpoints:evict"
+_GEMM_RATES = "engines.common.machine_rates:gemm_rates"
+_DEVICE_RATES = "engines.common.machine_rates:device_rates"
+_SHAPES = "engines.models.shapes:CATALOGUE"
+_TINY = "engines.models.shapes:tiny"
+_CALIBRATE = "engines.offload.calibrate.host:measure"
 _PLAN = "engines.planning.plan:plan"
 _SIMULATE = "engines.planning.simulated:simulate"
 _FORECAST = "engines.planning.forecast:forecast"
@@ -245,53 +245,53 @@ def resolve(target: str) -> Any:
 
 
 def prepare_model(engine: str, *args: Any, **kwargs: Any) -> LocalModel:
-    """The engine's built-in model, or engines.checkpoints.prepare: makes a checkpoint ready on this machine."""
+    """The engine's built-in model, or engines.models.checkpoints.prepare: makes a checkpoint ready on this machine."""
     builtin = engine_entry(engine).builtin_model
     return cast(LocalModel, resolve(builtin) if builtin else resolve(_PREPARE)(*args, **kwargs))
 
 
 def identity(engine: str, model: LocalModel, *args: Any) -> str:
-    """The built-in model's digest, or engines.checkpoints.content_digest: of all that decides what a model answers."""
+    """The built-in model's digest, or engines.models.checkpoints.content_digest: of what decides a model's answers."""
     return model.digest if engine_entry(engine).builtin_model else cast(str, resolve(_IDENTITY)(model, *args))
 
 
 def text(engine: str, model: LocalModel) -> Any:
-    """The tokenizer of the engine's built-in model, or engines.text.Text of a checkpoint."""
+    """The tokenizer of the engine's built-in model, or engines.common.text.Text of a checkpoint."""
     return resolve(engine_entry(engine).builtin_text or _TEXT)(model)
 
 
 def check_request(request: GenerationRequest, shape: ModelShape) -> None:
-    """engines.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
+    """engines.common.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
     resolve(_CHECK)(request, shape)
 
 
 def device_rates(*args: Any) -> Any:
-    """engines.calibrate.device_rates: FLOP/s by dtype and rows, and bytes/s, of a CUDA device."""
+    """engines.common.machine_rates.device_rates: FLOP/s by dtype and rows, and bytes/s, of a CUDA device."""
     return resolve(_DEVICE_RATES)(*args)
 
 
 def compiler() -> list[str]:
-    """engines.compiler.command: the C++ compiler for kernels, empty where there is none."""
+    """engines.common.compiler.command: the C++ compiler for kernels, empty where there is none."""
     return cast(list[str], resolve(_COMPILER)())
 
 
 def evict_model(path: str) -> None:
-    """engines.checkpoints.evict: drops a model folder from the page cache."""
+    """engines.models.checkpoints.evict: drops a model folder from the page cache."""
     resolve(_EVICT)(path)
 
 
 def gemm_rates(*args: Any, **kwargs: Any) -> Any:
-    """engines.calibrate.gemm_rates: FLOP/s by dtype and rows."""
+    """engines.common.machine_rates.gemm_rates: FLOP/s by dtype and rows."""
     return resolve(_GEMM_RATES)(*args, **kwargs)
 
 
 def tiny_model(family: str) -> str:
-    """engines.shapes.tiny: the id of a negligible model that runs the family's code."""
+    """engines.models.shapes.tiny: the id of a negligible model that runs the family's code."""
     return cast(str, resolve(_TINY)(family))
 
 
 def calibrate(*args: Any) -> HardwareProfile:
-    """engines.offload.calibrate.measure: a profile of this host. Raises HarnessError where a module is missing."""
+    """engines.offload.calibrate.host.measure: a profile of this host. Raises HarnessError where a module is missing."""
     _require("offload", "harness calibrate")
     return cast(HardwareProfile, resolve(_CALIBRATE)(*args))
 
@@ -327,5 +327,5 @@ def published(*args: Any) -> list[dict[str, Any]]:
 
 
 def shapes() -> dict[str, Any]:
-    """engines.shapes.CATALOGUE: built-in model shapes by id."""
+    """engines.models.shapes.CATALOGUE: built-in model shapes by id."""
     return cast(dict[str, Any], resolve(_SHAPES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from harness.api import published_rows
+from harness.common.published import published_rows
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, Table, plain_table
 from reports.text import MISSING, TIMES_SIGN, columns_of, number

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from harness.api import MachineRates, RunRecord, bound_of
+from harness.api import MachineRates, RunRecord
+from harness.common.roofline import bound_of
 
 #: A probe that began later than this after a launch says nothing of it.
 _SOON_S = 180.0

@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from harness.api import RunRecord, TraceEvent, to_json, union_length
+from harness.api import RunRecord, TraceEvent, to_json
+from harness.common.intervals import union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import number, one_line

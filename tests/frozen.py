@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from click.testing import CliRunner
 
-from engines import checkpoints, shapes
-from engines.offload.layout import blocks_of, matrices_of
-from engines.offload.memory_plan import Demand, Plan
-from engines.offload.storage import Grouped, Plain
-from engines.offload.tiers import place
-from engines.offload.tiers_device import block_values, place_on_device
+from engines.models import checkpoints, shapes
+from engines.offload.memory.device import block_values, place_on_device
+from engines.offload.memory.host import place
+from engines.offload.memory.layout import blocks_of, matrices_of
+from engines.offload.memory.plan import Demand, Plan
+from engines.offload.memory.storage import Grouped, Plain
 from harness.api import GenerationRequest, InfeasibleError, ModelSpec, OffloadPolicy, SamplingParams
-from harness.cli import cli
+from harness.cli.main import cli
 from tests.offload import VOCAB, load, save
 
 GOLDEN = Path(__file__).parent / "golden" / "frozen.json"

@@ -1,6 +1,6 @@
 """A device that is none: tensors of its own that do not mix with the host's, and streams that run as late as they may.
 
-`Pretend` is an engines.offload.device.Device on a CPU. What is asked of it is queued, in the stream it is asked in, and
+`Pretend` is a device (engines.offload.device.protocol) on a CPU. What is asked of it is queued, in its stream, and
 done when somebody waits for it or for what depends on it: so work that forgets to wait for a copy, or a copy that
 forgets to wait for work, gets what is not yet there or no longer there, and the answer is wrong every time. Memory is
 NaN before it is written. `syncs` counts what would have made the host wait for the device without saying so.
@@ -14,7 +14,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_iter, tree_map
 
-from harness.api import direct_buffer
+from harness.common.buffers import direct_buffer
 
 backend_registration._setup_privateuseone_for_python_backend("pretend")
 _WHERE = torch.device("pretend:0")

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engines import requests as checks
-from engines.offload.cuda import opened
-from engines.offload.device import Device
-from engines.offload.loading import Loading
-from engines.offload.loading_device import DeviceLoading
-from engines.offload.memory_plan import Plan
-from engines.offload.model import SeamedModel
-from engines.offload.runtime import Runtime
-from engines.offload.sequences import Generation, Scoring
+from engines.common import requests as checks
+from engines.offload.device.cuda import opened
+from engines.offload.device.protocol import Device
+from engines.offload.loader import Loading
+from engines.offload.loader_device import DeviceLoading
+from engines.offload.memory.plan import Plan
+from engines.offload.model.meta_model import SeamedModel
+from engines.offload.model_runner import Runtime
+from engines.offload.sequence import Generation, Scoring
 from harness.api import (
     Capabilities,
     EngineTrace,

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from engines.offload.device import Device
-from engines.offload.gemm import new_product
+from engines.offload.device.protocol import Device
 from engines.offload.kernels import Product, stored_view
-from engines.offload.layout import Block
-from engines.offload.model import PackedBatch, SeamedModel
-from engines.offload.padding import rows_for
-from engines.offload.schedule import Op, Turn, pass_ops, turns_of
-from engines.offload.storage import Storage
+from engines.offload.memory.layout import Block
+from engines.offload.memory.padding import rows_for
+from engines.offload.memory.storage import Storage
+from engines.offload.model.meta_model import PackedBatch, SeamedModel
+from engines.offload.pass_ops import Op, Turn, pass_ops, turns_of
 from engines.offload.timeline import AWAITING, BETWEEN, Timeline
-from engines.offload.transfer import BlockStream
+from engines.offload.weights.gemm import new_product
+from engines.offload.weights.stream import BlockStream
 from harness.api import HarnessError
 
 _PAUSED = object()

@@ -17,9 +17,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engines.checkpoints import prepare, shape_of
+from engines.models.checkpoints import prepare, shape_of
 from engines.offload.engine import OffloadEngine
-from engines.offload.model import SeamedModel
+from engines.offload.model.meta_model import SeamedModel
 from harness.api import HardwareLimits, HarnessError, Job, ModelSpec, OffloadPolicy
 
 _LAYERS = 4  # enough for every kind of layer that a default configuration alternates

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from harness.api import EngineTrace, TraceEvent, union_length
+from harness.api import EngineTrace, TraceEvent
+from harness.common.intervals import union_length
 
 #: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a
 #: wait is compute standing still for a load. With a device the host may attend beside it.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.offload.layout import Block
-from engines.offload.memory_plan import Demand
-from engines.offload.storage import Storage
+from engines.offload.memory.layout import Block
+from engines.offload.memory.plan import Demand
+from engines.offload.memory.storage import Storage
 from engines.planning.work import Lengths
 from harness.api import DTYPE_BYTES, Dtype, ModelShape
 

@@ -10,7 +10,8 @@ from engines.planning.host_only import HostPlanner
 from engines.planning.machine import faster
 from engines.planning.threads import limited
 from engines.planning.work import Lengths, mean
-from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord, interpolate
+from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord
+from harness.common.curve import interpolate
 
 #: Rows of the product that is measured both in calibration and beside launches.
 _PROBED_ROWS = "256"

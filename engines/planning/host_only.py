@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from engines.offload.batching import steady_blocks
-from engines.offload.layout import Block, blocks_of, matrices_of
-from engines.offload.rehearsal import Numbers
-from engines.offload.simulator import Placed, Simulator
-from engines.offload.storage import Storage, storages
-from engines.offload.tiers import attention_memory, place
+from engines.offload.memory.host import attention_memory, place
+from engines.offload.memory.layout import Block, blocks_of, matrices_of
+from engines.offload.memory.storage import Storage, storages
+from engines.offload.prefill_budget import Numbers
+from engines.offload.scheduler import steady_blocks
 from engines.planning.demand import SYSTEM_BYTES, demand, longest
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
 from engines.planning.predict import Planner, Prediction, bound, require_modelled
+from engines.planning.simulator import Placed, Simulator
 from engines.planning.style import STYLES
 from engines.planning.threads import on_threads
 from engines.planning.work import Lengths

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from harness.api import HardwareProfile, Link, Processor, interpolate
+from harness.api import HardwareProfile, Link, Processor
+from harness.common.curve import interpolate
 
 #: Bytes that a kernel moves to unpack a value into 16 bits, beside the packed ones.
 _UNPACKED_BYTES = 2.0

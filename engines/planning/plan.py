@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from engines.models.shapes import shape
 from engines.planning.host_only import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.predict import Planner, Prediction
@@ -15,7 +16,6 @@ from engines.planning.search import ALL_BITS, Candidate, Report, Wanted, kinds, 
 from engines.planning.style import STYLES
 from engines.planning.threads import allotted
 from engines.planning.work import Lengths
-from engines.shapes import shape
 from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 
 #: Rejected alternatives that are listed.

@@ -1,6 +1,6 @@
 """Published throughputs, and how far the model is from them.
 
-The figures are those of harness.api.published: FlexGen (Sheng et al. 2023), tables 4, 14 to 16 and 21; LM-Offload
+The figures are those of harness.common.published: FlexGen (Sheng et al. 2023), tables 4, 14 to 16 and 21; LM-Offload
 (Wu et al. 2024), table 3. A figure counts as an interval of half its last digit to both sides. Cells that constants
 were fitted on are marked: they are no evidence.
 """
@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engines.models.shapes import shape
 from engines.planning import resident
 from engines.planning.pipeline import planner_for
 from engines.planning.predict import Planner
 from engines.planning.search import Wanted, search
 from engines.planning.work import Lengths
-from engines.shapes import shape
-from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule, published_rows
+from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
+from harness.common.published import published_rows
 
 #: LM-Offload's host has 240 GB beside the device's 40: what its table says used more cannot have run there.
 _LM_OFFLOAD_GB = 280

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engines.models.shapes import shape
 from engines.planning.work import VALUE_BYTES, Lengths, cache_values
-from engines.shapes import shape
-from harness.api import ModelShape, published_rows
+from harness.api import ModelShape
+from harness.common.published import published_rows
 
 _LIMITS = ("arithmetic", "memory", "network")
 

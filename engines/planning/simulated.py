@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from engines.offload.batching import steady_blocks
+from engines.models.shapes import shape as shape_of
+from engines.offload.scheduler import steady_blocks
 from engines.planning.host_only import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
@@ -18,7 +19,6 @@ from engines.planning.search import ALL_BITS, Wanted, search
 from engines.planning.style import STYLES
 from engines.planning.threads import allotted, limited
 from engines.planning.work import Lengths, mean, parts, weight_bytes
-from engines.shapes import shape as shape_of
 from harness.api import (
     DTYPE_BYTES,
     Dtype,

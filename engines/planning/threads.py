@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engines.planning.machine import faster
-from harness.api import HardwareLimits, HardwareProfile, Processor, interpolate
+from harness.api import HardwareLimits, HardwareProfile, Processor
+from harness.common.curve import interpolate
 
 #: Weights, cache and activations to be loaded, cache and activations to be stored.
 _STREAMS = 5

@@ -7,15 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
-from engines.offload.layout import Block, blocks_of, matrices_of
-from engines.offload.memory_plan import Plan
-from engines.offload.storage import Storage, storages
-from engines.offload.tiers_device import PINNED_SHARE, block_values, place_on_device
+from engines.common.work_memory import CONTEXT_BYTES
+from engines.offload.memory.device import PINNED_SHARE, block_values, place_on_device
+from engines.offload.memory.layout import Block, blocks_of, matrices_of
+from engines.offload.memory.plan import Plan
+from engines.offload.memory.storage import Storage, storages
 from engines.planning.demand import SYSTEM_BYTES, demand
 from engines.planning.memory import Peak
 from engines.planning.predict import Planner, Prediction
 from engines.planning.work import Fractions, Lengths
-from engines.work_memory import CONTEXT_BYTES
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Of memory what a search leaves free: a shape does not tell all that the engine counts.

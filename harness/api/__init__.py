@@ -4,7 +4,6 @@ Units are in the names or stated: `_s` seconds, `_bytes` bytes, rates per second
 non-pad tokens. Everything here is immutable, comparable and serialisable by `to_json` / `from_json`.
 """
 
-from harness.api.buffers import direct_buffer
 from harness.api.common import (
     DTYPE_BYTES,
     FINAL_STATUSES,
@@ -21,7 +20,6 @@ from harness.api.common import (
     UnsupportedError,
     first_line,
 )
-from harness.api.curve import interpolate
 from harness.api.engine import (
     Capabilities,
     Engine,
@@ -37,14 +35,12 @@ from harness.api.engine import (
     Workload,
 )
 from harness.api.hardware import RESOURCE_WORDS, Disk, HardwareProfile, Link, Processor
-from harness.api.intervals import union_length
 from harness.api.lines import parse_record
 from harness.api.machine import (
     LocalModel,
     MachineRates,
     ModelShape,
 )
-from harness.api.published import PublishedTable, published_rows
 from harness.api.record import (
     Accuracy,
     Bound,
@@ -60,7 +56,6 @@ from harness.api.record import (
     RunRecord,
     Trial,
 )
-from harness.api.roofline import bound_of, roofline
 from harness.api.serial import (
     from_json,
     to_json,
@@ -114,7 +109,6 @@ __all__ = [
     "Phase",
     "Probe",
     "Processor",
-    "PublishedTable",
     "RequestTrace",
     "RunRecord",
     "RunSpec",
@@ -130,14 +124,8 @@ __all__ = [
     "UnsupportedError",
     "Workload",
     "WorkloadSpec",
-    "bound_of",
-    "direct_buffer",
     "first_line",
     "from_json",
-    "interpolate",
     "parse_record",
-    "published_rows",
-    "roofline",
     "to_json",
-    "union_length",
 ]

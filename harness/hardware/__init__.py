@@ -8,9 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from harness import provenance, suite_check, yaml_source
 from harness.api import HardwareProfile, HarnessError, to_json
-from harness.files import replace_with
+from harness.common.files import replace_with
+from harness.hardware import provenance
+from harness.suite import check as suite_check
+from harness.suite import yaml_source
 
 _FOLDER = Path(__file__).parent
 

@@ -26,8 +26,8 @@ from harness.api import EventSink, RunSpec, Status, UnsupportedError
 from harness.launchers import images
 from harness.launchers.images import engine_errors, reason
 from harness.launchers.memory import GroupReader
+from harness.launchers.protocol import REQUEST, WORKER
 from harness.launchers.sandbox import Outcome, Task, exchange, log_tail, result_of, settings, watch
-from harness.worker import REQUEST
 
 #: Who started a container: host, where its processes are numbered, process, and when that process began.
 OWNER = "offload-harness.owner"
@@ -150,7 +150,7 @@ class ContainerSandbox:
         gpus = {"device_requests": [_devices()]} if task.gpu else {}
         return self._client.containers.create(
             self._image,
-            entrypoint=["python", "-P", "-m", "harness.worker"],
+            entrypoint=["python", "-P", "-m", WORKER],
             command=[_WORK],
             environment=settings(task.threads, task.gpu) | {"HOME": "/tmp"},
             labels={OWNER: _owner()},

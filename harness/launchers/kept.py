@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from harness.api import HarnessError, LaunchRequest, RunRecord, from_json, to_json
-from harness.files import file_digest, replace_with
+from harness.common.files import file_digest, replace_with
 
 
 class KeptAnswers:

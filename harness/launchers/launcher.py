@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness import provenance, registry
+from harness import registry
 from harness.api import (
     Accuracy,
     EventSink,
@@ -28,13 +28,14 @@ from harness.api import (
     from_json,
     to_json,
 )
+from harness.hardware import provenance
 from harness.launchers import images
 from harness.launchers.kept import KeptAnswers
 from harness.launchers.memory import sweep_stale_groups
 from harness.launchers.process import Processes, ProcessSandbox
+from harness.launchers.protocol import EXIT_DISK_FULL
 from harness.launchers.sandbox import Outcome, Sandbox, Sandboxes, Task, ignore_events, settings
 from harness.launchers.venv import VirtualEnvironments
-from harness.worker import EXIT_DISK_FULL
 
 _HELPER_TIMEOUT_S = 600.0
 _PREPARE_TIMEOUT_S = 24 * 3600.0

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import psutil
 
-from harness.api.memory import memory_cgroups
+from harness.common.host_memory import memory_cgroups
 
 _PREFIX = "harness-"
 

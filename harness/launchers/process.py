@@ -12,11 +12,12 @@ from pathlib import Path
 
 from harness.api import EventSink, HarnessError, RunSpec
 from harness.launchers.memory import make_group
+from harness.launchers.protocol import WORKER
 from harness.launchers.sandbox import Outcome, Task, exchange, ignore_events, log_tail, result_of, settings, watch
 
 
 class ProcessSandbox:
-    """Runs `python -m harness.worker`. `packages` is where another interpreter finds this code, None for our own."""
+    """Runs the worker. `packages` is where another interpreter finds this code, None for our own."""
 
     def __init__(self, python: str = sys.executable, packages: Path | None = None, identity: str = "") -> None:
         self._python = python
@@ -55,7 +56,7 @@ class ProcessSandbox:
 
     def _command(self, task: Task) -> list[str]:
         # -P: a folder named like one of our packages in the user's directory must not shadow it
-        return [self._python, "-P", "-m", "harness.worker", str(task.workdir)]
+        return [self._python, "-P", "-m", WORKER, str(task.workdir)]
 
     def _start(self, task: Task, command: list[str]) -> subprocess.Popen[bytes]:
         environment = os.environ | settings(task.threads, task.gpu)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import provenance
 from harness.api import EventSink, HarnessError, RunSpec, Status
-from harness.worker import EVENTS, REQUEST, RESULT
+from harness.hardware import provenance
+from harness.launchers.protocol import EVENTS, REQUEST, RESULT
 
 _POLL_S = 0.05
 #: How long after its time a worker ends by itself, where nobody ended it.
@@ -26,7 +26,7 @@ _LOG_TAIL_LINES = 3
 
 @dataclass(frozen=True)
 class Task:
-    """A request for `harness.worker`: its JSON body, its exchange folder (made and removed), its log, its limits."""
+    """A request for the worker: its JSON body, its exchange folder (made and removed), its log, its limits."""
 
     body: dict[str, Any]
     workdir: Path

@@ -8,7 +8,8 @@ import os
 import time
 from pathlib import Path
 
-from harness.api import Measurement, Phase, direct_buffer
+from harness.api import Measurement, Phase
+from harness.common.buffers import direct_buffer
 
 
 class DiskProbe:

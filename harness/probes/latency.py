@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.api import RequestTrace, union_length
+from harness.api import RequestTrace
+from harness.common.intervals import union_length
 
 
 def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | None]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from engines import checkpoints
-from engines.offload.cuda import Cuda
+from engines.common.work_memory import CONTEXT_BYTES
+from engines.models import checkpoints
+from engines.offload.device.cuda import Cuda
 from engines.offload.engine import OffloadEngine
-from engines.work_memory import CONTEXT_BYTES
 from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy, UnsupportedError
 from tests.offload import requests_of, same_by_the_near_tie_rule, save, with_kernels
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engines import checkpoints
+from engines.models import checkpoints
 from harness.api import ModelSpec
-from harness.store import Store
+from harness.run.store import Store
 
 BASE = """
 name: tiny

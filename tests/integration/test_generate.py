@@ -247,7 +247,7 @@ def test_a_full_disk_stops_with_one_line_and_the_rest_follows(files):
     script = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
-        "from harness.cli import main; main()"
+        "from harness.cli.main import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, files.command())],

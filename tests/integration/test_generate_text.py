@@ -8,10 +8,10 @@ import tokenizers
 import torch
 import transformers
 
-from engines import checkpoints
-from engines.text import Text
+from engines.common.text import Text
+from engines.models import checkpoints
 from harness.api import GenerationResult, ModelSpec, TokenLogprob
-from harness.batch_format import answer, parse_line
+from harness.batch.format import answer, parse_line
 from tests.offload import VOCAB, save
 
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(3, VOCAB))]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.text import Text
+from engines.common.text import Text
 from harness.api.task import Answers, Circumstances
 from suites.tasks import task
 

@@ -41,7 +41,7 @@ def test_a_plan_for_people_says_what_limits_it(cli):
 
 def test_no_torch_is_loaded_for_a_plan():
     code = (
-        "import sys\nfrom harness.cli import cli\n"
+        "import sys\nfrom harness.cli.main import cli\n"
         "for machine in ('t4_gcp', 'laptop_cpu'):\n"
         "    cli.main(['plan', 'facebook/opt-125m', '--prompt-len', '32', '--gen-len', '8', '--hardware', machine,\n"
         "              '--schedule', 'row'], standalone_mode=False)\n"

@@ -275,7 +275,7 @@ def test_a_full_disk_stops_with_one_line_and_resume_finishes(cli):
     script = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 100}, {size + 100}))\n"
-        "from harness.cli import main; main()"
+        "from harness.cli.main import main; main()"
     )
     done = subprocess.run(
         [cli.command()[0].replace("/harness", "/python"), "-c", script, "run", str(suite), "--out", str(cli.out)],

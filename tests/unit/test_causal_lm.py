@@ -2,7 +2,7 @@
 
 import torch
 
-from engines.causal_lm import _project_rows
+from engines.adapters.causal_lm import _project_rows
 
 
 class _Model(torch.nn.Module):

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from engines import checkpoints
+from engines.models import checkpoints
 from harness.api import HarnessError, ModelSpec, UnsupportedError
 from tests.offload import CONFIGS, save
 from tests.unit.test_offload_architectures import MODELS

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from engines import checkpoints, dummy_weights, shapes
+from engines.models import checkpoints, dummy_weights, shapes
 from harness.api import DiskFullError, HarnessError, ModelSpec, UnsupportedError
 
 TINY = "facebook/opt-125m"

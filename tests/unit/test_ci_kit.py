@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.config import load_suite
+from harness.suite.config import load_suite
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "interleave.sh"

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.api import HardwareLimits, HarnessError, OffloadPolicy, SuiteSpec
-from harness.config import load_suite, parse_duration, parse_size
+from harness.suite.config import load_suite, parse_duration, parse_size
 
 ENGINES = ("fake", "accelerate", "offload", "transformers")
 HEAD = "name: s\nmodel: {id: m}\nworkload: {}\n"
@@ -123,7 +123,8 @@ class TestWhole:
             load_suite(path)
 
     def test_import_is_light(self) -> None:
-        code = "import sys, harness.config; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+        heavy = "('torch', 'numpy', 'transformers')"
+        code = f"import sys, harness.suite.config; print([m for m in {heavy} if m in sys.modules])"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert out.stdout.strip() == "[]"
 

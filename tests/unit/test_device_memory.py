@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import shapes
-from engines.offload.layout import ALIGN, blocks_of, matrices_of
-from engines.offload.memory_plan import Demand
-from engines.offload.pages import STAGES, page_bytes, pages_for
-from engines.offload.pinned import PinnedMemory
-from engines.offload.pinned_pieces import packed, pinned_bytes
-from engines.offload.storage import Grouped, Plain
-from engines.offload.tiers_device import pinned_sizes, place_on_device
+from engines.common.work_memory import CONTEXT_BYTES
+from engines.models import shapes
+from engines.offload.device.pinned import PinnedMemory
+from engines.offload.memory.device import pinned_sizes, place_on_device
+from engines.offload.memory.kv_blocks import STAGES, page_bytes, pages_for
+from engines.offload.memory.layout import ALIGN, blocks_of, matrices_of
+from engines.offload.memory.pinned_pieces import packed, pinned_bytes
+from engines.offload.memory.plan import Demand
+from engines.offload.memory.storage import Grouped, Plain
 from engines.planning.simulated import searched
-from engines.work_memory import CONTEXT_BYTES
-from harness import config, hardware
+from harness import hardware
 from harness.api import (
     HardwareLimits,
     InfeasibleError,
@@ -30,6 +30,7 @@ from harness.api import (
     UnsupportedError,
     WorkloadSpec,
 )
+from harness.suite import config
 
 GIB, MIB = 1 << 30, 1 << 20
 

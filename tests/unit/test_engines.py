@@ -11,13 +11,13 @@ pytest.importorskip("accelerate")
 import torch
 import transformers
 
-from engines import checkpoints
-from engines.accelerate import AccelerateEngine
-from engines.calibrate import gemm_rates
-from engines.causal_lm import from_checkpoint
-from engines.requests import next_batch
-from engines.transformers import WORK_BYTES, TransformersEngine
-from engines.work_memory import SLACK_BYTES, working_bytes
+from engines.adapters.accelerate import AccelerateEngine
+from engines.adapters.causal_lm import from_checkpoint
+from engines.adapters.transformers import WORK_BYTES, TransformersEngine
+from engines.common.machine_rates import gemm_rates
+from engines.common.requests import next_batch
+from engines.common.work_memory import SLACK_BYTES, working_bytes
+from engines.models import checkpoints
 from harness.api import (
     GenerationRequest,
     HardwareLimits,
@@ -90,7 +90,7 @@ def engine(model, tmp_path):
 def padding_engine(model, tmp_path):
     """lm-eval's own model."""
     pytest.importorskip("lm_eval", reason="needs lm-eval")
-    from engines.lm_eval_hf import LmEvalHfEngine
+    from engines.adapters.lm_eval_hf import LmEvalHfEngine
 
     engine = LmEvalHfEngine()
     load(engine, model, tmp_path, gpu_batch_size=3)
@@ -176,7 +176,7 @@ def test_stop_strings_need_a_tokenizer_and_end_a_row(engine, model, reference, m
     with pytest.raises(UnsupportedError, match="tokenizer"):
         engine.generate([request])
     second = greedy(reference, request.prompt, 6)[1]
-    monkeypatch.setattr("engines.requests.decoder", lambda _: lambda tokens: "never" if second in tokens else "")
+    monkeypatch.setattr("engines.common.requests.decoder", lambda _: lambda tokens: "never" if second in tokens else "")
     (result,) = engine.generate([request])
     assert result.tokens[-1] == second and result.finish_reason == "stop" and len(result.tokens) <= 2
 
@@ -273,7 +273,7 @@ def test_lm_evals_own_model_scores_the_same_and_counts_its_padding(padding_engin
 
 def test_lm_evals_own_model_is_placed_as_accelerates_where_memory_is_short(model, tmp_path) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-eval")
-    from engines.lm_eval_hf import LmEvalHfEngine
+    from engines.adapters.lm_eval_hf import LmEvalHfEngine
 
     plenty = load(LmEvalHfEngine(), model, tmp_path, limits={"host_memory": 1 << 30})
     assert plenty.weights_by_tier == (0, plenty.weights_by_tier[1], 0)
@@ -355,14 +355,14 @@ def test_accelerate_reports_where_the_weights_are(model, tmp_path) -> None:
 
 def test_accelerate_gives_weights_what_a_device_has_left(model, tmp_path, monkeypatch):
     """Refused before loading where not even the passing tensor has room; else what it asks Accelerate for."""
-    monkeypatch.setattr("engines.accelerate.cuda", lambda limits: limits.device_memory)
+    monkeypatch.setattr("engines.adapters.accelerate.cuda", lambda limits: limits.device_memory)
     asked = {}
 
     def loaded(*args, **placement):
         asked.update(placement)
         return from_checkpoint(*args)
 
-    monkeypatch.setattr("engines.accelerate.from_checkpoint", loaded)
+    monkeypatch.setattr("engines.adapters.accelerate.from_checkpoint", loaded)
     limits = {"device_memory": 1 << 30, "host_memory": 1 << 30}
     load(AccelerateEngine(), model, tmp_path, limits=limits, gpu_batch_size=3)
     shares = asked["max_memory"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.fake import MODEL, SHAPE, FakeEngine
+from engines.adapters.fake import MODEL, SHAPE, FakeEngine
 from harness.api import (
     GenerationRequest,
     GenerationResult,
@@ -90,7 +90,7 @@ def test_enospc_and_device_memory_look_like_the_real_ones() -> None:
 @pytest.mark.parametrize(("crash", "status"), [("sigkill", -9), ("segv", -11), ("exit", 3)])
 def test_deaths_take_the_process(crash, status) -> None:
     code = (
-        "from pathlib import Path; from engines.fake import *; from harness.api import *; "
+        "from pathlib import Path; from engines.adapters.fake import *; from harness.api import *; "
         f"e = FakeEngine(crash={crash!r}); job = Job(Path('unused'), Path('unused'), 64, 32); "
         "e.load(MODEL, OffloadPolicy(), HardwareLimits(), job); "
         "list(e.generate([GenerationRequest('a', (1,))]))"
@@ -142,6 +142,7 @@ assert resident() - before < 30 << 20
 
 def test_importing_fake_and_shapes_needs_no_torch() -> None:
     code = (
-        "import sys, engines.fake, engines.shapes; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+        "import sys, engines.adapters.fake, engines.models.shapes\n"
+        "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines import checkpoints, shapes
+from engines.models import checkpoints, shapes
 from harness.api import HarnessError
 
 torch = pytest.importorskip("torch")

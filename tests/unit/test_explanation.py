@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from engines.models.shapes import shape
 from engines.planning.forecast import forecast
-from engines.shapes import shape
-from harness import explanation, hardware
+from harness import hardware
 from harness.api import (
     Forecast,
     HardwareLimits,
@@ -21,9 +21,10 @@ from harness.api import (
     RunRecord,
     RunSpec,
     WorkloadSpec,
-    interpolate,
 )
-from harness.store import Store
+from harness.common.curve import interpolate
+from harness.planning import explain as explanation
+from harness.run.store import Store
 
 LAPTOP = hardware.load("laptop_cpu")
 MODEL = "facebook/opt-125m"

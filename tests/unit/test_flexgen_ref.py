@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import shapes
-from engines.flexgen_ref import _homes, _largest_share
+from engines.adapters.flexgen_ref import _homes, _largest_share
+from engines.models import shapes
 
 OPT = shapes.shape("facebook/opt-1.3b")
 #: FlexGen keeps the embeddings twice, at both ends.

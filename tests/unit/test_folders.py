@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from engines import shards
-from engines.folders import build_once
+from engines.common.folders import build_once
+from engines.models import shards
 from harness.api import DiskFullError, HarnessError
 
 

@@ -1,4 +1,4 @@
-"""Greedy tokens, memory plans, `harness plan` and `check-model` are what they were when tests/golden/frozen.json was made."""
+"""Greedy tokens, memory plans, `harness plan` and `check-model` are as in tests/golden/frozen.json."""
 
 import json
 

@@ -5,10 +5,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engines import checkpoints, requests, sampling
-from engines.accelerate import AccelerateEngine
+from engines.adapters.accelerate import AccelerateEngine
+from engines.adapters.transformers import TransformersEngine
+from engines.common import requests, sampling
+from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
-from engines.transformers import TransformersEngine
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
 from tests.offload import VOCAB, load, save
 

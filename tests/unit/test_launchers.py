@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from engines.environments.__main__ import WANTED
-from harness import provenance, registry
+from harness import registry
 from harness.api import HarnessError, ModelSpec, RunSpec, WorkloadSpec
-from harness.config import load_cell
+from harness.hardware import provenance
 from harness.launchers import images, sandbox
 from harness.launchers.launcher import CellLauncher, _judge_helper, judge
 from harness.launchers.sandbox import Task
 from harness.launchers.venv import VirtualEnvironments, _for_pip, install_steps
+from harness.suite.config import load_cell
 
 _ROOT = Path(__file__).parents[2]
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness import hardware, provenance
+from harness import hardware
 from harness.api import HarnessError
-from harness.local_profile import LocalProfile
+from harness.hardware import provenance
+from harness.hardware.local_profile import LocalProfile
 
 LAPTOP = hardware.load("laptop_cpu")
 

@@ -17,10 +17,10 @@ from harness.api import (
     RequestTrace,
     RunSpec,
     WorkloadSpec,
-    roofline,
-    union_length,
 )
-from harness.api.roofline import rate_at
+from harness.common import roofline
+from harness.common.intervals import union_length
+from harness.common.roofline import rate_at
 from harness.probes.latency import metrics, percentile
 
 

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from harness.api import memory as api_memory
+from harness.common import host_memory as api_memory
 from harness.launchers import memory
 from harness.launchers.memory import CgroupV1, CgroupV2, Monitor, make_group
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engines import checkpoints
+from engines.models import checkpoints
 from engines.offload import survey
-from engines.offload.pages import pages_for
+from engines.offload.memory.kv_blocks import pages_for
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams, UnsupportedError
 from tests.offload import COMMON, CONTEXT, VOCAB, load, policies, requests_of, same_by_the_near_tie_rule, save
 

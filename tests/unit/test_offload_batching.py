@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.offload.batching import BlockBatcher, ChunkRule, SweepBatcher, peak_pages, prompt_rows
-from engines.offload.pages import PAGE_TOKENS, pages_for
-from engines.offload.pool import PagePool, page_names
-from engines.offload.rehearsal import best_rule
-from engines.offload.sequences import Generation, Scoring
+from engines.offload.kv_cache.block_manager import PagePool, page_names
+from engines.offload.memory.kv_blocks import PAGE_TOKENS, pages_for
+from engines.offload.prefill_budget import best_rule
+from engines.offload.scheduler import BlockBatcher, ChunkRule, SweepBatcher, peak_pages, prompt_rows
+from engines.offload.sequence import Generation, Scoring
 from harness.api import GenerationRequest, SamplingParams
 
 _others = itertools.count()

@@ -7,13 +7,13 @@ import transformers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engines import checkpoints
-from engines.offload import calibrate_device
+from engines.common.work_memory import CONTEXT_BYTES
+from engines.models import checkpoints
+from engines.offload.calibrate import device as calibrate_device
 from engines.offload.engine import OffloadEngine
-from engines.offload.kernels.on_device import DeviceKernels
-from engines.offload.pages import pages_for
+from engines.offload.kernels.cuda import DeviceKernels
+from engines.offload.memory.kv_blocks import pages_for
 from engines.planning.simulated import searched
-from engines.work_memory import CONTEXT_BYTES
 from harness import hardware
 from harness.api import (
     Disk,
@@ -57,7 +57,7 @@ def load(model, cache, /, device=96 * MIB, host=96 * MIB, **policy):
     engine = OffloadEngine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engines.offload.engine.opened", lambda limits, units: there)
-        patch.setattr("engines.offload.loading_device.DeviceKernels", lambda: DeviceKernels(triton=False))
+        patch.setattr("engines.offload.loader_device.DeviceKernels", lambda: DeviceKernels(triton=False))
         limits = HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
         report = engine.load(model, OffloadPolicy(**policy), limits, Job(cache, cache, 64, 64))
     return engine, report, there

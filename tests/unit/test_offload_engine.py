@@ -17,14 +17,14 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import checkpoints
+from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
-from engines.offload.layout import blocks_of
-from engines.offload.model import SeamedModel
-from engines.offload.pages import pages_for
-from engines.offload.source import Source
-from engines.offload.storage import Plain
-from engines.offload.weights import convert
+from engines.offload.memory.kv_blocks import pages_for
+from engines.offload.memory.layout import blocks_of
+from engines.offload.memory.storage import Plain
+from engines.offload.model.meta_model import SeamedModel
+from engines.offload.weights.checkpoint_reader import Source
+from engines.offload.weights.convert import convert
 from harness.api import (
     DiskFullError,
     GenerationRequest,
@@ -493,7 +493,7 @@ def test_a_pass_that_fails_leaves_the_engine_as_it_was(model, cache, monkeypatch
         raise MemoryError("in the middle of a pass")
 
     with monkeypatch.context() as patch:
-        patch.setattr("engines.offload.attention.PackedAttention.attend", broken)
+        patch.setattr("engines.offload.kv_cache.attention.PackedAttention.attend", broken)
         with pytest.raises(MemoryError):
             list(engine.generate(GOOD))
     assert {r.id: r.tokens for r in engine.generate(GOOD)} == expected

@@ -8,17 +8,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engines.offload import quantize
-from engines.offload.gemm import by_torch
-from engines.offload.kernels import NoCompilerError, Segments
+from engines.offload.kernels import NoCompilerError, Segments, quantize
 from engines.offload.kernels.attention import compiled_attention, joined, reference_attention
+from engines.offload.kernels.attention_spec import Rule
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.codec import plain_codec, reference_codec
-from engines.offload.kernels.product import compiled_product
-from engines.offload.layer_pages import LayerPages
-from engines.offload.pages import PAGE_TOKENS, pages_for
-from engines.offload.rule import Rule
-from engines.offload.storage import Grouped, Plain
+from engines.offload.kernels.gemm import compiled_product
+from engines.offload.kernels.layer_blocks import LayerPages
+from engines.offload.memory.kv_blocks import PAGE_TOKENS, pages_for
+from engines.offload.memory.storage import Grouped, Plain
+from engines.offload.weights.gemm import by_torch
 from tests.offload import with_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")

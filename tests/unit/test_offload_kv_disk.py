@@ -8,11 +8,11 @@ from contextlib import suppress
 
 import pytest
 
-from engines import checkpoints
-from engines.offload import disk_file
-from engines.offload.kv_disk import DiskPages
-from engines.offload.pool import PagePool
-from engines.offload.throttle import Throttle
+from engines.models import checkpoints
+from engines.offload.disk import direct_file as disk_file
+from engines.offload.disk.throttle import Throttle
+from engines.offload.kv_cache.block_manager import PagePool
+from engines.offload.kv_cache.disk_blocks import DiskPages
 from engines.offload.timeline import Timeline
 from harness.api import DiskFullError, HarnessError, InfeasibleError, ModelSpec
 from tests.offload import CONFIGS, load, requests_of, save

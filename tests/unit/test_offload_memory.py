@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.offload.layout import Matrix, blocks_of
-from engines.offload.memory_plan import Demand
-from engines.offload.pages import page_bytes, pages_for
-from engines.offload.storage import Grouped, Plain
-from engines.offload.tiers import place
-from engines.work_memory import SLACK_BYTES
+from engines.common.work_memory import SLACK_BYTES
+from engines.offload.memory.host import place
+from engines.offload.memory.kv_blocks import page_bytes, pages_for
+from engines.offload.memory.layout import Matrix, blocks_of
+from engines.offload.memory.plan import Demand
+from engines.offload.memory.storage import Grouped, Plain
 from harness.api import (
     InfeasibleError,
     ModelShape,

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.executor import _Joint, _Need
-from engines.offload.gemm import by_torch
-from engines.offload.layout import ALIGN, Matrix, blocks_of
-from engines.offload.padding import rows_for
-from engines.offload.schedule import pass_ops, turns_of
-from engines.offload.storage import Grouped, Plain
+from engines.offload.memory.layout import ALIGN, Matrix, blocks_of
+from engines.offload.memory.padding import rows_for
+from engines.offload.memory.storage import Grouped, Plain
+from engines.offload.pass_ops import pass_ops, turns_of
 from engines.offload.timeline import Timeline
+from engines.offload.weights.gemm import by_torch
 
 # ------------------------------------------------------------------------------------------------ products
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from engines import checkpoints
+from engines.models import checkpoints
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
 from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save
 

@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from engines.offload import quantize
+from engines.offload.kernels import quantize
 from engines.offload.kernels.codec import compiled_codec, numba_codec
-from engines.offload.storage import BITS, GROUPS, Grouped
+from engines.offload.memory.storage import BITS, GROUPS, Grouped
 from harness.api import UnsupportedError
 from tests.offload import with_kernels
 

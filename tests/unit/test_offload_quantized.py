@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 
-from engines import checkpoints
-from engines.offload import quantize
-from engines.offload.storage import Grouped
+from engines.models import checkpoints
+from engines.offload.kernels import quantize
+from engines.offload.memory.storage import Grouped
 from harness.api import ModelSpec, UnsupportedError
 from tests.offload import CONFIGS, hadamard, load, requests_of, same_by_the_near_tie_rule, save
 

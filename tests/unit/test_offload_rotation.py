@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.offload.kernels.rotation import compiled_turn, turn
+from engines.offload.kernels.hadamard import compiled_turn, turn
 from tests.offload import hadamard, with_kernels
 
 

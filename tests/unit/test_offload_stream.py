@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from engines.offload.block_files import BlockFiles
-from engines.offload.layout import Matrix, blocks_of
-from engines.offload.rings import HostRing
-from engines.offload.storage import Plain
-from engines.offload.throttle import Throttle
+from engines.offload.disk.throttle import Throttle
+from engines.offload.memory.layout import Matrix, blocks_of
+from engines.offload.memory.storage import Plain
 from engines.offload.timeline import Timeline
-from engines.offload.transfer import BlockStream
+from engines.offload.weights.files import BlockFiles
+from engines.offload.weights.ring import HostRing
+from engines.offload.weights.stream import BlockStream
 from harness.api import (
     HarnessError,
 )
@@ -132,7 +132,7 @@ def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("engines.offload.block_files.os.preadv", broken)
+    monkeypatch.setattr("engines.offload.weights.files.os.preadv", broken)
     stream = stream_of(files)
     with pytest.raises(HarnessError, match=r"reading group[01].bin at byte \d+ \(m\d\): Input/output error"):
         stream.next(files[1][0])

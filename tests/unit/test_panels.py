@@ -211,7 +211,7 @@ def test_the_charts_code_is_made_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_suite_may_only_reproduce_what_there_is(tmp_path: Path) -> None:
-    from harness.config import load_suite
+    from harness.suite.config import load_suite
 
     (tmp_path / "s.yaml").write_text("name: s\nreproduces: nothing\nengine: fake\nmodel: {id: fake}\nworkload: {}\n")
     with pytest.raises(HarnessError, match="reproduces"):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from engines.offload.layout import matrices_of
+from engines.models.shapes import CATALOGUE, shape
+from engines.offload.memory.layout import matrices_of
 from engines.planning import published, resident
 from engines.planning.host_only import HostPlanner
 from engines.planning.memory import capacity, peak, rows
@@ -23,16 +24,9 @@ from engines.planning.resident import Devices, operations, optimal_tok_s
 from engines.planning.search import Wanted, search
 from engines.planning.threads import allotted, on_threads
 from engines.planning.work import Lengths, by_whole_matrices, parts
-from engines.shapes import CATALOGUE, shape
 from harness import hardware
-from harness.api import (
-    HardwareProfile,
-    HarnessError,
-    InfeasibleError,
-    OffloadPolicy,
-    Schedule,
-    published_rows,
-)
+from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
 PROFILES = {name: hardware.load(name) for name in hardware.names()}

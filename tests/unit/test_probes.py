@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import provenance
+from harness.hardware import provenance
 from harness.probes import energy
 from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rates

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.fake import MODEL
-from harness import runner
+from engines.adapters.fake import MODEL
 from harness.api import HarnessError, ModelSpec, OffloadPolicy, RunRecord, RunSpec, SuiteSpec, WorkloadSpec
-from harness.store import Store
+from harness.run import runner
+from harness.run.store import Store
 
 
 class Launcher:

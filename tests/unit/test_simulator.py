@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import checkpoints
-from engines.offload.loading import Loading
-from engines.offload.simulator import Placed, Simulator
+from engines.models import checkpoints
+from engines.models.shapes import shape
+from engines.offload.loader import Loading
 from engines.planning.host_only import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
 from engines.planning.machine import Machine
+from engines.planning.simulator import Placed, Simulator
 from engines.planning.work import Lengths
-from engines.shapes import shape
 from harness import hardware
 from harness.api import (
     GenerationRequest,

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from harness.api import SCHEMA_VERSION, HarnessError, ModelSpec, RunRecord, RunSpec, WorkloadSpec, parse_record, to_json
-from harness.store import Store, is_done
+from harness.run.store import Store, is_done
 
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), name="cell")
 
@@ -87,7 +87,7 @@ def test_a_full_disk_leaves_no_half_record(store, monkeypatch):
         os.write(descriptor, bytes(data[: len(data) // 2]))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("harness.line_file._write_all", half)
+    monkeypatch.setattr("harness.common.line_file._write_all", half)
     with pytest.raises(HarnessError, match="No space left"):
         store.append(record(1))
     assert store.path.stat().st_size == size

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.api import HardwareLimits, HardwareRequirements, ModelSpec, OffloadPolicy, WorkloadSpec
-from harness.config import CELL_KEYS, SUITE_KEYS
+from harness.suite.config import CELL_KEYS, SUITE_KEYS
 
 PAGE = Path(__file__).parents[2] / "docs" / "suites.md"
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
-from engines.offload import quantize
+from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import Segments, reference_attention
+from engines.offload.kernels.attention_spec import Rule
 from engines.offload.kernels.codec import plain_codec, reference_codec
+from engines.offload.kernels.layer_blocks import LayerPages
 from engines.offload.kernels.triton_attention import triton_attention
 from engines.offload.kernels.triton_codec import pack, unpack
-from engines.offload.layer_pages import LayerPages
-from engines.offload.pages import PAGE_TOKENS
-from engines.offload.rule import Rule
-from engines.offload.storage import BITS, GROUPS, Grouped, Plain, Storage
+from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.memory.storage import BITS, GROUPS, Grouped, Plain, Storage
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.api import ModelSpec, RunSpec, Trial, WorkloadSpec
-from harness.tuning import Patience, Remembered, choose, search_max_batch
+from harness.run.tuning import Patience, Remembered, choose, search_max_batch
 
 SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), tune="max_batch")
 

@@ -7,8 +7,6 @@ import os
 
 import pytest
 
-from harness import worker
-from harness.answers import check
 from harness.api import (
     DiskFullError,
     GenerationRequest,
@@ -18,9 +16,12 @@ from harness.api import (
     SamplingParams,
     UnsupportedError,
 )
-from harness.classify import classify
+from harness.common.classify import classify
 from harness.launchers.launcher import judge
+from harness.launchers.protocol import EXIT_DISK_FULL
 from harness.launchers.sandbox import Outcome
+from harness.run import worker
+from harness.run.answers import check
 from suites.workloads import Synthetic
 
 REQUESTS = [GenerationRequest(f"r{i}", (7, 8, 9), SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(2)]
@@ -75,7 +76,7 @@ def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
-    assert worker.main([str(tmp_path)]) == worker.EXIT_DISK_FULL
+    assert worker.main([str(tmp_path)]) == EXIT_DISK_FULL
     assert not (tmp_path / worker.RESULT).exists()
 
 
@@ -136,7 +137,7 @@ def outcome(**changes):
         (outcome(result=None, exit_code=-9), "error", "SIGKILL"),  # exit 137 alone is no evidence of memory
         (outcome(result=None, exit_code=-9, timed_out=True), "timeout", "after 5 s"),
         (outcome(result=None, exit_code=3), "error", "exited with 3"),
-        (outcome(result=None, exit_code=worker.EXIT_DISK_FULL), "disk_full", "no space left"),
+        (outcome(result=None, exit_code=EXIT_DISK_FULL), "disk_full", "no space left"),
     ],
 )
 def test_the_launcher_judges_from_evidence(ended, status, words):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from engines.models.shapes import shape
 from engines.planning.host_only import HostPlanner
 from engines.planning.work import Lengths
-from engines.shapes import shape
 from harness import hardware, registry
 from harness.api import HarnessError, ModelSpec, OffloadPolicy, RunSpec, WorkloadSpec
 from reports.records import load_records

@@ -3,9 +3,9 @@
 from engines.offload.kernels.attention import AttentionKernel, Segments, joined, unmoved
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, stored_view
+from engines.offload.kernels.gemm import Product
+from engines.offload.kernels.hadamard import Turn
 from engines.offload.kernels.host import Kernels
-from engines.offload.kernels.product import Product
-from engines.offload.kernels.rotation import Turn
 
 __all__ = [
     "AttentionKernel",

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from engines.offload import quantize
+from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import compiled_attention
 from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, interleaved
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, reference_codec
+from engines.offload.kernels.gemm import Product, compiled_product
 from engines.offload.kernels.host import Kernels
-from engines.offload.kernels.product import Product, compiled_product
-from engines.offload.storage import Grouped, Plain, Storage
+from engines.offload.memory.storage import Grouped, Plain, Storage
 
 _ROUNDS = 7
 _KINDS: Mapping[str, Storage] = {

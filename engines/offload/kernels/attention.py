@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from engines.offload.kernels.attention_spec import Rule, attend, attend_and_log
 from engines.offload.kernels.build import function
 from engines.offload.kernels.codec import Codec
-from engines.offload.layer_pages import Pages
-from engines.offload.pages import PAGE_TOKENS
-from engines.offload.rule import Rule, attend, attend_and_log
-from engines.offload.storage import Storage
+from engines.offload.kernels.layer_blocks import Pages
+from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.memory.storage import Storage
 from harness.api import ModelShape
 
 
@@ -152,7 +152,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     arguments = [pointer, number, number, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
                  ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
     assert PAGE_TOKENS % 8 == 0 and PAGE_TOKENS & (PAGE_TOKENS - 1) == 0  # the kernel takes eight rows at a time
-    source, name = Path(__file__).with_name("attention.cpp"), stored.name
+    source, name = Path(__file__).with_name("csrc") / "attention.cpp", stored.name
     kernel = function(source, f"attend_{name}", arguments, cache, f"STORED_{name}")
     shift = _log2(stored.grain)
 

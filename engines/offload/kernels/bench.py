@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from engines.offload.kernels.attention import Segments
+from engines.offload.kernels.attention_spec import Rule
 from engines.offload.kernels.host import Kernels
-from engines.offload.layer_pages import LayerPages
-from engines.offload.pages import PAGE_TOKENS
-from engines.offload.rule import Rule
-from engines.offload.storage import Storage
+from engines.offload.kernels.layer_blocks import LayerPages
+from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.memory.storage import Storage
 
 Work = Callable[[], object]
 #: Columns of a head.

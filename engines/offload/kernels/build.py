@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.compiler import command
-from engines.folders import build_once
+from engines.common.compiler import command
+from engines.common.folders import build_once
 from harness.api import HarnessError
 
 #: Sums keep their order, so that a result depends on its own operands and on nothing that shares the call.

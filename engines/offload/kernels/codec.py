@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from engines.offload import quantize
+from engines.offload.kernels import quantize
 from engines.offload.kernels.build import function
-from engines.offload.storage import Grouped, Plain, Storage
+from engines.offload.memory.storage import Grouped, Plain, Storage
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def compiled_codec(how: Grouped, cache: Path, threads: int) -> Codec:
     """The C++ kernels on `threads` threads. Raises NoCompilerError where they cannot be built."""
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, number, number, small, pointer, number, small]
-    source = Path(__file__).with_name("pack.cpp")
+    source = Path(__file__).with_name("csrc") / "pack.cpp"
     packing, unpacking = (function(source, f"{verb}_{how.name}", arguments, cache) for verb in ("pack", "unpack"))
     shift = how.group.bit_length() - 1
 

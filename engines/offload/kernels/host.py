@@ -12,10 +12,10 @@ from engines.offload.kernels.attention import (
 )
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
-from engines.offload.kernels.product import Product, compiled_product
-from engines.offload.kernels.rotation import Turn, compiled_turn, turn
-from engines.offload.storage import Plain, Storage
-from engines.offload.tiers import attention_memory
+from engines.offload.kernels.gemm import Product, compiled_product
+from engines.offload.kernels.hadamard import Turn, compiled_turn, turn
+from engines.offload.memory.host import attention_memory
+from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from numba import njit, prange
 
-from engines.offload import quantize
-from engines.offload.storage import EIGHT, Grouped
+from engines.offload.kernels import quantize
+from engines.offload.memory.storage import EIGHT, Grouped
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from engines.offload.kernels.attention import AttentionKernel, Segments
+from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels.layer_blocks import LayerPages, Pages
 from engines.offload.kernels.triton_codec import values_at
-from engines.offload.layer_pages import LayerPages, Pages
-from engines.offload.rule import Rule
-from engines.offload.storage import Grouped, Storage
+from engines.offload.memory.storage import Grouped, Storage
 
 #: Rows of queries that a program multiplies, as many cached tokens at a time, and the least that matrix units take: of
 #: 256 bytes each as many as 64 KiB of shared memory hold (a T4), of wider ones fewer.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engines.offload.kernels.codec import Codec
-from engines.offload.storage import Grouped
+from engines.offload.memory.storage import Grouped
 
 #: Columns that one program unpacks.
 _TILE = 1024

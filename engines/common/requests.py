@@ -1,0 +1,118 @@
+"""What every engine does with requests before it works: whether they can be run, and which of them together."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from engines.common.text import load_tokenizer
+from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams
+
+
+def validate(request: GenerationRequest, shape: ModelShape) -> None:
+    """Raises HarnessError naming the request and what about it cannot be run on a model of this shape."""
+    where = f"request {request.id}"
+    if not request.prompt:
+        raise HarnessError(f"{where}: the prompt is empty")
+    _check_ids(where, request.prompt, shape.vocab)
+    check_sampling(request.sampling, request.id)
+    total = len(request.prompt) + request.sampling.max_tokens
+    if total > shape.max_context:
+        raise HarnessError(
+            f"{where}: {len(request.prompt)} prompt + {request.sampling.max_tokens} new tokens exceed "
+            f"the model's context of {shape.max_context}"
+        )
+
+
+def check_sampling(sampling: SamplingParams, request: str) -> None:
+    """Raises HarnessError naming `request` and the first setting that is out of range."""
+    for name, holds, rule in (
+        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("top_k", sampling.top_k >= 0, "0 or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        ("seed", sampling.seed is None or 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
+        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
+    ):
+        if not holds:
+            raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {rule}")
+
+
+def full_sequence(
+    index: int, context: Sequence[int], continuation: Sequence[int], shape: ModelShape, begin: int | None
+) -> list[int]:
+    """Context and continuation of a pair to score; an empty context becomes `begin`. Raises HarnessError."""
+    if not context:
+        if begin is None:
+            raise HarnessError(f"pair {index}: empty context, and the model has no token that begins a sequence")
+        context = [begin]
+    full = [*context, *continuation]
+    if not continuation:
+        raise HarnessError(f"pair {index}: the continuation is empty")
+    if len(full) - 1 > shape.max_context:  # the last token is only predicted
+        raise HarnessError(
+            f"pair {index}: {len(full)} tokens exceed the model's context of {shape.max_context} by more than one"
+        )
+    _check_ids(f"pair {index}", full, shape.vocab)
+    return full
+
+
+def in_turn(
+    requests: Sequence[GenerationRequest],
+    take: Callable[[Sequence[GenerationRequest], float], list[GenerationRequest]],
+    began: float,
+) -> Iterator[list[GenerationRequest]]:
+    """All requests, in the batches that `take` makes of those that are left, given the seconds since `began`; waits for
+    the next one to arrive where none is there."""
+    pending = sorted(requests, key=lambda r: r.arrival_s)  # stable: equal arrivals keep their order
+    while pending:
+        wait = pending[0].arrival_s - (time.perf_counter() - began)
+        if wait > 0:
+            time.sleep(wait)
+        batch = take(pending, time.perf_counter() - began)
+        taken = {id(r) for r in batch}
+        pending = [r for r in pending if id(r) not in taken]
+        yield batch
+
+
+def next_batch(pending: Sequence[GenerationRequest], now_s: float, size: int) -> list[GenerationRequest]:
+    """The next requests to run together: those that have arrived and are as long as the first one, at most `size`."""
+    length = len(pending[0].prompt)
+    return [r for r in pending if r.arrival_s <= now_s and len(r.prompt) == length][:size]
+
+
+def generation_settings(folder: str) -> SimpleNamespace:
+    """What a model folder's generation_config.json says, or else its config.json: ids of special tokens, for one."""
+    files = [path for name in ("generation_config.json", "config.json") if (path := Path(folder) / name).is_file()]
+    return SimpleNamespace(**json.loads(files[0].read_text())) if files else SimpleNamespace()
+
+
+def decoder(folder: str) -> Callable[[Sequence[int]], str]:
+    """Token ids to text by the tokenizer in a model folder. Raises HarnessError where there is none."""
+    tokenizer = load_tokenizer(Path(folder), "stop strings need one")
+    return lambda tokens: str(tokenizer.decode(tokens))
+
+
+def special_tokens(config: Any, vocab: int) -> tuple[tuple[int, ...], int | None]:
+    """Ids that end a sequence, and the one that begins an empty one, as lm-eval finds them.
+
+    Those outside the vocabulary, which some configurations inherit, can never be generated and are left out.
+    """
+    eos = getattr(config, "eos_token_id", None)
+    eos = () if eos is None else (eos,) if isinstance(eos, int) else eos
+    ends = tuple(e for e in eos if e < vocab)
+    begin = getattr(config, "bos_token_id", None)
+    return ends, begin if begin is not None and begin < vocab else next(iter(ends), None)
+
+
+def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise HarnessError(f"{where}: token id {token} is outside the vocabulary of {vocab}")

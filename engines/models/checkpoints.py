@@ -1,0 +1,278 @@
+"""Makes a checkpoint ready on this machine, wherever it comes from, and checks that it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.common.folders import QUANTIZED, build_once
+from engines.models import dummy_weights, hub, packaged, shapes
+from engines.models import file_digest as content
+from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_MOST_LAYERS = 4096  # more would take all memory, and are a mistake
+_NO_LIMIT = 1 << 20  # positions of a model that needs none, such as one with ALiBi
+_DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None] | None = None) -> LocalModel:
+    """Makes `model` ready and describes it. Writes only under `cache`.
+
+    `on_progress` gets bytes written and bytes in all while weights are made or converted. Raises HarnessError for
+    an unknown id, a damaged checkpoint, pickled weights nobody asked for, no network or a full disk;
+    UnsupportedError for quantized safetensors.
+    """
+    try:
+        return _prepared(model, cache, on_progress or (lambda done, total: None))
+    except OSError as exc:  # of its own files; what writes to the cache says so itself
+        raise HarnessError(f"model {model.id} cannot be read: {exc.filename or exc}: {exc.strerror or ''}") from exc
+
+
+def _prepared(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> LocalModel:
+    if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().exists()):
+        raise HarnessError(f"model {model.id} has no revisions: only a hub id has; leave model.revision out")
+    folder = _folder(model, cache, on_progress)
+    local = _describe(folder, shapes.shape(model.id) if model.weights == "dummy" else None)
+    if model.dtype not in ("auto", local.dtype):
+        raise HarnessError(
+            f"model {model.id} stores {local.dtype}, not {model.dtype}; "
+            "leave model.dtype out, or set policy.compute_dtype"
+        )
+    return local
+
+
+def evict(path: str | Path) -> None:
+    """Drops a folder's files from the page cache, so that a run under a memory limit starts cold."""
+    for file in Path(path).rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                with suppress(OSError):  # a read-only file system has nothing to sync
+                    os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, int], None]) -> str:
+    """A digest of all that decides what a model answers: weights, configuration, tokenizer and templates.
+
+    Every file is read once, and what it holds is remembered in `cache`. `on_progress` gets bytes read and in all.
+    """
+    folder = Path(model.path)
+    about = {path for pattern in hub.ABOUT for path in folder.glob(pattern)}
+    files = sorted(about | {folder / name for name in shard_names(folder)})
+    total, done = sum(file.stat().st_size for file in files), 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, total)
+
+    digests = [f"{file.name}:{content.digest(file, cache, read)}" for file in files]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+
+
+def largest_tensor_bytes(path: str | Path) -> int:
+    """Bytes of the largest single tensor of a model folder, in its stored dtype. Raises HarnessError as `prepare`."""
+    shards = [read_shard(Path(path) / name) for name in shard_names(Path(path))]
+    return max(size for shard in shards for _, size in shard.tensors.values())
+
+
+# --------------------------------------------------------------------------- what is in a folder
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its header, and which bytes its tensors take."""
+
+    name: str
+    size: int
+    header: bytes
+    tensors: Mapping[str, tuple[str, int]]  # name -> stored dtype, bytes
+
+
+def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
+    """Checks that a checkpoint is whole and describes it; reads the headers only. `shape` None: from its config."""
+    config = _json_object(folder / "config.json")
+    shards = [read_shard(folder / name) for name in shard_names(folder)]
+    dtypes: Counter[str] = Counter()
+    for shard in shards:
+        for dtype, size in shard.tensors.values():
+            dtypes[dtype] += size
+    if not dtypes:
+        raise HarnessError(f"{folder} holds no tensors")
+    stored = max(dtypes, key=lambda d: dtypes[d])
+    if stored not in _DTYPES or "quantization_config" in config:
+        raise UnsupportedError(f"model {folder} is quantized (its weights are {stored}); use a float checkpoint")
+    return LocalModel(
+        path=str(folder.resolve()),
+        shape=shape or shape_of(folder),
+        weight_bytes=dtypes.total(),
+        dtype=_DTYPES[stored],
+        digest=_digest(config, shards),
+        quantized_as=str(config.get(QUANTIZED, "")),
+    )
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The safetensors files of a checkpoint. Raises HarnessError where it has none, or an index names others."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _json_object(index).get("weight_map")
+        found = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        # names come from a file: they must stay inside the folder
+        if not found or any(not isinstance(n, str) or Path(n).name != n for n in found):
+            raise HarnessError(f"{index}: weight_map names no shards, or files outside the folder")
+        return sorted(set(found))
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+    if pickled:
+        raise HarnessError(
+            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; "
+            "ask for them with model.weights: pickle, and what is no tensor in them is refused"
+        )
+    raise HarnessError(
+        f"{folder} has no model.safetensors and no model.safetensors.index.json; "
+        "if what it has is pickled (pytorch_model.bin), ask for that with model.weights: pickle"
+    )
+
+
+def read_shard(path: Path) -> Shard:
+    """The header of a safetensors file. Raises HarnessError for one that is missing, damaged or cut short."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _MAX_HEADER_BYTES
+            raw = file.read(length) if length < min(size, _MAX_HEADER_BYTES) else b""
+        header = json.loads(raw)
+        spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {
+            name: (str(e["dtype"]), int(e["data_offsets"][1]) - int(e["data_offsets"][0])) for name, e in spans.items()
+        }
+        expected = 8 + length + max((int(e["data_offsets"][1]) for e in spans.values()), default=0)
+    except FileNotFoundError:
+        raise HarnessError(f"{path} is missing: its index names it") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as exc:
+        raise HarnessError(f"{path} is not a safetensors file: its header does not parse ({size} bytes)") from exc
+    if size != expected:
+        raise HarnessError(f"{path} is truncated or damaged: expected {expected} bytes, found {size}")
+    return Shard(path.name, size, raw, tensors)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HarnessError(f"{path} is missing: not a model folder") from None
+    except ValueError as exc:
+        raise HarnessError(f"{path} is not valid JSON: {exc}") from exc
+    if not isinstance(data, dict):
+        raise HarnessError(f"{path} is not a JSON object")
+    return data
+
+
+def _digest(config: Mapping[str, Any], shards: list[Shard]) -> str:
+    """A cheap content hash: the configuration and every shard's name, size and header, never the tensors."""
+    known = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for shard in shards:
+        digest.update(f"{shard.name}:{shard.size}:".encode() + shard.header)
+    return digest.hexdigest()[:16]
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """The shape of any architecture with attention that transformers knows, by its configuration.
+
+    Raises HarnessError for any other.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (layers := getattr(config.get_text_config(), "num_hidden_layers", None) or 0) > _MOST_LAYERS:
+            raise ValueError(f"{layers} layers are more than any model has")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return _shape(config, model)
+    except Exception as exc:  # a configuration is a program, and fails in its own words
+        raise HarnessError(
+            f"{folder / 'config.json'}: transformers builds no causal model of attention layers of it: "
+            f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
+        ) from exc
+
+
+def _shape(config: Any, model: Any) -> ModelShape:
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    chosen = getattr(text, "num_experts_per_tok", None) or 1  # of a stack of experts' matrices a token meets so many
+    layered = [p for name, p in model.named_parameters() if _LAYER.match(name)]
+    idle = sum(p.numel() - p.numel() // len(p) * chosen for p in layered if p.ndim == 3)
+    matrices = sum(p.numel() for p in layered if p.ndim in (2, 3)) - idle
+    ffn = next((v for k in ("intermediate_size", "ffn_dim", "n_inter", "n_inner") if (v := getattr(text, k, None))), 0)
+    return ModelShape(
+        family=str(config.model_type),
+        num_layers=layers,
+        hidden=text.hidden_size,
+        ffn=ffn or 4 * text.hidden_size,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        vocab=text.vocab_size,
+        max_context=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
+        params_per_layer=matrices // layers,
+        params_total=sum(p.numel() for p in model.parameters()),
+        params_idle=idle,
+    )
+
+
+# --------------------------------------------------------------------------- where a folder comes from
+
+
+def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
+    """A folder of safetensors of `model`: its own, or one in `cache`."""
+    if model.weights == "dummy":
+        return _dummy(model, cache, on_progress)
+    path = packaged.gguf_in(model.id) if model.id.startswith(packaged.PREFIX) else Path(model.id).expanduser()
+    if path.suffix == ".gguf":
+        from engines.models import gguf_file
+
+        gguf_file.refuse_split(path)
+        file = path if path.is_file() else hub.file(model, cache)
+        return gguf_file.to_folder(file, model.dtype, cache, on_progress)
+    if model.weights == "pickle":
+        from engines.models import pickled
+
+        folder = path if path.is_dir() else hub.snapshot(model, cache, "*.bin")
+        return pickled.to_folder(folder, cache, on_progress)
+    return path if path.is_dir() else hub.snapshot(model, cache, "*.safetensors")
+
+
+def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
+    """The folder of a seeded random checkpoint, built once however many ask for it at the same time."""
+    config = shapes.config_kwargs(model.id)
+    dtype = "bfloat16" if model.dtype == "auto" else model.dtype
+    recipe = json.dumps([config, dummy_weights.SEED, dummy_weights.RECIPE], sort_keys=True)
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:8]
+    folder = cache / "models" / f"{model.id.replace('/', '--')}-{dtype}-{digest}"
+    if folder.is_dir():
+        return folder
+    plan = dummy_weights.plan(config, dtype)
+
+    def write(temporary: Path) -> None:
+        dummy_weights.write(plan, temporary, dummy_weights.SEED, on_progress)
+
+    return build_once(folder, "dummy weights", plan.total_bytes, write)

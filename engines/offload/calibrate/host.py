@@ -1,0 +1,248 @@
+"""Measures this host for plans: the rates of its memory, disk and arithmetic, each with its spread."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from engines.offload.calibrate import device as calibrate_device
+from engines.offload.calibrate import engine as calibrate_engine
+from engines.offload.device import cuda
+from engines.offload.kernels import Kernels, stored_view
+from engines.offload.kernels.bench import attention_of_one_token, seconds_of
+from engines.offload.kernels.cuda import DeviceKernels
+from engines.offload.memory.layout import BLOCK_VALUES
+from engines.offload.memory.padding import rows_for
+from engines.offload.memory.storage import Grouped, Plain, Storage
+from engines.offload.weights import gemm
+from harness.api import (
+    DTYPE_BYTES,
+    Bits,
+    Disk,
+    DiskFullError,
+    Dtype,
+    HardwareProfile,
+    HarnessError,
+    Processor,
+    first_line,
+)
+from harness.common.buffers import direct_buffer
+
+#: Rows of a pass at which products are measured.
+_ROWS = (1, 4, 16, 64, 256, 1024)
+#: Columns of the blocks that are multiplied, and bytes of them all: more than a CPU's caches hold.
+_WIDTH, _ROTATED = 2048, 256 << 20
+#: Blocks in a round, and rows at which little but unpacking is seen.
+_BLOCKS, _FEW = 16, 16
+_PIECE = 16 << 20
+_BITS: Mapping[str, Storage] = {
+    "16": Plain("bfloat16"), "8": Grouped(8, 64), "4": Grouped(4, 64), "3": Grouped(3, 64)
+}  # fmt: skip
+#: Sequences, heads, key/value heads and tokens of the attention that is measured, of 64 columns.
+_ATTENTION = (32, 32, 32, 512)
+
+Report = Callable[[str], None]
+
+
+def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareProfile:
+    """A profile of this host; in under a minute where it is `quick`, else in a few. Disk rates are of `folder`.
+
+    `report` is told what is being measured.
+    """
+    samples: dict[str, list[float]] = {}
+    rounds = 3 if quick else 7
+    threads = torch.get_num_threads()
+    kernels = Kernels(cache, threads)
+    with torch.inference_mode():
+        report("memory")
+        samples["host.bandwidth"] = _copies(rounds)
+        report("products")
+        product = _chosen(kernels)
+        for rows in _ROWS:
+            samples[f"host.flops.{rows}"] = _products(product, rows, kernels, rounds)
+        report("attention of one token")
+        for bits, stored in _BITS.items():
+            samples[f"host.attention.{bits}"] = _attention(stored, kernels, rounds)
+        report("unpacking")
+        packed = gemm.choose(Grouped(4, 64), _WIDTH, [product.dtype], kernels)
+        fastest = statistics.median(samples[f"host.flops.{_ROWS[-1]}"])
+        samples["host.dequantize"] = _unpacking(packed, fastest, kernels, rounds)
+        report("threads")
+        for count in _counts(threads):
+            samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
+    report("the engine beside its products")
+    kinds: Sequence[Bits] = (16, 4) if quick else (16, 8, 4, 3)
+    with _in_words(cache, "run a small model"):
+        beside = calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
+    for bits in map(str, kinds):
+        samples[f"host.prompts.{bits}"] = list(beside.prompts[bits])
+        samples[f"host.cached.{bits}"] = list(beside.cached[bits])
+    samples["host.elementwise"] = list(beside.elementwise)
+    samples["host.layer_call_s"] = list(beside.layer_call_s)
+    samples["host.beside_disk"] = list(beside.beside_disk)
+    report("disk")
+    size = (256 if quick else 1024) << 20
+    with _in_words(folder, f"write and read {size >> 20} MiB there to measure the disk"):
+        samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
+    processor = link = None
+    devices = 0
+    if (there := cuda.attached()) is not None:
+        report("the device")
+        device, name, room = there
+        try:
+            processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
+            samples |= of_device
+            devices = 1  # the engine uses one
+        except RuntimeError as exc:  # what is out of memory there, or broken, has left the host's rates as they are
+            report(f"the device cannot be measured: {first_line(exc)}")
+        finally:
+            device.close()
+    rates = {path: statistics.median(found) for path, found in samples.items()}
+    memory = psutil.virtual_memory().total
+    return HardwareProfile(
+        name="local",
+        description=f"measured {time.strftime('%Y-%m-%d')}, products by {product.name} in {product.dtype}",
+        host=Processor(
+            name=platform.processor() or platform.machine(),
+            memory=float(memory),
+            bandwidth=rates["host.bandwidth"],
+            flops=calibrate_device.curve(rates, "host.flops."),
+            attention=calibrate_device.curve(rates, "host.attention."),
+            prompts=calibrate_device.curve(rates, "host.prompts."),
+            cached=calibrate_device.curve(rates, "host.cached."),
+            dequantize=rates["host.dequantize"],
+            elementwise=rates["host.elementwise"],
+            layer_call_s=rates["host.layer_call_s"],
+            beside_disk=rates["host.beside_disk"],
+            cores=threads,
+            by_threads=calibrate_device.curve(rates, "host.by_threads."),
+            dtype=product.dtype,
+        ),
+        disk=Disk(float(psutil.disk_usage(str(folder)).free), rates["disk.read"], rates["disk.write"]),
+        device=processor,
+        link=link,
+        devices=devices,
+        sources=dict.fromkeys(rates, "measured, the median") | {"host.memory": "what the system reports"},
+        spread={path: (min(found), max(found)) for path, found in samples.items()},
+    )
+
+
+@contextmanager
+def _in_words(folder: Path, what: str) -> Iterator[None]:
+    """Says of a full or broken disk what could not be done in `folder`."""
+    try:
+        yield
+    except OSError as exc:
+        short = DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else HarnessError
+        raise short(f"{folder}: cannot {what}: {exc.strerror}; free space, or give another folder by "
+                    "--cache-dir") from None  # fmt: skip
+
+
+def _counts(threads: int) -> list[int]:
+    """Powers of two up to the number of threads, and that."""
+    return sorted({*(1 << i for i in range(threads.bit_length()) if 1 << i < threads), threads})
+
+
+def _copies(rounds: int) -> list[float]:
+    """Bytes/s of one-way copies."""
+    source = torch.ones(1 << 26)
+    target = torch.ones_like(source)
+    return [source.nbytes / s for s in seconds_of(lambda: target.copy_(source), rounds)]
+
+
+def _chosen(kernels: Kernels) -> gemm.Arithmetic:
+    """How the engine would multiply weights in 16 bits here."""
+    dtypes: Sequence[Dtype] = ("bfloat16", "float32")
+    return gemm.choose(Plain("bfloat16"), _WIDTH, dtypes, kernels)
+
+
+def _products(way: gemm.Arithmetic, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+    """FLOP/s with weights in 16 bits."""
+    seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
+    return [2 * rows * BLOCK_VALUES / s for s in seconds]
+
+
+def _multiplied(way: gemm.Arithmetic, stored: Storage, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+    """Seconds a block, of blocks that take turns, as none comes from a cache when a model runs."""
+    height = BLOCK_VALUES // _WIDTH
+    raw = kernels.codec(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
+    blocks = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
+    counted = rows_for(rows, DTYPE_BYTES[way.dtype])
+    x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
+    out = gemm.new_product(counted, height, x)
+    turns = itertools.cycle(blocks)
+
+    def some() -> None:
+        for _ in range(_BLOCKS):
+            way.product(x, next(turns), None, out)
+
+    return [s / _BLOCKS for s in seconds_of(some, rounds)]
+
+
+def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
+    """Bytes/s of keys and values as they are stored."""
+    sequences, _, kv_heads, context = _ATTENTION
+    nbytes = 2 * sequences * kv_heads * context * stored.row_bytes(64)
+    work = attention_of_one_token(stored, *_ATTENTION, kernels)
+    return [nbytes / s for s in seconds_of(work, rounds)]
+
+
+def _unpacking(way: gemm.Arithmetic, flops: float, kernels: Kernels, rounds: int) -> list[float]:
+    """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
+    seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
+    arithmetic = 2 * _FEW * BLOCK_VALUES / flops
+    return [BLOCK_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # a clock's noise is no infinite rate
+
+
+def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:
+    """FLOP/s at 256 rows on so many threads."""
+    torch.set_num_threads(count)
+    try:
+        kernels = Kernels(cache, count)
+        return _products(_chosen(kernels), 256, kernels, rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Bytes/s written and read past the page cache, in large pieces one after the other."""
+    buffer = direct_buffer(_PIECE)
+    buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # a disk may shrink what repeats
+    written, found = [], []
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        flags = getattr(os, "O_DIRECT", 0)
+        descriptor = _open(file.name, os.O_RDWR | flags) or os.open(file.name, os.O_RDWR)
+        try:
+            for _ in range(2):
+                began = time.perf_counter()
+                for offset in range(0, size, _PIECE):
+                    os.pwritev(descriptor, [buffer], offset)
+                os.fsync(descriptor)
+                written.append(size / (time.perf_counter() - began))
+            for _ in range(rounds):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # there is no other way past it everywhere
+                began = time.perf_counter()
+                for offset in range(0, size, _PIECE):
+                    os.preadv(descriptor, [buffer], offset)
+                found.append(size / (time.perf_counter() - began))
+        finally:
+            os.close(descriptor)
+    return written, found
+
+
+def _open(name: str, flags: int) -> int | None:
+    try:
+        return os.open(name, flags)
+    except OSError:  # a file system without direct I/O
+        return None

@@ -1,0 +1,147 @@
+"""The CUDA device: the one class that calls torch.cuda."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engines.common.cuda_device import cuda
+from engines.offload.device.protocol import Device
+from engines.offload.memory.layout import ALIGN
+from harness.api import HardwareLimits, UnsupportedError, first_line
+
+
+def opened(limits: HardwareLimits, attention_units: int | None = None) -> Device | None:
+    """The device that `limits` give, of whose memory torch gives out no more than they say beside CUDA's own; None
+    where they give none. `attention_units`: multiprocessors that attention beside products is held to.
+
+    Raises UnsupportedError where there is no CUDA device, or where it cannot be parted so.
+    """
+    return None if cuda(limits) is None else Cuda(attention_units)
+
+
+def attached() -> tuple[Device, str, int] | None:
+    """The CUDA device of this host, its name and bytes that programs can have; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    return Cuda(), torch.cuda.get_device_name(), free
+
+
+class Cuda:
+    """The CUDA device of this process; see Device. `partition` says how its multiprocessors are parted, or why not."""
+
+    def __init__(self, attention_units: int | None = None) -> None:
+        self.where = torch.device("cuda", torch.cuda.current_device())
+        self._up, self._pages, self._down = (torch.cuda.Stream() for _ in range(3))
+        self._side, self.partition, self._context = _side_stream(attention_units)
+        self._pinned = 0
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+
+    def close(self) -> None:
+        """Gives the pinned memory and the device's that nobody holds any more back to the system."""
+        if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
+            empty()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        assert nbytes & (nbytes - 1) == 0  # torch's allocator of pinned memory would round it up
+        self._pinned += nbytes
+        found = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        assert not found.data_ptr() % ALIGN  # the disk reads into it directly
+        return found
+
+    def copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), pages: bool = False
+    ) -> torch.cuda.Event:
+        down = bool(pairs) and pairs[0][0].device.type == "cpu"
+        stream = self._down if down else self._pages if pages else self._up
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+            return stream.record_event(torch.cuda.Event(blocking=True))
+
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+
+    def join(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        # torch keeps the pinned copy until it is read
+        return tensor.contiguous().pin_memory().to(self.where, non_blocking=True)
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        tensor = tensor.contiguous()
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        event = self.copy([(found, tensor)], (self.mark(),))
+        tensor.record_stream(self._down)
+        return found, event
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        found.copy_(tensor, non_blocking=True)
+        self.mark().synchronize()
+        return found
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        before = self.mark()
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(before)
+            yield
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
+        if not stamps:
+            return []
+        stamps[-1].synchronize()  # whoever asks has waited for the other streams
+        first, last = stamps[0], stamps[-1]
+        # from near to near: CUDA gives milliseconds in float32, which after hours tell no microseconds apart
+        began = self._origin_s + self._origin.elapsed_time(first) / 1e3
+        found = [began + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+        self._origin, self._origin_s = last, found[-1]
+        return found
+
+    def memory(self) -> dict[str, float]:
+        return {
+            "device_peak_bytes": float(torch.cuda.max_memory_allocated()),
+            "device_reserved_bytes": float(torch.cuda.max_memory_reserved()),
+            "pinned_bytes": float(self._pinned),  # beside what torch keeps of uploads and downloads
+        }
+
+
+def _side_stream(units: int | None) -> tuple[torch.cuda.Stream, str, Any]:
+    """The stream for attention, in words, and what it needs to live: of a green context with so many `units`, or one
+    that goes first where all are free.
+
+    Products may use all units in either case: torch makes no context of the others (NanoFlow, section 4.2, parts both).
+    """
+    if units is None:
+        return torch.cuda.Stream(priority=-1), "", None
+    try:
+        from torch.cuda.green_contexts import GreenContext
+
+        context: Any = GreenContext.create(num_sms=units, device_id=torch.cuda.current_device())
+        return context.Stream(), f"attention beside products is held to {units} multiprocessors", context
+    except (ImportError, RuntimeError) as exc:
+        raise UnsupportedError(f"options.attention_units: no green context of {units}: {first_line(exc)}") from exc

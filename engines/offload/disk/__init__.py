@@ -1,0 +1,1 @@
+"""Direct I/O, at most as fast as a throttle allows."""

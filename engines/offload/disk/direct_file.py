@@ -1,0 +1,97 @@
+"""Room on disk that has no name, and direct I/O with it: whole, at most as fast as a throttle lets it be."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engines.offload.disk.throttle import Throttle
+from harness.api import DiskFullError, HarnessError
+from harness.common.buffers import direct_buffer
+
+_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+class DiskFile:
+    """`nbytes` of room in `folder` for `what`, as messages call it; it goes when it is closed or the process ends.
+
+    `direct`: whether it bypasses the page cache, which some file systems refuse; what passes through it is then dropped
+    from there after each transfer. Raises DiskFullError where there is no room.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, what: str, throttle: Throttle) -> None:
+        self._what = what
+        self._throttle = throttle
+        try:
+            self._descriptor, self.direct = _unnamed(folder, what)
+            try:
+                os.posix_fallocate(self._descriptor, 0, max(nbytes, mmap.PAGESIZE))
+            except OSError:
+                self.close()
+                raise
+        except OSError as exc:
+            raise DiskFullError(f"{folder}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fills `view`, aligned like `offset`. Raises HarnessError."""
+        self._move("read", os.preadv, view, offset)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Writes all of `view`, aligned like `offset`. Raises HarnessError."""
+        self._move("write", os.pwritev, view, offset)
+
+    def close(self) -> None:
+        """Gives the room back. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _move(self, verb: str, move: Callable[..., int], view: memoryview, offset: int) -> None:
+        began, start, size = time.perf_counter(), offset, len(view)
+        try:
+            while view:
+                count = move(self._descriptor, [view], offset)
+                if count <= 0:
+                    raise HarnessError(f"{self._what} on disk: {verb} of {size} bytes at byte {start} came to an end")
+                view, offset = view[count:], offset + count
+            if not self.direct:
+                os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
+        except OSError as exc:
+            raise HarnessError(f"{self._what} on disk: {verb} of {size} bytes at byte {start}: {exc.strerror}") from exc
+        self._throttle.wait(size, began)
+
+
+def reads_directly(path: Path) -> bool:
+    """Whether reads of a file can bypass the page cache; tried, as some file systems refuse at the first read only."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        os.preadv(descriptor, [direct_buffer(mmap.PAGESIZE)], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _unnamed(folder: Path, what: str) -> tuple[int, bool]:
+    """A descriptor of an empty file without a name, and whether its I/O is direct."""
+    path = folder / f"{what}.probe"
+    try:
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        direct = os.O_DIRECT if reads_directly(path) else 0
+        path.unlink()
+        try:
+            return os.open(folder, os.O_RDWR | os.O_TMPFILE | direct, 0o600), bool(direct)
+        except OSError as exc:
+            if exc.errno not in _NO_UNNAMED:
+                raise
+            return os.open(path, os.O_RDWR | os.O_CREAT | direct, 0o600), bool(direct)
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,49 @@
+"""The kernels of a device: Triton's where it is installed, else what torch has."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from engines.offload.kernels.attention import AttentionKernel, reference_attention, reference_memory
+from engines.offload.kernels.codec import Codec, plain_codec, reference_codec
+from engines.offload.kernels.hadamard import Turn, turn
+from engines.offload.memory.storage import Plain, Storage
+from harness.api import ModelShape
+
+
+class DeviceKernels:
+    """As kernels.Kernels, for tensors on a device, by Triton or not. `note` says what is missing and why."""
+
+    def __init__(self, triton: bool | None = None) -> None:
+        self._triton = importlib.util.find_spec("triton") is not None if triton is None else triton
+        self.note = "" if self._triton else "no kernels of our own for the device, which are faster: pip install triton"
+
+    def codec(self, stored: Storage) -> Codec:
+        """How values become what is stored, and back: `unpack` gives them in the dtype of its output."""
+        if isinstance(stored, Plain):
+            return plain_codec(stored)
+        if not self._triton:
+            return reference_codec(stored)
+        from engines.offload.kernels.triton_codec import triton_codec  # there may be no Triton
+
+        return triton_codec(stored)
+
+    def attention(self, stored: Storage, sparse: bool) -> AttentionKernel:
+        """Attention over a cache that is `stored` so; `sparse`: rows take a part of the values only."""
+        if sparse or not self._triton:
+            return reference_attention(self.codec(stored))
+        from engines.offload.kernels.triton_attention import triton_attention
+
+        return triton_attention(stored)
+
+    def attention_memory(
+        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+    ) -> tuple[int, int]:
+        """Bytes that `attention` holds beside its operands: fixed, and for each prompt row; see Kernels."""
+        if sparse or not self._triton:
+            return reference_memory(shape, longest, stored, compute_bytes, sparse)
+        return 0, 0
+
+    def turn(self) -> Turn:
+        """What spreads large columns of keys and values."""
+        return turn

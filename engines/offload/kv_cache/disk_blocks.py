@@ -1,0 +1,156 @@
+"""Keys and values whose home is the disk: read a layer ahead of attention, and written back behind it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from engines.offload.disk.direct_file import DiskFile
+from engines.offload.disk.throttle import Throttle
+from engines.offload.kv_cache.staging import Run, staging
+from engines.offload.memory.kv_blocks import STAGES
+from engines.offload.timeline import Timeline
+from harness.api import HarnessError
+from harness.common.buffers import direct_buffer
+
+_WORKERS = 2
+#: Bytes that one read or write takes at most, so that all workers have some.
+_PIECE = 2 << 20
+
+
+class DiskPages:
+    """`pages` pages in a file without a name, each with a record of `record` bytes, a multiple of ALIGN, a layer.
+
+    The pages of a pass are staged in memory, one layer after the other. `start` says which they are; `staged` waits
+    for a layer; `done` says that all have attended to it, so that what is new in it is written back and its place is
+    free for the layer after the next. One thread keeps that order, so that a record is never read before it is
+    written. An error of it is raised by the next call. Without `ahead` a layer is read when it is asked for and written
+    before `done` returns.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: int,
+        pages: int,
+        record: int,
+        timeline: Timeline,
+        throttle: Throttle,
+        ahead: bool = True,
+    ) -> None:
+        self._layers = layers
+        self._ahead = STAGES if ahead else 0  # layers that are asked for before they are needed
+        self.pages = pages
+        self._record = record
+        self._timeline = timeline
+        self._file = DiskFile(folder, layers * pages * record, "cache", throttle)
+        self.direct = self._file.direct
+        self._memory = memoryview(direct_buffer(STAGES * pages * record))
+        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, pages * record)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._arrived = threading.Condition()
+        self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
+        self._first = 0  # of this pass
+        self._left = 0  # layers of this pass that are not yet asked for
+        self._read: Sequence[Run] = ()
+        self._write: Sequence[Run] = ()
+        self._failure: HarnessError | None = None
+        self.bytes_read = self.bytes_written = 0
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
+        self._keeper = threading.Thread(target=self._work, name="cache", daemon=True)
+        self._keeper.start()
+
+    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
+        """Begins a pass: `known` pages hold something, `touched` ones will. Where each is staged, by page: [pages]."""
+        found = staging(self.pages, known, touched, max(1, _PIECE // self._record))
+        self._read, self._write = found.read, found.write
+        self._first += self._layers
+        self._left = self._layers
+        for _ in range(min(self._ahead, self._layers)):
+            self._ask()
+        return found.slots
+
+    def staged(self, layer: int) -> torch.Tensor:
+        """The records uint8 [pages * record] of this pass's pages in a layer, in the order of `start`."""
+        if self._layers - self._left <= layer:
+            self._ask()
+        self._wait(lambda: self._ready >= self._first + layer)
+        return self._stages[layer % STAGES]
+
+    def done(self, layer: int) -> None:
+        """All have attended to a layer."""
+        number, runs = self._first + layer, self._write
+
+        def write() -> None:
+            self._transfer("write", layer, runs)
+            self._written = number
+
+        self._jobs.put(write)
+        if not self._ahead:
+            self._wait(lambda: self._written >= number)
+        elif self._left:
+            self._ask()
+
+    def close(self) -> None:
+        """Ends the threads and gives the file's room back. Idempotent."""
+        if self._keeper.is_alive():
+            self._jobs.put(None)
+            self._keeper.join()
+        self._workers.shutdown()
+        self._file.close()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Raises what went wrong meanwhile."""
+        began = time.perf_counter()
+        with self._arrived:
+            while not until() and self._failure is None:
+                self._arrived.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._timeline.add("wait", "stall", began, time.perf_counter())
+
+    def _ask(self) -> None:
+        """Has the next layer read."""
+        layer, runs, number = self._layers - self._left, self._read, self._first + self._layers - self._left
+        self._left -= 1
+
+        def read() -> None:
+            self._transfer("read", layer, runs)
+            self._ready = number
+
+        self._jobs.put(read)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._failure is not None:
+                continue
+            try:
+                job()
+            except Exception as exc:  # must reach whoever waits, whatever it is
+                self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
+            with self._arrived:  # whoever waits looks at what has changed with this lock held, and so misses nothing
+                self._arrived.notify()
+
+    def _transfer(self, what: str, layer: int, runs: Sequence[Run]) -> None:
+        began = time.perf_counter()
+        move = self._file.read if what == "read" else self._file.write
+
+        def one(run: Run) -> int:
+            start = (layer % STAGES * self.pages + run.slot) * self._record
+            size = run.count * self._record
+            move(self._memory[start : start + size], (layer * self.pages + run.page) * self._record)
+            return size
+
+        moved = sum(self._workers.map(one, runs))
+        if what == "read":
+            self.bytes_read += moved
+        else:
+            self.bytes_written += moved
+        if runs:
+            self._timeline.add("cache", f"{what} layer {layer}", began, time.perf_counter())

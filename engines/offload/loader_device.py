@@ -1,0 +1,177 @@
+"""As loading.py, for a model that is computed on a device: what it cannot hold comes from pinned memory and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from engines.offload.device.pinned import PinnedMemory
+from engines.offload.device.protocol import Device
+from engines.offload.disk.throttle import Throttle
+from engines.offload.kernels import AttentionKernel, Codec, Segments, Turn
+from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels.cuda import DeviceKernels
+from engines.offload.kernels.layer_blocks import LayerPages
+from engines.offload.kv_cache.host_attention import HomeAttention
+from engines.offload.kv_cache.host_blocks import HostPages
+from engines.offload.kv_cache.paged_cache import PagedCache, page_layout
+from engines.offload.loader import Loading
+from engines.offload.memory.device import PINNED_SHARE, block_values, pinned_sizes, place_on_device
+from engines.offload.memory.kv_blocks import page_bytes, pieces
+from engines.offload.memory.layout import READERS, aligned
+from engines.offload.memory.plan import Plan
+from engines.offload.memory.storage import Storage
+from engines.offload.timeline import Timeline
+from engines.offload.weights import gemm
+from engines.offload.weights.convert import Converted
+from engines.offload.weights.files import BlockFiles
+from engines.offload.weights.ring import DeviceRing, Ring
+from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
+from harness.common.host_memory import free_memory
+
+
+class DeviceLoading(Loading):
+    """One model being loaded onto `device`; see Loading."""
+
+    device: Device
+
+    def __init__(
+        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, device: Device
+    ) -> None:
+        if policy.cpu_attention and policy.value_sparsity < 1:
+            raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
+        self.device = device
+        self._on_device = DeviceKernels()
+        self.block_values = block_values(model.shape)
+        super().__init__(model, policy, limits, job)
+        if policy.cpu_attention and self.seamed.has_windows:
+            raise UnsupportedError(
+                "policy.cpu_attention: layers with a sliding window attend on the device: leave it out"
+            )
+        self._passing: list[torch.Tensor] = []
+
+    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
+        asked, hidden = self.policy.compute_dtype, self.model.shape.hidden
+        dtype: Dtype = self.model.dtype if asked == "auto" else asked
+        return {
+            stored: gemm.on_device(stored, hidden, dtype, self._on_device.codec(stored), self.device)
+            for stored in dict.fromkeys((layers, outside))
+        }
+
+    def _attention_kernel(self) -> AttentionKernel:
+        return self._on_device.attention(self.cached, self.policy.value_sparsity < 1)
+
+    def _attention_memory(self) -> tuple[int, int]:
+        sparse = self.policy.value_sparsity < 1
+        longest = self.job.max_sequence
+        return self._on_device.attention_memory(self.cached, self.model.shape, longest, self._compute_bytes, sparse)
+
+    def _kernel_note(self) -> str:
+        apart = self.device.partition if self.policy.nano_batches > 1 and self.policy.nano_overlap else ""
+        return "; ".join(filter(None, (self._on_device.note, apart)))
+
+    def _codec(self) -> Codec:
+        return self._on_device.codec(self.cached)
+
+    def _turn(self) -> Turn:
+        return self._on_device.turn()
+
+    def _small_values(self) -> int:
+        tables = sum(a * b for name, (a, b) in self.seamed.tables.items() if name != self.seamed.token_table)
+        return super()._small_values() + tables
+
+    def _placed(self) -> Plan:
+        limits = self.limits
+        host = limits.host_memory
+        if host is None:
+            host = int(PINNED_SHARE * free_memory())
+        assert limits.device_memory is not None
+        return place_on_device(self._demand, self.policy, limits.device_memory, host)
+
+    def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
+        plan = self.plan
+        room = torch.empty(sum(aligned(self.blocks[i].nbytes) for i in plan.resident), dtype=torch.uint8,
+                           device=self.device.where)  # fmt: skip
+        memory, start = self._pinned, 0
+        self._passing = [memory.take(max(b.span for b in self.blocks)) for _ in range(READERS)]
+
+        def keep(data: torch.Tensor) -> torch.Tensor:
+            nonlocal start
+            place = room[start : start + len(data)]
+            start += aligned(len(data))
+            self.device.copy([(place, data)]).synchronize()
+            return place
+
+        return converted.read(plan.resident, lambda nbytes: self._passing[0], keep)
+
+    def _ring(self, converted: Converted, files: BlockFiles) -> Ring:
+        pinned = converted.read(self.plan.pinned, self._pinned.take, lambda data: data)
+        held = {(self.blocks[i].file, self.blocks[i].offset): data for i, data in pinned.items()}
+        return DeviceRing(self.streamed, self.plan.slots, held, files, self.device, self._passing)
+
+    def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
+        plan, shape = self.plan, self.model.shape
+        elsewhere = None
+        if plan.host_pages:
+            sizes = pieces(plan.host_pages, page_bytes(shape, self.cached) // shape.num_layers)
+            home = [[self._pinned.take(size)[:size] for size in sizes] for _ in range(shape.num_layers)]
+            layout = page_layout(shape, self.cached)
+            elsewhere = HostPages(home, plan.host_pages, *layout, self.device, self.policy.overlap)
+            if self.policy.cpu_attention:
+                kernel, codec = self.kernels.attention(self.cached), self.kernels.codec(self.cached)
+                self.notes.append(self.kernels.note)
+                self.home = HomeAttention(elsewhere, kernel, codec, self.device, timeline)
+                parts.callback(self.home.close)
+        self._warm(elsewhere is not None)
+        at_home = self.home is not None
+        return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where, at_home)
+
+    @torch.inference_mode()
+    def _warm(self, staged: bool) -> None:
+        """Attends once to a page of nothing, as prompts and as single tokens do: kernels are compiled when they are
+        first met, which no measured pass should be."""
+        shape = self.model.shape
+        page, dtype = page_layout(shape, self.cached)
+        rows = torch.zeros(1, *page, dtype=dtype, device=self.device.where)
+        pages = LayerPages(rows, rows if staged else None)
+        put, table = self.device.upload, torch.zeros(1, 1, dtype=torch.int32)
+        for count in (2, 1):
+            query = torch.zeros(
+                count, shape.num_heads, shape.head_dim, dtype=self.seamed.dtype, device=self.device.where
+            )
+            for logs in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
+                segments = Segments.of([count], [0], table, put)
+                self._attention(query.transpose(0, 1), pages, segments, Rule(1.0), logs)
+        self._codec().pack(
+            torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.float32, device=self.device.where)
+        )
+        self.device.mark().synchronize()
+
+    @cached_property
+    def _pinned(self) -> PinnedMemory:
+        """All that the plan pins; taken from the system when it is first asked for."""
+        return PinnedMemory(pinned_sizes(self._demand, self.plan.pinned, self.plan.host_pages), self.device.pinned)
+
+    def _weights_by_tier(self) -> tuple[int, int, int]:
+        total, device, host = (
+            sum(self.blocks[i].nbytes for i in chosen)
+            for chosen in (range(len(self.blocks)), self.plan.resident, self.plan.pinned)
+        )
+        return device, host, total - device - host
+
+    def report(self) -> LoadReport:
+        found = super().report()
+        if not self.policy.cpu_attention or self.home is not None or found.policy is None:
+            return found
+        note = "cpu_attention has nothing to do: all keys and values are on the device"
+        return replace(found, policy=replace(found.policy, cpu_attention=False), notes=(*found.notes, note))
+
+    def _cache_by_tier(self, in_host: float, on_disk: float) -> tuple[float, float, float]:
+        return 1 - in_host - on_disk, in_host, on_disk
+
+    def _activations(self) -> tuple[float, float, float]:
+        return 1.0, 0.0, 0.0

@@ -1,0 +1,127 @@
+"""What goes where: memory for weights, cache and work within the budget, decided before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+
+from engines.common.work_memory import SLACK_BYTES
+from engines.offload.memory.kv_blocks import STAGES, page_bytes, pages_for, record_bytes
+from engines.offload.memory.plan import KEPT_SHARE, Demand, Plan, Work, evenly, largest, mib, slots_within
+from harness.api import InfeasibleError, ModelShape, OffloadPolicy
+
+#: The share that the allocator keeps of what a batch computes in: beside 50 MB of it, 30 came and went from one run to
+#: the next.
+_KEPT_WORK = 3 / 4
+#: Prompt tokens of a batch and pass where the policy does not say.
+_CHUNK = (32, 512)
+#: As in kernels/attention.cpp: rows whose scores are held together, and columns of a panel.
+_BLOCK, _WIDTH = 48, 16
+
+
+def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
+    """The plan for `policy` within `budget` bytes of host memory (None: no limit).
+
+    Blocks of sequences must fit whole; a sweep runs as many sequences as fit, up to its batch size. What is left
+    over keeps weights resident, unless the policy says how many. On a host without a device its RAM is the device
+    tier too. Raises InfeasibleError with the numbers and the nearest batch that would fit.
+    """
+    return _Planner(demand, policy, budget).plan()
+
+
+def attention_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int, int]:
+    """Bytes that the compiled kernel of attention holds beside its operands, and for each prompt row of a pass.
+
+    For sequences of `longest` tokens.
+    """
+    return threads * 4 * longest * (2 * -(-shape.head_dim // _WIDTH) * _WIDTH + _BLOCK), 0
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(self, demand: Demand, policy: OffloadPolicy, budget: int | None) -> None:
+        self._demand = demand
+        self._policy = policy
+        self._budget = budget
+        self._sweep = policy.schedule == "sweep"
+        shape = demand.shape
+        self._on_disk = 0.0 if policy.cache is None else policy.cache[2]
+        page = page_bytes(shape, demand.cache)
+        # a page on disk is in memory a few layers at a time
+        staged = STAGES * record_bytes(shape, demand.cache)
+        self._page = math.ceil((1 - self._on_disk) * page + self._on_disk * staged)
+        span = max(b.span for b in demand.blocks)
+        self._slots = slots_within(budget, span)
+        self._ring = self._slots * span
+        self._work = Work.within(budget, demand, policy, _CHUNK)
+        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * KEPT_SHARE)
+        self._weights = sum(b.nbytes for b in demand.blocks)
+        self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
+
+    def plan(self) -> Plan:
+        wanted = self._policy.block_size
+        if self._budget is None:
+            pages = wanted * pages_for(self._demand.max_sequence)
+            held = self._weights if self._asked is None else self._asked
+            return self._finished(pages, wanted, held, "no limit")
+        sequences = largest(wanted, self._fits)
+        if sequences < self._fewest(wanted):
+            raise InfeasibleError(self._words(wanted), {"host": self._least(wanted) - self._budget})
+        room = (self._budget - self._fixed(sequences)) // self._page
+        pages = min(sequences * pages_for(self._demand.max_sequence), room)
+        left = self._budget - self._fixed(sequences) - pages * self._page
+        return self._finished(pages, sequences, left if self._asked is None else self._asked, f"{mib(left)} left")
+
+    def _fixed(self, sequences: int) -> int:
+        """Everything but the cache and what is left for weights."""
+        return self._work.bytes(sequences) + self._kept(sequences) + self._ring + self._other + (self._asked or 0)
+
+    def _kept(self, sequences: int) -> int:
+        """What the allocator keeps of one batch's work while it serves the next."""
+        return 0 if self._budget is None else int(_KEPT_WORK * self._work.bytes(sequences) / self._work.batches)
+
+    def _fits(self, sequences: int) -> bool:
+        assert self._budget is not None
+        pages = self._demand.pages(sequences, self._sweep)
+        return self._fixed(sequences) + pages * self._page <= self._budget
+
+    def _finished(self, pages: int, sequences: int, held: int, note: str) -> Plan:
+        resident = evenly(self._demand.blocks, range(len(self._demand.blocks)), held)
+        work, other = self._work.bytes(sequences), self._other + self._kept(sequences)
+        kept = sum(self._demand.blocks[i].nbytes for i in resident)
+        parts = {"cache": pages * self._page, "work": work, "ring": self._ring, "resident": kept, "other": other}
+        words = " + ".join(f"{name} {mib(nbytes)}" for name, nbytes in parts.items())
+        on_disk = round(pages * self._on_disk)
+        words = f"host memory: {words}; {note}"
+        whole = sum(parts.values())
+        one = self._work
+        each = one.chunk * (one.row + one.logits) if self._budget is None else work // one.batches
+        return Plan(pages - on_disk, on_disk, sequences, resident, self._slots, one.chunk, each, one.row, one.logits,
+                    whole, words)  # fmt: skip
+
+    def _fewest(self, wanted: int) -> int:
+        """Sequences that must fit for any to run."""
+        return 1 if self._sweep else wanted
+
+    def _least(self, wanted: int) -> int:
+        """Bytes without which none runs."""
+        least = self._fewest(wanted)
+        return self._fixed(least) + least * pages_for(self._demand.max_sequence) * self._page
+
+    def _words(self, wanted: int) -> str:
+        """Why `wanted` sequences do not fit, and what would."""
+        assert self._budget is not None
+        least = self._fewest(wanted)
+        cache = least * pages_for(self._demand.max_sequence) * self._page
+        batches = self._policy.num_gpu_batches
+        size = 0 if self._sweep else largest(wanted // batches, lambda n: self._fits(n * batches))
+        hint = f"gpu_batch_size {size} would fit" if size else "use a larger budget"
+        held = ""
+        if self._asked:
+            held = f", weights {mib(self._asked)}"
+            hint += ", or hold a smaller part of the weights (policy.weights)"
+        return (
+            f"offload needs {mib(self._least(wanted))} for {least} sequences of {self._demand.max_sequence} "
+            f"tokens (cache {mib(cache)}, work {mib(self._work.bytes(least))}, ring {mib(self._ring)}, other "
+            f"{mib(self._other + self._kept(least))}{held}); the budget is {mib(self._budget)}; {hint}"
+        )

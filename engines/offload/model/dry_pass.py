@@ -1,0 +1,61 @@
+"""A pass that computes nothing: what a model asks for, in which order, and whether the engine can give it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from engines.offload.kernels.attention_spec import Rule
+from engines.offload.weights.gemm import new_product
+from harness.api import ModelShape
+
+
+class DryPass:
+    """Weights and attention of a pass that computes nothing: zeros of the right shapes, and notes."""
+
+    def __init__(self, outputs: Mapping[str, int]) -> None:
+        self._outputs = outputs
+        self.order: list[str] = []
+        self.attends: list[int] = []  # of each attention, how many matrices were used before it
+        self.has_windows = False
+        self._layers: list[int] = []
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def problem(self, shape: ModelShape) -> str:
+        """What the pass did that the engine does not expect; empty if nothing."""
+        if unused := set(self._outputs) - set(self.order):
+            return f"{min(unused)} is not used in every pass"
+        if len(self.order) != len(self._outputs):
+            return "a matrix is used twice in a pass"
+        if sorted(self._layers) != list(range(shape.num_layers)):
+            return (
+                f"{len(self._layers)} attention calls reached the seam, {shape.num_layers} layers should make one each"
+            )
+        expected = (
+            shape.num_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+        if self._shapes != {expected}:
+            return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
+        return ""
+
+    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        self.order.append(matrix)
+        return new_product(len(x), self._outputs[matrix], x).zero_()
+
+    def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
+        return range(count)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        self._layers.append(layer)
+        self.has_windows |= rule.window is not None
+        self.attends.append(len(self.order))
+        self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

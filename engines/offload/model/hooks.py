@@ -1,0 +1,96 @@
+"""What is registered with transformers in place of its attention, its masks and its mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from engines.offload.kernels.attention_spec import Rule
+from harness.api import UnsupportedError
+
+SEAM, DRY_SEAM = "offload", "offload-dry"
+#: Keywords that attention layers pass on and that change nothing in a packed batch.
+_HARMLESS = frozenset({"position_ids", "cache_position", "dropout"})
+
+
+class Attention(Protocol):
+    """What attends for the tokens of one packed batch."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+    ) -> torch.Tensor:
+        """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a model asks for as a mask in the dry pass: who sees whom, to be held against what attention is told."""
+
+    sees: Callable[..., torch.Tensor]
+
+    def is_window(self, window: int | None) -> bool:
+        """Whether it is causal and lets a token see `window` tokens, or all where that is None."""
+        width = 1 << 20 if window is None else window
+        positions = {q for q in (0, 1, width - 1, width, width + 1, 3 * width) if q >= 0}
+        pairs = [(q, k) for q in positions for k in (0, q - width, q - width + 1, q - 1, q, q + 1) if k >= 0]
+        zero = torch.tensor(0)
+        return all(
+            bool(self.sees(zero, zero, torch.tensor(q), torch.tensor(k)))
+            == (k <= q and (window is None or k > q - window))
+            for q, k in pairs
+        )
+
+
+def _attention_seam(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: _Mask | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    offload_attention: Attention | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every attention layer: query [1, heads, tokens, dim], key and value alike."""
+    kind = type(module).__name__
+    unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and not isinstance(v, bool))
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise UnsupportedError(f"{kind} looks ahead; engine offload attends causally")
+    if unknown:
+        raise UnsupportedError(f"{kind} asks attention for {', '.join(unknown)}, which engine offload has not")
+    if offload_attention is None:
+        raise UnsupportedError(f"{kind} does not hand on to attention what its caller gives it")
+    if attention_mask is not None and not attention_mask.is_window(sliding_window):
+        raise UnsupportedError(f"{kind} asks for a mask that is neither causal nor the window it names")
+    sinks = None if s_aux is None else s_aux.reshape(-1).float()
+    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
+    return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], rule)[None], None
+
+
+def _experts_seam(
+    module: Any, hidden: torch.Tensor, index: torch.Tensor, share: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """What transformers calls for a mixture of experts."""
+    return torch.as_tensor(module.offload_experts(hidden, index, share))
+
+
+def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> _Mask:
+    """For the dry pass."""
+    return _Mask(mask_function)
+
+
+ALL_EXPERTS_FUNCTIONS.register(SEAM, _experts_seam)
+for _name in (SEAM, DRY_SEAM):
+    AttentionInterface.register(_name, _attention_seam)
+#: None for SEAM: attention knows by itself who sees whom, and transformers makes no mask for names that it has none of.
+AttentionMaskInterface.register(DRY_SEAM, _mask_to_check)

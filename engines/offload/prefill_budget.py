@@ -1,0 +1,122 @@
+"""How fast a sweep lets prompts in: found by playing the job through in numbers before it is run.
+
+Prompts that are let in all at once give sequences of one age: they need their most memory together, so that fewer
+fit than of mixed ages, and they end together, for the next ones to do the same. Prompts that are let in one after
+the other make passes with few rows at the start. Which costs less depends on the job, the disk and the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from engines.offload.kv_cache.block_manager import PagePool
+from engines.offload.memory.kv_blocks import pages_for
+from engines.offload.memory.plan import Plan
+from engines.offload.scheduler import Batcher, BlockBatcher, ChunkRule, SweepBatcher, Waiting
+from harness.api import OffloadPolicy
+
+S = TypeVar("S", bound=Waiting)
+
+#: Parts of the balance up to which prompts may fill a pass; the first of equals is taken.
+_SHARES = (1.0, 0.5, 0.25, 0.0)
+#: Of a long job so many times the sequences that run together are played.
+_BLOCKS = 4
+
+
+def batcher_for(
+    sequences: Sequence[S],
+    cache: PagePool,
+    policy: OffloadPolicy,
+    plan: Plan,
+    balance: int,
+    chunk: int,
+    heads: int | None = None,
+) -> Batcher[S]:
+    """Who forms the passes of a job: blocks in step, or a sweep under the rule that is best for it.
+
+    `balance`: rows at which a pass computes as long as its weights take to load; `chunk`: prompt tokens a batch and
+    pass, of which at most `heads` may meet the head.
+    """
+    if policy.schedule != "sweep":
+        return BlockBatcher(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk, heads)
+    work = [(s.tokens, s.steps_left) for s in sequences]
+    mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
+    together = max(1, min(plan.sequences, cache.pages // pages_for(int(mean) + 1)))
+    rule = best_rule(work, cache.pages, plan.sequences, together, balance, chunk)
+    return SweepBatcher(sequences, cache, plan.sequences, rule, heads)
+
+
+def best_rule(
+    work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, together: int, balance: int, most: int
+) -> ChunkRule:
+    """The rule under which a job of `work` (known tokens, steps) does the most steps in a unit of time.
+
+    A pass takes as long as its rows, or as `balance` rows where they are fewer. `together`: how many sequences of
+    mixed ages the cache of `pages` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
+    """
+    prompts, steps = sum(len(tokens) for tokens, _ in work), sum(steps for _, steps in work)
+    steady = -(-together * prompts // steps)
+    rules = [ChunkRule(steady, int(balance * share), most) for share in _SHARES]
+    played = work[: _BLOCKS * together]
+    to_the_end = len(played) == len(work)
+    return max(rules, key=lambda rule: _pace(played, pages, size, rule, balance, to_the_end))
+
+
+def _pace(
+    work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, rule: ChunkRule, balance: int, to_the_end: bool
+) -> float:
+    """Steps per unit of time, to the end or, where more would follow, until the last one is let in."""
+    sequences = [Numbers(tokens, steps) for tokens, steps in work]
+    batcher = SweepBatcher(sequences, PagePool(pages), size, rule)
+    done, time = 0, 0
+    while batcher.waiting if not to_the_end else batcher.next_arrival_s is not None:
+        parts = [part for batch in batcher.next_pass(math.inf) for part in batch]
+        if not parts:
+            break
+        time += max(balance, sum(part.count for part in parts))
+        for part in parts:
+            if part.sequence.advance(part.count, time):
+                done += 1
+                if not part.sequence.steps_left:
+                    batcher.finish(part.sequence)
+    return done / max(1, time)
+
+
+class Numbers:
+    """A sequence that generates nothing but zeros. `times`: when."""
+
+    def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
+        self.tokens = list(tokens)
+        self.steps_left = steps
+        self.arrival_s = arrival_s
+        self.times: list[float] = []
+        self.cached = 0
+        self.pages: list[int] = []
+
+    @property
+    def shareable(self) -> int:
+        return max(0, len(self.tokens) - 2)
+
+    def restart(self) -> None:
+        self.cached = 0
+
+    def wanted(self, count: int) -> range:
+        """As of a sequence that generates."""
+        end = self.cached + count
+        return range(end - 1, end) if end == len(self.tokens) else range(0)
+
+    def wants(self, count: int) -> bool:
+        """Whether `count` more tokens end in one whose logits are wanted."""
+        return self.cached + count == len(self.tokens)
+
+    def advance(self, count: int, now: float) -> bool:
+        """Whether `count` more tokens, which are done now, make a step."""
+        self.cached += count
+        if self.cached < len(self.tokens):
+            return False
+        self.tokens.append(0)
+        self.times.append(now)
+        self.steps_left -= 1
+        return True

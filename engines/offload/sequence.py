@@ -1,0 +1,152 @@
+"""What a pass works on: sequences that generate and sequences that are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from engines.common import sampling
+from harness.api import GenerationRequest, GenerationResult, Score
+
+
+class ActiveSequence(Protocol):
+    """Tokens known so far, of which the first `cached` have keys and values on `pages`."""
+
+    tokens: list[int]
+    cached: int
+    pages: list[int]
+    arrival_s: float
+    start_s: float
+
+    @property
+    def steps_left(self) -> int:
+        """Passes that it will need at most, this one included, once its known tokens are cached but for the last."""
+        ...
+
+    @property
+    def shareable(self) -> int:
+        """How many of its first tokens need not be computed where others have computed them."""
+        ...
+
+    def restart(self) -> None:
+        """Forgets what was computed but not what was generated: all known tokens will be computed again."""
+        ...
+
+    def wanted(self, count: int) -> range:
+        """Which of the next `count` tokens' positions must meet the head."""
+        ...
+
+    def consume(self, logits: torch.Tensor, now_s: float) -> bool:
+        """Takes the logits [wanted rows, vocab] of a pass that ended at `now_s`; returns whether it is done."""
+        ...
+
+
+#: Rows of logits that are scored at a time: what stays in a processor's cache.
+_ROWS = 16
+_NO_IDS = torch.zeros(1, 0, dtype=torch.long)
+
+
+class Generation:
+    """One request on its way: greedy or sampled, until its length, an end of sequence or a stop string."""
+
+    def __init__(
+        self, request: GenerationRequest, eos: Sequence[int], decode: Callable[[Sequence[int]], str] | None
+    ) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.cached = 0
+        self.pages: list[int] = []
+        self.arrival_s = request.arrival_s
+        self.start_s = -1.0
+        self._eos = eos
+        self._decode = decode
+        self._sampler = sampling.RowSampler([request.sampling], eos)
+        self._times: list[float] = []
+        self._reason: Literal["length", "stop"] | None = None
+
+    @property
+    def steps_left(self) -> int:
+        return self.request.sampling.max_tokens - len(self._times)
+
+    @property
+    def shareable(self) -> int:
+        return max(0, len(self.tokens) - 2)  # the last gives the next, and is not computed alone: see `prompt_rows`
+
+    def restart(self) -> None:
+        self.cached = 0
+
+    def wanted(self, count: int) -> range:
+        """The last known token's position, if the pass gets there: it gives the next token."""
+        end = self.cached + count
+        return range(end - 1, end) if end == len(self.tokens) else range(0)
+
+    def consume(self, logits: torch.Tensor, now_s: float) -> bool:
+        if not len(logits):
+            return False
+        scores = self._sampler(_NO_IDS, logits.float())  # none of its settings looks at earlier tokens
+        self.tokens.append(int(scores[0].argmax()))
+        self._times.append(now_s)
+        generated = self.tokens[len(self.request.prompt) :]
+        self._reason = sampling.finish_reason(self.request.sampling, generated, self._eos, self._decode)
+        return self._reason is not None
+
+    def result(self) -> GenerationResult:
+        """The finished request."""
+        return GenerationResult(
+            id=self.request.id,
+            tokens=tuple(self.tokens[len(self.request.prompt) :]),
+            start_s=self.start_s,
+            token_times_s=tuple(self._times),
+            prompt_tokens=len(self.request.prompt),
+            finish_reason=self._reason or "length",
+            logprobs=tuple(self._sampler.logprobs[0]),
+        )
+
+
+class Scoring:
+    """One continuation on its way to its log-likelihood: only the positions that predict it meet the head."""
+
+    arrival_s = 0.0
+
+    def __init__(self, index: int, full: Sequence[int], continuation: int) -> None:
+        self.index = index
+        self.tokens = list(full[:-1])  # the last token is only predicted
+        self.cached = 0
+        self.pages: list[int] = []
+        self.start_s = -1.0
+        self._full = full
+        self._first = len(full) - 1 - continuation
+        self._position = self._first
+        self._logprob = 0.0
+        self._greedy = True
+
+    @property
+    def steps_left(self) -> int:
+        return 1
+
+    @property
+    def shareable(self) -> int:
+        return max(0, min(self._first, len(self.tokens) - 2))
+
+    def restart(self) -> None:
+        self.cached = 0
+        self._position = self._first
+        self._logprob, self._greedy = 0.0, True
+
+    def wanted(self, count: int) -> range:
+        return range(max(self._first, self.cached), max(self._first, self.cached + count))
+
+    def consume(self, logits: torch.Tensor, now_s: float) -> bool:
+        for rows in torch.split(logits, _ROWS):
+            target = torch.tensor(self._full[self._position + 1 : self._position + 1 + len(rows)])
+            log_probs = torch.log_softmax(rows.float(), dim=-1)
+            self._logprob += log_probs.gather(1, target[:, None]).double().sum().item()
+            self._greedy &= bool((rows.argmax(dim=-1) == target).all())
+            self._position += len(rows)
+        return self.cached == len(self.tokens)
+
+    def result(self) -> Score:
+        """The finished score."""
+        return Score(self._logprob, self._greedy)

@@ -1,0 +1,1 @@
+"""Weight tiles: converted once, streamed through a ring, multiplied."""

@@ -1,0 +1,1 @@
+"""Batch jobs: a file of requests answered in a file."""

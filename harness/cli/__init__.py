@@ -1,0 +1,1 @@
+"""The `harness` command, one module a command."""

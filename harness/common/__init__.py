@@ -1,0 +1,1 @@
+"""Small things that every package may use: units, files, memory of the host, the roofline."""

@@ -1,0 +1,29 @@
+"""Rows of plain data as aligned columns on a terminal, or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+Row = dict[str, Any]
+
+
+def print_rows(rows: Sequence[Row], as_json: bool) -> None:
+    """Prints rows as aligned columns, or one JSON list."""
+    if as_json:
+        click.echo(json.dumps(list(rows)))
+        return
+    if not rows:
+        return
+    cells = [[_plain(v) for v in row.values()] for row in rows]
+    header = [k.replace("_", " ") for k in rows[0]]
+    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
+    for line in [header, *cells]:
+        click.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _plain(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,37 @@
+"""What a machine must have before a suite is worth starting."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+from harness.api import SuiteSpec
+from harness.common.host_memory import own_limit
+from harness.hardware import provenance
+
+
+def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) -> list[str]:
+    """What this machine lacks for the suite, one line each; empty if nothing.
+
+    A run that goes on has already taken of the free disk what it was required for.
+    """
+    need, lacking = suite.requires, []
+    have_memory = min(provenance.machine()["ram_bytes"], own_limit() or math.inf)
+    if have_memory < need.host_memory:
+        lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(have_memory)} present")
+    if need.device_memory:
+        devices = [float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()]
+        if max(devices, default=0.0) < need.device_memory:
+            lacking.append(
+                f"device memory: {_gib(need.device_memory)} required, {_gib(max(devices, default=0.0))} present"
+            )
+    existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need.disk_free and not resuming:
+        lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
+    return lacking
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.1f} GiB"

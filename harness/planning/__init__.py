@@ -1,0 +1,1 @@
+"""What `harness plan`, `--explain` and `check-model` take and print."""

@@ -1,0 +1,1 @@
+"""Runs a suite: the plan of launches, their records, progress, tuning; and the worker inside the sandbox."""

@@ -1,0 +1,189 @@
+"""Progress on stderr: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from harness.api import RunRecord
+from harness.run.steps import Step
+
+_STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
+
+
+class Clock:
+    """Estimates the time left from launches already timed: the cell's own, else the mean of all."""
+
+    def __init__(self) -> None:
+        self._walls: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, cell: str, seconds: float) -> None:
+        """Notes how long one launch took."""
+        self._walls[cell].append(seconds)
+
+    def left(self, todo: Sequence[Step], spent: float) -> tuple[float, bool] | None:
+        """Seconds for `todo` less what the first has `spent`, and whether every cell in it was timed before."""
+        everything = [w for walls in self._walls.values() for w in walls]
+        if not everything:
+            return None
+        mean = statistics.fmean(everything)
+        total = sum(statistics.fmean(self._walls.get(s.cell.name) or [mean]) for s in todo)
+        return max(0.0, total - spent), all(s.cell.name in self._walls for s in todo)
+
+
+class PlainProgress:
+    """One line when a launch starts and one when it ends; for logs and CI."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+        self._todo: list[Step] = []
+        self._done = self._total = 0
+        self._phase = ""
+
+    def planned(self, steps: Sequence[Step], already_done: int) -> None:
+        self._todo = list(steps)
+        self._total = len(steps) + already_done
+        self._done = already_done
+        resumed = f" ({already_done} already done{'' if steps else '; --fresh starts over'})" if already_done else ""
+        self.note(f"{len(steps)} {'launch' if len(steps) == 1 else 'launches'} to do{resumed}")
+
+    def started(self, step: Step, activity: str) -> None:
+        self._phase = ""
+        self.note(f"[{self._done + 1}/{self._total}] {step.cell.name}: {activity}")
+
+    def event(self, phase: str, done: int, total: int) -> None:
+        """Of phases only what takes minutes before a launch begins: a log wants results."""
+        if phase != self._phase and phase.startswith("building"):
+            self.note(f"[{self._done + 1}/{self._total}] {phase}")
+        self._phase = phase
+
+    def finished(self, step: Step, record: RunRecord) -> None:
+        self._done += 1
+        self._todo = [s for s in self._todo if s != step]
+        self._clock.add(step.cell.name, record.wall_s)
+        self.note(f"[{self._done}/{self._total}] {describe(record)}{self._eta()}")
+
+    def dropped(self, step: Step) -> None:
+        self._todo = [s for s in self._todo if s != step]
+        self._total -= 1
+
+    def added(self, steps: Sequence[Step]) -> None:
+        self._todo = [*steps, *self._todo]
+        self._total += len(steps)
+
+    def note(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a log that is full or read no more must not end the measurement
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def _eta(self) -> str:
+        left = self._clock.left(self._todo, 0.0)
+        return f"; {duration(left[0], left[1])} left" if left and self._todo else ""
+
+
+class LiveProgress:
+    """A table with the cell, phase, tokens, rate and time left, and a line for each finished launch."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, emoji=False)
+        self._clock = Clock()
+        self._todo: list[Step] = []
+        self._done = self._total = 0
+        self._activity = self._phase = ""
+        self._tokens = (0, 0)
+        self._step: Step | None = None
+        self._started = self._phase_started = time.monotonic()
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveProgress:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.__exit__(None, None, None)
+
+    def planned(self, steps: Sequence[Step], already_done: int) -> None:
+        self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
+
+    def started(self, step: Step, activity: str) -> None:
+        self._step, self._activity, self._phase, self._tokens = step, activity, "", (0, 0)
+        self._started = time.monotonic()  # of the launch in the end: searches and probes do not recur
+
+    def event(self, phase: str, done: int, total: int) -> None:
+        if phase != self._phase:
+            self._phase, self._phase_started = phase, time.monotonic()
+        self._tokens = (done, total)
+
+    def finished(self, step: Step, record: RunRecord) -> None:
+        self._done += 1
+        self._todo = [s for s in self._todo if s != step]
+        self._clock.add(step.cell.name, record.wall_s)
+        self._step = None
+        self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
+
+    def dropped(self, step: Step) -> None:
+        self._todo = [s for s in self._todo if s != step]
+        self._total -= 1
+
+    def added(self, steps: Sequence[Step]) -> None:
+        self._todo = [*steps, *self._todo]
+        self._total += len(steps)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"))
+
+    def _render(self) -> Group:
+        done, total = self._tokens
+        elapsed = time.monotonic() - self._phase_started
+        rate = f"{done / elapsed:.2f} tok/s" if self._phase == "generate" and done and elapsed > 0 else ""
+        left = self._clock.left(self._todo, time.monotonic() - self._started)
+        table = Table(box=None, pad_edge=False)
+        for column in ("launch", "cell", "doing", "phase", "progress", "rate", "time left"):
+            table.add_column(column, style="bold" if column == "cell" else "")
+        table.add_row(
+            f"{min(self._done + 1, self._total)}/{self._total}",
+            self._step.cell.name if self._step else "",
+            self._activity,
+            f"{self._phase} {elapsed:.0f} s" if self._phase else "",
+            f"{done}/{total}" if total else "",
+            rate,
+            duration(*left) if left else "not known yet",
+        )
+        return Group(table, ProgressBar(total=max(1, self._total), completed=self._done, width=60))
+
+
+def make_progress() -> PlainProgress | LiveProgress:
+    """Live on a terminal, plain where stderr is none or CI is set."""
+    if sys.stderr.isatty() and not os.environ.get("CI"):
+        return LiveProgress()
+    return PlainProgress()
+
+
+def describe(record: RunRecord) -> str:
+    """A finished launch in one line."""
+    head = f"{record.spec.name} repeat {record.repeat + 1}/{record.spec.repeats}"
+    if record.status == "ok":
+        rate = record.metrics.get("generation_throughput_tok_s", record.metrics.get("score_throughput_tok_s"))
+        if rate is None:
+            return f"{head}: ok"
+        shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        return f"{head}: {shown} tok/s in {record.wall_s:.0f} s"
+    expected = " (expected)" if record.status == record.spec.expect else ""
+    return f"{head}: {record.status}{expected}: {record.reason}"
+
+
+def duration(seconds: float, complete: bool) -> str:
+    """A rough duration, with `about` while some cells have not been timed."""
+    text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return text if complete else f"about {text}"

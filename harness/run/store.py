@@ -1,0 +1,116 @@
+"""The run directory: append-only records, keyed by fingerprint and repeat, that survive kill -9."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from harness.api import FINAL_STATUSES, HarnessError, RunRecord, RunSpec, parse_record, to_json
+from harness.common.line_file import LineFile
+
+RECORDS = "records.jsonl"
+
+
+class Store:
+    """Appends RunRecords to `<out>/records.jsonl` and knows which repeats are done.
+
+    A crash leaves at most one truncated last line, which `open` cuts off: nothing complete is lost and nothing
+    is counted twice.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._file = LineFile(out / RECORDS)
+        self._lock: IO[bytes] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the records are."""
+        return self._file.path
+
+    def open(self, fresh: bool = False) -> None:
+        """Creates the directory, locks it against a second harness and mends a truncated last line.
+
+        Raises HarnessError where the directory cannot be written or is in use.
+        """
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "logs").mkdir(exist_ok=True)
+            self._lock = (self.out / ".lock").open("ab")
+        except OSError as exc:
+            raise HarnessError(
+                f"cannot write to {self.out}: {exc.strerror or exc}; choose another folder with --out"
+            ) from exc
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise HarnessError(f"{self.out} is in use by another harness; wait for it or choose another --out") from exc
+        try:
+            if self.path.exists() and not self.path.is_file():
+                raise HarnessError(f"{self.path} is not a regular file; move it away or choose another --out")
+            if fresh:
+                self._file.set_aside()
+            self._file.mend()
+        except OSError as exc:
+            raise HarnessError(f"cannot open {self.path}: {exc.strerror or exc}; choose another --out") from exc
+
+    def close(self) -> None:
+        """Releases the directory."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def append(self, record: RunRecord) -> None:
+        """Adds one record durably. Raises HarnessError when the disk is full or not writable."""
+        line = json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode()
+        try:
+            self._file.append(line)
+        except OSError as exc:
+            raise HarnessError(
+                f"cannot record to {self.path}: {exc.strerror or exc}; free space or choose another --out, "
+                "then run the same command again to go on"
+            ) from exc
+
+    def records(self) -> Iterator[RunRecord]:
+        """All complete records in order. Raises HarnessError naming the line that cannot be read."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                if line.strip():
+                    yield parse_record(line, f"{self.path}:{number}")
+
+    def latest(self) -> dict[tuple[str, int], RunRecord]:
+        """The last record of every launch, by fingerprint and repeat."""
+        return {(r.fingerprint, r.repeat): r for r in self.records()}
+
+
+def is_done(record: RunRecord, cell: RunSpec) -> bool:
+    """Whether `record` settles its launch of `cell`, which may have been relabelled or given more time since.
+
+    Launches that were interrupted or failed for want of disk or by an unclassified error are tried again,
+    unless the cell expects just that; so are those that ran out of less time than there is now.
+    """
+    if record.status == "timeout" and record.spec.timeout_s < cell.timeout_s:
+        return False
+    return record.status in FINAL_STATUSES or (record.status == cell.expect and record.status != "interrupted")
+
+
+def write_suite_copy(source: Path, out: Path) -> None:
+    """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
+    temporary = out / "suite.yaml.tmp"
+    try:
+        temporary.write_bytes(source.read_bytes())
+        temporary.rename(out / "suite.yaml")
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
+        raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc

@@ -1,0 +1,1 @@
+"""A suite file: YAML with positions, checked and expanded into cells."""

@@ -1,0 +1,239 @@
+"""Checks merged suite data against the dataclasses of harness.api and words what is wrong at its position."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from harness import registry
+from harness.api import (
+    Disk,
+    HardwareLimits,
+    HardwareProfile,
+    HardwareRequirements,
+    HarnessError,
+    Link,
+    ModelSpec,
+    OffloadPolicy,
+    Processor,
+    RunSpec,
+    WorkloadSpec,
+)
+from harness.common.published import PublishedTable
+from harness.common.units import MAX_SIZE
+from harness.suite.cell_names import MAX_CELL_NAME, NAME_RULE, SAFE_NAME
+from harness.suite.yaml_node import Node, nearest, shown
+
+MAX_ERRORS = 20
+MAX_SUITE_NAME = 64
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+_COUNT = (1, (1 << 31) - 1)
+_CELL_RANGES = {
+    "repeats": (1, 1000),
+    "warmup": (0, 100),
+    "seed": (0, (1 << 32) - 1),
+    "timeout_s": (0.001, 30 * 86400),
+    "latency_s": (0.001, 30 * 86400),
+    "workload.prompt_len": _COUNT,
+    "workload.gen_len": _COUNT,
+    "workload.num_requests": (1, 1_000_000),
+    "limits.threads": _COUNT,
+    "limits.device_memory": (1, MAX_SIZE),
+    "limits.host_memory": (1, MAX_SIZE),
+    "limits.disk_bandwidth": (1, MAX_SIZE),
+}
+_HEADER_RANGES = {f"requires.{field.name}": (0, MAX_SIZE) for field in fields(HardwareRequirements)}
+
+_FIELDS = {
+    "model": ModelSpec,
+    "workload": WorkloadSpec,
+    "policy": OffloadPolicy,
+    "limits": HardwareLimits,
+    "requires": HardwareRequirements,
+    "hardware": HardwareProfile,
+    "device": Processor,
+    "host": Processor,
+    "link": Link,
+    "disk": Disk,
+}
+_FRACTIONS = "three fractions (device, host, disk)"
+_WANTED = {  # by pydantic's type of error
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": _FRACTIONS,
+    "too_long": _FRACTIONS,
+    "missing": _FRACTIONS,
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """The keys of a suite that belong to no cell."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - pydantic's own name, as in harness.api
+
+    name: str
+    description: str = ""
+    requires: HardwareRequirements = HardwareRequirements()  # noqa: RUF009 - frozen
+    machine_probe: bool = True
+    reproduces: PublishedTable | None = None  # a paper's table; reports show its figures beside the suite's
+
+
+_HEADER = TypeAdapter(Header)
+_RUN_SPEC = TypeAdapter(RunSpec)
+_HARDWARE = TypeAdapter(HardwareProfile)
+_POLICY = TypeAdapter(OffloadPolicy)
+
+
+def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
+    """`function` of each argument; the HarnessErrors of all of them, each line once, raised as one."""
+    results, problems = [], dict[str, None]()
+    for argument in arguments:
+        try:
+            results.append(function(argument))
+        except HarnessError as exc:
+            problems.update(dict.fromkeys(str(exc).splitlines()))
+    raise_all(problems)
+    return results
+
+
+def raise_all(problems: Collection[str]) -> None:
+    """Raises HarnessError with a line for each problem, if there is any."""
+    if not problems:
+        return
+    lines = list(problems)[:MAX_ERRORS]
+    if more := len(problems) - len(lines):
+        lines.append(f"... and {more} more")
+    raise HarnessError("\n".join(lines))
+
+
+def refuse_unknown(node: Node, known: Collection[str], where: str) -> None:
+    """Raises HarnessError naming each key of a mapping that is not known, and the nearest that is."""
+    raise_all([unknown_key(node.entries[key], key, known, where) for key in node.entries if key not in known])
+
+
+def unknown_key(node: Node, key: str, known: Collection[str], where: str) -> str:
+    """The line about one unknown key, at the position of the key."""
+    return f"{node.key_at}: unknown key {shown(key)} in {where}; {nearest(key, known)}"
+
+
+def header(node: Node) -> Header:
+    """The header in `node`. Raises HarnessError with a line for each problem."""
+    checked = _typed(_HEADER, node, "suite")
+    raise_all(_out_of_range(checked, node, _HEADER_RANGES))
+    _require_name(checked.name, node, MAX_SUITE_NAME)
+    return checked
+
+
+def hardware(node: Node) -> HardwareProfile:
+    """The profile in `node`, its figures not checked. Raises HarnessError with a line for each problem."""
+    if not isinstance(node.value, dict):
+        raise node.error(f"a hardware profile is a mapping of keys, got {shown(node.value)}")
+    return _typed(_HARDWARE, node, "hardware")
+
+
+def policy(node: Node) -> OffloadPolicy:
+    """The policy in `node`. Raises HarnessError with a line for each problem."""
+    checked = _typed(_POLICY, node, "policy")
+    checked.validate()
+    return checked
+
+
+def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
+    """The cell in `node`, its name and suite not settled. Raises HarnessError with a line for each problem."""
+    spec = _typed(_RUN_SPEC, node, "cell")
+    raise_all(_out_of_range(spec, node, _CELL_RANGES))
+    try:
+        spec.policy.validate()
+    except HarnessError as exc:
+        field = re.search(r"(?<=policy\.)\w+", str(exc))
+        raise node.find(("policy", field[0] if field else "")).error(str(exc)) from None
+    if spec.engine not in engines:
+        raise node.find(("engine",)).error(f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}")
+    if spec.latency_s is not None and not spec.tune.startswith("search"):
+        raise node.find(("latency_s",)).error(
+            "latency goes with `policy: search` or `search_bits`: what is searched keeps it"
+        )
+    if (spec.workload.kind == "trace") != bool(spec.workload.trace):
+        raise node.find(("workload", "trace")).error(
+            "workload.trace goes with `kind: trace`, and that needs one: a CSV file"
+        )
+    job = spec.workload
+    if (job.kind == "task") != bool(job.task):
+        raise node.find(("workload", "task")).error("workload.task goes with `kind: task`, and that needs one by name")
+    if job.task and not registry.is_task(job.task):
+        hint = nearest(job.task, registry.task_names())
+        raise node.find(("workload", "task")).error(f"unknown task {shown(job.task)}; {hint}")
+    if job.task and spec.tune.startswith("search"):
+        raise node.find(("policy",)).error(
+            "policy: a search needs the lengths of requests, which a task's cell does not name; give a policy"
+        )
+    if job.task and (given := [n for n in ("prompt_len", "gen_len") if n in node.find(("workload",)).entries]):
+        raise node.find(("workload", given[0])).error(f"workload.{given[0]}: the examples of a task have their own")
+    if spec.image and spec.launcher != "docker":
+        raise node.find(("image",)).error("image goes with `launcher: docker`: only a container has one")
+    if not spec.model.id:
+        raise node.find(("model", "id")).error("model.id is empty")
+    if "name" in node.entries:
+        _require_name(spec.name, node, MAX_CELL_NAME)
+    return spec
+
+
+def _require_name(name: str, node: Node, longest: int) -> None:
+    if not SAFE_NAME.fullmatch(name) or len(name) > longest:
+        raise node.find(("name",)).error(f"name {shown(name)} must be at most {longest} {NAME_RULE}")
+
+
+def _out_of_range(checked: Any, node: Node, ranges: Mapping[str, tuple[float, float]]) -> list[str]:
+    problems = []
+    for path, (low, high) in ranges.items():
+        value = operator.attrgetter(path)(checked)
+        if isinstance(value, int | float) and not low <= value <= high:
+            at = node.find(path.split(".")).at
+            problems.append(f"{at}: {_dotted([path])} is {value}; it must lie between {low:,} and {high:,}")
+    return problems
+
+
+def _typed(adapter: TypeAdapter[T], node: Node, where: str) -> T:
+    """Strict JSON rules: no number from text, no integer from a boolean or a fraction, no unknown key."""
+    try:
+        return adapter.validate_json(json.dumps(node.plain()), strict=True)
+    except ValidationError as exc:
+        errors = exc.errors(include_url=False, include_input=False)
+    problems: list[str] = []
+    wanted: dict[str, tuple[Node, list[str]]] = {}  # a value that fits no arm of a union has an error for each
+    for error in errors:
+        location, kind = error["loc"], error["type"]
+        found = node.trace(location)
+        path = _dotted(location[: len(found) - 1])
+        if kind == "unexpected_keyword_argument":
+            section = str(location[-2]) if len(location) > 1 else where
+            known = [field.name for field in fields(_FIELDS[section])]
+            problems.append(unknown_key(found[-1], str(location[-1]), known, section))
+        elif kind == "missing" and isinstance(location[-1], str):
+            problems.append(f"{found[-1].at}: missing key {location[-1]!r} in {path or where}")
+        else:
+            want = _WANTED.get(kind) or error.get("ctx", {}).get("expected") or error["msg"]
+            wanted.setdefault(path, (found[-1], []))[1].append(want)
+    for path, (value, options) in wanted.items():
+        expected = " or ".join(dict.fromkeys(options))
+        problems.append(f"{value.at}: {path}: expected {expected}, got {shown(value.value)}")
+    raise HarnessError("\n".join(problems))
+
+
+def _dotted(path: Iterable[int | str]) -> str:
+    """A path in the words of a suite file."""
+    return ".".join(str(part) for part in path).replace("timeout_s", "timeout").replace("latency_s", "latency")

@@ -18,10 +18,10 @@ import torch
 from click.testing import CliRunner
 
 from engines.models import checkpoints, shapes
-from engines.offload.memory.device import block_values, place_on_device
+from engines.offload.memory.device import place_on_device, tile_values
 from engines.offload.memory.host import place
-from engines.offload.memory.layout import blocks_of, matrices_of
-from engines.offload.memory.plan import Demand, Plan
+from engines.offload.memory.layout import matrices_of, tiles_of
+from engines.offload.memory.plan import MemoryRequest, Plan
 from engines.offload.memory.storage import Grouped, Plain
 from harness.api import GenerationRequest, InfeasibleError, ModelSpec, OffloadPolicy, SamplingParams
 from harness.cli.main import cli
@@ -111,18 +111,18 @@ def memory_plans() -> dict[str, Any]:
             name = f"device {model} {bits} bits {schedule} weights {held} limits {device} {host}"
             found[name] = _plan(
                 lambda d=device, h=host, p=policy, m=model, n=bits: place_on_device(
-                    _demand(m, n, block_values(shapes.shape(m))), p, d, h
+                    _demand(m, n, tile_values(shapes.shape(m))), p, d, h
                 )
             )
     return found
 
 
-def _demand(model: str, bits: int, values: int | None) -> Demand:
+def _demand(model: str, bits: int, values: int | None) -> MemoryRequest:
     shape, plain = shapes.shape(model), Plain("float16")
     matrices = matrices_of(shape)
     stored = plain if bits == 16 else Grouped(4, 64)
-    blocks = blocks_of(matrices, [stored if m.in_layer else plain for m in matrices], values)
-    return Demand(shape, blocks, stored, 2, 0 if bits == 16 else 64 * MIB, 50 * MIB, (9 * MIB, 4096), 544, 528)
+    tiles = tiles_of(matrices, [stored if m.in_layer else plain for m in matrices], values)
+    return MemoryRequest(shape, tiles, stored, 2, 0 if bits == 16 else 64 * MIB, 50 * MIB, (9 * MIB, 4096), 544, 528)
 
 
 def _plan(make: Any) -> Any:
@@ -132,7 +132,7 @@ def _plan(make: Any) -> Any:
         return {"refused": str(exc), "lacking": dict(exc.lacking)}
     places = [sorted(chosen) for chosen in (plan.resident, plan.pinned)]
     return {
-        "cache": [plan.pages, plan.host_pages, plan.disk_pages],
+        "cache": [plan.kv_blocks, plan.host_kv_blocks, plan.disk_kv_blocks],
         "run": [plan.sequences, plan.slots, plan.chunk],
         "bytes": [plan.work, plan.row, plan.logits, plan.bytes, plan.pinned_bytes],
         "weights": [[len(chosen), sum(chosen), chosen[:3]] for chosen in places],

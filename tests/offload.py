@@ -92,7 +92,7 @@ def requests_of(seed, count, eos=True):
     ]
 
 
-def hadamard(size):
+def hadamard_matrix(size):
     """Sylvester's matrix, orthogonal: float32 [size, size], of a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:

@@ -14,7 +14,7 @@ from engines.offload.device.protocol import Device
 from engines.offload.loader import Loading
 from engines.offload.loader_device import DeviceLoading
 from engines.offload.memory.plan import Plan
-from engines.offload.model.meta_model import SeamedModel
+from engines.offload.model.meta_model import MetaModel
 from engines.offload.model_runner import Runtime
 from engines.offload.sequence import Generation, Scoring
 from harness.api import (
@@ -42,7 +42,7 @@ class _Loaded:
     """A model that is ready."""
 
     model: LocalModel
-    seamed: SeamedModel
+    meta_model: MetaModel
     runtime: Runtime
     plan: Plan
     device: Device | None
@@ -97,9 +97,9 @@ class OffloadEngine:
                 else DeviceLoading(model, policy, limits, job, device)
             )  # fmt: skip
             # a circle, which would keep what is resident until it is collected
-            parts.callback(setattr, loading.seamed, "weights", None)
+            parts.callback(setattr, loading.meta_model, "weights", None)
             runtime = loading.start(parts)
-            self._now = _Loaded(model, loading.seamed, runtime, loading.plan, device)
+            self._now = _Loaded(model, loading.meta_model, runtime, loading.plan, device)
             self._parts = parts.pop_all()
         return loading.report()
 
@@ -109,9 +109,9 @@ class OffloadEngine:
         for request in requests:
             checks.validate(request, now.model.shape)
             tokens = len(request.prompt) + request.sampling.max_tokens - 1
-            now.runtime.require_pages(f"request {request.id}", tokens)
+            now.runtime.require_blocks(f"request {request.id}", tokens)
         decode = checks.decoder(now.model.path) if any(r.sampling.stop for r in requests) else None
-        active = [Generation(r, now.seamed.eos, decode) for r in requests]
+        active = [Generation(r, now.meta_model.eos, decode) for r in requests]
         return (sequence.result() for sequence in now.runtime.run(active))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
@@ -120,8 +120,8 @@ class OffloadEngine:
         now = self._loaded()
         active = []
         for i, (context, continuation) in enumerate(pairs):
-            full = checks.full_sequence(i, context, continuation, now.model.shape, now.seamed.begin)
-            now.runtime.require_pages(f"pair {i}", len(full) - 1)
+            full = checks.full_sequence(i, context, continuation, now.model.shape, now.meta_model.begin)
+            now.runtime.require_blocks(f"pair {i}", len(full) - 1)
             active.append(Scoring(i, full, len(continuation)))
         if not active:
             return []

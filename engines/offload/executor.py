@@ -1,4 +1,4 @@
-"""Runs the operations of a pass for real: batches as greenlets that stop wherever they need a weight block."""
+"""Runs the operations of a pass for real: batches as greenlets that stop wherever they need a weight tile."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from greenlet import getcurrent, greenlet
 
 from engines.offload.device.protocol import Device
 from engines.offload.kernels import Product, stored_view
-from engines.offload.memory.layout import Block
+from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.padding import rows_for
 from engines.offload.memory.storage import Storage
-from engines.offload.model.meta_model import PackedBatch, SeamedModel
-from engines.offload.pass_ops import Op, Turn, pass_ops, turns_of
+from engines.offload.model.meta_model import MetaModel, PackedBatch
+from engines.offload.pass_ops import AttentionOverlap, Op, attention_overlaps, pass_ops
 from engines.offload.timeline import AWAITING, BETWEEN, Timeline
 from engines.offload.weights.gemm import new_product
-from engines.offload.weights.stream import BlockStream
+from engines.offload.weights.stream import WeightStream
 from harness.api import HarnessError
 
 _PAUSED = object()
@@ -46,66 +46,66 @@ class _Need:
 
 
 class Executor:
-    """Runs passes of a model whose weight blocks are `resident` (stored bytes by index) or come from `stream`.
+    """Runs passes of a model whose weight tiles are `resident` (stored bytes by index) or come from `stream`.
 
     `products` are by how weights are stored.
 
     Every batch is a greenlet in `model(batch)`. It stops in `product`. When all have stopped, the rows of those that
-    need the matrix whose turn it is are multiplied together, block by block as they come, and each is resumed with
+    need the matrix whose turn it is are multiplied together, tile by tile as they come, and each is resumed with
     its part: a weight is read, and widened or cast, once for all batches.
 
-    With `turns` batches of one pass take turns around attention, where they stop in `aside`: it runs in a thread of its
-    own, or in a stream of its own of the `device` that computes. `at_home`: the host attends beside that device.
+    With `overlaps` batches of one pass take turns around attention, where they stop in `aside`: it runs in a thread of
+    its own, or in a stream of its own of the `device` that computes. `at_home`: the host attends beside that device.
     """
 
     def __init__(
         self,
-        model: SeamedModel,
-        blocks: Sequence[Block],
+        model: MetaModel,
+        tiles: Sequence[WeightTile],
         resident: dict[int, torch.Tensor],
-        stream: BlockStream,
+        stream: WeightStream,
         products: Mapping[Storage, Product],
         timeline: Timeline,
-        turns: bool = False,
+        overlaps: bool = False,
         device: Device | None = None,
         at_home: bool = False,
     ) -> None:
         self._model = model
-        self._blocks = blocks
+        self._tiles = tiles
         self._resident = resident
         self._stream = stream
         self._products = products
         self._timeline = timeline
-        self._streamed = [i not in resident for i in range(len(blocks))]
-        self._last = [a.matrix != b.matrix for a, b in pairwise(blocks)] + [True]
+        self._streamed = [i not in resident for i in range(len(tiles))]
+        self._last = [a.matrix != b.matrix for a, b in pairwise(tiles)] + [True]
         self._outputs = {matrix.name: matrix.rows for matrix in model.matrices}
         #: By matrix of an expert, the mixture it belongs to, and what each mixture has on disk: places in the stream.
         self._mixture = {m.name: _module(m.parameter) for m in model.matrices if m.expert is not None}
         self._places: dict[str, list[tuple[int, str]]] = {}
-        for place, block in enumerate(b for i, b in enumerate(blocks) if i not in resident):
-            if block.matrix in self._mixture:
-                self._places.setdefault(self._mixture[block.matrix], []).append((place, block.matrix))
+        for place, tile in enumerate(b for i, b in enumerate(tiles) if i not in resident):
+            if tile.matrix in self._mixture:
+                self._places.setdefault(self._mixture[tile.matrix], []).append((place, tile.matrix))
         self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._needed: set[str] = set()  # experts' matrices that some batch of this pass asks for
         self._decided: set[str] = set()  # mixtures whose experts are chosen in this pass
-        self._turns: list[Turn] = []
-        if turns:
+        self._overlaps: list[AttentionOverlap] = []
+        if overlaps:
             firsts = [0, *(i + 1 for i, ends in enumerate(self._last) if ends)]
             spans = [range(a, b) for a, b in pairwise(firsts)]
-            self._turns = turns_of(
+            self._overlaps = attention_overlaps(
                 spans, [m.group for m in model.matrices], model.attends, self._streamed, stream.slots
             )
         self._device = device
-        threaded = self._turns and device is None
+        threaded = self._overlaps and device is None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if threaded else None
-        self._in_turns = self._several = False  # the batches of this pass
+        self._overlapping = self._several = False  # the batches of this pass
         self._at_home = at_home
         model.weights = self
 
     @property
-    def takes_turns(self) -> bool:
+    def overlaps_attention(self) -> bool:
         """Whether there is a layer whose attention some batches can do while others multiply."""
-        return bool(self._turns)
+        return bool(self._overlaps)
 
     def close(self) -> None:
         """Ends the thread for attention. Idempotent."""
@@ -121,7 +121,7 @@ class Executor:
         given: list[Any] = list(batches)  # what each is resumed with
         needs: list[Any] = [None] * len(batches)  # what each has stopped for: a _Need, and at the end logits
         self._several = len(batches) > 1
-        self._in_turns = self.takes_turns and self._several
+        self._overlapping = self.overlaps_attention and self._several
         try:
             self._run(self._ops_for(len(batches)), running, given, needs)
         except BaseException:
@@ -133,27 +133,27 @@ class Executor:
 
     def _run(self, ops: Sequence[Op], running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
         """The operations of a pass."""
-        raw: dict[int, torch.Tensor] = {}  # by block, what is in the ring
+        raw: dict[int, torch.Tensor] = {}  # by tile, what is in the ring
         joint: _Joint | None = None
         for op, following in zip(ops, [*ops[1:], None], strict=True):
-            block = self._blocks[op.block]
+            tile = self._tiles[op.tile]
             if op.kind == "load":
-                if self._is_needed(block):
-                    raw[op.block] = self._stream.next(block)
+                if self._is_needed(tile):
+                    raw[op.tile] = self._stream.next(tile)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":
-                if not self._is_needed(block):
+                if not self._is_needed(tile):
                     continue
                 began = self._timeline.now()
                 if joint is None:
-                    joint = self._joint(block.matrix, needs, op.batch)
+                    joint = self._joint(tile.matrix, needs, op.batch)
                     given = [old if part is None else part for old, part in zip(given, joint.parts, strict=True)]
-                joint.add(self._products[block.stored], block, self._weight(op.block, raw))
-                if op.block in raw and op.batch in (-1, len(running) - 1):
-                    del raw[op.block]
+                joint.add(self._products[tile.stored], tile, self._weight(op.tile, raw))
+                if op.tile in raw and op.batch in (-1, len(running) - 1):
+                    del raw[op.tile]
                     self._stream.release()
-                self._timeline.add("compute", block.matrix, began, self._timeline.now())
+                self._timeline.add("compute", tile.matrix, began, self._timeline.now())
             elif op.kind == "run":
                 joint = None
                 attends = following is not None and following.kind == "attend"
@@ -190,7 +190,7 @@ class Executor:
     def aside(self, begin: Begin) -> torch.Tensor:
         """A batch's attention, beside what others compute; called inside its greenlet, which stops for it. `begin` asks
         for it, and what that gives ends it."""
-        if not self._in_turns:
+        if not self._overlapping:
             finish = begin()
             if self._at_home and self._several:  # all batches ask before the first one waits
                 self.pause()
@@ -231,8 +231,8 @@ class Executor:
 
     def _ops_for(self, batches: int) -> list[Op]:
         if batches not in self._ops:
-            turns = self._turns if batches > 1 else ()
-            self._ops[batches] = pass_ops(self._streamed, self._last, batches, self._stream.slots, turns)
+            overlaps = self._overlaps if batches > 1 else ()
+            self._ops[batches] = pass_ops(self._streamed, self._last, batches, self._stream.slots, overlaps)
         return self._ops[batches]
 
     def _joint(self, matrix: str, needs: Sequence[Any], batch: int) -> _Joint:
@@ -243,20 +243,20 @@ class Executor:
         asking = [need if batch in (-1, k) and need.matrix == matrix else None for k, need in enumerate(needs)]
         return _Joint(asking, self._outputs[matrix])
 
-    def _is_needed(self, block: Block) -> bool:
-        """Whether some batch will ask for a block; all have said so when the first of its mixture is due."""
-        mixture = self._mixture.get(block.matrix)
+    def _is_needed(self, tile: WeightTile) -> bool:
+        """Whether some batch will ask for a tile; all have said so when the first of its mixture is due."""
+        mixture = self._mixture.get(tile.matrix)
         if mixture is None:
             return True
         if mixture not in self._decided:
             self._decided.add(mixture)
             self._stream.leave_out([p for p, name in self._places.get(mixture, ()) if name not in self._needed])
-        return block.matrix in self._needed
+        return tile.matrix in self._needed
 
     def _weight(self, index: int, raw: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A block as it is stored."""
-        block = self._blocks[index]
-        return stored_view(raw[index] if index in raw else self._resident[index], block.stored, *block.shape)
+        """A tile as it is stored."""
+        tile = self._tiles[index]
+        return stored_view(raw[index] if index in raw else self._resident[index], tile.stored, *tile.shape)
 
 
 class _Joint:
@@ -280,20 +280,20 @@ class _Joint:
             self.parts.append(None if need is None else self._out[start : start + len(need.x)])
             start += 0 if need is None else len(need.x)
 
-    def add(self, product: Product, block: Block, weight: torch.Tensor) -> None:
-        """Adds what one block contributes."""
-        if not len(self._x):  # nobody's logits are wanted; the block must pass by all the same
+    def add(self, product: Product, tile: WeightTile, weight: torch.Tensor) -> None:
+        """Adds what one tile contributes."""
+        if not len(self._x):  # nobody's logits are wanted; the tile must pass by all the same
             return
-        part = slice(block.start, block.stop)
-        if block.axis == 0:
+        part = slice(tile.start, tile.stop)
+        if tile.axis == 0:
             product(self._x, weight, None if self._bias is None else self._bias[part], self._out[:, part])
         elif self._x.dtype == torch.float32:
-            product(self._x[:, part], weight, self._out if block.start else self._bias, self._out)
+            product(self._x[:, part], weight, self._out if tile.start else self._bias, self._out)
         else:
-            self._add_in_float32(product, self._x[:, part], weight, block.stop == self._x.shape[1])
+            self._add_in_float32(product, self._x[:, part], weight, tile.stop == self._x.shape[1])
 
     def _add_in_float32(self, product: Product, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
-        """Adds a block of columns to a sum that is rounded once, as a whole product's would be."""
+        """Adds a tile of columns to a sum that is rounded once, as a whole product's would be."""
         product(x, weight, None, self._out)
         self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)
         if last:

@@ -12,26 +12,26 @@ import torch
 from engines.offload.device.protocol import Device
 from engines.offload.disk.throttle import Throttle
 from engines.offload.executor import Executor
-from engines.offload.kernels import AttentionKernel, Codec, Kernels, Turn
-from engines.offload.kv_cache.disk_blocks import DiskPages
-from engines.offload.kv_cache.host_attention import HomeAttention
+from engines.offload.kernels import AttentionKernel, Hadamard, Kernels, Quantizer
+from engines.offload.kv_cache.disk_blocks import DiskBlocks
+from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.host import place
 from engines.offload.memory.kv_blocks import record_bytes
-from engines.offload.memory.layout import blocks_of
-from engines.offload.memory.plan import Demand, Plan
+from engines.offload.memory.layout import tiles_of
+from engines.offload.memory.plan import MemoryRequest, Plan
 from engines.offload.memory.storage import Storage, storages
-from engines.offload.model.activation_offload import Parking
-from engines.offload.model.meta_model import SeamedModel
+from engines.offload.model.activation_offload import ActivationOffload
+from engines.offload.model.meta_model import MetaModel
 from engines.offload.model_runner import Runtime
 from engines.offload.scheduler import steady_blocks
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
 from engines.offload.weights.checkpoint_reader import Source
 from engines.offload.weights.convert import Converted, convert
-from engines.offload.weights.files import BlockFiles
+from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing, Ring
-from engines.offload.weights.stream import BlockStream
+from engines.offload.weights.stream import WeightStream
 from harness.api import DTYPE_BYTES, Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy
 
 
@@ -44,10 +44,10 @@ class Loading:
 
     #: Where it computes, if not on the host; loading_device.py.
     device: Device | None = None
-    #: What attends to pages in host memory, where a device computes; once the cache is there.
-    home: HomeAttention | None = None
-    #: Values of a weight block, where that is not for layout.py to say.
-    block_values: int | None = None
+    #: What attends to blocks in host memory, where a device computes; once the cache is there.
+    home: HostAttention | None = None
+    #: Values of a weight tile, where that is not for layout.py to say.
+    tile_values: int | None = None
 
     def __init__(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> None:
         self.model = model
@@ -58,20 +58,20 @@ class Loading:
         layers, outside, self.cached = storages(model.dtype, policy)
         self._ways = self._arithmetics(layers, outside)
         self._arithmetic = self._ways[layers]
-        self.seamed = SeamedModel(Path(model.path), model.shape, getattr(torch, self._arithmetic.dtype))
+        self.meta_model = MetaModel(Path(model.path), model.shape, getattr(torch, self._arithmetic.dtype))
         parks = policy.activations is not None and policy.activations[2] > 0
-        self._layers = self.seamed.layers() if parks else ()
+        self._layers = self.meta_model.layers() if parks else ()
         self._compute_bytes = DTYPE_BYTES[self._arithmetic.dtype]
-        how = [layers if m.in_layer else outside for m in self.seamed.matrices]
-        self.blocks = blocks_of(self.seamed.matrices, how, self.block_values)
+        how = [layers if m.in_layer else outside for m in self.meta_model.matrices]
+        self.tiles = tiles_of(self.meta_model.matrices, how, self.tile_values)
         self._attention = self._attention_kernel()
-        self._demand = Demand(
+        self._demand = MemoryRequest(
             shape=model.shape,
-            blocks=self.blocks,
+            tiles=self.tiles,
             cache=self.cached,
             compute_bytes=self._compute_bytes,
             cast_bytes=sum(  # each way keeps its buffer
-                max(b.shape[0] * b.shape[1] for b in self.blocks if b.stored == stored) * way.cast_bytes
+                max(b.shape[0] * b.shape[1] for b in self.tiles if b.stored == stored) * way.cast_bytes
                 for stored, way in self._ways.items()
             ),
             small=self._small_values() * self._compute_bytes,
@@ -80,46 +80,60 @@ class Loading:
             mean_sequence=job.mean_sequence,
         )
         self.plan = self._placed()
-        self.streamed = [b for i, b in enumerate(self.blocks) if i not in self.plan.resident]
+        self.streamed = [b for i, b in enumerate(self.tiles) if i not in self.plan.resident]
         self.notes = [self.plan.note, self._kernel_note(),
                       f"products by {self._arithmetic.name}, {self._arithmetic.flops / 1e9:.0f} GFLOP/s"]  # fmt: skip
 
     def start(self, parts: ExitStack) -> Runtime:
         """Converts the checkpoint on first use, binds what stays in memory, starts the streams; `parts` ends them."""
-        policy, plan, model, seamed = self.policy, self.plan, self.model, self.seamed
+        policy, plan, model, meta_model = self.policy, self.plan, self.model, self.meta_model
         converted = self._converted()
-        seamed.bind({name: converted.table(name) for name in seamed.tables}, converted.small(), self.device)
+        meta_model.bind({name: converted.table(name) for name in meta_model.tables}, converted.small(), self.device)
         resident = self._resident(converted)
         timeline, throttle = Timeline(self.device), Throttle(self.limits.disk_bandwidth)
-        files = BlockFiles(converted.folder, self.streamed, throttle)
+        files = WeightFiles(converted.folder, self.streamed, throttle)
         parts.callback(files.close)
-        stream = BlockStream(self.streamed, self._ring(converted, files), timeline, policy.overlap)
+        stream = WeightStream(self.streamed, self._ring(converted, files), timeline, policy.overlap)
         parts.callback(stream.close)
         self._note_direct(files.direct, "weights pass")
         products = {how: way.product for how, way in self._ways.items()}
-        turns = policy.nano_batches > 1 and policy.nano_overlap
+        overlap_attention = policy.nano_batches > 1 and policy.nano_overlap
         cache = self._cache(timeline, throttle, parts)
         at_home = self.home is not None
-        executor = Executor(seamed, self.blocks, resident, stream, products, timeline, turns, self.device, at_home)
+        executor = Executor(
+            meta_model, self.tiles, resident, stream, products, timeline, overlap_attention, self.device, at_home
+        )
         parts.callback(executor.close)
-        if turns and not executor.takes_turns:
+        if overlap_attention and not executor.overlaps_attention:
             self.notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
-        parking = None
+        activation_offload = None
         if policy.activations is not None and policy.activations[2]:
             rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
             batches = policy.num_gpu_batches * policy.nano_batches
             width = model.shape.hidden * self._compute_bytes
-            parking = Parking(self._layers, policy.activations[2], batches, rows, width, self.job.scratch, timeline,
-                              throttle, executor.pause)  # fmt: skip
-            parts.callback(parking.close)
-            self._note_direct(parking.direct, "activations pass")
+            activation_offload = ActivationOffload(
+                self._layers, policy.activations[2], batches, rows, width, self.job.scratch, timeline, throttle,
+                executor.pause,
+            )  # fmt: skip
+            parts.callback(activation_offload.close)
+            self._note_direct(activation_offload.direct, "activations pass")
         balance = 1
         if self.streamed:
             seconds = sum(b.nbytes for b in self.streamed) / stream.measure()
             balance = int(seconds * self._arithmetic.flops / model.shape.flops(1, 0, 0))
-        turn = None if policy.kv_bits == 16 else self._turn()
+        hadamard = None if policy.kv_bits == 16 else self._hadamard()
         return Runtime(
-            executor, cache, self._attention, policy, plan, balance, timeline, parking, turn, self.device, self.home
+            executor,
+            cache,
+            self._attention,
+            policy,
+            plan,
+            balance,
+            timeline,
+            activation_offload,
+            hadamard,
+            self.device,
+            self.home,
         )
 
     def report(self) -> LoadReport:
@@ -127,12 +141,12 @@ class Loading:
         policy, plan, shape = self.policy, self.plan, self.model.shape
         tiers_bytes = self._weights_by_tier()
         total = sum(tiers_bytes)
-        pages = plan.pages + plan.host_pages + plan.disk_pages
+        blocks = plan.kv_blocks + plan.host_kv_blocks + plan.disk_kv_blocks
         realised = dataclasses.replace(
             policy,
             compute_dtype=self._arithmetic.dtype,
             weights=(tiers_bytes[0] / total, tiers_bytes[1] / total, tiers_bytes[2] / total),
-            cache=self._cache_by_tier(plan.host_pages / pages, plan.disk_pages / pages),
+            cache=self._cache_by_tier(plan.host_kv_blocks / blocks, plan.disk_kv_blocks / blocks),
             activations=policy.activations or self._activations(),
             prefill_chunk=plan.chunk,
         )
@@ -169,42 +183,44 @@ class Loading:
     def _kernel_note(self) -> str:
         return self.kernels.note
 
-    def _codec(self) -> Codec:
+    def _codec(self) -> Quantizer:
         """Of keys and values."""
         return self.kernels.codec(self.cached)
 
-    def _turn(self) -> Turn:
-        return self.kernels.turn()
+    def _hadamard(self) -> Hadamard:
+        return self.kernels.hadamard()
 
     def _small_values(self) -> int:
         """Values that stay in memory whatever happens."""
-        return sum(torch.Size(s).numel() for s in self.seamed.small.values())
+        return sum(torch.Size(s).numel() for s in self.meta_model.small.values())
 
     def _placed(self) -> Plan:
         return place(self._demand, self.policy, self.limits.host_memory)
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
-        """Stored bytes of the blocks that stay where they are multiplied."""
+        """Stored bytes of the tiles that stay where they are multiplied."""
         return converted.read(self.plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
 
-    def _ring(self, converted: Converted, files: BlockFiles) -> Ring:
+    def _ring(self, converted: Converted, files: WeightFiles) -> Ring:
         return HostRing(self.streamed, self.plan.slots, files)
 
     def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
         plan, shape = self.plan, self.model.shape
         disk = None
-        if plan.disk_pages:
+        if plan.disk_kv_blocks:
             record = record_bytes(shape, self.cached)
             ahead = self.policy.overlap
-            disk = DiskPages(self.job.scratch, shape.num_layers, plan.disk_pages, record, timeline, throttle, ahead)
+            disk = DiskBlocks(
+                self.job.scratch, shape.num_layers, plan.disk_kv_blocks, record, timeline, throttle, ahead
+            )
             parts.callback(disk.close)
             self._note_direct(disk.direct, "the cache on disk passes")
-        return PagedCache(shape, plan.pages, self.cached, self._codec(), disk)
+        return PagedCache(shape, plan.kv_blocks, self.cached, self._codec(), disk)
 
     def _weights_by_tier(self) -> tuple[int, int, int]:
         """Bytes on the device, in host memory and on disk. The device tier is RAM here: what was asked for it is a part
         of what is in memory."""
-        total, on_disk = (sum(b.nbytes for b in blocks) for blocks in (self.blocks, self.streamed))
+        total, on_disk = (sum(b.nbytes for b in tiles) for tiles in (self.tiles, self.streamed))
         device, host, _ = self.policy.weights or (0.0, 1.0, 0.0)
         on_device = int((total - on_disk) * device / (device + host)) if device else 0
         return on_device, total - on_disk - on_device, on_disk
@@ -224,8 +240,8 @@ class Loading:
             self.notes.append(f"the file system refuses direct I/O: {what} through the page cache")
 
     def _converted(self) -> Converted:
-        seamed = self.seamed
-        source = Source(self.model, seamed.prefix, seamed.aliases, seamed.transforms)
+        meta_model = self.meta_model
+        source = Source(self.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
         codecs = {how: self.kernels.codec(how) for how in self._ways}
-        return convert(self.model, source, seamed.matrices, self.blocks, codecs, seamed.tables, seamed.small,
+        return convert(self.model, source, meta_model.matrices, self.tiles, codecs, meta_model.tables, meta_model.small,
                        self.job.cache, self.job.on_progress)  # fmt: skip

@@ -12,23 +12,23 @@ import torch
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Device
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import AttentionKernel, Codec, Segments, Turn
-from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels import AttentionKernel, AttentionMetadata, Hadamard, Quantizer
+from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.cuda import DeviceKernels
-from engines.offload.kernels.layer_blocks import LayerPages
-from engines.offload.kv_cache.host_attention import HomeAttention
-from engines.offload.kv_cache.host_blocks import HostPages
-from engines.offload.kv_cache.paged_cache import PagedCache, page_layout
+from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kv_cache.host_attention import HostAttention
+from engines.offload.kv_cache.host_blocks import HostBlocks
+from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
 from engines.offload.loader import Loading
-from engines.offload.memory.device import PINNED_SHARE, block_values, pinned_sizes, place_on_device
-from engines.offload.memory.kv_blocks import page_bytes, pieces
+from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, place_on_device, tile_values
+from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS, aligned
 from engines.offload.memory.plan import Plan
 from engines.offload.memory.storage import Storage
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
 from engines.offload.weights.convert import Converted
-from engines.offload.weights.files import BlockFiles
+from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import DeviceRing, Ring
 from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
 from harness.common.host_memory import free_memory
@@ -46,9 +46,9 @@ class DeviceLoading(Loading):
             raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
         self.device = device
         self._on_device = DeviceKernels()
-        self.block_values = block_values(model.shape)
+        self.tile_values = tile_values(model.shape)
         super().__init__(model, policy, limits, job)
-        if policy.cpu_attention and self.seamed.has_windows:
+        if policy.cpu_attention and self.meta_model.has_windows:
             raise UnsupportedError(
                 "policy.cpu_attention: layers with a sliding window attend on the device: leave it out"
             )
@@ -74,14 +74,14 @@ class DeviceLoading(Loading):
         apart = self.device.partition if self.policy.nano_batches > 1 and self.policy.nano_overlap else ""
         return "; ".join(filter(None, (self._on_device.note, apart)))
 
-    def _codec(self) -> Codec:
+    def _codec(self) -> Quantizer:
         return self._on_device.codec(self.cached)
 
-    def _turn(self) -> Turn:
-        return self._on_device.turn()
+    def _hadamard(self) -> Hadamard:
+        return self._on_device.hadamard()
 
     def _small_values(self) -> int:
-        tables = sum(a * b for name, (a, b) in self.seamed.tables.items() if name != self.seamed.token_table)
+        tables = sum(a * b for name, (a, b) in self.meta_model.tables.items() if name != self.meta_model.token_table)
         return super()._small_values() + tables
 
     def _placed(self) -> Plan:
@@ -94,10 +94,10 @@ class DeviceLoading(Loading):
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
         plan = self.plan
-        room = torch.empty(sum(aligned(self.blocks[i].nbytes) for i in plan.resident), dtype=torch.uint8,
+        room = torch.empty(sum(aligned(self.tiles[i].nbytes) for i in plan.resident), dtype=torch.uint8,
                            device=self.device.where)  # fmt: skip
         memory, start = self._pinned, 0
-        self._passing = [memory.take(max(b.span for b in self.blocks)) for _ in range(READERS)]
+        self._passing = [memory.take(max(b.span for b in self.tiles)) for _ in range(READERS)]
 
         def keep(data: torch.Tensor) -> torch.Tensor:
             nonlocal start
@@ -108,44 +108,44 @@ class DeviceLoading(Loading):
 
         return converted.read(plan.resident, lambda nbytes: self._passing[0], keep)
 
-    def _ring(self, converted: Converted, files: BlockFiles) -> Ring:
+    def _ring(self, converted: Converted, files: WeightFiles) -> Ring:
         pinned = converted.read(self.plan.pinned, self._pinned.take, lambda data: data)
-        held = {(self.blocks[i].file, self.blocks[i].offset): data for i, data in pinned.items()}
+        held = {(self.tiles[i].file, self.tiles[i].offset): data for i, data in pinned.items()}
         return DeviceRing(self.streamed, self.plan.slots, held, files, self.device, self._passing)
 
     def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
         plan, shape = self.plan, self.model.shape
         elsewhere = None
-        if plan.host_pages:
-            sizes = pieces(plan.host_pages, page_bytes(shape, self.cached) // shape.num_layers)
+        if plan.host_kv_blocks:
+            sizes = pieces(plan.host_kv_blocks, kv_block_bytes(shape, self.cached) // shape.num_layers)
             home = [[self._pinned.take(size)[:size] for size in sizes] for _ in range(shape.num_layers)]
-            layout = page_layout(shape, self.cached)
-            elsewhere = HostPages(home, plan.host_pages, *layout, self.device, self.policy.overlap)
+            layout = block_layout(shape, self.cached)
+            elsewhere = HostBlocks(home, plan.host_kv_blocks, *layout, self.device, self.policy.overlap)
             if self.policy.cpu_attention:
                 kernel, codec = self.kernels.attention(self.cached), self.kernels.codec(self.cached)
                 self.notes.append(self.kernels.note)
-                self.home = HomeAttention(elsewhere, kernel, codec, self.device, timeline)
+                self.home = HostAttention(elsewhere, kernel, codec, self.device, timeline)
                 parts.callback(self.home.close)
         self._warm(elsewhere is not None)
         at_home = self.home is not None
-        return PagedCache(shape, plan.pages, self.cached, self._codec(), elsewhere, self.device.where, at_home)
+        return PagedCache(shape, plan.kv_blocks, self.cached, self._codec(), elsewhere, self.device.where, at_home)
 
     @torch.inference_mode()
     def _warm(self, staged: bool) -> None:
-        """Attends once to a page of nothing, as prompts and as single tokens do: kernels are compiled when they are
+        """Attends once to a block of nothing, as prompts and as single tokens do: kernels are compiled when they are
         first met, which no measured pass should be."""
         shape = self.model.shape
-        page, dtype = page_layout(shape, self.cached)
-        rows = torch.zeros(1, *page, dtype=dtype, device=self.device.where)
-        pages = LayerPages(rows, rows if staged else None)
+        block, dtype = block_layout(shape, self.cached)
+        rows = torch.zeros(1, *block, dtype=dtype, device=self.device.where)
+        blocks = LayerBlocks(rows, rows if staged else None)
         put, table = self.device.upload, torch.zeros(1, 1, dtype=torch.int32)
         for count in (2, 1):
             query = torch.zeros(
-                count, shape.num_heads, shape.head_dim, dtype=self.seamed.dtype, device=self.device.where
+                count, shape.num_heads, shape.head_dim, dtype=self.meta_model.dtype, device=self.device.where
             )
-            for logs in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
-                segments = Segments.of([count], [0], table, put)
-                self._attention(query.transpose(0, 1), pages, segments, Rule(1.0), logs)
+            for lse in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
+                segments = AttentionMetadata.of([count], [0], table, put)
+                self._attention(query.transpose(0, 1), blocks, segments, AttentionSpec(1.0), lse)
         self._codec().pack(
             torch.zeros(shape.num_kv_heads, shape.head_dim, dtype=torch.float32, device=self.device.where)
         )
@@ -154,12 +154,12 @@ class DeviceLoading(Loading):
     @cached_property
     def _pinned(self) -> PinnedMemory:
         """All that the plan pins; taken from the system when it is first asked for."""
-        return PinnedMemory(pinned_sizes(self._demand, self.plan.pinned, self.plan.host_pages), self.device.pinned)
+        return PinnedMemory(pinned_sizes(self._demand, self.plan.pinned, self.plan.host_kv_blocks), self.device.pinned)
 
     def _weights_by_tier(self) -> tuple[int, int, int]:
         total, device, host = (
-            sum(self.blocks[i].nbytes for i in chosen)
-            for chosen in (range(len(self.blocks)), self.plan.resident, self.plan.pinned)
+            sum(self.tiles[i].nbytes for i in chosen)
+            for chosen in (range(len(self.tiles)), self.plan.resident, self.plan.pinned)
         )
         return device, host, total - device - host
 

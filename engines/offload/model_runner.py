@@ -10,16 +10,16 @@ import torch
 
 from engines.offload.device.protocol import Device
 from engines.offload.executor import Executor
-from engines.offload.kernels import AttentionKernel, Turn
+from engines.offload.kernels import AttentionKernel, Hadamard
 from engines.offload.kv_cache.attention import PackedAttention, Segment
-from engines.offload.kv_cache.host_attention import HomeAttention
+from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
-from engines.offload.memory.kv_blocks import pages_for
+from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import Plan
-from engines.offload.model.activation_offload import Parking
+from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import PackedBatch
-from engines.offload.prefill_budget import batcher_for
-from engines.offload.scheduler import Batcher, Part, split
+from engines.offload.prefill_budget import make_scheduler
+from engines.offload.scheduler import ScheduledChunk, Scheduler, split
 from engines.offload.sequence import ActiveSequence
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError, OffloadPolicy
@@ -39,18 +39,18 @@ class Runtime:
         plan: Plan,
         balance: int,
         timeline: Timeline,
-        parking: Parking | None = None,
-        turn: Turn | None = None,
+        activation_offload: ActivationOffload | None = None,
+        hadamard: Hadamard | None = None,
         device: Device | None = None,
-        home: HomeAttention | None = None,
+        home: HostAttention | None = None,
     ) -> None:
         self._executor = executor
         self._device = device
         self._home = home
-        self._parking = parking
+        self._activation_offload = activation_offload
         self._cache = cache
         self._kernel = kernel
-        self._turn = turn
+        self._hadamard = hadamard
         self._policy = policy
         self._plan = plan
         self._balance = balance
@@ -70,48 +70,50 @@ class Runtime:
         self.timeline.clear()
         began = time.perf_counter()
         most = min(chunk or self._plan.chunk, self._plan.chunk)
-        batcher = batcher_for(sequences, self._cache, self._policy, self._plan, self._balance, most, heads)
+        scheduler = make_scheduler(sequences, self._cache, self._policy, self._plan, self._balance, most, heads)
         self._busy = True
         try:
-            while (arrival := batcher.next_arrival_s) is not None:
+            while (arrival := scheduler.next_arrival_s) is not None:
                 now = time.perf_counter() - began
                 if arrival > now:
                     time.sleep(arrival - now)
                     continue
-                batches = [part for batch in batcher.next_pass(now) for part in split(batch, self._policy.nano_batches)]
+                batches = [
+                    part for batch in scheduler.next_pass(now) for part in split(batch, self._policy.nano_batches)
+                ]
                 if not batches:
                     raise HarnessError("no sequence can go on: the cache is too small for what was let in")
                 try:
-                    done = self._pass(batcher, batches, began)
+                    done = self._pass(scheduler, batches, began)
                 except BaseException:
                     if self._home is not None:
                         self._home.settle()
-                    self._cache.forget()  # pages were published that this pass should have filled
-                    if self._parking is not None:
-                        self._parking.forget()
+                    self._cache.reset_prefix_cache()  # blocks were published that this pass should have filled
+                    if self._activation_offload is not None:
+                        self._activation_offload.forget()
                     raise
                 yield from done
         finally:
-            self.timeline.shared_tokens = batcher.shared_tokens
-            batcher.close()
+            self.timeline.shared_tokens = scheduler.shared_tokens
+            scheduler.close()
             self._busy = False
 
-    def require_pages(self, what: str, tokens: int) -> None:
+    def require_blocks(self, what: str, tokens: int) -> None:
         """Raises HarnessError naming `what` if its `tokens` can never be cached."""
-        if pages_for(tokens) > self._cache.pages:
+        if blocks_for(tokens) > self._cache.num_blocks:
             raise HarnessError(
-                f"{what}: its {tokens} tokens can never fit a cache of {self._cache.pages} pages; "
+                f"{what}: its {tokens} tokens can never fit a cache of {self._cache.num_blocks} blocks; "
                 "give the engine more memory or shorten it"
             )
 
-    def _pass(self, batcher: Batcher[S], batches: list[list[Part[S]]], began: float) -> list[S]:
+    def _pass(self, scheduler: Scheduler[S], batches: list[list[ScheduledChunk[S]]], began: float) -> list[S]:
         """One pass over the layers; the sequences that it ended."""
         for sequence in (p.sequence for batch in batches for p in batch):
             if sequence.start_s < 0:
                 sequence.start_s = time.perf_counter() - began
         wanted = [[len(p.sequence.wanted(p.count)) for p in batch] for batch in batches]
         done = []
-        parts = [(p.sequence.pages, p.sequence.cached, p.count) for batch in batches for p in batch]
+        parts = [(p.sequence.block_table, p.sequence.cached, p.count) for batch in batches for p in batch]
         self._cache.begin(parts, len(batches))
         with torch.inference_mode():
             logits = self._executor.run([self._pack(batch) for batch in batches])
@@ -123,11 +125,11 @@ class Runtime:
                 for part, own in zip(batch, torch.split(rows, counts), strict=True):
                     part.sequence.cached += part.count
                     if part.sequence.consume(own, now):
-                        batcher.finish(part.sequence)
+                        scheduler.finish(part.sequence)
                         done.append(part.sequence)
         return done
 
-    def _pack(self, batch: Sequence[Part[S]]) -> PackedBatch:
+    def _pack(self, batch: Sequence[ScheduledChunk[S]]) -> PackedBatch:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -137,7 +139,7 @@ class Runtime:
             rows += [len(ids) + position - start for position in sequence.wanted(part.count)]
             ids += sequence.tokens[start : start + part.count]
             positions += range(start, start + part.count)
-            segments.append(Segment(part.count, start, tuple(sequence.pages)))
+            segments.append(Segment(part.count, start, tuple(sequence.block_table)))
         keep, aside = self._policy.value_sparsity, self._executor.aside
         attention = PackedAttention(
             self._cache,
@@ -146,7 +148,7 @@ class Runtime:
             self.timeline,
             keep,
             aside,
-            self._turn,
+            self._hadamard,
             self._device,
             self._home,
         )

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
-from engines.offload.kv_cache.block_manager import PagePool
-from engines.offload.memory.kv_blocks import pages_for
+from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import Plan
-from engines.offload.scheduler import Batcher, BlockBatcher, ChunkRule, SweepBatcher, Waiting
+from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Scheduler, Waiting
 from harness.api import OffloadPolicy
 
 S = TypeVar("S", bound=Waiting)
@@ -25,54 +25,59 @@ _SHARES = (1.0, 0.5, 0.25, 0.0)
 _BLOCKS = 4
 
 
-def batcher_for(
+def make_scheduler(
     sequences: Sequence[S],
-    cache: PagePool,
+    cache: BlockManager,
     policy: OffloadPolicy,
     plan: Plan,
     balance: int,
     chunk: int,
-    heads: int | None = None,
-) -> Batcher[S]:
+    max_logits: int | None = None,
+) -> Scheduler[S]:
     """Who forms the passes of a job: blocks in step, or a sweep under the rule that is best for it.
 
     `balance`: rows at which a pass computes as long as its weights take to load; `chunk`: prompt tokens a batch and
-    pass, of which at most `heads` may meet the head.
+    pass, of which at most `max_logits` may meet the head.
     """
     if policy.schedule != "sweep":
-        return BlockBatcher(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk, heads)
+        return BlockScheduler(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk, max_logits)
     work = [(s.tokens, s.steps_left) for s in sequences]
     mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
-    together = max(1, min(plan.sequences, cache.pages // pages_for(int(mean) + 1)))
-    rule = best_rule(work, cache.pages, plan.sequences, together, balance, chunk)
-    return SweepBatcher(sequences, cache, plan.sequences, rule, heads)
+    together = max(1, min(plan.sequences, cache.num_blocks // blocks_for(int(mean) + 1)))
+    rule = search_prefill_budget(work, cache.num_blocks, plan.sequences, together, balance, chunk)
+    return ContinuousScheduler(sequences, cache, plan.sequences, rule, max_logits)
 
 
-def best_rule(
-    work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, together: int, balance: int, most: int
-) -> ChunkRule:
+def search_prefill_budget(
+    work: Sequence[tuple[Sequence[int], int]], blocks: int, size: int, together: int, balance: int, most: int
+) -> PrefillBudget:
     """The rule under which a job of `work` (known tokens, steps) does the most steps in a unit of time.
 
     A pass takes as long as its rows, or as `balance` rows where they are fewer. `together`: how many sequences of
-    mixed ages the cache of `pages` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
+    mixed ages the cache of `blocks` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
     """
     prompts, steps = sum(len(tokens) for tokens, _ in work), sum(steps for _, steps in work)
     steady = -(-together * prompts // steps)
-    rules = [ChunkRule(steady, int(balance * share), most) for share in _SHARES]
+    rules = [PrefillBudget(steady, int(balance * share), most) for share in _SHARES]
     played = work[: _BLOCKS * together]
     to_the_end = len(played) == len(work)
-    return max(rules, key=lambda rule: _pace(played, pages, size, rule, balance, to_the_end))
+    return max(rules, key=lambda rule: _pace(played, blocks, size, rule, balance, to_the_end))
 
 
 def _pace(
-    work: Sequence[tuple[Sequence[int], int]], pages: int, size: int, rule: ChunkRule, balance: int, to_the_end: bool
+    work: Sequence[tuple[Sequence[int], int]],
+    blocks: int,
+    size: int,
+    rule: PrefillBudget,
+    balance: int,
+    to_the_end: bool,
 ) -> float:
     """Steps per unit of time, to the end or, where more would follow, until the last one is let in."""
     sequences = [Numbers(tokens, steps) for tokens, steps in work]
-    batcher = SweepBatcher(sequences, PagePool(pages), size, rule)
+    scheduler = ContinuousScheduler(sequences, BlockManager(blocks), size, rule)
     done, time = 0, 0
-    while batcher.waiting if not to_the_end else batcher.next_arrival_s is not None:
-        parts = [part for batch in batcher.next_pass(math.inf) for part in batch]
+    while scheduler.waiting if not to_the_end else scheduler.next_arrival_s is not None:
+        parts = [part for batch in scheduler.next_pass(math.inf) for part in batch]
         if not parts:
             break
         time += max(balance, sum(part.count for part in parts))
@@ -80,7 +85,7 @@ def _pace(
             if part.sequence.advance(part.count, time):
                 done += 1
                 if not part.sequence.steps_left:
-                    batcher.finish(part.sequence)
+                    scheduler.finish(part.sequence)
     return done / max(1, time)
 
 
@@ -93,13 +98,13 @@ class Numbers:
         self.arrival_s = arrival_s
         self.times: list[float] = []
         self.cached = 0
-        self.pages: list[int] = []
+        self.block_table: list[int] = []
 
     @property
-    def shareable(self) -> int:
+    def cacheable_tokens(self) -> int:
         return max(0, len(self.tokens) - 2)
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         self.cached = 0
 
     def wanted(self, count: int) -> range:

@@ -12,11 +12,11 @@ from harness.api import GenerationRequest, GenerationResult, Score
 
 
 class ActiveSequence(Protocol):
-    """Tokens known so far, of which the first `cached` have keys and values on `pages`."""
+    """Tokens known so far, of which the first `cached` have keys and values on `blocks`."""
 
     tokens: list[int]
     cached: int
-    pages: list[int]
+    block_table: list[int]
     arrival_s: float
     start_s: float
 
@@ -26,11 +26,11 @@ class ActiveSequence(Protocol):
         ...
 
     @property
-    def shareable(self) -> int:
+    def cacheable_tokens(self) -> int:
         """How many of its first tokens need not be computed where others have computed them."""
         ...
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forgets what was computed but not what was generated: all known tokens will be computed again."""
         ...
 
@@ -57,7 +57,7 @@ class Generation:
         self.request = request
         self.tokens = list(request.prompt)
         self.cached = 0
-        self.pages: list[int] = []
+        self.block_table: list[int] = []
         self.arrival_s = request.arrival_s
         self.start_s = -1.0
         self._eos = eos
@@ -71,10 +71,10 @@ class Generation:
         return self.request.sampling.max_tokens - len(self._times)
 
     @property
-    def shareable(self) -> int:
+    def cacheable_tokens(self) -> int:
         return max(0, len(self.tokens) - 2)  # the last gives the next, and is not computed alone: see `prompt_rows`
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         self.cached = 0
 
     def wanted(self, count: int) -> range:
@@ -114,7 +114,7 @@ class Scoring:
         self.index = index
         self.tokens = list(full[:-1])  # the last token is only predicted
         self.cached = 0
-        self.pages: list[int] = []
+        self.block_table: list[int] = []
         self.start_s = -1.0
         self._full = full
         self._first = len(full) - 1 - continuation
@@ -127,10 +127,10 @@ class Scoring:
         return 1
 
     @property
-    def shareable(self) -> int:
+    def cacheable_tokens(self) -> int:
         return max(0, min(self._first, len(self.tokens) - 2))
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         self.cached = 0
         self._position = self._first
         self._logprob, self._greedy = 0.0, True

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engines.models.checkpoints import prepare, shape_of
 from engines.offload.engine import OffloadEngine
-from engines.offload.model.meta_model import SeamedModel
+from engines.offload.model.meta_model import MetaModel
 from harness.api import HardwareLimits, HarnessError, Job, ModelSpec, OffloadPolicy
 
 _LAYERS = 4  # enough for every kind of layer that a default configuration alternates
@@ -47,7 +47,7 @@ def refusal(kind: str) -> str:
         except Exception as exc:  # some have no default
             return f"it has no default configuration ({type(exc).__name__})"
         try:
-            SeamedModel(Path(folder), shape_of(Path(folder)), torch.float32)
+            MetaModel(Path(folder), shape_of(Path(folder)), torch.float32)
         except HarnessError as exc:
             return str(exc).replace(f"{folder}/", "").removeprefix(f"{kind}: ")
     return ""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from harness.api import EngineTrace, TraceEvent
 from harness.common.intervals import union_length
 
-#: Lanes from top to bottom: weights, cache pages and activations from and to disk. Attention runs inside compute; a
+#: Lanes from top to bottom: weights, cache blocks and activations from and to disk. Attention runs inside compute; a
 #: wait is compute standing still for a load. With a device the host may attend beside it.
 LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention")
 #: Spans of the compute lane that are no products: a batch runs on to its next one, or waits for its attention.

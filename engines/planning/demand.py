@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.offload.memory.layout import Block
-from engines.offload.memory.plan import Demand
+from engines.offload.memory.layout import WeightTile
+from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.planning.work import Lengths
 from harness.api import DTYPE_BYTES, Dtype, ModelShape
@@ -17,20 +17,20 @@ _SMALL = 16
 
 
 def demand(
-    shape: ModelShape, blocks: Sequence[Block], cache: Storage, compute_dtype: Dtype, requests: Sequence[Lengths], *,
-    reserved: int | None, cast_bytes: int, attention: tuple[int, int],
-) -> Demand:  # fmt: skip
+    shape: ModelShape, tiles: Sequence[WeightTile], cache: Storage, compute_dtype: Dtype, requests: Sequence[Lengths],
+    *, reserved: int | None, cast_bytes: int, attention: tuple[int, int],
+) -> MemoryRequest:  # fmt: skip
     """For such requests, each of which may grow to `reserved` tokens, if not to as many as the longest has.
 
-    `cast_bytes`: of each value of a block that is unpacked. `attention`: see Demand.
+    `cast_bytes`: of each value of a tile that is unpacked. `attention`: see MemoryRequest.
     """
     value = DTYPE_BYTES[compute_dtype]
-    return Demand(
+    return MemoryRequest(
         shape=shape,
-        blocks=blocks,
+        tiles=tiles,
         cache=cache,
         compute_bytes=value,
-        cast_bytes=cast_bytes * max(b.shape[0] * b.shape[1] for b in blocks),
+        cast_bytes=cast_bytes * max(b.shape[0] * b.shape[1] for b in tiles),
         small=_SMALL * shape.hidden * shape.num_layers * value,
         attention=attention,
         max_sequence=reserved or longest(requests),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engines.offload.memory.host import attention_memory, place
-from engines.offload.memory.layout import Block, blocks_of, matrices_of
+from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.prefill_budget import Numbers
 from engines.offload.scheduler import steady_blocks
@@ -25,8 +25,8 @@ from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, Infea
 
 #: Matrices of a layer that come before its attention: queries, keys and values.
 BEFORE_ATTENTION = 3
-#: Blocks of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
-_BLOCKS = 256
+#: Tiles of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
+_TILES = 256
 #: Sequences that a plan has room for.
 _MOST = 1024
 
@@ -77,8 +77,8 @@ class HostPlanner:
     def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
         found = self._placed(policy)
-        whole = sum(block.nbytes for block in found.blocks)
-        on_disk = sum(b.nbytes for b, streamed in zip(found.blocks, found.streamed, strict=True) if streamed) / whole
+        whole = sum(tile.nbytes for tile in found.tiles)
+        on_disk = sum(b.nbytes for b, streamed in zip(found.tiles, found.streamed, strict=True) if streamed) / whole
         return replace(
             policy,
             weights=(0.0, 1 - on_disk, on_disk),
@@ -153,25 +153,25 @@ def placed(
     """What the engine would place where for such requests within `budget` bytes, if each may grow to `reserved`
     tokens. Raises InfeasibleError as it does."""
     layers, outside, cache = storages(dtype, policy)
-    blocks, experts = _pieces(shape, layers, outside)
+    tiles, experts = _pieces(shape, layers, outside)
     kernel = compute_dtype == "float32"
     wanted = demand(
-        shape, blocks, cache, compute_dtype, requests, reserved=reserved,
+        shape, tiles, cache, compute_dtype, requests, reserved=reserved,
         cast_bytes=0 if kernel or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
         attention=attention_memory(shape, reserved or longest(requests), threads),
     )  # fmt: skip
-    return Placed(shape, blocks, cache, place(wanted, policy, budget), experts)
+    return Placed(shape, tiles, cache, place(wanted, policy, budget), experts)
 
 
 @lru_cache(maxsize=64)
-def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Sequence[Block], frozenset[str]]:
-    """The blocks of a model whose layers and whose other matrices are stored so, and which matrices are experts'."""
+def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Sequence[WeightTile], frozenset[str]]:
+    """The tiles of a model whose layers and whose other matrices are stored so, and which matrices are experts'."""
     matrices = matrices_of(shape)
     how = [layers if m.in_layer else outside for m in matrices]
-    blocks = blocks_of(matrices, how)
-    if len(blocks) > _BLOCKS:
-        blocks = blocks_of(matrices, how, sum(m.rows * m.columns for m in matrices) // _BLOCKS)
-    return blocks, frozenset(m.name for m in matrices if m.expert is not None)
+    tiles = tiles_of(matrices, how)
+    if len(tiles) > _TILES:
+        tiles = tiles_of(matrices, how, sum(m.rows * m.columns for m in matrices) // _TILES)
+    return tiles, frozenset(m.name for m in matrices if m.expert is not None)
 
 
 def _of_blocks(sequences: Sequence[Numbers], policy: OffloadPolicy) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The disk in virtual time: weights, cache pages and activations take turns on it."""
+"""The disk in virtual time: weights, cache blocks and activations take turns on it."""
 
 from __future__ import annotations
 
@@ -72,10 +72,11 @@ class VirtualDisk:
         return [*found, (began, self._free)]
 
 
-class VirtualPages:
-    """Pages of the cache on disk, as kv_disk.py moves them: read `STAGES` layers ahead, written back in the same order.
+class VirtualBlocks:
+    """Blocks of the cache on disk, as kv_disk.py moves them: read `STAGES` layers ahead, written back in the same
+    order.
 
-    `record`: bytes of a page in a layer. Without `ahead` a layer is read when it is asked for and written before its
+    `record`: bytes of a block in a layer. Without `ahead` a layer is read when it is asked for and written before its
     batches go on.
     """
 
@@ -87,7 +88,7 @@ class VirtualPages:
         self._kept = 0.0  # when the thread that keeps their order is free
 
     def start(self, known: int, touched: int, batches: int, now: float) -> None:
-        """A pass begins: so many pages hold something, so many will be written."""
+        """A pass begins: so many blocks hold something, so many will be written."""
         self._known, self._touched = known * self._record, touched * self._record
         self._inside = [batches] * self._layers  # by layer, the batches that have not left it
         self._ready: list[float] = []  # of each layer that was asked for, when it is there
@@ -95,7 +96,7 @@ class VirtualPages:
             self._ask(now)
 
     def staged(self, layer: int, now: float) -> float:
-        """When a layer's pages are there."""
+        """When a layer's blocks are there."""
         if layer == len(self._ready):
             self._ask(now)
         return self._ready[layer]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engines.common.work_memory import CONTEXT_BYTES
-from engines.offload.memory.device import PINNED_SHARE, block_values, place_on_device
-from engines.offload.memory.layout import Block, blocks_of, matrices_of
+from engines.offload.memory.device import PINNED_SHARE, place_on_device, tile_values
+from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
 from engines.offload.memory.plan import Plan
 from engines.offload.memory.storage import Storage, storages
 from engines.planning.demand import SYSTEM_BYTES, demand
@@ -70,8 +70,8 @@ class DevicePlanner(Planner):
         if policy.schedule == "sweep":
             policy = replace(policy, gpu_batch_size=plan.sequences)
         found = super().predict(policy, page_cache)
-        blocks = self._blocks(policy)
-        on_disk = sum(b.nbytes for i, b in enumerate(blocks) if i not in plan.resident and i not in plan.pinned)
+        tiles = self._tiles(policy)
+        on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
         return replace(found, peak=Peak(float(plan.bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk)))
 
     estimate = predict
@@ -83,14 +83,14 @@ class DevicePlanner(Planner):
 
     def _realised(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
         plan = self._plan(policy, margin)
-        blocks = self._blocks(policy)
-        whole = sum(b.nbytes for b in blocks)
-        resident, pinned = (sum(blocks[i].nbytes for i in chosen) / whole for chosen in (plan.resident, plan.pinned))
-        pages = plan.pages + plan.host_pages
+        tiles = self._tiles(policy)
+        whole = sum(b.nbytes for b in tiles)
+        resident, pinned = (sum(tiles[i].nbytes for i in chosen) / whole for chosen in (plan.resident, plan.pinned))
+        blocks = plan.kv_blocks + plan.host_kv_blocks
         return replace(
             policy,
             weights=policy.weights or (resident, pinned, max(0.0, 1 - resident - pinned)),
-            cache=policy.cache or (plan.pages / pages, plan.host_pages / pages, 0.0),
+            cache=policy.cache or (plan.kv_blocks / blocks, plan.host_kv_blocks / blocks, 0.0),
             activations=policy.activations or _ON_DEVICE,
         )
 
@@ -100,19 +100,19 @@ class DevicePlanner(Planner):
             dtype = self._dtype if policy.compute_dtype == "auto" else policy.compute_dtype
             packed = policy.weight_bits != 16
             wanted = demand(
-                self.shape, self._blocks(policy), storages(self._dtype, policy)[2], dtype, self._each,
+                self.shape, self._tiles(policy), storages(self._dtype, policy)[2], dtype, self._each,
                 reserved=self._reserved, cast_bytes=DTYPE_BYTES[dtype] if packed else 0, attention=(0, 0),
             )  # fmt: skip
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))
             self._plans[policy, margin] = place_on_device(wanted, policy, device, host)
         return self._plans[policy, margin]
 
-    def _blocks(self, policy: OffloadPolicy) -> Sequence[Block]:
-        return _blocks(self.shape, *storages(self._dtype, policy)[:2])
+    def _tiles(self, policy: OffloadPolicy) -> Sequence[WeightTile]:
+        return _tiles(self.shape, *storages(self._dtype, policy)[:2])
 
 
 @lru_cache(maxsize=64)
-def _blocks(shape: ModelShape, layers: Storage, outside: Storage) -> Sequence[Block]:
-    """The blocks of a model whose layers and whose other matrices are stored so."""
+def _tiles(shape: ModelShape, layers: Storage, outside: Storage) -> Sequence[WeightTile]:
+    """The tiles of a model whose layers and whose other matrices are stored so."""
     matrices = matrices_of(shape)
-    return blocks_of(matrices, [layers if m.in_layer else outside for m in matrices], block_values(shape))
+    return tiles_of(matrices, [layers if m.in_layer else outside for m in matrices], tile_values(shape))

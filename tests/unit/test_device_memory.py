@@ -13,10 +13,10 @@ from engines.common.work_memory import CONTEXT_BYTES
 from engines.models import shapes
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.memory.device import pinned_sizes, place_on_device
-from engines.offload.memory.kv_blocks import STAGES, page_bytes, pages_for
-from engines.offload.memory.layout import ALIGN, blocks_of, matrices_of
+from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes
+from engines.offload.memory.layout import ALIGN, matrices_of, tiles_of
 from engines.offload.memory.pinned_pieces import packed, pinned_bytes
-from engines.offload.memory.plan import Demand
+from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
 from engines.planning.simulated import searched
 from harness import hardware
@@ -69,10 +69,10 @@ def demand(model="facebook/opt-30b", stored=None, cache=None, prompt=512, new=32
     shape = shapes.shape(model)
     matrices = matrices_of(shape)
     how = stored or Plain("float16")
-    blocks = blocks_of(matrices, [how if m.in_layer else Plain("float16") for m in matrices], 32 << 20)
-    return Demand(
+    tiles = tiles_of(matrices, [how if m.in_layer else Plain("float16") for m in matrices], 32 << 20)
+    return MemoryRequest(
         shape=shape,
-        blocks=blocks,
+        tiles=tiles,
         cache=cache or Plain("float16"),
         compute_bytes=2,
         cast_bytes=(64 << 20) if stored else 0,
@@ -85,12 +85,12 @@ def demand(model="facebook/opt-30b", stored=None, cache=None, prompt=512, new=32
 
 def bytes_of(one, plan):
     """What the plan takes, added up again: of the device beside work and the rest, and pinned."""
-    page = page_bytes(one.shape, one.cache)
-    staged = STAGES * (page // one.shape.num_layers)
-    span = max(b.span for b in one.blocks)
-    device = plan.pages * page + plan.host_pages * staged + plan.slots * span
-    device += sum(one.blocks[i].nbytes for i in plan.resident)
-    return device, pinned_bytes(pinned_sizes(one, plan.pinned, plan.host_pages))
+    block = kv_block_bytes(one.shape, one.cache)
+    staged = STAGES * (block // one.shape.num_layers)
+    span = max(b.span for b in one.tiles)
+    device = plan.kv_blocks * block + plan.host_kv_blocks * staged + plan.slots * span
+    device += sum(one.tiles[i].nbytes for i in plan.resident)
+    return device, pinned_bytes(pinned_sizes(one, plan.pinned, plan.host_kv_blocks))
 
 
 @settings(deadline=None, max_examples=40)
@@ -119,32 +119,32 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
     assert pinned == plan.pinned_bytes <= host * GIB
     assert not plan.resident & plan.pinned
     assert plan.sequences == policy.block_size or schedule == "sweep"
-    assert (plan.pages + plan.host_pages) >= pages_for(one.max_sequence)
+    assert (plan.kv_blocks + plan.host_kv_blocks) >= blocks_for(one.max_sequence)
     if cache is not None:
-        assert plan.host_pages == pytest.approx(cache[1] * (plan.pages + plan.host_pages), abs=1)
+        assert plan.host_kv_blocks == pytest.approx(cache[1] * (plan.kv_blocks + plan.host_kv_blocks), abs=1)
     if weights is not None:
-        whole = sum(b.nbytes for b in one.blocks)
-        block = max(b.nbytes for b in one.blocks) / whole
+        whole = sum(b.nbytes for b in one.tiles)
+        tile = max(b.nbytes for b in one.tiles) / whole
         for chosen, asked in ((plan.resident, weights[0]), (plan.pinned, weights[1])):
-            assert sum(one.blocks[i].nbytes for i in chosen) / whole == pytest.approx(asked, abs=2 * block)
+            assert sum(one.tiles[i].nbytes for i in chosen) / whole == pytest.approx(asked, abs=2 * tile)
 
 
 def test_what_the_policy_leaves_open_fills_the_device_then_pinned_memory():
     one = demand()
     plan = place_on_device(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
-    resident, pinned = (sum(one.blocks[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
-    assert plan.host_pages == 0
+    resident, pinned = (sum(one.tiles[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
+    assert plan.host_kv_blocks == 0
     assert resident > 4 * GIB
-    assert resident + pinned == sum(b.nbytes for b in one.blocks), "100 GiB have room for all of the rest"
+    assert resident + pinned == sum(b.nbytes for b in one.tiles), "100 GiB have room for all of the rest"
     tight = place_on_device(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 20 * GIB)
-    assert 17 * GIB < sum(one.blocks[i].nbytes for i in tight.pinned) < 20 * GIB
+    assert 17 * GIB < sum(one.tiles[i].nbytes for i in tight.pinned) < 20 * GIB
 
 
 def test_a_block_that_the_device_cannot_cache_is_cached_in_host_memory():
     one = demand()
     plan = place_on_device(one, OffloadPolicy(32, 4, "zigzag"), 16 * GIB, 200 * GIB)
-    assert plan.host_pages > plan.pages > 0
-    assert plan.pages + plan.host_pages == 128 * pages_for(544)
+    assert plan.host_kv_blocks > plan.kv_blocks > 0
+    assert plan.kv_blocks + plan.host_kv_blocks == 128 * blocks_for(544)
 
 
 def test_refusals_say_what_would_fit():

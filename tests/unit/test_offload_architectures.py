@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engines.models import checkpoints
 from engines.offload import survey
-from engines.offload.memory.kv_blocks import pages_for
+from engines.offload.memory.kv_blocks import blocks_for
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams, UnsupportedError
 from tests.offload import COMMON, CONTEXT, VOCAB, load, policies, requests_of, same_by_the_near_tie_rule, save
 
@@ -78,8 +78,8 @@ def test_greedy_output_is_transformers_own_on_every_schedule(folder, reference, 
 def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, reference, cache, seed, policy):
     """17 of each of the twelve."""
     engine, _ = load(checkpoints.prepare(ModelSpec(str(folder)), cache), cache, **policy)
-    held = engine._now.runtime._cache.pages
-    requests = [r for r in requests_of(seed, 5) if pages_for(len(r.prompt) + r.sampling.max_tokens) <= held]
+    held = engine._now.runtime._cache.num_blocks
+    requests = [r for r in requests_of(seed, 5) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
     assert results.keys() == {r.id for r in requests}

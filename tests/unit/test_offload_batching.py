@@ -1,4 +1,4 @@
-"""Who shares a pass: admission within the cache's pages, order, and what is put back."""
+"""Who shares a pass: admission within the cache's blocks, order, and what is put back."""
 
 import dataclasses
 import itertools
@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.offload.kv_cache.block_manager import PagePool, page_names
-from engines.offload.memory.kv_blocks import PAGE_TOKENS, pages_for
-from engines.offload.prefill_budget import best_rule
-from engines.offload.scheduler import BlockBatcher, ChunkRule, SweepBatcher, peak_pages, prompt_rows
+from engines.offload.kv_cache.block_manager import BlockManager, extend_block_hashes
+from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
+from engines.offload.prefill_budget import search_prefill_budget
+from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, peak_blocks, prompt_rows
 from engines.offload.sequence import Generation, Scoring
 from harness.api import GenerationRequest, SamplingParams
 
@@ -30,27 +30,27 @@ def generation(prompt, new, arrival=0.0):
 LOGITS = torch.zeros(1, 8)
 
 
-def drive(batcher, sequences, limit=10_000):
-    """Runs passes without a model; returns pages held and tokens computed by pass."""
+def drive(scheduler, sequences, limit=10_000):
+    """Runs passes without a model; returns blocks held and tokens computed by pass."""
     held, rows = [], []
     done = 0
-    while batcher.next_arrival_s is not None:
-        batches = batcher.next_pass(1e9)
+    while scheduler.next_arrival_s is not None:
+        batches = scheduler.next_pass(1e9)
         assert batches, "something runs as long as something is left"
-        held.append(batcher._cache.pages - batcher._cache.free_pages)
+        held.append(scheduler._cache.num_blocks - scheduler._cache.num_free_blocks)
         rows.append(sum(p.count for b in batches for p in b))
         for batch in batches:
             for part in batch:
-                assert len(part.sequence.pages) >= pages_for(part.sequence.cached + part.count)
+                assert len(part.sequence.block_table) >= blocks_for(part.sequence.cached + part.count)
                 wanted = len(part.sequence.wanted(part.count))
                 part.sequence.cached += part.count
                 if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
-                    batcher.finish(part.sequence)
+                    scheduler.finish(part.sequence)
                     done += 1
         limit -= 1
         assert limit
     assert done == len(sequences)
-    assert batcher._cache.free_pages == batcher._cache.pages
+    assert scheduler._cache.num_free_blocks == scheduler._cache.num_blocks
     return held, rows
 
 
@@ -59,59 +59,59 @@ lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1
 
 @settings(deadline=None)
 @given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 64))
-def test_a_sweep_serves_everyone_within_the_cache(pairs, pages, size, chunk):
+def test_a_sweep_serves_everyone_within_the_cache(pairs, blocks, size, chunk):
     sequences = [generation(p, n) for p, n in pairs]
-    cache = PagePool(pages)
-    held, rows = drive(SweepBatcher(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences)
-    assert max(held) <= pages
+    cache = BlockManager(blocks)
+    held, rows = drive(ContinuousScheduler(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), sequences)
+    assert max(held) <= blocks
     assert max(rows) <= size + chunk
 
 
 @settings(deadline=None)
 @given(lengths, st.integers(12, 80), st.integers(1, 8), st.integers(1, 4), st.integers(1, 64))
-def test_blocks_serve_everyone_within_the_cache(pairs, pages, size, batches, chunk):
+def test_blocks_serve_everyone_within_the_cache(pairs, blocks, size, batches, chunk):
     sequences = [generation(p, n) for p, n in pairs]
-    cache = PagePool(pages)
-    held, _ = drive(BlockBatcher(sequences, cache, size, batches, chunk), sequences)
-    assert max(held) <= pages
+    cache = BlockManager(blocks)
+    held, _ = drive(BlockScheduler(sequences, cache, size, batches, chunk), sequences)
+    assert max(held) <= blocks
 
 
 @given(lengths)
 def test_the_predicted_peak_is_the_peak(pairs):
     sequences = [generation(p, n) for p, n in pairs]
     steps = max(n for _, n in pairs)
-    by_hand = max(sum(pages_for(p + t) for p, n in pairs if t < n) for t in range(steps))
-    assert peak_pages(sequences) == by_hand
+    by_hand = max(sum(blocks_for(p + t) for p, n in pairs if t < n) for t in range(steps))
+    assert peak_blocks(sequences) == by_hand
 
 
 def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
     """Memory follows the average context, not the longest."""
     prompt, new, count = 32, 64, 60
-    cache = PagePool(10 * pages_for(prompt + new))
+    cache = BlockManager(10 * blocks_for(prompt + new))
     sequences = [generation(prompt, new) for _ in range(count)]
-    batcher = SweepBatcher(sequences, cache, 100, ChunkRule(8, 1, 64))
+    scheduler = ContinuousScheduler(sequences, cache, 100, PrefillBudget(8, 1, 64))
     running = []
-    while batcher.next_arrival_s is not None:
-        for part in batcher.next_pass(0.0)[0]:
+    while scheduler.next_arrival_s is not None:
+        for part in scheduler.next_pass(0.0)[0]:
             wanted = len(part.sequence.wanted(part.count))
             part.sequence.cached += part.count
             if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
-                batcher.finish(part.sequence)
-        running.append(len(batcher._running))
+                scheduler.finish(part.sequence)
+        running.append(len(scheduler._running))
     assert max(running) >= 13
 
 
 def test_nobody_is_served_before_he_arrives():
     early, late = generation(4, 3), generation(4, 3, arrival=5.0)
-    batcher = SweepBatcher([late, early], PagePool(20), 8, ChunkRule(64, 1, 64))
-    assert [p.sequence for p in batcher.next_pass(0.0)[0]] == [early]
-    batcher.finish(early)
-    assert batcher.next_pass(0.0) == []
-    assert batcher.next_arrival_s == 5.0
-    assert [p.sequence for p in batcher.next_pass(5.0)[0]] == [late]
+    scheduler = ContinuousScheduler([late, early], BlockManager(20), 8, PrefillBudget(64, 1, 64))
+    assert [p.sequence for p in scheduler.next_pass(0.0)[0]] == [early]
+    scheduler.finish(early)
+    assert scheduler.next_pass(0.0) == []
+    assert scheduler.next_arrival_s == 5.0
+    assert [p.sequence for p in scheduler.next_pass(5.0)[0]] == [late]
 
 
-class Rash(SweepBatcher):
+class Rash(ContinuousScheduler):
     """Lets everyone in at once, so that the cache is too small and someone must be put back."""
 
     def _fits(self, sequence, known):
@@ -120,22 +120,22 @@ class Rash(SweepBatcher):
 
 @settings(deadline=None)
 @given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
-def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, pages, size, chunk):
+def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, blocks, size, chunk):
     sequences = [generation(p, n) for p, n in pairs]
-    cache = PagePool(pages)
-    held, _ = drive(Rash(sequences, cache, size, ChunkRule(chunk, 1, chunk)), sequences, limit=200_000)
-    assert max(held) <= pages
+    cache = BlockManager(blocks)
+    held, _ = drive(Rash(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), sequences, limit=200_000)
+    assert max(held) <= blocks
     assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
 
 
 def test_closing_gives_back_every_page():
     sequences = [generation(20, 5) for _ in range(4)]
-    cache = PagePool(40)
-    batcher = SweepBatcher(sequences, cache, 4, ChunkRule(64, 1, 64))
-    batcher.next_pass(0.0)
-    assert cache.free_pages < 40
-    batcher.close()
-    assert cache.free_pages == 40
+    cache = BlockManager(40)
+    scheduler = ContinuousScheduler(sequences, cache, 4, PrefillBudget(64, 1, 64))
+    scheduler.next_pass(0.0)
+    assert cache.num_free_blocks < 40
+    scheduler.close()
+    assert cache.num_free_blocks == 40
 
 
 # ------------------------------------------------------------------------------------------------ rehearsal
@@ -146,23 +146,23 @@ def work(pairs):
 
 
 @given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 200))
-def test_what_is_rehearsed_is_what_happens(pairs, pages, size, balance):
+def test_what_is_rehearsed_is_what_happens(pairs, blocks, size, balance):
     """The rule found does no fewer steps in a unit of time than the first one tried, when both are played for real."""
-    together = min(size, max(1, pages // pages_for(45)))
-    found = best_rule(work(pairs), pages, size, together, balance, 64)
+    together = min(size, max(1, blocks // blocks_for(45)))
+    found = search_prefill_budget(work(pairs), blocks, size, together, balance, 64)
     first = dataclasses.replace(found, balance=balance)
     times = []
     for rule in (found, first):
         sequences = [generation(p, n) for p, n in pairs]
-        _, rows = drive(SweepBatcher(sequences, PagePool(pages), size, rule), sequences)
+        _, rows = drive(ContinuousScheduler(sequences, BlockManager(blocks), size, rule), sequences)
         times.append(sum(max(balance, r) for r in rows))
     if len(pairs) <= 4 * together:  # longer jobs are judged by their steady state
         assert times[0] <= times[1]
 
 
 def test_a_long_job_lets_prompts_in_one_after_the_other_and_a_short_one_at_once():
-    """At 32 + 64 tokens in 648 pages: in step 54 sequences fit, of mixed ages 80."""
-    long, short = (best_rule(work([(32, 64)] * n), 648, 96, 80, 165, 512) for n in (1000, 54))
+    """At 32 + 64 tokens in 648 blocks: in step 54 sequences fit, of mixed ages 80."""
+    long, short = (search_prefill_budget(work([(32, 64)] * n), 648, 96, 80, 165, 512) for n in (1000, 54))
     assert long.balance < short.balance == 165
 
 
@@ -180,67 +180,67 @@ def prompts(draw, count):
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 12), st.integers(12, 60), st.integers(1, 12), st.integers(1, 64), st.booleans())
-def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, pages, size, chunk, rash):
-    """A model of the cache's content: each page must hold, for each sequence, just its own tokens."""
+def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, blocks, size, chunk, rash):
+    """A model of the cache's content: each block must hold, for each sequence, just its own tokens."""
     sequences = [
         Generation(GenerationRequest(str(i), p, SamplingParams(data.draw(STEPS), ignore_eos=True)), (), None)
         for i, p in enumerate(prompts(data, count))
     ]
-    pool, content = PagePool(pages), {}
-    batcher = (Rash if rash else SweepBatcher)(sequences, pool, size, ChunkRule(chunk, 1, chunk))
+    pool, content = BlockManager(blocks), {}
+    scheduler = (Rash if rash else ContinuousScheduler)(sequences, pool, size, PrefillBudget(chunk, 1, chunk))
     computed = 0
-    while batcher.next_arrival_s is not None:
-        (parts,) = batcher.next_pass(0.0)
-        held = [page for s in batcher._running for page in s.pages]
-        assert len(set(held)) == pages - pool.free_pages
+    while scheduler.next_arrival_s is not None:
+        (parts,) = scheduler.next_pass(0.0)
+        held = [block for s in scheduler._running for block in s.block_table]
+        assert len(set(held)) == blocks - pool.num_free_blocks
         for part in parts:
             s = part.sequence
             computed += part.count
             for t in range(s.cached, s.cached + part.count):
-                content[s.pages[t // PAGE_TOKENS], t % PAGE_TOKENS] = (tuple(s.tokens[: t + 1]), id(s))
+                content[s.block_table[t // BLOCK_SIZE], t % BLOCK_SIZE] = (tuple(s.tokens[: t + 1]), id(s))
         for part in parts:
             s = part.sequence
             for t in range(s.cached + part.count):
-                assert content[s.pages[t // PAGE_TOKENS], t % PAGE_TOKENS][0] == tuple(s.tokens[: t + 1])
+                assert content[s.block_table[t // BLOCK_SIZE], t % BLOCK_SIZE][0] == tuple(s.tokens[: t + 1])
             wanted = len(s.wanted(part.count))
             s.cached += part.count
             if s.consume(LOGITS[:wanted].clone(), 0.0):
-                batcher.finish(s)
-    assert pool.free_pages == pages
+                scheduler.finish(s)
+    assert pool.num_free_blocks == blocks
     asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
-    # a prompt that takes several passes may cost a younger sequence its pages: when it comes back it computes some of
+    # a prompt that takes several passes may cost a younger sequence its blocks: when it comes back it computes some of
     # it again, and what it then finds is not counted, be it its own or what others have published meanwhile
-    assert batcher._returned or computed + batcher.shared_tokens == asked
+    assert scheduler._preempted or computed + scheduler.shared_tokens == asked
 
 
 def test_the_second_of_two_that_begin_alike_computes_the_rest_only():
     first, second = (generation(1, 2) for _ in range(2))
     first.tokens[:] = [*range(40), 1]
     second.tokens[:] = [*range(40), 2, 3]
-    batcher = SweepBatcher([first, second], PagePool(20), 2, ChunkRule(41, 1, 41))
-    assert [p.count for p in batcher.next_pass(0.0)[0]] == [41]
+    scheduler = ContinuousScheduler([first, second], BlockManager(20), 2, PrefillBudget(41, 1, 41))
+    assert [p.count for p in scheduler.next_pass(0.0)[0]] == [41]
     first.cached = 41
     first.consume(LOGITS.clone(), 0.0)
-    assert {id(p.sequence): p.count for p in batcher.next_pass(0.0)[0]} == {id(first): 1, id(second): 2}
-    assert second.pages[:5] == first.pages[:5]
-    assert batcher.shared_tokens == 40
-    assert batcher._cache.free_pages == 20 - 5 - 2
+    assert {id(p.sequence): p.count for p in scheduler.next_pass(0.0)[0]} == {id(first): 1, id(second): 2}
+    assert second.block_table[:5] == first.block_table[:5]
+    assert scheduler.shared_tokens == 40
+    assert scheduler._cache.num_free_blocks == 20 - 5 - 2
 
 
 def test_what_was_given_back_is_found_until_it_is_needed():
-    pool, names = PagePool(4), []
-    page_names(list(range(16)), names, 16)
-    pages = pool.take(2)
-    for page, name in zip(pages, names, strict=True):
-        pool.publish(page, name)
-    pool.give_back(pages)
-    assert pool.free_pages == 4
-    assert pool.known(names) == pages
-    pool.take(3)
-    assert pool.known(names) == pages[:1], "of a text its end is lost first"
-    pool.forget()
-    assert pool.known(names) == []
-    assert pool.free_pages == 1
+    pool, names = BlockManager(4), []
+    extend_block_hashes(list(range(16)), names, 16)
+    blocks = pool.allocate(2)
+    for block, name in zip(blocks, names, strict=True):
+        pool.cache_block(block, name)
+    pool.free(blocks)
+    assert pool.num_free_blocks == 4
+    assert pool.match_prefix(names) == blocks
+    pool.allocate(3)
+    assert pool.match_prefix(names) == blocks[:1], "of a text its end is lost first"
+    pool.reset_prefix_cache()
+    assert pool.match_prefix(names) == []
+    assert pool.num_free_blocks == 1
 
 
 @given(st.integers(2, 200), st.integers(3, 40), st.data())
@@ -265,13 +265,13 @@ def test_no_row_of_a_prompt_is_left_by_itself(missing, room, data):
 )
 def test_no_more_rows_meet_the_head_than_may_and_no_row_of_a_prompt_is_alone(lengths, chunk, heads, schedule):
     sequences = [Scoring(i, [0] * (before + after), after) for i, (before, after) in enumerate(lengths)]
-    pool = PagePool(400)
+    pool = BlockManager(400)
     if schedule == "sweep":
-        batcher = SweepBatcher(sequences, pool, 8, ChunkRule(chunk, 1, chunk), heads)
+        scheduler = ContinuousScheduler(sequences, pool, 8, PrefillBudget(chunk, 1, chunk), heads)
     else:
-        batcher = BlockBatcher(sequences, pool, 4, 2 if schedule == "zigzag" else 1, chunk, heads)
-    while batcher.next_arrival_s is not None:
-        batches = batcher.next_pass(0.0)
+        scheduler = BlockScheduler(sequences, pool, 4, 2 if schedule == "zigzag" else 1, chunk, heads)
+    while scheduler.next_arrival_s is not None:
+        batches = scheduler.next_pass(0.0)
         assert any(batches)
         for parts in batches:
             assert sum(len(p.sequence.wanted(p.count)) for p in parts) <= heads
@@ -282,4 +282,4 @@ def test_no_more_rows_meet_the_head_than_may_and_no_row_of_a_prompt_is_alone(len
                 wanted = len(s.wanted(part.count))
                 s.cached += part.count
                 if s.consume(torch.zeros(wanted, 2), 0.0):
-                    batcher.finish(s)
+                    scheduler.finish(s)

@@ -12,7 +12,7 @@ from engines.models import checkpoints
 from engines.offload.calibrate import device as calibrate_device
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.cuda import DeviceKernels
-from engines.offload.memory.kv_blocks import pages_for
+from engines.offload.memory.kv_blocks import blocks_for
 from engines.planning.simulated import searched
 from harness import hardware
 from harness.api import (
@@ -85,17 +85,17 @@ def policies(draw):
 @given(seed=st.integers(0, 1000), count=st.integers(1, 6), policy=policies())
 def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy):
     engine, report, device = load(model, cache, **policy)
-    held = engine._now.runtime._cache.pages
-    requests = [r for r in requests_of(seed, count) if pages_for(len(r.prompt) + r.sampling.max_tokens) <= held]
-    engine_blocks = engine._now.runtime._executor._blocks
+    held = engine._now.runtime._cache.num_blocks
+    requests = [r for r in requests_of(seed, count) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
+    engine_blocks = engine._now.runtime._executor._tiles
     assert requests
     device.syncs.clear()
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
     assert device.syncs == [], "the host waited for the device inside a pass"
-    blocks = [b.nbytes for b in engine_blocks]
+    tiles = [b.nbytes for b in engine_blocks]
     if policy["weights"]:
-        assert policy["weights"] == pytest.approx(report.policy.weights, abs=2 * max(blocks) / sum(blocks))
+        assert policy["weights"] == pytest.approx(report.policy.weights, abs=2 * max(tiles) / sum(tiles))
     if policy["cache"]:
         assert policy["cache"] == pytest.approx(report.policy.cache, abs=1 / held)
     for request in requests:

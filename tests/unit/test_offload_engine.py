@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
-from engines.offload.memory.kv_blocks import pages_for
-from engines.offload.memory.layout import blocks_of
+from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.memory.layout import tiles_of
 from engines.offload.memory.storage import Plain
-from engines.offload.model.meta_model import SeamedModel
+from engines.offload.model.meta_model import MetaModel
 from engines.offload.weights.checkpoint_reader import Source
 from engines.offload.weights.convert import convert
 from harness.api import (
@@ -78,8 +78,8 @@ def cache(tmp_path_factory):
 @given(seed=st.integers(0, 1000), count=st.integers(1, 12), policy=policies())
 def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy):
     engine, _ = load(model, cache, **policy)
-    held = engine._now.runtime._cache.pages
-    requests = [r for r in requests_of(seed, count) if pages_for(len(r.prompt) + r.sampling.max_tokens) <= held]
+    held = engine._now.runtime._cache.num_blocks
+    requests = [r for r in requests_of(seed, count) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
     assert results.keys() == {r.id for r in requests}
@@ -104,7 +104,7 @@ def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
         out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=5, min_new_tokens=5)
     third = out[0, len(prompt) + 2].item()
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
-    engine._now.seamed.eos = (third,)
+    engine._now.meta_model.eos = (third,)
     [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
     engine.close()
     assert result.finish_reason == "stop"
@@ -234,9 +234,11 @@ def test_activations_on_disk_change_nothing(model, reference, cache, share):
     engine, report = load(model, cache, activations=(0.0, 1 - share, share), **batches)
     requests = requests_of(4, 9)
     results = {r.id: r.tokens for r in engine.generate(requests)}
-    parking = engine._now.runtime._parking
+    activation_offload = engine._now.runtime._activation_offload
     assert report.policy.activations[2] == share
-    assert parking.rows_on_disk / parking.rows == pytest.approx(share, abs=0.1)  # whole rows of small batches
+    assert activation_offload.rows_on_disk / activation_offload.rows == pytest.approx(
+        share, abs=0.1
+    )  # whole rows of small batches
     engine.close()
     assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
 
@@ -322,31 +324,31 @@ def test_policies_it_cannot_honour_are_refused(model, cache, policy):
 # ------------------------------------------------------------------------------------------------ conversion
 
 
-def seamed(model):
-    return SeamedModel(Path(model.path), model.shape, torch.float32)
+def meta_model(model):
+    return MetaModel(Path(model.path), model.shape, torch.float32)
 
 
 def convert_into(model, cache, on_progress=lambda done, total: None):
-    found = seamed(model)
+    found = meta_model(model)
     source = Source(model, found.prefix, found.aliases)
-    blocks = blocks_of(found.matrices, [Plain(model.dtype)] * len(found.matrices))
-    return convert(model, source, found.matrices, blocks, {}, found.tables, found.small, cache, on_progress)
+    tiles = tiles_of(found.matrices, [Plain(model.dtype)] * len(found.matrices))
+    return convert(model, source, found.matrices, tiles, {}, found.tables, found.small, cache, on_progress)
 
 
 def test_conversion_keeps_every_weight(model, reference, tmp_path):
     converted = convert_into(model, tmp_path)
     state = reference.state_dict()
-    for block in converted.blocks:
-        data = (converted.folder / block.file).read_bytes()[block.offset : block.offset + block.nbytes]
-        stored = torch.frombuffer(bytearray(data), dtype=torch.float32).view(block.shape)
-        whole = state[block.matrix]
-        part = whole[block.start : block.stop] if block.axis == 0 else whole[:, block.start : block.stop]
+    for tile in converted.tiles:
+        data = (converted.folder / tile.file).read_bytes()[tile.offset : tile.offset + tile.nbytes]
+        stored = torch.frombuffer(bytearray(data), dtype=torch.float32).view(tile.shape)
+        whole = state[tile.matrix]
+        part = whole[tile.start : tile.stop] if tile.axis == 0 else whole[:, tile.start : tile.stop]
         assert torch.equal(stored, part)
     for name in converted.tables:
         assert torch.equal(converted.table(name), state[name])
     small = converted.small()
     assert all(torch.equal(small[name], state[name]) for name in small)
-    assert {b.matrix for b in converted.blocks} | set(converted.tables) | set(small) == set(state)
+    assert {b.matrix for b in converted.tiles} | set(converted.tables) | set(small) == set(state)
 
 
 def test_another_training_step_is_another_conversion(tmp_path, cache):
@@ -587,7 +589,7 @@ def test_what_is_looked_up_is_scaled_in_the_compute_dtype(tmp_path):
     module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gemma", **changes))
     module.to(torch.bfloat16).save_pretrained(tmp_path / "m")
     model = checkpoints.prepare(ModelSpec(str(tmp_path / "m")), tmp_path)
-    found = seamed(model)
+    found = meta_model(model)
     converted = convert_into(model, tmp_path)
     found.bind({name: converted.table(name) for name in found.tables}, converted.small())
     exact = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)

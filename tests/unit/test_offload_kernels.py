@@ -8,14 +8,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engines.offload.kernels import NoCompilerError, Segments, quantize
-from engines.offload.kernels.attention import compiled_attention, joined, reference_attention
-from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels import AttentionMetadata, NoCompilerError, quantize
+from engines.offload.kernels.attention import compiled_attention, merge_attention_states, reference_attention
+from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import load, openmp
-from engines.offload.kernels.codec import plain_codec, reference_codec
+from engines.offload.kernels.codec import plain_quantizer, reference_quantizer
 from engines.offload.kernels.gemm import compiled_product
-from engines.offload.kernels.layer_blocks import LayerPages
-from engines.offload.memory.kv_blocks import PAGE_TOKENS, pages_for
+from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.weights.gemm import by_torch
 from tests.offload import with_kernels
@@ -110,15 +110,15 @@ def compiled(cache):
     return compiled_attention(Plain("float32"), cache, threads=2)
 
 
-def packed(spans, pages):
-    """Segments of (rows, tokens before them), on random pages."""
+def packed(spans, blocks):
+    """AttentionMetadata of (rows, tokens before them), on random blocks."""
     counts, cached = zip(*spans, strict=True)
-    longest = max(pages_for(c + n) for n, c in spans)
-    table = torch.randperm(pages)[: len(spans) * longest].view(len(spans), longest).int()
-    return Segments.of(counts, cached, table)
+    longest = max(blocks_for(c + n) for n, c in spans)
+    table = torch.randperm(blocks)[: len(spans) * longest].view(len(spans), longest).int()
+    return AttentionMetadata.of(counts, cached, table)
 
 
-def by_hand(query, keys, values, segments, rule):
+def by_hand(query, keys, values, segments, spec):
     """One row and head at a time, in float64."""
     heads, tokens, dim = query.shape
     group = heads // keys.shape[1]
@@ -127,17 +127,17 @@ def by_hand(query, keys, values, segments, rule):
     for i, before in enumerate(segments.cached.tolist()):
         for row in range(starts[i], starts[i + 1]):
             position = before + row - starts[i]
-            first = max(0, position - rule.window + 1) if rule.window else 0
-            places = [(segments.table[i, t // PAGE_TOKENS], t % PAGE_TOKENS) for t in range(first, position + 1)]
+            first = max(0, position - spec.window + 1) if spec.window else 0
+            places = [(segments.table[i, t // BLOCK_SIZE], t % BLOCK_SIZE) for t in range(first, position + 1)]
             for head in range(heads):
                 k, v = (torch.stack([c[p, head // group, t] for p, t in places]).double() for c in (keys, values))
-                scores = k @ query[head, row].double() * rule.scale
-                if rule.softcap:
-                    scores = rule.softcap * (scores / rule.softcap).tanh()
-                sink = rule.sinks[head].double().exp() if rule.sinks is not None else 0
+                scores = k @ query[head, row].double() * spec.scale
+                if spec.softcap:
+                    scores = spec.softcap * (scores / spec.softcap).tanh()
+                sink = spec.sinks[head].double().exp() if spec.sinks is not None else 0
                 shares = scores.exp() / (scores.exp().sum() + sink)
                 kept = shares.clone()
-                kept[shares.argsort(descending=True)[math.ceil(rule.keep * len(shares)) :]] = 0
+                kept[shares.argsort(descending=True)[math.ceil(spec.value_topk * len(shares)) :]] = 0
                 out[row, head] = kept @ v * shares.sum() / kept.sum()
     return out
 
@@ -148,8 +148,8 @@ SPANS = [(1, 0), (1, 2), (1, 8), (1, 39), (50, 0), (7, 5), (17, 30), (2, 0)]
 SHAPES = [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7), (2, 1, 80)]
 RULES = [
     {},
-    {"keep": 0.3},
-    {"keep": 0.1, "window": 30, "sinks": True},
+    {"value_topk": 0.3},
+    {"value_topk": 0.1, "window": 30, "sinks": True},
     {"window": 8},
     {"softcap": 2.0},
     {"window": 40, "softcap": 1.5, "sinks": True},
@@ -161,33 +161,33 @@ RULES = [
 @pytest.mark.parametrize("more", RULES)
 def test_attention_kernels_agree_with_float64(cache, stored, heads, kv_heads, dim, more):
     torch.manual_seed(0)
-    segments, pages = packed(SPANS, 100), 100
-    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
-    keys, values = (codec.pack(torch.randn(pages, kv_heads, PAGE_TOKENS, dim)) for _ in range(2))
+    segments, blocks = packed(SPANS, 100), 100
+    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    keys, values = (codec.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
     tokens = int(segments.starts[-1])
     query = torch.randn(tokens, heads, dim + 3)[..., :dim].transpose(0, 1)  # as a model gives it: a view
-    rule = Rule(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
+    spec = AttentionSpec(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
     wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
-    exact = by_hand(query, *wide, segments, rule)
+    exact = by_hand(query, *wide, segments, spec)
     for kernel in (compiled_attention(stored, cache, threads=2), reference_attention(codec)):
-        found = kernel(query, LayerPages(torch.stack([keys, values], 1)), segments, rule)
+        found = kernel(query, LayerBlocks(torch.stack([keys, values], 1)), segments, spec)
         # scores reach 10 and carry a few roundings of 6e-8 each, which their exponentials carry on
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("stored", [Plain("bfloat16"), Grouped(4, 32), Grouped(4, 128), Grouped(3, 32), Grouped(8, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 120), (20, 1, 40), (2, 2, 96), (5, 1, 20)])
-@pytest.mark.parametrize("keep", [1.0, 0.3])
-def test_heads_and_columns_of_any_number(cache, stored, heads, kv_heads, dim, keep):
+@pytest.mark.parametrize("value_topk", [1.0, 0.3])
+def test_heads_and_columns_of_any_number(cache, stored, heads, kv_heads, dim, value_topk):
     torch.manual_seed(0)
-    segments, pages = packed([(1, 37), (1, 8), (3, 5)], 20), 20
-    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
-    keys, values = (codec.pack(torch.randn(pages, kv_heads, PAGE_TOKENS, dim)) for _ in range(2))
+    segments, blocks = packed([(1, 37), (1, 8), (3, 5)], 20), 20
+    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    keys, values = (codec.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
     query = torch.randn(heads, int(segments.starts[-1]), dim)
     wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
-    exact = by_hand(query, *wide, segments, Rule(0.1, keep=keep))
+    exact = by_hand(query, *wide, segments, AttentionSpec(0.1, value_topk=value_topk))
     found = compiled_attention(stored, cache, threads=2)(
-        query, LayerPages(torch.stack([keys, values], 1)), segments, Rule(0.1, keep=keep)
+        query, LayerBlocks(torch.stack([keys, values], 1)), segments, AttentionSpec(0.1, value_topk=value_topk)
     )
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
 
@@ -197,59 +197,62 @@ def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
     """Bit for bit: so a request's result does not depend on what else runs."""
     cut = data.draw(st.integers(2, length - 2))
     torch.manual_seed(length)
-    pages = LayerPages(torch.randn(40, 2, 2, PAGE_TOKENS, 48))
-    query, rule = torch.randn(4, length, 48), Rule(0.2, window)
+    blocks = LayerBlocks(torch.randn(40, 2, 2, BLOCK_SIZE, 48))
+    query, spec = torch.randn(4, length, 48), AttentionSpec(0.2, window)
     whole = packed([(length, 0)], 40)
-    together = compiled(query, pages, whole, rule)
+    together = compiled(query, blocks, whole, spec)
     for rows, before in ((slice(0, cut), 0), (slice(cut, length), cut)):
-        part = Segments.of([rows.stop - rows.start], [before], whole.table)
-        assert torch.equal(compiled(query[:, rows], pages, part, rule), together[rows])
+        part = AttentionMetadata.of([rows.stop - rows.start], [before], whole.table)
+        assert torch.equal(compiled(query[:, rows], blocks, part, spec), together[rows])
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1000.0])
 def test_softmax_of_scores_far_apart(compiled, spread):
     torch.manual_seed(0)
     segments = packed([(1, 60), (60, 0)], 40)
-    pages = LayerPages(torch.randn(40, 2, 1, PAGE_TOKENS, 16))
-    query, rule = torch.randn(1, 61, 16) * spread, Rule(1.0)
-    reference = reference_attention(plain_codec(Plain("float32")))
-    exact = reference(query.double(), LayerPages(pages.rows.double()), segments, rule)
-    found = compiled(query, pages, segments, rule)
+    blocks = LayerBlocks(torch.randn(40, 2, 1, BLOCK_SIZE, 16))
+    query, spec = torch.randn(1, 61, 16) * spread, AttentionSpec(1.0)
+    reference = reference_attention(plain_quantizer(Plain("float32")))
+    exact = reference(query.double(), LayerBlocks(blocks.rows.double()), segments, spec)
+    found = compiled(query, blocks, segments, spec)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5 * spread)
 
 
 def test_half_precision_is_widened_exactly(cache):
     """Every finite float16 as a value with weight one: subnormal numbers and both zeros included."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    finite = bits[bits.isfinite()].view(-1, 1, 1, 1).expand(-1, 1, PAGE_TOKENS, 1).contiguous()
+    finite = bits[bits.isfinite()].view(-1, 1, 1, 1).expand(-1, 1, BLOCK_SIZE, 1).contiguous()
     count = len(finite)
     table = torch.arange(count, dtype=torch.int32).view(-1, 1)
-    alone = Segments.of([1] * count, [0] * count, table)
+    alone = AttentionMetadata.of([1] * count, [0] * count, table)
     kernel = compiled_attention(Plain("float16"), cache, threads=2)
-    pages = LayerPages(torch.stack([torch.zeros_like(finite), finite], 1))
-    found = kernel(torch.zeros(1, count, 1), pages, alone, Rule(1.0))
+    blocks = LayerBlocks(torch.stack([torch.zeros_like(finite), finite], 1))
+    found = kernel(torch.zeros(1, count, 1), blocks, alone, AttentionSpec(1.0))
     assert torch.equal(found.view(-1), finite[:, 0, 0, 0].float())
 
 
 def test_attention_reads_pages_where_they_are(cache):
     """In memory or staged from disk, further apart there."""
     torch.manual_seed(0)
-    segments, pages = packed(SPANS, 100), torch.randn(100, 2, 2, PAGE_TOKENS, 16)
-    query, rule = torch.randn(4, int(segments.starts[-1]), 16), Rule(0.3)
-    slots, room = torch.randperm(60), torch.empty(60, 3, 2, PAGE_TOKENS, 16)
-    room[:, :2][slots] = pages[40:]
-    split = LayerPages(pages[:40], room[:, :2])
+    segments, blocks = packed(SPANS, 100), torch.randn(100, 2, 2, BLOCK_SIZE, 16)
+    query, spec = torch.randn(4, int(segments.starts[-1]), 16), AttentionSpec(0.3)
+    slots, room = torch.randperm(60), torch.empty(60, 3, 2, BLOCK_SIZE, 16)
+    room[:, :2][slots] = blocks[40:]
+    split = LayerBlocks(blocks[:40], room[:, :2])
     moved = replace(segments, table=torch.cat([torch.arange(40), 40 + slots]).int()[segments.table.long()])
-    for kernel in (compiled_attention(Plain("float32"), cache, 2), reference_attention(plain_codec(Plain("float32")))):
-        whole = kernel(query, LayerPages(pages), segments, rule)
-        assert torch.equal(kernel(query, split, moved, rule), whole)
+    for kernel in (
+        compiled_attention(Plain("float32"), cache, 2),
+        reference_attention(plain_quantizer(Plain("float32"))),
+    ):
+        whole = kernel(query, LayerBlocks(blocks), segments, spec)
+        assert torch.equal(kernel(query, split, moved, spec), whole)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 50])
-@pytest.mark.parametrize("keep", [1.0, 0.5])
-def test_nan_in_the_cache_is_not_hidden(compiled, rows, keep):
-    pages = LayerPages(torch.full((10, 2, 1, PAGE_TOKENS, 8), torch.nan))
-    found = compiled(torch.ones(1, rows, 8), pages, packed([(rows, 9)], 10), Rule(1.0, keep=keep))
+@pytest.mark.parametrize("value_topk", [1.0, 0.5])
+def test_nan_in_the_cache_is_not_hidden(compiled, rows, value_topk):
+    blocks = LayerBlocks(torch.full((10, 2, 1, BLOCK_SIZE, 8), torch.nan))
+    found = compiled(torch.ones(1, rows, 8), blocks, packed([(rows, 9)], 10), AttentionSpec(1.0, value_topk=value_topk))
     assert found.isnan().all()
 
 
@@ -288,23 +291,28 @@ def test_a_source_that_does_not_compile_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("heads", [2, 8, 32])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_to_two_parts_is_put_together_as_attention_to_all(cache, heads, sinks):
-    """As pages in host memory and on a device are; one of the parts may hold nothing."""
+    """As blocks in host memory and on a device are; one of the parts may hold nothing."""
     torch.manual_seed(0)
-    pages = LayerPages(torch.randn(40, 2, 2, PAGE_TOKENS, 24))
-    query, rule = torch.randn(heads, 4, 24), Rule(0.3, sinks=torch.randn(heads) if sinks else None)
+    blocks = LayerBlocks(torch.randn(40, 2, 2, BLOCK_SIZE, 24))
+    query, spec = torch.randn(heads, 4, 24), AttentionSpec(0.3, sinks=torch.randn(heads) if sinks else None)
     own = torch.randperm(40).view(4, 10).int()
-    whole = Segments.of([1] * 4, [59, 72, 30, 11], own)
+    whole = AttentionMetadata.of([1] * 4, [59, 72, 30, 11], own)
     even, odd = own[:, ::2].contiguous(), own[:, 1::2].contiguous()
-    parts = Segments.of([1] * 4, [31, 39, 15, 7], even), Segments.of([1] * 4, [27, 32, 14, 3], odd)
-    nothing = Segments.of([1] * 4, [-1] * 4, even)
-    for kernel in (compiled_attention(Plain("float32"), cache, 2), reference_attention(plain_codec(Plain("float32")))):
-        logs = [torch.empty(4, heads) for _ in range(3)]
-        expected = kernel(query, pages, whole, rule, logs[0])
+    parts = AttentionMetadata.of([1] * 4, [31, 39, 15, 7], even), AttentionMetadata.of([1] * 4, [27, 32, 14, 3], odd)
+    nothing = AttentionMetadata.of([1] * 4, [-1] * 4, even)
+    for kernel in (
+        compiled_attention(Plain("float32"), cache, 2),
+        reference_attention(plain_quantizer(Plain("float32"))),
+    ):
+        lse = [torch.empty(4, heads) for _ in range(3)]
+        expected = kernel(query, blocks, whole, spec, lse[0])
         first, second = (
-            kernel(query, pages, part, replace(rule, sinks=None if i else rule.sinks), logs[1 + i])
+            kernel(query, blocks, part, replace(spec, sinks=None if i else spec.sinks), lse[1 + i])
             for i, part in enumerate(parts)
         )
-        torch.testing.assert_close(joined(first, logs[1], second, logs[2]), expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(torch.logaddexp(logs[1], logs[2]), logs[0], rtol=1e-5, atol=1e-5)
-    none = reference_attention(plain_codec(Plain("float32")))(query, pages, nothing, Rule(0.3), logs[1])
-    assert torch.equal(joined(none, logs[1], expected, logs[0]), expected)
+        torch.testing.assert_close(
+            merge_attention_states(first, lse[1], second, lse[2]), expected, rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(torch.logaddexp(lse[1], lse[2]), lse[0], rtol=1e-5, atol=1e-5)
+    none = reference_attention(plain_quantizer(Plain("float32")))(query, blocks, nothing, AttentionSpec(0.3), lse[1])
+    assert torch.equal(merge_attention_states(none, lse[1], expected, lse[0]), expected)

@@ -1,4 +1,4 @@
-"""Cache pages on disk: what comes back is what was written, in whatever order, and errors reach the caller."""
+"""Cache blocks on disk: what comes back is what was written, in whatever order, and errors reach the caller."""
 
 import os
 import random
@@ -11,8 +11,8 @@ import pytest
 from engines.models import checkpoints
 from engines.offload.disk import direct_file as disk_file
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kv_cache.block_manager import PagePool
-from engines.offload.kv_cache.disk_blocks import DiskPages
+from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.timeline import Timeline
 from harness.api import DiskFullError, HarnessError, InfeasibleError, ModelSpec
 from tests.offload import CONFIGS, load, requests_of, save
@@ -20,29 +20,29 @@ from tests.offload import CONFIGS, load, requests_of, save
 RECORD = 4096
 
 
-def pages(folder, count=20, layers=5, throttle=None):
-    return DiskPages(folder, layers, count, RECORD, Timeline(), throttle or Throttle(None))
+def blocks(folder, count=20, layers=5, throttle=None):
+    return DiskBlocks(folder, layers, count, RECORD, Timeline(), throttle or Throttle(None))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_what_was_written_comes_back(tmp_path, layers):
-    """Random passes: each page and layer keeps a counter that is checked and raised."""
-    disk, rng = pages(tmp_path, layers=layers), random.Random(0)
+    """Random passes: each block and layer keeps a counter that is checked and raised."""
+    disk, rng = blocks(tmp_path, layers=layers), random.Random(0)
     expected = {}
     for _ in range(60):
         touched = set(rng.sample(range(20), rng.randint(0, 12)))
-        known = {page for page in rng.sample(range(20), rng.randint(0, 20)) if (page, 0) in expected}
+        known = {block for block in rng.sample(range(20), rng.randint(0, 20)) if (block, 0) in expected}
         slots = disk.start(known, touched)
         for layer in range(layers):
             records = disk.staged(layer).view(20, RECORD)
-            for page in known | touched:
-                record = records[slots[page]]
-                if page in known:
-                    assert (record == expected[page, layer]).all()
-                if page in touched:
+            for block in known | touched:
+                record = records[slots[block]]
+                if block in known:
+                    assert (record == expected[block, layer]).all()
+                if block in touched:
                     value = rng.randrange(256)
                     record.fill_(value)
-                    expected[page, layer] = value
+                    expected[block, layer] = value
             disk.done(layer)
     assert disk.bytes_read
     assert disk.bytes_written
@@ -51,7 +51,7 @@ def test_what_was_written_comes_back(tmp_path, layers):
 
 
 def test_a_pass_that_is_broken_off_does_not_disturb_the_next(tmp_path):
-    disk = pages(tmp_path)
+    disk = blocks(tmp_path)
     disk.start([], [3])
     for layer in range(5):
         disk.staged(layer).view(20, RECORD)[0].fill_(layer + 1)
@@ -66,7 +66,7 @@ def test_a_pass_that_is_broken_off_does_not_disturb_the_next(tmp_path):
 
 
 def test_nothing_is_left_of_it(tmp_path):
-    disk = pages(tmp_path)
+    disk = blocks(tmp_path)
     assert not list(tmp_path.iterdir())
     before = threading.active_count()
     disk.close()
@@ -77,7 +77,7 @@ def test_an_error_of_the_disk_is_raised_where_it_is_waited_for(tmp_path, monkeyp
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    disk = pages(tmp_path)
+    disk = blocks(tmp_path)
     monkeypatch.setattr(disk_file.os, "preadv", fail)
     disk.start([0], [])
     with pytest.raises(HarnessError, match=r"cache on disk: .*Input/output error"):
@@ -91,12 +91,12 @@ def test_a_disk_without_room_is_said_before_any_work(tmp_path, monkeypatch):
 
     monkeypatch.setattr(disk_file.os, "posix_fallocate", full)
     with pytest.raises(DiskFullError, match="no room for 409600 bytes of cache on disk"):
-        pages(tmp_path)
+        blocks(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_throttled_disk_takes_its_time(tmp_path):
-    disk = pages(tmp_path, throttle=Throttle(20 * 5 * RECORD / 0.2))
+    disk = blocks(tmp_path, throttle=Throttle(20 * 5 * RECORD / 0.2))
     disk.start(range(20), [])
     began = time.perf_counter()
     for layer in range(5):
@@ -109,15 +109,15 @@ def test_a_throttled_disk_takes_its_time(tmp_path):
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.75, 1.0])
 def test_pages_are_taken_in_the_proportion_that_was_asked_for(share):
     rng, on_disk = random.Random(1), round(200 * share)
-    pool, held = PagePool(200, on_disk), []
+    pool, held = BlockManager(200, on_disk), []
     for _ in range(150):
-        held += pool.take(1)
-        assert abs(sum(page >= 200 - on_disk for page in held) - share * len(held)) <= 1
-    assert pool.taken_on_disk == sum(page >= 200 - on_disk for page in held)
+        held += pool.allocate(1)
+        assert abs(sum(block >= 200 - on_disk for block in held) - share * len(held)) <= 1
+    assert pool.num_used_on_disk == sum(block >= 200 - on_disk for block in held)
     for _ in range(200):
         rng.shuffle(held)
-        pool.give_back([held.pop() for _ in range(rng.randint(0, len(held)))])
-        held += pool.take(rng.randint(0, pool.free_pages))
+        pool.free([held.pop() for _ in range(rng.randint(0, len(held)))])
+        held += pool.allocate(rng.randint(0, pool.num_free_blocks))
         assert len(set(held)) == len(held)
 
 
@@ -149,7 +149,7 @@ def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy
         )
         assert report.policy.cache[2] == pytest.approx(cache[2], abs=0.05)
         found.append({result.id: result.tokens for result in engine.generate(requests)})
-        if cache[2]:  # pages that were given back are written anew
+        if cache[2]:  # blocks that were given back are written anew
             found.append({result.id: result.tokens for result in engine.generate(requests)})
         engine.close()
     assert found[0] == found[1] == found[2]

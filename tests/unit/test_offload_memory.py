@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engines.common.work_memory import SLACK_BYTES
 from engines.offload.memory.host import place
-from engines.offload.memory.kv_blocks import page_bytes, pages_for
-from engines.offload.memory.layout import Matrix, blocks_of
-from engines.offload.memory.plan import Demand
+from engines.offload.memory.kv_blocks import blocks_for, kv_block_bytes
+from engines.offload.memory.layout import Matrix, tiles_of
+from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
 from harness.api import (
     InfeasibleError,
@@ -23,9 +23,11 @@ SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152
 
 
 def demand(**changes):
-    blocks = blocks_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], [Plain("float32")] * 20)
+    tiles = tiles_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], [Plain("float32")] * 20)
     return dataclasses.replace(
-        Demand(SHAPE, blocks, Plain("float32"), 4, 0, small=1000, attention=(0, 0), max_sequence=48, mean_sequence=40),
+        MemoryRequest(
+            SHAPE, tiles, Plain("float32"), 4, 0, small=1000, attention=(0, 0), max_sequence=48, mean_sequence=40
+        ),
         **changes,
     )
 
@@ -52,22 +54,22 @@ def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
         if schedule == "sweep":
             assert mib < 80, "one sequence fits in little"
         return
-    held = sum(wanted.blocks[i].nbytes for i in plan.resident)
+    held = sum(wanted.tiles[i].nbytes for i in plan.resident)
     rows = plan.sequences + batches * plan.chunk
     activations = rows * (SHAPE.hidden + SHAPE.ffn) * 4 + plan.sequences * SHAPE.vocab * 4
-    ring = plan.slots * max(b.span for b in wanted.blocks)
-    cache = plan.pages * page_bytes(SHAPE, Plain("float32"))
+    ring = plan.slots * max(b.span for b in wanted.tiles)
+    cache = plan.kv_blocks * kv_block_bytes(SHAPE, Plain("float32"))
     assert cache + held + ring + activations + SLACK_BYTES <= mib * MIB
-    assert plan.pages >= pages_for(48)
+    assert plan.kv_blocks >= blocks_for(48)
     if schedule == "sweep":
         assert 1 <= plan.sequences <= size
-        assert plan.pages >= plan.sequences * pages_for(40)
+        assert plan.kv_blocks >= plan.sequences * blocks_for(40)
     else:
         assert plan.sequences == size * batches
-        assert plan.pages >= plan.sequences * pages_for(48)
+        assert plan.kv_blocks >= plan.sequences * blocks_for(48)
     if share is not None:
-        total = sum(b.nbytes for b in wanted.blocks)
-        assert abs(held / total - share) <= 1 / len(wanted.blocks)
+        total = sum(b.nbytes for b in wanted.tiles)
+        assert abs(held / total - share) <= 1 / len(wanted.tiles)
 
 
 def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_policy():
@@ -101,19 +103,19 @@ def test_the_part_of_the_weights_in_memory_is_the_one_asked_for_to_a_point(sizes
     square = [(hidden, hidden)] * 4 + [(ffn, hidden), (hidden, ffn)]
     matrices = [Matrix(f"{i}.{j}", *size, f"layer-{i}") for i in range(layers) for j, size in enumerate(square)]
     matrices.append(Matrix("head", vocab, hidden, "outside"))
-    blocks = blocks_of(matrices, [stored] * (len(matrices) - 1) + [Plain("bfloat16")])
-    plan = place(demand(blocks=blocks), OffloadPolicy(weights=(0.0, share, 1 - share)), None)
-    total = sum(b.nbytes for b in blocks)
-    assert abs(sum(blocks[i].nbytes for i in plan.resident) / total - share) <= 0.01
+    tiles = tiles_of(matrices, [stored] * (len(matrices) - 1) + [Plain("bfloat16")])
+    plan = place(demand(tiles=tiles), OffloadPolicy(weights=(0.0, share, 1 - share)), None)
+    total = sum(b.nbytes for b in tiles)
+    assert abs(sum(tiles[i].nbytes for i in plan.resident) / total - share) <= 0.01
 
 
 @given(st.floats(0, 1), st.integers(72, 400), st.sampled_from(["row", "sweep"]))
 def test_the_part_of_the_cache_on_disk_is_the_one_asked_for_to_a_page(share, mib, schedule):
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=8, cache=(0.0, 1 - share, share))
     plan = place(demand(), policy, mib * MIB)
-    pages = plan.pages + plan.disk_pages
-    assert abs(plan.disk_pages - share * pages) <= 1
-    assert pages >= pages_for(48)
+    blocks = plan.kv_blocks + plan.disk_kv_blocks
+    assert abs(plan.disk_kv_blocks - share * blocks) <= 1
+    assert blocks >= blocks_for(48)
 
 
 def test_without_a_device_its_tier_is_memory_too():

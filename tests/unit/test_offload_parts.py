@@ -1,4 +1,4 @@
-"""The parts of the offload engine, each against what it must keep: layout, schedule, timeline."""
+"""The parts of the offload engine, each against what it must value_topk: layout, schedule, timeline."""
 
 import itertools
 
@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.executor import _Joint, _Need
-from engines.offload.memory.layout import ALIGN, Matrix, blocks_of
+from engines.offload.memory.layout import ALIGN, Matrix, tiles_of
 from engines.offload.memory.padding import rows_for
 from engines.offload.memory.storage import Grouped, Plain
-from engines.offload.pass_ops import pass_ops, turns_of
+from engines.offload.pass_ops import attention_overlaps, pass_ops
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import by_torch
 
@@ -19,13 +19,13 @@ from engines.offload.weights.gemm import by_torch
 
 
 def test_a_product_in_many_blocks_is_rounded_as_one():
-    """In bfloat16: a sum that is rounded after each of 32 blocks of columns is four times as far from the truth."""
+    """In bfloat16: a sum that is rounded after each of 32 tiles of columns is four times as far from the truth."""
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((64, 2048), (96, 2048), (96,)))
     exact = x.double() @ weight.double().T + bias.double()
     joint = _Joint([_Need("m", x[:24], bias), _Need("m", x[24:], bias)], 96)
-    for block in blocks_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
-        joint.add(by_torch, block, weight[:, block.start : block.stop].contiguous())
+    for tile in tiles_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
+        joint.add(by_torch, tile, weight[:, tile.start : tile.stop].contiguous())
 
     def off(found):
         return (found.double() - exact).pow(2).mean().sqrt()
@@ -41,54 +41,54 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(3, 32, across=True)]),
     st.integers(1, 20_000),
 )
-def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, block_values):
+def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_values):
     matrices = [Matrix(f"m{i}", rows, columns, group) for i, (rows, columns, group) in enumerate(sizes)]
-    blocks = blocks_of(matrices, [stored] * len(matrices), block_values)
+    tiles = tiles_of(matrices, [stored] * len(matrices), tile_values)
     for matrix in matrices:
         covered = torch.zeros(matrix.rows, matrix.columns, dtype=torch.int)
-        for block in (b for b in blocks if b.matrix == matrix.name):
-            part = covered[block.start : block.stop] if block.axis == 0 else covered[:, block.start : block.stop]
-            assert tuple(part.shape) == block.shape
-            assert block.nbytes == stored.matrix_bytes(*block.shape) > 0
+        for tile in (b for b in tiles if b.matrix == matrix.name):
+            part = covered[tile.start : tile.stop] if tile.axis == 0 else covered[:, tile.start : tile.stop]
+            assert tuple(part.shape) == tile.shape
+            assert tile.nbytes == stored.matrix_bytes(*tile.shape) > 0
             part += 1
         assert (covered == 1).all()
     ends: dict[str, int] = {}
-    for block in blocks:
-        assert block.offset % ALIGN == 0
-        assert block.offset >= ends.get(block.file, 0)
-        ends[block.file] = block.offset + block.nbytes
+    for tile in tiles:
+        assert tile.offset % ALIGN == 0
+        assert tile.offset >= ends.get(tile.file, 0)
+        ends[tile.file] = tile.offset + tile.nbytes
 
 
 # ------------------------------------------------------------------------------------------------ schedule
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6))
-def test_a_pass_loads_each_block_once_and_multiplies_it_once_for_all_batches(blocks, batches, slots):
-    streamed, last = [on_disk for on_disk, _ in blocks], [ends for _, ends in blocks]
+def test_a_pass_loads_each_block_once_and_multiplies_it_once_for_all_batches(tiles, batches, slots):
+    streamed, last = [on_disk for on_disk, _ in tiles], [ends for _, ends in tiles]
     ops = pass_ops(streamed, last, batches, slots)
-    loads = [op.block for op in ops if op.kind == "load"]
+    loads = [op.tile for op in ops if op.kind == "load"]
     assert loads == [i for i, on_disk in enumerate(streamed) if on_disk]
-    assert [op.block for op in ops if op.kind == "multiply"] == list(range(len(streamed)))
+    assert [op.tile for op in ops if op.kind == "multiply"] == list(range(len(streamed)))
     for k in range(batches):
-        runs = [op.block for op in ops if op.kind == "run" and op.batch == k]
+        runs = [op.tile for op in ops if op.kind == "run" and op.batch == k]
         assert runs == [-1, *(i for i, ends in enumerate(last) if ends)]
     loaded_at = {}
     for i, op in enumerate(ops):
         assert all(0 <= j < i for j in op.after), "what must be done before stands before"
         if op.kind == "load":
-            loaded_at[op.block] = i
-        if op.kind == "multiply" and streamed[op.block]:
-            assert loaded_at[op.block] in op.after
-        if op.kind == "multiply" and op.block and last[op.block - 1]:
+            loaded_at[op.tile] = i
+        if op.kind == "multiply" and streamed[op.tile]:
+            assert loaded_at[op.tile] in op.after
+        if op.kind == "multiply" and op.tile and last[op.tile - 1]:
             ready = {ops[j].batch for j in op.after if ops[j].kind == "run"}
             assert ready == set(range(batches)), "a product waits until every batch has come to it"
     held, most = set(), 0
     for op in ops:  # run in order, a slot is taken by a load and freed by the product
         if op.kind == "load":
-            held.add(op.block)
+            held.add(op.tile)
             most = max(most, len(held))
         elif op.kind == "multiply":
-            held.discard(op.block)
+            held.discard(op.tile)
     assert most <= slots
 
 
@@ -97,7 +97,7 @@ def test_a_load_waits_for_the_product_that_frees_its_slot():
     loads = [op for op in ops if op.kind == "load"]
     assert [op.after for op in loads[:2]] == [(), ()]
     freeing = [ops[op.after[0]] for op in loads[2:]]
-    assert [(op.kind, op.block) for op in freeing] == [("multiply", 0), ("multiply", 1)]
+    assert [(op.kind, op.tile) for op in freeing] == [("multiply", 0), ("multiply", 1)]
 
 
 @given(
@@ -115,28 +115,28 @@ def test_batches_take_turns_around_attention(layers, sizes, batches, slots, rng)
         attends.append(len(groups))
         groups += [f"layer-{i}"] * after
     groups.append("outside")
-    blocks = [rng.choice(sizes) for _ in groups]
-    firsts = [sum(blocks[:i]) for i in range(len(blocks) + 1)]
+    tiles = [rng.choice(sizes) for _ in groups]
+    firsts = [sum(tiles[:i]) for i in range(len(tiles) + 1)]
     spans = [range(a, b) for a, b in itertools.pairwise(firsts)]
     last = [i + 1 in firsts for i in range(firsts[-1])]
     streamed = [rng.random() < 0.7 for _ in last]
-    turns = turns_of(spans, groups, attends, streamed, slots)
-    ops = pass_ops(streamed, last, batches, slots, turns)
-    assert [op.block for op in ops if op.kind == "load"] == [i for i, on_disk in enumerate(streamed) if on_disk]
-    alone = {block for turn in turns for block in (*turn.before, *turn.after)}
+    overlaps = attention_overlaps(spans, groups, attends, streamed, slots)
+    ops = pass_ops(streamed, last, batches, slots, overlaps)
+    assert [op.tile for op in ops if op.kind == "load"] == [i for i, on_disk in enumerate(streamed) if on_disk]
+    alone = {tile for overlap in overlaps for tile in (*overlap.before, *overlap.after)}
     for k in range(batches):
-        mine = [op.block for op in ops if op.kind == "multiply" and op.batch in (-1, k)]
-        assert mine == list(range(len(last))), "each batch meets each block once, in order"
-        assert len([op for op in ops if op.kind == "attend" and op.batch == k]) == len(turns)
-    assert {op.block for op in ops if op.kind == "multiply" and op.batch >= 0} == alone
+        mine = [op.tile for op in ops if op.kind == "multiply" and op.batch in (-1, k)]
+        assert mine == list(range(len(last))), "each batch meets each tile once, in order"
+        assert len([op for op in ops if op.kind == "attend" and op.batch == k]) == len(overlaps)
+    assert {op.tile for op in ops if op.kind == "multiply" and op.batch >= 0} == alone
     held, most = set(), 0
     for i, op in enumerate(ops):
         assert all(0 <= j < i for j in op.after)
         if op.kind == "load":
-            held.add(op.block)
+            held.add(op.tile)
             most = max(most, len(held))
         elif op.kind == "multiply" and op.batch in (-1, batches - 1):
-            held.discard(op.block)
+            held.discard(op.tile)
         elif op.kind == "attend":
             following = next(j for j in range(i + 1, len(ops)) if ops[j].kind == "run" and i in ops[j].after)
             between = [o for o in ops[i + 1 : following] if o.kind == "multiply"]

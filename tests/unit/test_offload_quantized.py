@@ -8,7 +8,7 @@ from engines.models import checkpoints
 from engines.offload.kernels import quantize
 from engines.offload.memory.storage import Grouped
 from harness.api import ModelSpec, UnsupportedError
-from tests.offload import CONFIGS, hadamard, load, requests_of, same_by_the_near_tie_rule, save
+from tests.offload import CONFIGS, hadamard_matrix, load, requests_of, same_by_the_near_tie_rule, save
 
 POLICIES = [
     {"weight_bits": 4},
@@ -44,7 +44,7 @@ def attend_through(how):
     """Attention, as transformers asks for it, to keys and values that were turned and packed."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, **others):
-        turns = hadamard(query.shape[-1])
+        turns = hadamard_matrix(query.shape[-1])
         heads = query.shape[1] // key.shape[1]
         key, value = ((through(x @ turns, how) @ turns.T).repeat_interleave(heads, 1) for x in (key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from engines.offload.kernels.hadamard import compiled_turn, turn
-from tests.offload import hadamard, with_kernels
+from engines.offload.kernels.hadamard import compiled_hadamard, hadamard
+from tests.offload import hadamard_matrix, with_kernels
 
 
 @pytest.mark.parametrize(("columns", "size"), [(1, 1), (7, 1), (24, 8), (64, 64), (80, 16), (128, 128)])
 def test_it_is_a_hadamard_matrix_in_parts(columns, size):
     x = torch.randn(3, 5, columns)
-    matrix = torch.block_diag(*[hadamard(size)] * (columns // size))
-    torch.testing.assert_close(turn(x).double(), x.double() @ matrix.double(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(turn(turn(x)), x, rtol=1e-5, atol=1e-5)
+    matrix = torch.block_diag(*[hadamard_matrix(size)] * (columns // size))
+    torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_is_turned_by_itself():
     x = torch.randn(50, 64).bfloat16()
-    assert torch.equal(turn(x)[17], turn(x[17]))
+    assert torch.equal(hadamard(x)[17], hadamard(x[17]))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 24, 64, 80, 128])
@@ -25,11 +25,11 @@ def test_a_row_is_turned_by_itself():
 def test_the_compiled_kernel_is_the_same_to_the_bit(tmp_path, columns, dtype):
     x = torch.randn(3, 5, columns).to(dtype).transpose(0, 1)
     before = x.clone()
-    assert torch.equal(compiled_turn(with_kernels(tmp_path), 2)(x), turn(x))
+    assert torch.equal(compiled_hadamard(with_kernels(tmp_path), 2)(x), hadamard(x))
     assert torch.equal(x, before)
 
 
 def test_one_large_column_no_longer_decides_the_step():
     x = torch.randn(100, 64)
     x[:, 3] += 40
-    assert (turn(x).amax(1) - turn(x).amin(1)).max() < 0.6 * (x.amax(1) - x.amin(1)).min()
+    assert (hadamard(x).amax(1) - hadamard(x).amin(1)).max() < 0.6 * (x.amax(1) - x.amin(1)).min()

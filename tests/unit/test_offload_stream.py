@@ -1,4 +1,4 @@
-"""The stream of weight blocks from disk: every block in order, no further than it may, and errors are heard."""
+"""The stream of weight tiles from disk: every tile in order, no further than it may, and errors are heard."""
 
 import random
 import threading
@@ -7,12 +7,12 @@ import time
 import pytest
 
 from engines.offload.disk.throttle import Throttle
-from engines.offload.memory.layout import Matrix, blocks_of
+from engines.offload.memory.layout import Matrix, tiles_of
 from engines.offload.memory.storage import Plain
 from engines.offload.timeline import Timeline
-from engines.offload.weights.files import BlockFiles
+from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing
-from engines.offload.weights.stream import BlockStream
+from engines.offload.weights.stream import WeightStream
 from harness.api import (
     HarnessError,
 )
@@ -20,28 +20,28 @@ from harness.api import (
 
 @pytest.fixture(params=["neighbours", "scattered"])
 def files(tmp_path, request):
-    """Ten blocks with known bytes in two files: those of one after the other, or alternating."""
+    """Ten tiles with known bytes in two files: those of one after the other, or alternating."""
     group = {"neighbours": lambda i: i // 5, "scattered": lambda i: i % 2}[request.param]
     matrices = [Matrix(f"m{i}", 50, 30 + i, f"group{group(i)}") for i in range(10)]
-    blocks = blocks_of(matrices, [Plain("float32")] * 10)
-    for i, block in enumerate(blocks):
-        with (tmp_path / block.file).open("r+b" if (tmp_path / block.file).exists() else "wb") as file:
-            file.seek(block.offset)
-            file.write(bytes([i + 1]) * block.span)
-    return tmp_path, blocks
+    tiles = tiles_of(matrices, [Plain("float32")] * 10)
+    for i, tile in enumerate(tiles):
+        with (tmp_path / tile.file).open("r+b" if (tmp_path / tile.file).exists() else "wb") as file:
+            file.seek(tile.offset)
+            file.write(bytes([i + 1]) * tile.span)
+    return tmp_path, tiles
 
 
 def stream_of(files, slots=3, ahead=True):
-    ring = HostRing(files[1], slots, BlockFiles(files[0], files[1], Throttle(None)))
-    return BlockStream(files[1], ring, Timeline(), ahead)
+    ring = HostRing(files[1], slots, WeightFiles(files[0], files[1], Throttle(None)))
+    return WeightStream(files[1], ring, Timeline(), ahead)
 
 
 def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
     stream = stream_of(files)
     for _ in range(5):
-        for i, block in enumerate(files[1]):
-            data = stream.next(block)
-            assert data.shape == (block.nbytes,)
+        for i, tile in enumerate(files[1]):
+            data = stream.next(tile)
+            assert data.shape == (tile.nbytes,)
             assert (data == i + 1).all()
             stream.release()
     stream.close()
@@ -52,8 +52,8 @@ def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
 def test_a_stream_of_any_depth_goes_on(files, slots):
     stream = stream_of(files, slots)
     assert stream.measure() > 0
-    for i, block in enumerate(files[1] * 3):
-        assert (stream.next(block) == i % 10 + 1).all()
+    for i, tile in enumerate(files[1] * 3):
+        assert (stream.next(tile) == i % 10 + 1).all()
         stream.release()
     stream.close()
 
@@ -65,7 +65,7 @@ def test_a_stream_reads_no_further_than_its_slots(files):
     first = stream.next(files[1][0])
     stream.next(files[1][1])
     time.sleep(0.1)
-    assert (first == 1).all(), "a block stays until it is released"
+    assert (first == 1).all(), "a tile stays until it is released"
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     stream.release()
     stream.next(files[1][2])
@@ -73,17 +73,17 @@ def test_a_stream_reads_no_further_than_its_slots(files):
 
 
 def test_what_is_skipped_is_not_waited_for_and_never_mistaken(files):
-    """Some of it announced, some not; over many passes, so that slots are used for other blocks again."""
+    """Some of it announced, some not; over many passes, so that slots are used for other tiles again."""
     rng = random.Random(0)
     stream = stream_of(files)
     for _ in range(30):
         needed = {i for i in range(len(files[1])) if rng.random() < 0.4}
         stream.leave_out([i for i in range(len(files[1])) if i not in needed and rng.random() < 0.7])
-        for i, block in enumerate(files[1]):
+        for i, tile in enumerate(files[1]):
             if i not in needed:
                 stream.skip()
                 continue
-            assert (stream.next(block) == i + 1).all()
+            assert (stream.next(tile) == i + 1).all()
             stream.release()
     stream.close()
 
@@ -103,22 +103,22 @@ def test_what_is_left_out_is_not_read(files):
 
 
 def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
-    folder, blocks = files
-    last = max((b for b in blocks if b.file == "group0.bin"), key=lambda b: b.offset)
+    folder, tiles = files
+    last = max((b for b in tiles if b.file == "group0.bin"), key=lambda b: b.offset)
     with (folder / last.file).open("r+b") as file:
         file.truncate(last.offset + 100)
     stream = stream_of(files)
     with pytest.raises(HarnessError, match=rf"group0.bin ends at byte {last.offset + 100}, {last.matrix} reaches"):
-        for block in blocks:
-            stream.next(block)
+        for tile in tiles:
+            stream.next(tile)
             stream.release()
     stream.close()
 
 
 def test_a_pass_that_was_broken_off_does_not_shift_the_next(files):
     stream = stream_of(files)
-    for block in files[1][:7]:
-        stream.next(block)
+    for tile in files[1][:7]:
+        stream.next(tile)
         stream.release()
     stream.next(files[1][7])
     with pytest.raises(HarnessError, match="the stream has"):
@@ -146,19 +146,19 @@ def test_closing_wakes_whoever_waits(files, monkeypatch):
     stream = stream_of(files)
     threading.Timer(0.1, lambda: (gate.set(), stream.close())).start()
     with pytest.raises(HarnessError, match="closed"):
-        for block in files[1] * 100:
-            stream.next(block)
+        for tile in files[1] * 100:
+            stream.next(tile)
             stream.release()
 
 
 @pytest.mark.parametrize("slots", range(1, 12))
 def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(files, slots):
-    stream, blocks = stream_of(files, slots, ahead=False), files[1]
+    stream, tiles = stream_of(files, slots, ahead=False), files[1]
     stream.measure()
-    for i, block in enumerate(blocks * 2):
-        stream.next(block)
+    for i, tile in enumerate(tiles * 2):
+        stream.next(tile)
         with stream._lock:
-            assert stream.bytes_read == sum(b.span for b in (blocks * 2)[: stream._next])
+            assert stream.bytes_read == sum(b.span for b in (tiles * 2)[: stream._next])
             assert stream._next <= max(i + 1, stream.slots)
         stream.release()
     stream.close()
@@ -166,13 +166,13 @@ def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(fi
 
 @pytest.mark.parametrize("slots", range(2, 12))
 def test_all_slots_may_be_held_but_one(files, slots):
-    """A read of several neighbours waits for slots, but not where somebody waits for its first block."""
-    stream, blocks = stream_of(files, slots), files[1]
+    """A read of several neighbours waits for slots, but not where somebody waits for its first tile."""
+    stream, tiles = stream_of(files, slots), files[1]
     for rounds in range(3):
-        for first in range(0, len(blocks), slots):
-            held = blocks[first : first + slots]
-            for block in held:
-                assert stream.next(block)[0] == blocks.index(block) + 1, rounds
+        for first in range(0, len(tiles), slots):
+            held = tiles[first : first + slots]
+            for tile in held:
+                assert stream.next(tile)[0] == tiles.index(tile) + 1, rounds
             for _ in held:
                 stream.release()
     stream.close()

@@ -302,7 +302,7 @@ def test_what_does_not_fit_says_what_lacks_and_what_would() -> None:
         made(OPT_175B, policy=everything)
     with pytest.raises(InfeasibleError, match=r"gpu_batch_size \d+ would fit"):
         made("facebook/opt-6.7b", policy=replace(everything, weights=(1.0, 0.0, 0.0), gpu_batch_size=64))
-    with pytest.raises(InfeasibleError, match=r"no policy ends a block within 0\.001 s"):
+    with pytest.raises(InfeasibleError, match=r"no policy ends a tile within 0\.001 s"):
         made(latency=0.001)
 
 

@@ -62,14 +62,14 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     assert len(list(engine.generate(requests))) == len(lengths)
     metrics = engine.trace().metrics
     runtime = engine._now.runtime
-    cache, parking = runtime._cache._elsewhere, runtime._parking
-    parked = parking.rows_on_disk if parking else 0
+    cache, activation_offload = runtime._cache._elsewhere, runtime._activation_offload
+    parked = activation_offload.rows_on_disk if activation_offload else 0
     engine.close()  # which waits for the last writes: answers do not
     moved = (cache.bytes_read, cache.bytes_written) if cache else (0, 0)
 
     job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
     loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)
-    found = Placed(model.shape, loading.blocks, loading.cached, loading.plan)
+    found = Placed(model.shape, loading.tiles, loading.cached, loading.plan)
     simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)
@@ -104,7 +104,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     simulator.run(sequences)
     whole = max(s.times[-1] for s in sequences)
     passes = simulator.timeline.passes
-    streamed = sum(b.span for b, on_disk in zip(found.blocks, found.streamed, strict=True) if on_disk)
+    streamed = sum(b.span for b, on_disk in zip(found.tiles, found.streamed, strict=True) if on_disk)
     assert whole >= (passes - 1) * streamed / disk
     tokens = sum(one.prompt + one.generated - 1 for one in lengths)
     assert simulator.timeline.rows == tokens

@@ -1,4 +1,4 @@
-"""The device's kernels in Triton's interpreter, against their definitions: quantize.py to the bit, rule.py closely."""
+"""The device's kernels in Triton's interpreter, against their definitions: quantize.py to the bit, spec.py closely."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
 from engines.offload.kernels import quantize
-from engines.offload.kernels.attention import Segments, reference_attention
-from engines.offload.kernels.attention_spec import Rule
-from engines.offload.kernels.codec import plain_codec, reference_codec
-from engines.offload.kernels.layer_blocks import LayerPages
+from engines.offload.kernels.attention import AttentionMetadata, reference_attention
+from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels.codec import plain_quantizer, reference_quantizer
+from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.triton_attention import triton_attention
 from engines.offload.kernels.triton_codec import pack, unpack
-from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import BITS, GROUPS, Grouped, Plain, Storage
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -70,17 +70,17 @@ def test_unpacking_is_the_definition_to_the_bit(bits: int, columns: int) -> None
 
 def pages_of(
     stored: Storage, lengths: list[int], kv_heads: int, dim: int, seed: int
-) -> tuple[LayerPages, torch.Tensor]:
-    """Pages for sequences of these lengths, in no order, and the table of them."""
+) -> tuple[LayerBlocks, torch.Tensor]:
+    """KVBlocks for sequences of these lengths, in no order, and the table of them."""
     generator = torch.Generator().manual_seed(seed)
-    counts = [-(-n // PAGE_TOKENS) for n in lengths]
-    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
-    rows = codec.pack(torch.randn(sum(counts) + 2, 2, kv_heads, PAGE_TOKENS, dim, generator=generator))
+    counts = [-(-n // BLOCK_SIZE) for n in lengths]
+    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    rows = codec.pack(torch.randn(sum(counts) + 2, 2, kv_heads, BLOCK_SIZE, dim, generator=generator))
     order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for i, count in enumerate(counts):
         table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
-    return LayerPages(rows.to(DEVICE)), table
+    return LayerBlocks(rows.to(DEVICE)), table
 
 
 @pytest.mark.timeout(900)
@@ -100,39 +100,41 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     cached = [a for a, _ in parts]
     counts = [1 if single else b for _, b in parts]
     kv_heads = 2
-    pages, table = pages_of(stored, [a + b for a, b in zip(cached, counts, strict=True)], kv_heads, dim, sum(cached))
+    blocks, table = pages_of(stored, [a + b for a, b in zip(cached, counts, strict=True)], kv_heads, dim, sum(cached))
     if staged:  # further apart there
-        half = len(pages.rows) // 2
-        room = torch.cat([pages.rows[half:]] * 2, 1)
-        pages = LayerPages(pages.rows[:half].contiguous(), room[:, :2])
-    segments = Segments.of(counts, cached, table, lambda tensor: tensor.to(DEVICE))
+        half = len(blocks.rows) // 2
+        room = torch.cat([blocks.rows[half:]] * 2, 1)
+        blocks = LayerBlocks(blocks.rows[:half].contiguous(), room[:, :2])
+    segments = AttentionMetadata.of(counts, cached, table, lambda tensor: tensor.to(DEVICE))
     query = torch.randn(kv_heads * group, sum(counts), dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rule = Rule(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
-    codec = plain_codec(stored) if isinstance(stored, Plain) else reference_codec(stored)
-    expected = reference_attention(codec)(query, pages, segments, rule)
-    logs = [torch.empty(sum(counts), kv_heads * group, device=DEVICE) for _ in range(2)]
-    found = triton_attention(stored)(query, pages, segments, rule, logs[0])
+    spec = AttentionSpec(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
+    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    expected = reference_attention(codec)(query, blocks, segments, spec)
+    lse = [torch.empty(sum(counts), kv_heads * group, device=DEVICE) for _ in range(2)]
+    found = triton_attention(stored)(query, blocks, segments, spec, lse[0])
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-    reference_attention(codec)(query, pages, segments, rule, logs[1])
-    torch.testing.assert_close(logs[0], logs[1], rtol=2e-5, atol=2e-5)
-    assert torch.equal(triton_attention(stored)(query, pages, segments, rule), found)
+    reference_attention(codec)(query, blocks, segments, spec, lse[1])
+    torch.testing.assert_close(lse[0], lse[1], rtol=2e-5, atol=2e-5)
+    assert torch.equal(triton_attention(stored)(query, blocks, segments, spec), found)
 
 
 def test_all_pages_may_be_staged() -> None:
     stored = Plain("float16")
-    pages, table = pages_of(stored, [20, 30], 2, 16, 3)
-    segments = Segments.of([1, 4], [19, 26], table, lambda tensor: tensor.to(DEVICE))
+    blocks, table = pages_of(stored, [20, 30], 2, 16, 3)
+    segments = AttentionMetadata.of([1, 4], [19, 26], table, lambda tensor: tensor.to(DEVICE))
     query = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)).half().to(DEVICE)
-    staged = LayerPages(pages.rows[:0], pages.rows)
-    found = triton_attention(stored)(query, staged, segments, Rule(0.25))
-    assert torch.equal(found, triton_attention(stored)(query, pages, segments, Rule(0.25)))
+    staged = LayerBlocks(blocks.rows[:0], blocks.rows)
+    found = triton_attention(stored)(query, staged, segments, AttentionSpec(0.25))
+    assert torch.equal(found, triton_attention(stored)(query, blocks, segments, AttentionSpec(0.25)))
 
 
 def test_what_sees_nothing_is_nothing() -> None:
-    """A sequence all of whose pages are elsewhere."""
-    pages, table = pages_of(Plain("float32"), [8, 8], 2, 16, 0)
-    segments = Segments.of([1, 1], [-1, 7], table, lambda tensor: tensor.to(DEVICE))
-    logs = torch.empty(2, 4, device=DEVICE)
-    found = triton_attention(Plain("float32"))(torch.ones(4, 2, 16, device=DEVICE), pages, segments, Rule(0.25), logs)
-    assert (found[0] == 0).all() and (logs[0] == -torch.inf).all()
-    assert (found[1] != 0).all() and logs[1].isfinite().all()
+    """A sequence all of whose blocks are elsewhere."""
+    blocks, table = pages_of(Plain("float32"), [8, 8], 2, 16, 0)
+    segments = AttentionMetadata.of([1, 1], [-1, 7], table, lambda tensor: tensor.to(DEVICE))
+    lse = torch.empty(2, 4, device=DEVICE)
+    found = triton_attention(Plain("float32"))(
+        torch.ones(4, 2, 16, device=DEVICE), blocks, segments, AttentionSpec(0.25), lse
+    )
+    assert (found[0] == 0).all() and (lse[0] == -torch.inf).all()
+    assert (found[1] != 0).all() and lse[1].isfinite().all()

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 import torch
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import Segments, stored_view
-from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels import AttentionMetadata, stored_view
+from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.cuda import DeviceKernels
-from engines.offload.kernels.layer_blocks import LayerPages
-from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights import gemm
 from harness.api import Dtype, Link, Processor
 
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
-#: Of the blocks that are multiplied, rows and columns; of copies, bytes.
+#: Of the tiles that are multiplied, rows and columns; of copies, bytes.
 _HEIGHT, _WIDTH = 8192, 4096
 _COPIED = 1 << 28
 #: Sequences, heads and tokens of the attention that is measured, columns of a head, and calls in a row.
@@ -108,17 +108,17 @@ def _unpacking(device: Device, stored: Storage, dtype: Dtype, kernels: DeviceKer
 def _attention(device: Device, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
     """Bytes/s of keys and values as they are stored, of one new token of each sequence."""
     kernel, codec = kernels.attention(stored, sparse=False), kernels.codec(stored)
-    each = _CONTEXT // PAGE_TOKENS
-    values = torch.full((_SEQUENCES * each, 2, _HEADS, PAGE_TOKENS, _DIM), 0.01, device=device.where)
-    pages = LayerPages(codec.pack(values))
+    each = _CONTEXT // BLOCK_SIZE
+    values = torch.full((_SEQUENCES * each, 2, _HEADS, BLOCK_SIZE, _DIM), 0.01, device=device.where)
+    blocks = LayerBlocks(codec.pack(values))
     table = torch.randperm(_SEQUENCES * each).view(_SEQUENCES, each).int()
-    segments = Segments.of([1] * _SEQUENCES, [_CONTEXT - 1] * _SEQUENCES, table, device.upload)
+    segments = AttentionMetadata.of([1] * _SEQUENCES, [_CONTEXT - 1] * _SEQUENCES, table, device.upload)
     query = torch.full((_HEADS, _SEQUENCES, _DIM), 0.01, dtype=getattr(torch, dtype), device=device.where)
     nbytes = 2 * _SEQUENCES * _HEADS * _CONTEXT * stored.row_bytes(_DIM)
 
     def attend() -> None:  # often enough that it takes longer than asking for it
         for _ in range(_CALLS):
-            kernel(query, pages, segments, Rule(_DIM**-0.5))
+            kernel(query, blocks, segments, AttentionSpec(_DIM**-0.5))
 
     return _rates(device, _CALLS * nbytes, attend, rounds)
 

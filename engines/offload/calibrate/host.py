@@ -22,7 +22,7 @@ from engines.offload.device import cuda
 from engines.offload.kernels import Kernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.kernels.cuda import DeviceKernels
-from engines.offload.memory.layout import BLOCK_VALUES
+from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.padding import rows_for
 from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights import gemm
@@ -41,10 +41,10 @@ from harness.common.buffers import direct_buffer
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
-#: Columns of the blocks that are multiplied, and bytes of them all: more than a CPU's caches hold.
+#: Columns of the tiles that are multiplied, and bytes of them all: more than a CPU's caches hold.
 _WIDTH, _ROTATED = 2048, 256 << 20
-#: Blocks in a round, and rows at which little but unpacking is seen.
-_BLOCKS, _FEW = 16, 16
+#: Tiles in a round, and rows at which little but unpacking is seen.
+_TILES, _FEW = 16, 16
 _PIECE = 16 << 20
 _BITS: Mapping[str, Storage] = {
     "16": Plain("bfloat16"), "8": Grouped(8, 64), "4": Grouped(4, 64), "3": Grouped(3, 64)
@@ -170,24 +170,24 @@ def _chosen(kernels: Kernels) -> gemm.Arithmetic:
 def _products(way: gemm.Arithmetic, rows: int, kernels: Kernels, rounds: int) -> list[float]:
     """FLOP/s with weights in 16 bits."""
     seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
-    return [2 * rows * BLOCK_VALUES / s for s in seconds]
+    return [2 * rows * TILE_VALUES / s for s in seconds]
 
 
 def _multiplied(way: gemm.Arithmetic, stored: Storage, rows: int, kernels: Kernels, rounds: int) -> list[float]:
-    """Seconds a block, of blocks that take turns, as none comes from a cache when a model runs."""
-    height = BLOCK_VALUES // _WIDTH
+    """Seconds a tile, of tiles that take turns, as none comes from a cache when a model runs."""
+    height = TILE_VALUES // _WIDTH
     raw = kernels.codec(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
-    blocks = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
+    tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
     counted = rows_for(rows, DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
     out = gemm.new_product(counted, height, x)
-    turns = itertools.cycle(blocks)
+    turns = itertools.cycle(tiles)
 
     def some() -> None:
-        for _ in range(_BLOCKS):
+        for _ in range(_TILES):
             way.product(x, next(turns), None, out)
 
-    return [s / _BLOCKS for s in seconds_of(some, rounds)]
+    return [s / _TILES for s in seconds_of(some, rounds)]
 
 
 def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
@@ -201,8 +201,8 @@ def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
 def _unpacking(way: gemm.Arithmetic, flops: float, kernels: Kernels, rounds: int) -> list[float]:
     """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
     seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
-    arithmetic = 2 * _FEW * BLOCK_VALUES / flops
-    return [BLOCK_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # a clock's noise is no infinite rate
+    arithmetic = 2 * _FEW * TILE_VALUES / flops
+    return [TILE_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # a clock's noise is no infinite rate
 
 
 def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:

@@ -37,7 +37,7 @@ class Cuda:
 
     def __init__(self, attention_units: int | None = None) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device())
-        self._up, self._pages, self._down = (torch.cuda.Stream() for _ in range(3))
+        self._up, self._blocks, self._down = (torch.cuda.Stream() for _ in range(3))
         self._side, self.partition, self._context = _side_stream(attention_units)
         self._pinned = 0
         self._origin = torch.cuda.Event(enable_timing=True)
@@ -61,10 +61,10 @@ class Cuda:
         return found
 
     def copy(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), pages: bool = False
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), blocks: bool = False
     ) -> torch.cuda.Event:
         down = bool(pairs) and pairs[0][0].device.type == "cpu"
-        stream = self._down if down else self._pages if pages else self._up
+        stream = self._down if down else self._blocks if blocks else self._up
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)

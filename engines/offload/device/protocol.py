@@ -34,11 +34,11 @@ class Device(Protocol):
         ...
 
     def copy(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = (), pages: bool = False
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = (), blocks: bool = False
     ) -> Event:
         """Begins copies (to, from) between pinned memory and the device, all one way, once `after` have come.
 
-        What goes down has a stream, and what comes up two: what is of the cache, `pages`, must not wait behind weights
+        What goes down has a stream, and what comes up two: what is of the cache, `blocks`, must not wait behind weights
         that wait for a slot.
         """
         ...
@@ -66,7 +66,7 @@ class Device(Protocol):
     def beside(self) -> AbstractContextManager[None]:
         """What is asked for inside runs in a stream of its own, after all that this thread has asked for before.
 
-        What it takes from there must be held until this thread has joined it again.
+        What it takes from there must be held until this thread has merge_attention_states it again.
         """
         ...
 

@@ -16,7 +16,7 @@ from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import compiled_attention
 from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, interleaved
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, reference_codec
+from engines.offload.kernels.codec import Quantizer, compiled_quantizer, numba_codec, reference_quantizer
 from engines.offload.kernels.gemm import Product, compiled_product
 from engines.offload.kernels.host import Kernels
 from engines.offload.memory.storage import Grouped, Plain, Storage
@@ -113,7 +113,7 @@ def _layer(stored: Storage, cache: Path, threads: int) -> tuple[Product, Sequenc
         if isinstance(stored, Plain):
             packed = weight.to(getattr(torch, stored.dtype))
         else:
-            packed = compiled_codec(stored, cache, threads).pack(weight.T if stored.across else weight)
+            packed = compiled_quantizer(stored, cache, threads).pack(weight.T if stored.across else weight)
         weights.append((packed, n, k))
     return product, weights
 
@@ -150,7 +150,7 @@ def _codecs(cache: Path, threads: int) -> Iterator[str]:
     how = Grouped(4, 64)
     x = torch.randn(2048, 2048)
     packed, out = quantize.pack(x, how), torch.empty_like(x)
-    ways: dict[str, Codec] = {"C++": compiled_codec(how, cache, threads), "torch": reference_codec(how)}
+    ways: dict[str, Quantizer] = {"C++": compiled_quantizer(how, cache, threads), "torch": reference_quantizer(how)}
     try:
         ways["numba"] = numba_codec(how, threads)
     except ImportError:

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.offload.kernels.attention_spec import Rule, attend, attend_and_log
+from engines.offload.kernels.attention_spec import AttentionSpec, attend, attend_with_lse
 from engines.offload.kernels.build import function
-from engines.offload.kernels.codec import Codec
-from engines.offload.kernels.layer_blocks import Pages
-from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.kernels.codec import Quantizer
+from engines.offload.kernels.layer_blocks import KVBlocks
+from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape
 
@@ -27,11 +27,11 @@ def unmoved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Segments:
+class AttentionMetadata:
     """Who owns the rows of a packed batch, as the host knows it and as int32 tensors for kernels.
 
     Segment i has `counts[i]` rows, from `starts[i]` to `starts[i + 1]`, which follow `before[i]` others of its sequence
-    (`cached`); their keys and values are on the pages of row i of `table` [segments, max_pages]. `put` brings a host
+    (`cached`); their keys and values are on the blocks of row i of `table` [segments, max_blocks]. `put` brings a host
     tensor to where the others are.
     """
 
@@ -50,7 +50,7 @@ class Segments:
         before: Sequence[int],
         table: torch.Tensor,
         put: Callable[[torch.Tensor], torch.Tensor] = unmoved,
-    ) -> Segments:
+    ) -> AttentionMetadata:
         """From what the host knows; `table` is int32 there."""
         starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         cached = torch.tensor(before, dtype=torch.int32)
@@ -71,33 +71,36 @@ class AttentionKernel(Protocol):
     def __call__(
         self,
         query: torch.Tensor,
-        pages: Pages,
-        segments: Segments,
-        rule: Rule,
-        logs: torch.Tensor | None = None,
+        blocks: KVBlocks,
+        segments: AttentionMetadata,
+        spec: AttentionSpec,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Query [heads, tokens, dim] to [tokens, heads, dim].
 
-        `logs` [tokens, heads] float32 takes the logarithms of the sums that shares are of: see `joined`.
+        `lse` [tokens, heads] float32 takes the logarithms of the sums that probabilities are of: see
+        `merge_attention_states`.
         """
         ...
 
 
-def joined(out: torch.Tensor, logs: torch.Tensor, other: torch.Tensor, other_logs: torch.Tensor) -> torch.Tensor:
-    """Attention to two parts of what is seen, [rows, heads, dim] and logs [rows, heads] each, as one.
+def merge_attention_states(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> torch.Tensor:
+    """Attention to two parts of what is seen, [rows, heads, dim] and lse [rows, heads] each, as one.
 
-    Source: FlashAttention (Dao et al. 2022), section 3.1, between blocks. One of two logs may be minus infinity.
+    Source: FlashAttention (Dao et al. 2022), section 3.1, between blocks. One of two lse may be minus infinity.
     """
-    top = torch.maximum(logs, other_logs)
-    one, two = ((part - top).exp()[..., None] for part in (logs, other_logs))
+    top = torch.maximum(lse, other_lse)
+    one, two = ((part - top).exp()[..., None] for part in (lse, other_lse))
     return ((out * one + other * two) / (one + two)).to(out.dtype)
 
 
-def reference_attention(codec: Codec) -> AttentionKernel:
-    """The definition, in torch, one segment at a time: by torch's fused attention where that can follow the rule."""
+def reference_attention(codec: Quantizer) -> AttentionKernel:
+    """The definition, in torch, one segment at a time: by torch's fused attention where that can follow the spec."""
 
     def wide(stored: torch.Tensor, seen: int, like: torch.Tensor) -> torch.Tensor:
-        """[n, kv_heads, page, ...] as values [kv_heads, seen, dim] of the query's dtype."""
+        """[n, kv_heads, block, ...] as values [kv_heads, seen, dim] of the query's dtype."""
         found = stored.transpose(0, 1).flatten(1, 2)[:, :seen]
         packed = stored.dtype == torch.uint8
         dtype = torch.float32 if packed else like.dtype
@@ -106,7 +109,11 @@ def reference_attention(codec: Codec) -> AttentionKernel:
         return out.view(found.shape[0], seen, like.shape[2]).to(like.dtype)
 
     def attention(
-        query: torch.Tensor, pages: Pages, segments: Segments, rule: Rule, logs: torch.Tensor | None = None
+        query: torch.Tensor,
+        blocks: KVBlocks,
+        segments: AttentionMetadata,
+        spec: AttentionSpec,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads, dim)
@@ -114,31 +121,33 @@ def reference_attention(codec: Codec) -> AttentionKernel:
         for i, (first, count) in enumerate(zip(segments.before, segments.counts, strict=True)):
             own, seen = slice(start, start + count), first + count
             start += count
-            keys, values = pages.gather(segments.table[i].long()).unbind(1)
+            keys, values = blocks.gather(segments.table[i].long()).unbind(1)
             operands = query[:, own], wide(keys, seen, query), wide(values, seen, query)
-            if logs is None:
-                attended = _attend(*operands, rule, first)
+            if lse is None:
+                attended = _attend(*operands, spec, first)
             else:
-                attended, sums = attend_and_log(*operands, rule, first)
-                logs[own] = sums.T
+                attended, sums = attend_with_lse(*operands, spec, first)
+                lse[own] = sums.T
             out[own] = attended.transpose(0, 1)
         return out
 
     return attention
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, first: int) -> torch.Tensor:
-    if rule.softcap is not None or rule.sinks is not None or rule.keep < 1:
-        return attend(query, key, value, rule, first)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
+) -> torch.Tensor:
+    if spec.softcap is not None or spec.sinks is not None or spec.value_topk < 1:
+        return attend(query, key, value, spec, first)
     rows, seen = query.shape[1], key.shape[1]
-    plain = not first and (rule.window is None or rule.window >= seen)
+    plain = not first and (spec.window is None or spec.window >= seen)
     return scaled_dot_product_attention(
         query[None],
         key[None],
         value[None],
-        attn_mask=None if plain else rule.visible(first, rows, seen, query.device),
+        attn_mask=None if plain else spec.visible(first, rows, seen, query.device),
         is_causal=plain,
-        scale=rule.scale,
+        scale=spec.scale,
         enable_gqa=key.shape[0] != query.shape[0],
     )[0]
 
@@ -151,29 +160,33 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, number, number, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
                  ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
-    assert PAGE_TOKENS % 8 == 0 and PAGE_TOKENS & (PAGE_TOKENS - 1) == 0  # the kernel takes eight rows at a time
+    assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
     source, name = Path(__file__).with_name("csrc") / "attention.cpp", stored.name
     kernel = function(source, f"attend_{name}", arguments, cache, f"STORED_{name}")
     shift = _log2(stored.grain)
 
     def attention(
-        query: torch.Tensor, pages: Pages, segments: Segments, rule: Rule, logs: torch.Tensor | None = None
+        query: torch.Tensor,
+        blocks: KVBlocks,
+        segments: AttentionMetadata,
+        spec: AttentionSpec,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         wide = query.float()
         wide = wide if wide.stride(2) == 1 else wide.contiguous()
         heads, tokens, dim = query.shape
-        _, _, kv_heads, page, width = pages.rows.shape
-        cached, starts, table = segments.cached, segments.starts, pages.addresses(segments.table)
-        assert all(t.is_contiguous() for t in (pages.rows[:1], table, cached, starts))
-        assert width * pages.rows.itemsize == stored.row_bytes(dim)
-        assert logs is None or (logs.is_contiguous() and logs.shape == (tokens, heads) and logs.dtype == torch.float32)
+        _, _, kv_heads, block, width = blocks.rows.shape
+        cached, starts, table = segments.cached, segments.starts, blocks.addresses(segments.table)
+        assert all(t.is_contiguous() for t in (blocks.rows[:1], table, cached, starts))
+        assert width * blocks.rows.itemsize == stored.row_bytes(dim)
+        assert lse is None or (lse.is_contiguous() and lse.shape == (tokens, heads) and lse.dtype == torch.float32)
         out = wide.new_empty(tokens, heads, dim)
         kernel(
             wide.data_ptr(), wide.stride(0), wide.stride(1), table.data_ptr(),
-            pages.rows.stride(1) * pages.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
-            None if logs is None else logs.data_ptr(),
-            len(cached), heads, kv_heads, dim, _log2(page), table.shape[1], rule.window or 0, rule.scale,
-            rule.softcap or 0.0, rule.keep, None if rule.sinks is None else rule.sinks.data_ptr(), threads, width,
+            blocks.rows.stride(1) * blocks.rows.itemsize, cached.data_ptr(), starts.data_ptr(), out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            len(cached), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
+            spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(), threads, width,
             shift,
         )  # fmt: skip
         return out.to(query.dtype)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engines.offload.kernels.attention import Segments
-from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels.attention import AttentionMetadata
+from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.host import Kernels
-from engines.offload.kernels.layer_blocks import LayerPages
-from engines.offload.memory.kv_blocks import PAGE_TOKENS
+from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Storage
 
 Work = Callable[[], object]
@@ -22,15 +22,15 @@ DIM = 64
 def attention_of_one_token(
     stored: Storage, sequences: int, heads: int, kv_heads: int, context: int, kernels: Kernels
 ) -> Work:
-    """Attention of one new token of each sequence to `context` cached ones, on pages in no order."""
+    """Attention of one new token of each sequence to `context` cached ones, on blocks in no order."""
     kernel = kernels.attention(stored)
-    each = context // PAGE_TOKENS
-    one = kernels.codec(stored).pack(torch.randn(64, 2, kv_heads, PAGE_TOKENS, DIM))
-    pages = LayerPages(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
+    each = context // BLOCK_SIZE
+    one = kernels.codec(stored).pack(torch.randn(64, 2, kv_heads, BLOCK_SIZE, DIM))
+    blocks = LayerBlocks(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
     table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
-    segments = Segments.of([1] * sequences, [context - 1] * sequences, table)
-    query, rule = torch.randn(heads, sequences, DIM), Rule(DIM**-0.5)
-    return lambda: kernel(query, pages, segments, rule)
+    segments = AttentionMetadata.of([1] * sequences, [context - 1] * sequences, table)
+    query, spec = torch.randn(heads, sequences, DIM), AttentionSpec(DIM**-0.5)
+    return lambda: kernel(query, blocks, segments, spec)
 
 
 def seconds_of(work: Work, rounds: int) -> list[float]:

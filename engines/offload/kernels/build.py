@@ -17,7 +17,7 @@ from engines.common.compiler import command
 from engines.common.folders import build_once
 from harness.api import HarnessError
 
-#: Sums keep their order, so that a result depends on its own operands and on nothing that shares the call.
+#: Sums value_topk their order, so that a result depends on its own operands and on nothing that shares the call.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BYTES = 1 << 20
 _OPENMP = re.compile(r"/lib(?:gomp|omp|iomp5)[^/]*\.so[^/]*$")

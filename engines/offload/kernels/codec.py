@@ -15,7 +15,7 @@ from engines.offload.memory.storage import Grouped, Plain, Storage
 
 
 @dataclass(frozen=True)
-class Codec:
+class Quantizer:
     """Of one kind of storage. `pack`: float rows [..., columns] to what is stored, [..., columns] in the stored dtype
     or uint8 [..., row_bytes]. `unpack`: stored rows [rows, ...] into [rows, columns], contiguous, float32 where they
     are packed.
@@ -36,31 +36,31 @@ def _copy(stored: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(stored)
 
 
-def plain_codec(stored: Plain) -> Codec:
+def plain_quantizer(stored: Plain) -> Quantizer:
     """Of values that are stored one by one."""
     dtype = getattr(torch, stored.dtype)
-    return Codec(lambda x: x.to(dtype), _copy)
+    return Quantizer(lambda x: x.to(dtype), _copy)
 
 
-def reference_codec(how: Grouped) -> Codec:
+def reference_quantizer(how: Grouped) -> Quantizer:
     """quantize.py's."""
 
     def unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(quantize.unpack(packed, out.shape[1], how))
 
-    return Codec(lambda x: quantize.pack(x, how), unpack)
+    return Quantizer(lambda x: quantize.pack(x, how), unpack)
 
 
-def numba_codec(how: Grouped, threads: int) -> Codec:
+def numba_codec(how: Grouped, threads: int) -> Quantizer:
     """numba's, on `threads` threads. Raises ImportError where that is not installed."""
     from engines.offload.kernels import numba_codec as compiled  # it is optional
 
-    return Codec(
+    return Quantizer(
         lambda x: compiled.pack(x, how, threads), lambda packed, out: compiled.unpack(packed, out, how, threads)
     )
 
 
-def compiled_codec(how: Grouped, cache: Path, threads: int) -> Codec:
+def compiled_quantizer(how: Grouped, cache: Path, threads: int) -> Quantizer:
     """The C++ kernels on `threads` threads. Raises NoCompilerError where they cannot be built."""
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, number, number, small, pointer, number, small]
@@ -81,4 +81,4 @@ def compiled_codec(how: Grouped, cache: Path, threads: int) -> Codec:
         assert packed.is_contiguous() and out.is_contiguous() and out.dtype == torch.float32
         unpacking(packed.data_ptr(), rows, columns, shift, out.data_ptr(), packed.shape[1], threads)
 
-    return Codec(pack, unpack)
+    return Quantizer(pack, unpack)

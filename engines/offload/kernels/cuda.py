@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from engines.offload.kernels.attention import AttentionKernel, reference_attention, reference_memory
-from engines.offload.kernels.codec import Codec, plain_codec, reference_codec
-from engines.offload.kernels.hadamard import Turn, turn
+from engines.offload.kernels.codec import Quantizer, plain_quantizer, reference_quantizer
+from engines.offload.kernels.hadamard import Hadamard, hadamard
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
@@ -18,15 +18,15 @@ class DeviceKernels:
         self._triton = importlib.util.find_spec("triton") is not None if triton is None else triton
         self.note = "" if self._triton else "no kernels of our own for the device, which are faster: pip install triton"
 
-    def codec(self, stored: Storage) -> Codec:
+    def codec(self, stored: Storage) -> Quantizer:
         """How values become what is stored, and back: `unpack` gives them in the dtype of its output."""
         if isinstance(stored, Plain):
-            return plain_codec(stored)
+            return plain_quantizer(stored)
         if not self._triton:
-            return reference_codec(stored)
-        from engines.offload.kernels.triton_codec import triton_codec  # there may be no Triton
+            return reference_quantizer(stored)
+        from engines.offload.kernels.triton_codec import triton_quantizer  # there may be no Triton
 
-        return triton_codec(stored)
+        return triton_quantizer(stored)
 
     def attention(self, stored: Storage, sparse: bool) -> AttentionKernel:
         """Attention over a cache that is `stored` so; `sparse`: rows take a part of the values only."""
@@ -44,6 +44,6 @@ class DeviceKernels:
             return reference_memory(shape, longest, stored, compute_bytes, sparse)
         return 0, 0
 
-    def turn(self) -> Turn:
+    def hadamard(self) -> Hadamard:
         """What spreads large columns of keys and values."""
-        return turn
+        return hadamard

@@ -18,10 +18,10 @@ import torch
 from engines.offload.kernels.build import function
 
 #: x [..., columns] -> as many values in float32, turned.
-Turn = Callable[[torch.Tensor], torch.Tensor]
+Hadamard = Callable[[torch.Tensor], torch.Tensor]
 
 
-def turn(x: torch.Tensor) -> torch.Tensor:
+def hadamard(x: torch.Tensor) -> torch.Tensor:
     """x [..., columns] times a Walsh-Hadamard matrix, in float32; the same again turns back.
 
     Of columns that are no power of two, parts as large as the largest power that divides them are turned. Sums of
@@ -38,7 +38,7 @@ def turn(x: torch.Tensor) -> torch.Tensor:
     return turned.mul(_scale(size)).view(x.shape)
 
 
-def compiled_turn(cache: Path, threads: int) -> Turn:
+def compiled_hadamard(cache: Path, threads: int) -> Hadamard:
     """The same, to the bit, by the C++ kernel. Raises NoCompilerError where it cannot be built."""
     arguments = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int]
     kernel = function(Path(__file__).with_name("csrc") / "rotation.cpp", "turn", arguments, cache)

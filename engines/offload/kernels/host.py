@@ -11,9 +11,15 @@ from engines.offload.kernels.attention import (
     reference_memory,
 )
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.codec import Codec, compiled_codec, numba_codec, plain_codec, reference_codec
+from engines.offload.kernels.codec import (
+    Quantizer,
+    compiled_quantizer,
+    numba_codec,
+    plain_quantizer,
+    reference_quantizer,
+)
 from engines.offload.kernels.gemm import Product, compiled_product
-from engines.offload.kernels.hadamard import Turn, compiled_turn, turn
+from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
 from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
@@ -27,19 +33,19 @@ class Kernels:
         self._threads = threads
         self.note = ""
 
-    def codec(self, stored: Storage) -> Codec:
+    def codec(self, stored: Storage) -> Quantizer:
         """How values become what is stored, and back."""
         if isinstance(stored, Plain):
-            return plain_codec(stored)
+            return plain_quantizer(stored)
         if not self.note:
             try:
-                return compiled_codec(stored, self._cache, self._threads)
+                return compiled_quantizer(stored, self._cache, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
         try:
             return numba_codec(stored, self._threads)
         except ImportError:
-            return reference_codec(stored)
+            return reference_quantizer(stored)
 
     def product(self, stored: Storage) -> Product | None:
         """Products in float32 with weights as they are stored, if there is a kernel."""
@@ -70,14 +76,14 @@ class Kernels:
             return reference_memory(shape, longest, stored, compute_bytes, sparse)
         return attention_memory(shape, longest, self._threads)
 
-    def turn(self) -> Turn:
+    def hadamard(self) -> Hadamard:
         """What spreads large columns of keys and values."""
         if not self.note:
             try:
-                return compiled_turn(self._cache, self._threads)
+                return compiled_hadamard(self._cache, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
-        return turn
+        return hadamard
 
     def _miss(self, exc: NoCompilerError) -> None:
         self.note = f"no kernels of our own, which are faster: {exc}"

@@ -1,4 +1,4 @@
-"""One layer's pages of the cache as attention meets them: where they live, or staged there for a pass."""
+"""One layer's blocks of the cache as attention meets them: where they live, or staged there for a pass."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """Tokens that are written: `tokens` [n] of a batch, or all where that is None, at `offsets` of `pages`, both [n].
+    """Tokens that are written: `tokens` [n] of a batch, or all where that is None, at `offsets` of `blocks`, both [n].
 
-    `staged`: whether the pages are of those that are staged, and counted from the first of them.
+    `staged`: whether the blocks are of those that are staged, and counted from the first of them.
     """
 
     tokens: torch.Tensor | None
-    pages: torch.Tensor
+    blocks: torch.Tensor
     offsets: torch.Tensor
     staged: bool
 
 
-def targets_of(tokens: torch.Tensor | None, pages: torch.Tensor, offsets: torch.Tensor, own: int) -> list[Target]:
-    """Where `tokens`, or all, go that belong at `offsets` of `pages`, of which those from `own` on are staged."""
-    other = pages >= own
+def targets_of(tokens: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor, own: int) -> list[Target]:
+    """Where `tokens`, or all, go that belong at `offsets` of `blocks`, of which those from `own` on are staged."""
+    other = blocks >= own
     if not other.any():
-        return [Target(tokens, pages, offsets, False)]
-    rows = torch.arange(len(pages)) if tokens is None else tokens
+        return [Target(tokens, blocks, offsets, False)]
+    rows = torch.arange(len(blocks)) if tokens is None else tokens
     parts = ((~other, 0, False), (other, own, True))
-    return [Target(rows[m], pages[m] - first, offsets[m], staged) for m, first, staged in parts if m.any()]
+    return [Target(rows[m], blocks[m] - first, offsets[m], staged) for m, first, staged in parts if m.any()]
 
 
-class Pages(Protocol):
-    """One layer's pages as kernels of the host meet them."""
+class KVBlocks(Protocol):
+    """One layer's blocks as kernels of the host meet them."""
 
     @property
     def rows(self) -> torch.Tensor:
-        """Some of them, [pages, 2, kv_heads, PAGE_TOKENS, head_dim or row_bytes]."""
+        """Some of them, [blocks, 2, kv_heads, BLOCK_SIZE, head_dim or row_bytes]."""
         ...
 
-    def gather(self, pages: torch.Tensor) -> torch.Tensor:
-        """[n, 2, kv_heads, PAGE_TOKENS, ...] of n pages."""
+    def gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[n, 2, kv_heads, BLOCK_SIZE, ...] of n blocks."""
         ...
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
-        """Where each page of `table` begins in memory, int64."""
+        """Where each block of `table` begins in memory, int64."""
         ...
 
 
 @dataclass(frozen=True)
-class LayerPages:
-    """Keys and values as they are stored: `rows` [pages, 2, kv_heads, PAGE_TOKENS, head_dim or row_bytes].
+class LayerBlocks:
+    """Keys and values as they are stored: `rows` [blocks, 2, kv_heads, BLOCK_SIZE, head_dim or row_bytes].
 
-    Of each page the keys come first. Pages from len(rows) on are those of `staged`, shaped alike.
+    Of each block the keys come first. Blocks from len(rows) on are those of `staged`, shaped alike.
     """
 
     rows: torch.Tensor
     staged: torch.Tensor | None = None
 
-    def gather(self, pages: torch.Tensor) -> torch.Tensor:
-        """[n, 2, kv_heads, PAGE_TOKENS, ...] of n pages."""
+    def gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[n, 2, kv_heads, BLOCK_SIZE, ...] of n blocks."""
         own = len(self.rows)
         if self.staged is None:
-            return self.rows[pages]
-        staged = self.staged[(pages - own).clamp(min=0)]
+            return self.rows[blocks]
+        staged = self.staged[(blocks - own).clamp(min=0)]
         if not own:
             return staged
         # by no mask: a device would have to tell the host how many of each there are
-        return torch.where((pages < own).view(-1, 1, 1, 1, 1), self.rows[pages.clamp(max=own - 1)], staged)
+        return torch.where((blocks < own).view(-1, 1, 1, 1, 1), self.rows[blocks.clamp(max=own - 1)], staged)
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
-        """Where each page of `table` begins in memory, int64."""
+        """Where each block of `table` begins in memory, int64."""
         table = table.long()
         own = _begin(self.rows, table)
         if self.staged is None:
@@ -84,7 +84,7 @@ class LayerPages:
         for target in targets:
             to = self.staged if target.staged else self.rows
             assert to is not None
-            to[:, which][target.pages, :, target.offsets] = new if target.tokens is None else new[target.tokens]
+            to[:, which][target.blocks, :, target.offsets] = new if target.tokens is None else new[target.tokens]
 
 
 def _begin(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention of a packed batch over the paged cache on a CUDA device, in Triton: values one by one or packed rows.
 
 One kernel for prompts and for single tokens: a program takes some rows of one segment and one key/value head, and goes
-over the pages they see with a running softmax. Sources: FlashAttention-2 (Dao 2023), section 3; PagedAttention (Kwon
+over the blocks they see with a running softmax. Sources: FlashAttention-2 (Dao 2023), section 3; PagedAttention (Kwon
 et al. 2023), section 4.1.
 """
 
@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.offload.kernels.attention import AttentionKernel, Segments
-from engines.offload.kernels.attention_spec import Rule
-from engines.offload.kernels.layer_blocks import LayerPages, Pages
+from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata
+from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels.layer_blocks import KVBlocks, LayerBlocks
 from engines.offload.kernels.triton_codec import values_at
 from engines.offload.memory.storage import Grouped, Storage
 
@@ -32,14 +32,18 @@ def tile(dim: int, itemsize: int, group: int, prompts: bool) -> dict[str, int]:
 
 
 def triton_attention(stored: Storage) -> AttentionKernel:
-    """The kernel for pages that are `stored` so; rules that take a part of the values are not for it."""
+    """The kernel for blocks that are `stored` so; specs that take a part of the values are not for it."""
 
     def attention(
-        query: torch.Tensor, pages: Pages, segments: Segments, rule: Rule, logs: torch.Tensor | None = None
+        query: torch.Tensor,
+        blocks: KVBlocks,
+        segments: AttentionMetadata,
+        spec: AttentionSpec,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert rule.keep >= 1 and isinstance(pages, LayerPages)
+        assert spec.value_topk >= 1 and isinstance(blocks, LayerBlocks)
         heads, tokens, dim = query.shape
-        rows, staged = pages.rows, pages.rows if pages.staged is None else pages.staged
+        rows, staged = blocks.rows, blocks.rows if blocks.staged is None else blocks.staged
         kv_heads = rows.shape[2]
         group = heads // kv_heads
         sizes = tile(dim, query.itemsize, group, tokens > len(segments.counts))
@@ -49,11 +53,11 @@ def triton_attention(stored: Storage) -> AttentionKernel:
         _attend[(len(owner), kv_heads)](
             query, query.stride(0), query.stride(1), query.stride(2), rows, staged, len(rows), rows.stride(0),
             staged.stride(0), rows.stride(1), rows.stride(2), rows.stride(3), segments.starts, segments.cached,
-            segments.table, segments.table.stride(0), owner, first, rule.sinks if rule.sinks is not None else query,
-            out, out.stride(0), out.stride(1), out if logs is None else logs,
-            rule.scale, rule.softcap or 1.0, rule.window or 0, *packed,
-            PAGE=rows.shape[3], **sizes, STAGED=pages.staged is not None, WINDOW=rule.window is not None,
-            CAP=rule.softcap is not None, SINKS=rule.sinks is not None, LOGS=logs is not None,
+            segments.table, segments.table.stride(0), owner, first, spec.sinks if spec.sinks is not None else query,
+            out, out.stride(0), out.stride(1), out if lse is None else lse,
+            spec.scale, spec.softcap or 1.0, spec.window or 0, *packed,
+            PAGE=rows.shape[3], **sizes, STAGED=blocks.staged is not None, WINDOW=spec.window is not None,
+            CAP=spec.softcap is not None, SINKS=spec.sinks is not None, LSE=lse is not None,
             BITS=stored.bits if isinstance(stored, Grouped) else 16,
             VALUES=stored.group if isinstance(stored, Grouped) else 0,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -65,12 +69,12 @@ def triton_attention(stored: Storage) -> AttentionKernel:
 
 @triton.jit(do_not_specialize=["table_row", "own", "window", "query_head", "query_row"])
 def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
-    query, query_head, query_row, query_column, rows, staged, own, row_page, staged_page, row_which, row_head,
-    row_token, starts, cached, table, table_row, owner, first, sinks, out, out_row, out_head, logs, scale, cap, window,
+    query, query_head, query_row, query_column, rows, staged, own, row_block, staged_block, row_which, row_head,
+    row_token, starts, cached, table, table_row, owner, first, sinks, out, out_row, out_head, lse, scale, cap, window,
     code_bytes, groups,
     GROUP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, STAGED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, LOGS: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, BITS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     segment = tl.load(owner + tl.program_id(0))
@@ -100,10 +104,10 @@ def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
     for near in range(origin, end, TOKENS):
         seen = near + tl.arange(0, TOKENS)
         there = seen < end
-        page = tl.load(table + segment.to(tl.int64) * table_row + seen // PAGE, mask=there, other=0).to(tl.int64)
-        place = rows + page * row_page
+        block = tl.load(table + segment.to(tl.int64) * table_row + seen // PAGE, mask=there, other=0).to(tl.int64)
+        place = rows + block * row_block
         if STAGED:
-            place = tl.where(page < own, place, staged + (page - own) * staged_page)
+            place = tl.where(block < own, place, staged + (block - own) * staged_block)
         place += kv_head * row_head + seen % PAGE * row_token
         keys = _wide(place[None, :], column[:, None], there[None, :] & valid[:, None], code_bytes, groups, asking.dtype,
                      BITS, VALUES)  # fmt: skip
@@ -116,16 +120,16 @@ def _attend(  # noqa: PLR0915 (one loop, whose parts share a dozen values)
         scores = tl.where(visible, scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         safe = tl.where(larger == float("-inf"), 0.0, larger)  # nothing seen yet
-        shares = tl.exp(scores - safe[:, None])
+        probabilities = tl.exp(scores - safe[:, None])
         kept = tl.exp(most - safe)
         values = _wide(place[:, None] + row_which, column[None, :], there[:, None] & valid[None, :], code_bytes, groups,
                        asking.dtype, BITS, VALUES)  # fmt: skip
-        sums = sums * kept[:, None] + tl.dot(shares.to(asking.dtype), values, input_precision=PRECISION)
-        total = total * kept + tl.sum(shares, 1)
+        sums = sums * kept[:, None] + tl.dot(probabilities.to(asking.dtype), values, input_precision=PRECISION)
+        total = total * kept + tl.sum(probabilities, 1)
         most = larger
-    if LOGS:  # as many heads a token as there are programs' groups
-        at_log = logs + (start + token) * (tl.num_programs(1) * GROUP) + head
-        tl.store(at_log, tl.where(total == 0, float("-inf"), most + tl.log(total)), mask=real)
+    if LSE:  # as many heads a token as there are programs' groups
+        at_lse = lse + (start + token) * (tl.num_programs(1) * GROUP) + head
+        tl.store(at_lse, tl.where(total == 0, float("-inf"), most + tl.log(total)), mask=real)
     sums /= tl.where(total == 0, 1.0, total)[:, None]  # rows that are not real, or see nothing
     to = out + (start + token)[:, None].to(tl.int64) * out_row + head[:, None] * out_head + column[None, :]
     tl.store(to, sums.to(out.dtype.element_ty), mask=real[:, None] & valid[None, :])

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.offload.kernels.codec import Codec
+from engines.offload.kernels.codec import Quantizer
 from engines.offload.memory.storage import Grouped
 
 #: Columns that one program unpacks.
@@ -17,9 +17,9 @@ _TILE = 1024
 _HALF_MAX = 65504.0
 
 
-def triton_codec(how: Grouped) -> Codec:
-    """As `codec.compiled_codec`; `unpack` gives values in the dtype of its output."""
-    return Codec(lambda x: pack(x, how), lambda packed, out: unpack(packed, out, how))
+def triton_quantizer(how: Grouped) -> Quantizer:
+    """As `codec.compiled_quantizer`; `unpack` gives values in the dtype of its output."""
+    return Quantizer(lambda x: pack(x, how), lambda packed, out: unpack(packed, out, how))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor, how: Grouped) -> None:

@@ -24,10 +24,10 @@ _WORKERS = 2
 _PIECE = 2 << 20
 
 
-class DiskPages:
-    """`pages` pages in a file without a name, each with a record of `record` bytes, a multiple of ALIGN, a layer.
+class DiskBlocks:
+    """`blocks` blocks in a file without a name, each with a record of `record` bytes, a multiple of ALIGN, a layer.
 
-    The pages of a pass are staged in memory, one layer after the other. `start` says which they are; `staged` waits
+    The blocks of a pass are staged in memory, one layer after the other. `start` says which they are; `staged` waits
     for a layer; `done` says that all have attended to it, so that what is new in it is written back and its place is
     free for the layer after the next. One thread keeps that order, so that a record is never read before it is
     written. An error of it is raised by the next call. Without `ahead` a layer is read when it is asked for and written
@@ -38,7 +38,7 @@ class DiskPages:
         self,
         folder: Path,
         layers: int,
-        pages: int,
+        blocks: int,
         record: int,
         timeline: Timeline,
         throttle: Throttle,
@@ -46,13 +46,13 @@ class DiskPages:
     ) -> None:
         self._layers = layers
         self._ahead = STAGES if ahead else 0  # layers that are asked for before they are needed
-        self.pages = pages
+        self.num_blocks = blocks
         self._record = record
         self._timeline = timeline
-        self._file = DiskFile(folder, layers * pages * record, "cache", throttle)
+        self._file = DiskFile(folder, layers * blocks * record, "cache", throttle)
         self.direct = self._file.direct
-        self._memory = memoryview(direct_buffer(STAGES * pages * record))
-        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, pages * record)
+        self._memory = memoryview(direct_buffer(STAGES * blocks * record))
+        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, blocks * record)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._arrived = threading.Condition()
         self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
@@ -67,8 +67,9 @@ class DiskPages:
         self._keeper.start()
 
     def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
-        """Begins a pass: `known` pages hold something, `touched` ones will. Where each is staged, by page: [pages]."""
-        found = staging(self.pages, known, touched, max(1, _PIECE // self._record))
+        """Begins a pass: `known` blocks hold something, `touched` ones will. Where each is staged, by block:
+        [blocks]."""
+        found = staging(self.num_blocks, known, touched, max(1, _PIECE // self._record))
         self._read, self._write = found.read, found.write
         self._first += self._layers
         self._left = self._layers
@@ -77,7 +78,7 @@ class DiskPages:
         return found.slots
 
     def staged(self, layer: int) -> torch.Tensor:
-        """The records uint8 [pages * record] of this pass's pages in a layer, in the order of `start`."""
+        """The records uint8 [blocks * record] of this pass's blocks in a layer, in the order of `start`."""
         if self._layers - self._left <= layer:
             self._ask()
         self._wait(lambda: self._ready >= self._first + layer)
@@ -142,9 +143,9 @@ class DiskPages:
         move = self._file.read if what == "read" else self._file.write
 
         def one(run: Run) -> int:
-            start = (layer % STAGES * self.pages + run.slot) * self._record
+            start = (layer % STAGES * self.num_blocks + run.slot) * self._record
             size = run.count * self._record
-            move(self._memory[start : start + size], (layer * self.pages + run.page) * self._record)
+            move(self._memory[start : start + size], (layer * self.num_blocks + run.block) * self._record)
             return size
 
         moved = sum(self._workers.map(one, runs))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from engines.common.work_memory import SLACK_BYTES
-from engines.offload.memory.kv_blocks import STAGES, page_bytes, pages_for, record_bytes
-from engines.offload.memory.plan import KEPT_SHARE, Demand, Plan, Work, evenly, largest, mib, slots_within
+from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes
+from engines.offload.memory.plan import KEPT_SHARE, MemoryRequest, Plan, Work, evenly, largest, mib, slots_within
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 #: The share that the allocator keeps of what a batch computes in: beside 50 MB of it, 30 came and went from one run to
@@ -18,7 +18,7 @@ _CHUNK = (32, 512)
 _BLOCK, _WIDTH = 48, 16
 
 
-def place(demand: Demand, policy: OffloadPolicy, budget: int | None) -> Plan:
+def place(demand: MemoryRequest, policy: OffloadPolicy, budget: int | None) -> Plan:
     """The plan for `policy` within `budget` bytes of host memory (None: no limit).
 
     Blocks of sequences must fit whole; a sweep runs as many sequences as fit, up to its batch size. What is left
@@ -39,38 +39,38 @@ def attention_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int
 class _Planner:
     """One plan in the making."""
 
-    def __init__(self, demand: Demand, policy: OffloadPolicy, budget: int | None) -> None:
+    def __init__(self, demand: MemoryRequest, policy: OffloadPolicy, budget: int | None) -> None:
         self._demand = demand
         self._policy = policy
         self._budget = budget
         self._sweep = policy.schedule == "sweep"
         shape = demand.shape
         self._on_disk = 0.0 if policy.cache is None else policy.cache[2]
-        page = page_bytes(shape, demand.cache)
-        # a page on disk is in memory a few layers at a time
+        block = kv_block_bytes(shape, demand.cache)
+        # a block on disk is in memory a few layers at a time
         staged = STAGES * record_bytes(shape, demand.cache)
-        self._page = math.ceil((1 - self._on_disk) * page + self._on_disk * staged)
-        span = max(b.span for b in demand.blocks)
+        self._block_bytes = math.ceil((1 - self._on_disk) * block + self._on_disk * staged)
+        span = max(b.span for b in demand.tiles)
         self._slots = slots_within(budget, span)
         self._ring = self._slots * span
         self._work = Work.within(budget, demand, policy, _CHUNK)
         self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * KEPT_SHARE)
-        self._weights = sum(b.nbytes for b in demand.blocks)
+        self._weights = sum(b.nbytes for b in demand.tiles)
         self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
 
     def plan(self) -> Plan:
         wanted = self._policy.block_size
         if self._budget is None:
-            pages = wanted * pages_for(self._demand.max_sequence)
+            blocks = wanted * blocks_for(self._demand.max_sequence)
             held = self._weights if self._asked is None else self._asked
-            return self._finished(pages, wanted, held, "no limit")
+            return self._finished(blocks, wanted, held, "no limit")
         sequences = largest(wanted, self._fits)
         if sequences < self._fewest(wanted):
             raise InfeasibleError(self._words(wanted), {"host": self._least(wanted) - self._budget})
-        room = (self._budget - self._fixed(sequences)) // self._page
-        pages = min(sequences * pages_for(self._demand.max_sequence), room)
-        left = self._budget - self._fixed(sequences) - pages * self._page
-        return self._finished(pages, sequences, left if self._asked is None else self._asked, f"{mib(left)} left")
+        room = (self._budget - self._fixed(sequences)) // self._block_bytes
+        blocks = min(sequences * blocks_for(self._demand.max_sequence), room)
+        left = self._budget - self._fixed(sequences) - blocks * self._block_bytes
+        return self._finished(blocks, sequences, left if self._asked is None else self._asked, f"{mib(left)} left")
 
     def _fixed(self, sequences: int) -> int:
         """Everything but the cache and what is left for weights."""
@@ -82,21 +82,27 @@ class _Planner:
 
     def _fits(self, sequences: int) -> bool:
         assert self._budget is not None
-        pages = self._demand.pages(sequences, self._sweep)
-        return self._fixed(sequences) + pages * self._page <= self._budget
+        blocks = self._demand.blocks(sequences, self._sweep)
+        return self._fixed(sequences) + blocks * self._block_bytes <= self._budget
 
-    def _finished(self, pages: int, sequences: int, held: int, note: str) -> Plan:
-        resident = evenly(self._demand.blocks, range(len(self._demand.blocks)), held)
+    def _finished(self, blocks: int, sequences: int, held: int, note: str) -> Plan:
+        resident = evenly(self._demand.tiles, range(len(self._demand.tiles)), held)
         work, other = self._work.bytes(sequences), self._other + self._kept(sequences)
-        kept = sum(self._demand.blocks[i].nbytes for i in resident)
-        parts = {"cache": pages * self._page, "work": work, "ring": self._ring, "resident": kept, "other": other}
+        kept = sum(self._demand.tiles[i].nbytes for i in resident)
+        parts = {
+            "cache": blocks * self._block_bytes,
+            "work": work,
+            "ring": self._ring,
+            "resident": kept,
+            "other": other,
+        }
         words = " + ".join(f"{name} {mib(nbytes)}" for name, nbytes in parts.items())
-        on_disk = round(pages * self._on_disk)
+        on_disk = round(blocks * self._on_disk)
         words = f"host memory: {words}; {note}"
         whole = sum(parts.values())
         one = self._work
         each = one.chunk * (one.row + one.logits) if self._budget is None else work // one.batches
-        return Plan(pages - on_disk, on_disk, sequences, resident, self._slots, one.chunk, each, one.row, one.logits,
+        return Plan(blocks - on_disk, on_disk, sequences, resident, self._slots, one.chunk, each, one.row, one.logits,
                     whole, words)  # fmt: skip
 
     def _fewest(self, wanted: int) -> int:
@@ -106,13 +112,13 @@ class _Planner:
     def _least(self, wanted: int) -> int:
         """Bytes without which none runs."""
         least = self._fewest(wanted)
-        return self._fixed(least) + least * pages_for(self._demand.max_sequence) * self._page
+        return self._fixed(least) + least * blocks_for(self._demand.max_sequence) * self._block_bytes
 
     def _words(self, wanted: int) -> str:
         """Why `wanted` sequences do not fit, and what would."""
         assert self._budget is not None
         least = self._fewest(wanted)
-        cache = least * pages_for(self._demand.max_sequence) * self._page
+        cache = least * blocks_for(self._demand.max_sequence) * self._block_bytes
         batches = self._policy.num_gpu_batches
         size = 0 if self._sweep else largest(wanted // batches, lambda n: self._fits(n * batches))
         hint = f"gpu_batch_size {size} would fit" if size else "use a larger budget"

@@ -1,4 +1,4 @@
-"""How weight matrices are cut into blocks, and where the blocks lie in files."""
+"""How weight matrices are cut into tiles, and where the tiles lie in files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ALIGN = 4096
 READERS = 2
 #: The file of matrices that are in no decoder layer: the head, and projections beside embeddings.
 OUTSIDE = "outside"
-#: Values of a block: at most 4 MiB in 16 bits, whose float32 copy, where one is made, stays in the CPU's last-level
-#: cache until it is multiplied; of a small model fewer, so that a part of its weights can be placed by blocks.
-BLOCK_VALUES, _LEAST_VALUES = 2 << 20, 16 << 10
-_BLOCKS = 256
+#: Values of a tile: at most 4 MiB in 16 bits, whose float32 copy, where one is made, stays in the CPU's last-level
+#: cache until it is multiplied; of a small model fewer, so that a part of its weights can be placed by tiles.
+TILE_VALUES, _LEAST_VALUES = 2 << 20, 16 << 10
+_TILES = 256
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Block:
+class WeightTile:
     """A part of a matrix, contiguous in a file: W[start:stop, :] (axis 0) or W[:, start:stop] (axis 1).
 
     `shape` is that part's own, whatever it is `stored` as.
@@ -100,13 +100,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def blocks_of(matrices: Sequence[Matrix], stored: Sequence[Storage], block_values: int | None = None) -> list[Block]:
-    """The blocks of all matrices, in order, packed into one file a group with every block page-aligned.
+def tiles_of(matrices: Sequence[Matrix], stored: Sequence[Storage], tile_values: int | None = None) -> list[WeightTile]:
+    """The tiles of all matrices, in order, packed into one file a group with every tile page-aligned.
 
     `stored` says how each matrix is.
     """
     total = sum(m.rows * m.columns for m in matrices)
-    size = block_values or min(BLOCK_VALUES, max(_LEAST_VALUES, total // _BLOCKS))
+    size = tile_values or min(TILE_VALUES, max(_LEAST_VALUES, total // _TILES))
     ends: dict[str, int] = {}
     found = []
     for matrix, how in zip(matrices, stored, strict=True):
@@ -115,13 +115,13 @@ def blocks_of(matrices: Sequence[Matrix], stored: Sequence[Storage], block_value
             shape = (stop - start, matrix.columns) if axis == 0 else (matrix.rows, stop - start)
             nbytes = how.matrix_bytes(*shape)
             offset = ends.get(file, 0)
-            found.append(Block(matrix.name, axis, start, stop, shape, file, offset, nbytes, how))
+            found.append(WeightTile(matrix.name, axis, start, stop, shape, file, offset, nbytes, how))
             ends[file] = offset + aligned(nbytes)
     return found
 
 
 def _cuts(matrix: Matrix, stored: Storage, size: int) -> list[tuple[int, int, int]]:
-    """(axis, start, stop) of each block. The longer side is cut: blocks near to squares reuse x and y best."""
+    """(axis, start, stop) of each tile. The longer side is cut: tiles near to squares reuse x and y best."""
     axis, length = (0, matrix.rows) if matrix.rows >= matrix.columns else (1, matrix.columns)
     along = 0 if isinstance(stored, Grouped) and stored.across else 1  # the axis that groups run along
     grain = stored.grain if axis == along else 1

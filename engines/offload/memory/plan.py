@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engines.offload.memory.kv_blocks import pages_for
-from engines.offload.memory.layout import Block
+from engines.offload.memory.kv_blocks import blocks_for
+from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape, OffloadPolicy
 
@@ -21,10 +21,10 @@ _WORK_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What is to be placed: weight blocks, bytes of `small` tensors, the cache, and the lengths of sequences.
+class MemoryRequest:
+    """What is to be placed: weight tiles, bytes of `small` tensors, the cache, and the lengths of sequences.
 
-    `compute_bytes`: of an activation's value. `cast_bytes`: of the largest copy that is made of a block before its
+    `compute_bytes`: of an activation's value. `cast_bytes`: of the largest copy that is made of a tile before its
     product, 0 where there is none. `cache`: how keys and values are stored. `attention`: bytes that attention holds
     beside its operands, and for each prompt row of a pass.
 
@@ -32,7 +32,7 @@ class Demand:
     """
 
     shape: ModelShape
-    blocks: Sequence[Block]
+    tiles: Sequence[WeightTile]
     cache: Storage
     compute_bytes: int
     cast_bytes: int
@@ -41,24 +41,25 @@ class Demand:
     max_sequence: int
     mean_sequence: int
 
-    def pages(self, sequences: int, sweep: bool) -> int:
-        """Pages that so many sequences need: whole ones of a block, of a sweep one and others of all ages."""
-        each = pages_for(self.max_sequence)
-        return max(each, sequences * pages_for(self.mean_sequence)) if sweep else sequences * each
+    def blocks(self, sequences: int, sweep: bool) -> int:
+        """Blocks that so many sequences need: whole ones of a block, of a sweep one and others of all ages."""
+        each = blocks_for(self.max_sequence)
+        return max(each, sequences * blocks_for(self.mean_sequence)) if sweep else sequences * each
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Cache pages in memory and on disk, sequences that run together, resident weight blocks, ring slots, prompt
+    """Cache blocks in memory and on disk, sequences that run together, resident weight tiles, ring slots, prompt
     tokens a pass.
 
     `bytes` is what all of it takes. `work`: of it what a batch computes in, of which a token of a pass takes `row`, and
-    one that meets the head `logits` beside. With a device its memory is what `pages`, `resident` blocks, slots and work
-    are in; `host_pages` and the blocks `pinned` are in pinned host memory, of `pinned_bytes` with what passes through.
+    one that meets the head `logits` beside. With a device its memory is what `blocks`, `resident` tiles, slots and work
+    are in; `host_kv_blocks` and the tiles `pinned` are in pinned host memory, of `pinned_bytes` with what passes
+    through.
     """
 
-    pages: int
-    disk_pages: int
+    kv_blocks: int
+    disk_kv_blocks: int
     sequences: int
     resident: frozenset[int]
     slots: int
@@ -68,7 +69,7 @@ class Plan:
     logits: int
     bytes: int
     note: str
-    host_pages: int = 0
+    host_kv_blocks: int = 0
     pinned: frozenset[int] = frozenset()
     pinned_bytes: int = 0
 
@@ -82,7 +83,7 @@ class Plan:
 class Work:
     """What the batches of a pass compute in: of each token `row` bytes, of each that meets the head `logits` beside.
 
-    `attention`: see Demand. `chunk`: prompt tokens of a batch and pass.
+    `attention`: see MemoryRequest. `chunk`: prompt tokens of a batch and pass.
     """
 
     batches: int
@@ -92,7 +93,7 @@ class Work:
     attention: tuple[int, int]
 
     @classmethod
-    def within(cls, budget: int | None, demand: Demand, policy: OffloadPolicy, chunks: tuple[int, int]) -> Work:
+    def within(cls, budget: int | None, demand: MemoryRequest, policy: OffloadPolicy, chunks: tuple[int, int]) -> Work:
         """In a budget (None: no limit), with a chunk between two limits where the policy does not say."""
         shape = demand.shape
         # the residual stream, its norm, queries, keys, values and attention's output, and the feed-forward's input,
@@ -115,17 +116,17 @@ def slots_within(budget: int | None, span: int) -> int:
     return _between(_SLOTS, None if budget is None else budget * _RING_SHARE / span)
 
 
-def evenly(blocks: Sequence[Block], among: Iterable[int], nbytes: int) -> frozenset[int]:
-    """As many blocks `among` some as `nbytes` hold, evenly over the pass, so that the others come at an even pace."""
+def evenly(tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int) -> frozenset[int]:
+    """As many tiles `among` some as `nbytes` hold, evenly over the pass, so that the others come at an even pace."""
     places = list(among)
-    share = nbytes / max(1, sum(blocks[i].nbytes for i in places))
+    share = nbytes / max(1, sum(tiles[i].nbytes for i in places))
     chosen, taken, seen = set(), 0, 0
     for i in places:
-        block = blocks[i]
-        seen += block.nbytes
-        if taken + block.nbytes <= share * seen:
+        tile = tiles[i]
+        seen += tile.nbytes
+        if taken + tile.nbytes <= share * seen:
             chosen.add(i)
-            taken += block.nbytes
+            taken += tile.nbytes
     return frozenset(chosen)
 
 

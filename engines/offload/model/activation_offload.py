@@ -39,7 +39,7 @@ class _Parked:
 _parked: ContextVar[_Parked] = ContextVar("parked")
 
 
-class Parking:
+class ActivationOffload:
     """Parks a part `share` of the rows that leave each of `layers` but the last, for at most `batches` batches of
     `rows` rows of `row_bytes`. `pause` is called once they are parked."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.weights.gemm import new_product
 from harness.api import ModelShape
 
@@ -52,10 +52,10 @@ class DryPass:
         return range(count)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         self._layers.append(layer)
-        self.has_windows |= rule.window is not None
+        self.has_windows |= spec.window is not None
         self.attends.append(len(self.order))
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

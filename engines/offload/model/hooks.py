@@ -11,10 +11,10 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from engines.offload.kernels.attention_spec import Rule
+from engines.offload.kernels.attention_spec import AttentionSpec
 from harness.api import UnsupportedError
 
-SEAM, DRY_SEAM = "offload", "offload-dry"
+OFFLOAD, DRY_RUN = "offload", "offload-dry"
 #: Keywords that attention layers pass on and that change nothing in a packed batch.
 _HARMLESS = frozenset({"position_ids", "cache_position", "dropout"})
 
@@ -23,7 +23,7 @@ class Attention(Protocol):
     """What attends for the tokens of one packed batch."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
         ...
@@ -48,7 +48,7 @@ class _Mask:
         )
 
 
-def _attention_seam(
+def _attention_hook(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -73,11 +73,11 @@ def _attention_seam(
     if attention_mask is not None and not attention_mask.is_window(sliding_window):
         raise UnsupportedError(f"{kind} asks for a mask that is neither causal nor the window it names")
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
-    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
-    return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], rule)[None], None
+    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, sinks)
+    return offload_attention.attend(module.layer_idx, query[0], key[0], value[0], spec)[None], None
 
 
-def _experts_seam(
+def _experts_hook(
     module: Any, hidden: torch.Tensor, index: torch.Tensor, share: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """What transformers calls for a mixture of experts."""
@@ -89,8 +89,9 @@ def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwar
     return _Mask(mask_function)
 
 
-ALL_EXPERTS_FUNCTIONS.register(SEAM, _experts_seam)
-for _name in (SEAM, DRY_SEAM):
-    AttentionInterface.register(_name, _attention_seam)
-#: None for SEAM: attention knows by itself who sees whom, and transformers makes no mask for names that it has none of.
-AttentionMaskInterface.register(DRY_SEAM, _mask_to_check)
+ALL_EXPERTS_FUNCTIONS.register(OFFLOAD, _experts_hook)
+for _name in (OFFLOAD, DRY_RUN):
+    AttentionInterface.register(_name, _attention_hook)
+#: None for OFFLOAD: attention knows by itself who sees whom, and transformers makes no mask for names that it has none
+#: of.
+AttentionMaskInterface.register(DRY_RUN, _mask_to_check)

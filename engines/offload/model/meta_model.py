@@ -28,7 +28,7 @@ from engines.offload.device.protocol import Device
 from engines.offload.memory.layout import OUTSIDE, Matrix
 from engines.offload.model.dry_pass import DryPass
 from engines.offload.model.embedding_table import Table
-from engines.offload.model.hooks import DRY_SEAM, SEAM, Attention
+from engines.offload.model.hooks import DRY_RUN, OFFLOAD, Attention
 from harness.api import HarnessError, ModelShape, UnsupportedError, first_line
 
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
@@ -80,7 +80,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class SeamedModel:
+class MetaModel:
     """A model without weights, and what it needs of them: learnt from a dry pass before anything is read.
 
     `matrices` are in the order of use, of which `attends` come before each attention; `tables` are embeddings
@@ -95,7 +95,7 @@ class SeamedModel:
             raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
         try:
             with init_empty_weights(), _EmptyOnMeta():
-                module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_SEAM)
+                module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_RUN)
         except Exception as exc:  # some check their sizes, some need packages that are not here
             raise UnsupportedError(f"{config.model_type}: transformers cannot build it: {first_line(exc)}") from exc
         self._module = module.eval()
@@ -129,14 +129,14 @@ class SeamedModel:
                     self._owners[name] = (module, leaf)
                     self.small[name] = tuple(buffer.shape)
         if any(m.expert is not None for m in found.values()):
-            self._module.set_experts_implementation(SEAM)
+            self._module.set_experts_implementation(OFFLOAD)
         dry = self._dry_pass(found)
         self.matrices = [found[name] for name in dry.order]
         self.attends, self.has_windows = dry.attends, dry.has_windows
         self._after_attention = frozenset(dry.order[dry.attends[-1] :])
         self.token_table = self._name_of_token_table()
         self._refuse_what_is_not_streamed()
-        self._module.set_attn_implementation(SEAM)
+        self._module.set_attn_implementation(OFFLOAD)
 
     def layers(self) -> Sequence[nn.Module]:
         """The decoder layers. Raises UnsupportedError where they are no plain list."""

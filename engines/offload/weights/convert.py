@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from engines.common.folders import build_once
 from engines.models import file_digest as content
 from engines.models import shards
-from engines.offload.kernels import Codec
-from engines.offload.memory.layout import Block, Matrix
+from engines.offload.kernels import Quantizer
+from engines.offload.memory.layout import Matrix, WeightTile
 from engines.offload.memory.storage import Plain, Storage
 from engines.offload.weights.checkpoint_reader import Source
 from harness.api import HarnessError, LocalModel
@@ -32,18 +32,18 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted checkpoint: where its blocks are, in order of use. Tables and small tensors are read by name."""
+    """A converted checkpoint: where its tiles are, in order of use. Tables and small tensors are read by name."""
 
     folder: Path
     dtype: torch.dtype
-    blocks: tuple[Block, ...]
+    tiles: tuple[WeightTile, ...]
     tables: Mapping[str, tuple[int, int]]
 
     def check(self) -> None:
         """Raises HarnessError for a file that is missing or was cut since it was written."""
-        sizes = {b.file: 0 for b in self.blocks} | {_SMALL: 1}
-        for block in self.blocks:
-            sizes[block.file] = max(sizes[block.file], block.offset + block.span)
+        sizes = {b.file: 0 for b in self.tiles} | {_SMALL: 1}
+        for tile in self.tiles:
+            sizes[tile.file] = max(sizes[tile.file], tile.offset + tile.span)
         sizes |= {_table_file(name): a * b * self.dtype.itemsize for name, (a, b) in self.tables.items()}
         for name, size in sizes.items():
             path = self.folder / name
@@ -71,16 +71,16 @@ class Converted:
     def read(
         self, chosen: Iterable[int], room: Callable[[int], torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Stored bytes of blocks, without leaving them in the page cache as well: read into what `room` gives for so
+        """Stored bytes of tiles, without leaving them in the page cache as well: read into what `room` gives for so
         many, and kept as `keep` returns them."""
         found = {}
         for i in sorted(chosen):
-            block = self.blocks[i]
-            data = room(block.nbytes)[: block.nbytes]
-            with (self.folder / block.file).open("rb", buffering=0) as file:
-                if os.preadv(file.fileno(), [cast(Any, data.numpy())], block.offset) != block.nbytes:
-                    raise HarnessError(f"{self.folder / block.file} ends inside {block.matrix}; remove its folder")
-                os.posix_fadvise(file.fileno(), block.offset, block.span, os.POSIX_FADV_DONTNEED)
+            tile = self.tiles[i]
+            data = room(tile.nbytes)[: tile.nbytes]
+            with (self.folder / tile.file).open("rb", buffering=0) as file:
+                if os.preadv(file.fileno(), [cast(Any, data.numpy())], tile.offset) != tile.nbytes:
+                    raise HarnessError(f"{self.folder / tile.file} ends inside {tile.matrix}; remove its folder")
+                os.posix_fadvise(file.fileno(), tile.offset, tile.span, os.POSIX_FADV_DONTNEED)
             found[i] = keep(data)
         return found
 
@@ -89,29 +89,29 @@ def convert(
     model: LocalModel,
     source: Source,
     matrices: Sequence[Matrix],
-    blocks: Sequence[Block],
-    codecs: Mapping[Storage, Codec],
+    tiles: Sequence[WeightTile],
+    codecs: Mapping[Storage, Quantizer],
     tables: Mapping[str, tuple[int, int]],
     small: Mapping[str, tuple[int, ...]],
     cache: Path,
     on_progress: Callable[[int, int], None],
 ) -> Converted:
-    """The converted form of `model`, written under `cache` on first use, a block at a time, then reused by content.
+    """The converted form of `model`, written under `cache` on first use, a tile at a time, then reused by content.
 
-    `blocks` are those of `matrices`, in order of use, and `codecs` make what they are stored as. Raises HarnessError
+    `tiles` are those of `matrices`, in order of use, and `codecs` make what they are stored as. Raises HarnessError
     for a checkpoint that does not fit the model or holds NaN, DiskFullError where it cannot be written.
     """
     dtype = getattr(torch, model.dtype)
     offload = cache / "offload"
     contents = [content.digest(shard, cache) for shard in source.shards]
-    recipe = json.dumps([_LAYOUT, contents, model.dtype, [asdict(b) for b in blocks], list(tables), list(small)])
+    recipe = json.dumps([_LAYOUT, contents, model.dtype, [asdict(b) for b in tiles], list(tables), list(small)])
     folder = offload / f"{Path(model.path).name}-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
-    needed = sum(b.span for b in blocks) + sum(a * b for a, b in tables.values()) * dtype.itemsize
+    needed = sum(b.span for b in tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
     def write(temporary: Path) -> None:
-        _Writer(temporary, source, dtype, codecs, needed, on_progress).write(matrices, blocks, tables, small)
+        _Writer(temporary, source, dtype, codecs, needed, on_progress).write(matrices, tiles, tables, small)
 
-    converted = Converted(build_once(folder, "converted weights", needed, write), dtype, tuple(blocks), dict(tables))
+    converted = Converted(build_once(folder, "converted weights", needed, write), dtype, tuple(tiles), dict(tables))
     converted.check()
     return converted
 
@@ -124,7 +124,7 @@ class _Writer:
         folder: Path,
         source: Source,
         dtype: torch.dtype,
-        codecs: Mapping[Storage, Codec],
+        codecs: Mapping[Storage, Quantizer],
         total: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
@@ -139,13 +139,13 @@ class _Writer:
     def write(
         self,
         matrices: Sequence[Matrix],
-        blocks: Sequence[Block],
+        tiles: Sequence[WeightTile],
         tables: Mapping[str, tuple[int, int]],
         small: Mapping[str, tuple[int, ...]],
     ) -> None:
         by_name = {m.name: m for m in matrices}
-        for block in blocks:
-            self._append(block.file, self._read(by_name[block.matrix], block), block.span)
+        for tile in tiles:
+            self._append(tile.file, self._read(by_name[tile.matrix], tile), tile.span)
         for name, shape in tables.items():
             view = self._source.view(name, shape)
             step = max(1, _PIECE // (shape[1] * self._dtype.itemsize))
@@ -157,19 +157,19 @@ class _Writer:
             _stored(name, tensor, tensor.dtype)
         shards.save(tensors, self._folder / _SMALL)
 
-    def _read(self, matrix: Matrix, block: Block) -> torch.Tensor:
-        """One block from the checkpoint, as it will lie in the file."""
-        cut, whole = slice(block.start, block.stop), slice(0, block.shape[1 - block.axis])
-        rows, columns = (cut, whole) if block.axis == 0 else (whole, cut)
+    def _read(self, matrix: Matrix, tile: WeightTile) -> torch.Tensor:
+        """One tile from the checkpoint, as it will lie in the file."""
+        cut, whole = slice(tile.start, tile.stop), slice(0, tile.shape[1 - tile.axis])
+        rows, columns = (cut, whole) if tile.axis == 0 else (whole, cut)
         if matrix.transposed:
             shape = (matrix.columns, matrix.rows)
             part = self._source.read(matrix.parameter, matrix.expert, shape, columns, rows).T
         else:
             part = self._source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
-        if isinstance(block.stored, Plain):
+        if isinstance(tile.stored, Plain):
             return _stored(matrix.name, part, self._dtype)
         part = _stored(matrix.name, part, part.dtype)
-        return self._codecs[block.stored].pack(part.T if block.stored.across else part)
+        return self._codecs[tile.stored].pack(part.T if tile.stored.across else part)
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
         data = tensor.contiguous().view(torch.uint8).numpy().tobytes()

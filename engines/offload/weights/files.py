@@ -1,4 +1,4 @@
-"""The files that weight blocks lie in, read past the page cache."""
+"""The files that weight tiles lie in, read past the page cache."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 
 from engines.offload.disk.direct_file import reads_directly
 from engines.offload.disk.throttle import Throttle
-from engines.offload.memory.layout import Block
+from engines.offload.memory.layout import WeightTile
 from harness.api import HarnessError
 
 
-class BlockFiles:
-    """The files of `blocks` in `folder`, open until `close`.
+class WeightFiles:
+    """The files of `tiles` in `folder`, open until `close`.
 
     `direct`: whether reads bypass the page cache, which some file systems refuse; what was read is then dropped from
     there, for a later run must not find in memory what it is to read from disk.
     """
 
-    def __init__(self, folder: Path, blocks: Sequence[Block], throttle: Throttle) -> None:
+    def __init__(self, folder: Path, tiles: Sequence[WeightTile], throttle: Throttle) -> None:
         self._throttle = throttle
-        self._files, self.direct = _open_all(folder, sorted({b.file for b in blocks}))
+        self._files, self.direct = _open_all(folder, sorted({b.file for b in tiles}))
 
-    def read(self, blocks: Sequence[Block], views: Sequence[memoryview]) -> None:
-        """Reads neighbouring blocks, each into its view of `span` bytes. Raises HarnessError or OSError."""
+    def read(self, tiles: Sequence[WeightTile], views: Sequence[memoryview]) -> None:
+        """Reads neighbouring tiles, each into its view of `span` bytes. Raises HarnessError or OSError."""
         rest = list(views)
-        descriptor, offset, began = self._files[blocks[0].file], blocks[0].offset, time.perf_counter()
+        descriptor, offset, began = self._files[tiles[0].file], tiles[0].offset, time.perf_counter()
         while rest:
             count = os.preadv(descriptor, rest, offset)
             if count <= 0:
-                raise HarnessError(_cut_words(blocks, os.fstat(descriptor).st_size))
+                raise HarnessError(_cut_words(tiles, os.fstat(descriptor).st_size))
             if not self.direct:
                 os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
             offset += count
@@ -39,7 +39,7 @@ class BlockFiles:
                 count -= len(rest.pop(0))
             if count:
                 rest[0] = rest[0][count:]
-        self._throttle.wait(offset - blocks[0].offset, began)
+        self._throttle.wait(offset - tiles[0].offset, began)
 
     def close(self) -> None:
         """Idempotent."""
@@ -63,10 +63,10 @@ def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]
     return files, direct
 
 
-def _cut_words(blocks: Sequence[Block], end: int) -> str:
-    """For a file that ends before these blocks do."""
-    block = next((b for b in blocks if b.offset + b.span > end), blocks[-1])
+def _cut_words(tiles: Sequence[WeightTile], end: int) -> str:
+    """For a file that ends before these tiles do."""
+    tile = next((b for b in tiles if b.offset + b.span > end), tiles[-1])
     return (
-        f"{block.file} ends at byte {end}, {block.matrix} reaches to {block.offset + block.span}: it was cut; "
+        f"{tile.file} ends at byte {end}, {tile.matrix} reaches to {tile.offset + tile.span}: it was cut; "
         "remove its folder, and it will be converted again"
     )

@@ -1,4 +1,4 @@
-"""Products with freshly loaded weight blocks, in whichever way and dtype is fastest on this CPU, or on a device.
+"""Products with freshly loaded weight tiles, in whichever way and dtype is fastest on this CPU, or on a device.
 
 Which is fastest depends on the CPU and its maker: bfloat16 where the CPU has instructions for it, else float32; by
 torch's library after a cast, or by our kernel (kernels/product.cpp), which needs none. So it is measured, at load.
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import Codec, Kernels, Product, stored_view
-from engines.offload.memory.layout import BLOCK_VALUES
+from engines.offload.kernels import Kernels, Product, Quantizer, stored_view
+from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import DTYPE_BYTES, Dtype
 
 #: Rows at which the choice is made: a pass of some prompts and many decoding sequences; and of a device's pass.
 _ROWS, _DEVICE_ROWS = 256, 2048
 _ROUNDS = 12
-#: Of a block that is measured the most rows; the blocks of narrow models are small.
+#: Of a tile that is measured the most rows; the tiles of narrow models are small.
 _HEIGHT = 4096
 #: Values between the rows of a product. Rows a power of two apart, as most models' are, fall into few sets of the
 #: CPU's caches: MKL multiplied 300 rows 15 % slower into such a matrix.
@@ -33,7 +33,7 @@ _ROW_PAD = 16
 class Arithmetic:
     """How this engine multiplies with weights that are stored in one way. `dtype`: of activations.
 
-    `cast_bytes`: of the copies that are made of a block's value before its product; 0 where there are none. `flops`:
+    `cast_bytes`: of the copies that are made of a tile's value before its product; 0 where there are none. `flops`:
     FLOP/s measured, with that copying.
     """
 
@@ -59,16 +59,16 @@ def choose(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kerne
     ways = [_by_library(stored, kernels.codec(stored), dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.product(stored)) is not None:
         ways.append(_Way("kernel", "float32", lambda: compiled, 0))
-    blocks = _blocks(stored, kernels.codec(stored), min(hidden, 2048))
-    times = _timed([_Trial(way, blocks, min(hidden, 2048)) for way in ways])
+    tiles = _tiles(stored, kernels.codec(stored), min(hidden, 2048))
+    times = _timed([_Trial(way, tiles, min(hidden, 2048)) for way in ways])
     best, way = min(zip(times, ways, strict=True), key=lambda pair: pair[0])
     return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, 1 / best)
 
 
-def on_device(stored: Storage, hidden: int, dtype: Dtype, codec: Codec, device: Device) -> Arithmetic:
+def on_device(stored: Storage, hidden: int, dtype: Dtype, codec: Quantizer, device: Device) -> Arithmetic:
     """As `choose`, of a device: what its library does with values that were unpacked or cast there."""
     way = _by_library(stored, codec, dtype, at_once=True)
-    trial = _Trial(way, _blocks(stored, codec, min(hidden, 2048), device.where), min(hidden, 2048), _DEVICE_ROWS)
+    trial = _Trial(way, _tiles(stored, codec, min(hidden, 2048), device.where), min(hidden, 2048), _DEVICE_ROWS)
     with torch.inference_mode():
         stamps = [device.stamp()]
         for i in range(_ROUNDS):
@@ -93,7 +93,7 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, 
         torch.addmm(start, x, weight.t(), out=out)
 
 
-def _by_library(stored: Storage, codec: Codec, dtype: Dtype, at_once: bool = False) -> _Way:
+def _by_library(stored: Storage, codec: Quantizer, dtype: Dtype, at_once: bool = False) -> _Way:
     """With the library that torch carries, after unpacking or a cast where there is something to unpack or to cast.
 
     `at_once`: the codec unpacks to what is multiplied, not to float32.
@@ -106,13 +106,13 @@ def _by_library(stored: Storage, codec: Codec, dtype: Dtype, at_once: bool = Fal
 
 
 class _Widened:
-    """A product with a block that is first unpacked, and copied as values of the multiplied dtype."""
+    """A product with a tile that is first unpacked, and copied as values of the multiplied dtype."""
 
-    def __init__(self, stored: Storage, codec: Codec, dtype: Dtype, unpacked: Dtype) -> None:
+    def __init__(self, stored: Storage, codec: Quantizer, dtype: Dtype, unpacked: Dtype) -> None:
         self._codec = codec
         self._across = _is_across(stored)
         self._multiplied, self._unpacked = getattr(torch, dtype), getattr(torch, unpacked)
-        # for the largest block so far
+        # for the largest tile so far
         self._room = torch.empty(0, dtype=self._unpacked)
         self._narrow = torch.empty(0, dtype=self._multiplied)
 
@@ -131,7 +131,7 @@ class _Widened:
         by_torch(x, values.t() if self._across else values, start, out)
 
 
-def _blocks(stored: Storage, codec: Codec, width: int, device: torch.device | None = None) -> list[torch.Tensor]:
+def _tiles(stored: Storage, codec: Quantizer, width: int, device: torch.device | None = None) -> list[torch.Tensor]:
     height = _height(width)
     values = torch.full((width, height) if _is_across(stored) else (height, width), 0.01, device=device)
     raw = codec.pack(values).view(torch.uint8)
@@ -139,17 +139,17 @@ def _blocks(stored: Storage, codec: Codec, width: int, device: torch.device | No
 
 
 def _height(width: int) -> int:
-    """Rows of a block that is so wide."""
-    return min(BLOCK_VALUES // width, _HEIGHT)
+    """Rows of a tile that is so wide."""
+    return min(TILE_VALUES // width, _HEIGHT)
 
 
 class _Trial:
-    """One way with blocks that are multiplied in turn, with other work between them."""
+    """One way with tiles that are multiplied in turn, with other work between them."""
 
-    def __init__(self, way: _Way, blocks: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
+    def __init__(self, way: _Way, tiles: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
         height = _height(width)
-        self._blocks = blocks
-        self._x = torch.full((rows, width), 0.01, dtype=getattr(torch, way.dtype), device=blocks[0].device)
+        self._tiles = tiles
+        self._x = torch.full((rows, width), 0.01, dtype=getattr(torch, way.dtype), device=tiles[0].device)
         self._out = torch.empty(rows, height, dtype=self._x.dtype, device=self._x.device)
         self._product = way.product()
         self.flops = 2 * rows * width * height
@@ -162,7 +162,7 @@ class _Trial:
 
     def multiply(self, turn: int) -> None:
         """Once."""
-        self._product(self._x, self._blocks[turn % len(self._blocks)], None, self._out)
+        self._product(self._x, self._tiles[turn % len(self._tiles)], None, self._out)
         self._out += 1  # with torch's threads, which must not be in the way
 
 

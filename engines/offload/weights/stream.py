@@ -1,4 +1,4 @@
-"""Fetches weight blocks ahead of the arithmetic, pass after pass, into a ring of slots."""
+"""Fetches weight tiles ahead of the arithmetic, pass after pass, into a ring of slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from engines.offload.memory.layout import READERS, Block
+from engines.offload.memory.layout import READERS, WeightTile
 from engines.offload.timeline import Timeline
 from engines.offload.weights.ring import Ring
 from harness.api import HarnessError
@@ -18,33 +18,33 @@ from harness.api import HarnessError
 _READS = 4
 
 
-class BlockStream:
-    """The blocks of `order`, again and again, each fetched into `ring`, which is closed with it, before it is asked
+class WeightStream:
+    """The tiles of `order`, again and again, each fetched into `ring`, which is closed with it, before it is asked
     for.
 
-    `next` hands out the block that is due, and `release` gives its slot back to the readers: they run ahead by as
-    many blocks as there are slots, across the end of a pass too, and read neighbours at once. `skip` goes past a
-    block that turns out not to be needed, and `leave_out` says so in advance. A reader's error is raised by `next`.
-    Without `ahead` a block is read when it is asked for, and nothing else happens meanwhile.
+    `next` hands out the tile that is due, and `release` gives its slot back to the readers: they run ahead by as
+    many tiles as there are slots, across the end of a pass too, and read neighbours at once. `skip` goes past a
+    tile that turns out not to be needed, and `leave_out` says so in advance. A reader's error is raised by `next`.
+    Without `ahead` a tile is read when it is asked for, and nothing else happens meanwhile.
     """
 
-    def __init__(self, order: Sequence[Block], ring: Ring, timeline: Timeline, ahead: bool = True) -> None:
+    def __init__(self, order: Sequence[WeightTile], ring: Ring, timeline: Timeline, ahead: bool = True) -> None:
         self._order = order
         self._ring = ring
-        self._due = 1 << 62 if ahead else -1  # no reader begins a block beyond this one
+        self._due = 1 << 62 if ahead else -1  # no reader begins a tile beyond this one
         self._timeline = timeline
         self.slots = ring.slots
-        self._most = max(1, self.slots // _READS)  # blocks that one read takes
+        self._most = max(1, self.slots // _READS)  # tiles that one read takes
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # for readers: slots are free, or the stream is over
-        self._arrived = threading.Condition(self._lock)  # for the caller: blocks are there, or a reader has failed
+        self._arrived = threading.Condition(self._lock)  # for the caller: tiles are there, or a reader has failed
         self._free = list(range(self.slots))
-        self._next = 0  # the first block that no reader has begun, counted over all passes as all of these
-        self._slot: dict[int, int] = {}  # by block that is being read, ready or handed out
+        self._next = 0  # the first tile that no reader has begun, counted over all passes as all of these
+        self._slot: dict[int, int] = {}  # by tile that is being read, ready or handed out
         self._ready: set[int] = set()
         self._left_out: set[int] = set()
-        self._taken = 0  # blocks handed out or skipped
-        self._held: deque[int] = deque()  # blocks handed out and not yet released
+        self._taken = 0  # tiles handed out or skipped
+        self._held: deque[int] = deque()  # tiles handed out and not yet released
         self._began = self._filled = time.perf_counter()
         self._failure: HarnessError | None = None
         self._closed = False
@@ -58,7 +58,7 @@ class BlockStream:
             raise
 
     def measure(self) -> float:
-        """Bytes/s of the first blocks, read to fill the ring; waits for it. Raises as `next`."""
+        """Bytes/s of the first tiles, read to fill the ring; waits for it. Raises as `next`."""
         with self._lock:
             if self._due < 0:  # nothing has been asked for before
                 self._began = time.perf_counter()
@@ -67,14 +67,14 @@ class BlockStream:
             self._wait_for(range(self._taken, last + 1))
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
-    def next(self, block: Block) -> torch.Tensor:
-        """The bytes [nbytes] uint8 of `block`, which must be the one that is due; waits until they are there.
+    def next(self, tile: WeightTile) -> torch.Tensor:
+        """The bytes [nbytes] uint8 of `tile`, which must be the one that is due; waits until they are there.
 
         Raises HarnessError with file and offset for what a reader met.
         """
         due = self._order[self._taken % len(self._order)]
-        if due != block:
-            raise HarnessError(f"the schedule asks for {block}, the stream has {due}")
+        if due != tile:
+            raise HarnessError(f"the schedule asks for {tile}, the stream has {due}")
         began = time.perf_counter()
         with self._lock:
             self._ask_for(self._taken)
@@ -85,7 +85,7 @@ class BlockStream:
             slot = self._slot[self._taken]
             self._taken += 1
         self._timeline.add("wait", "stall", began, time.perf_counter())
-        return self._ring.view(slot, block.nbytes)
+        return self._ring.view(slot, tile.nbytes)
 
     def release(self) -> None:
         """Of what was handed out the oldest is no longer needed."""
@@ -95,7 +95,7 @@ class BlockStream:
             self._give_back(index)
 
     def skip(self) -> None:
-        """The block that is due is not needed."""
+        """The tile that is due is not needed."""
         with self._lock:
             index = self._taken
             self._taken += 1
@@ -107,7 +107,7 @@ class BlockStream:
                 self._wake()
 
     def leave_out(self, places: Sequence[int]) -> None:
-        """The blocks at these places of the order will be skipped in this pass: no reader need begin them."""
+        """The tiles at these places of the order will be skipped in this pass: no reader need begin them."""
         with self._lock:
             first = self._taken // max(1, len(self._order)) * len(self._order)
             self._left_out.update(i for p in places if (i := first + p) >= self._next)
@@ -132,13 +132,13 @@ class BlockStream:
         self._ring.close()
 
     def _ask_for(self, index: int) -> None:
-        """Readers may go as far as this block; the lock is held."""
+        """Readers may go as far as this tile; the lock is held."""
         if index > self._due:
             self._due = index
             self._freed.notify_all()
 
     def _wait_for(self, indices: Iterable[int]) -> None:
-        """Returns with these blocks in the ring; the lock is held."""
+        """Returns with these tiles in the ring; the lock is held."""
         while not self._ready.issuperset(indices):
             if self._failure is not None:
                 raise self._failure
@@ -147,7 +147,7 @@ class BlockStream:
             self._arrived.wait(1.0)
 
     def _give_back(self, index: int) -> None:
-        """Frees the slot of a block; the lock is held."""
+        """Frees the slot of a tile; the lock is held."""
         self._free.append(self._slot.pop(index))
         self._wake()
 
@@ -158,13 +158,13 @@ class BlockStream:
 
     def _read(self) -> None:
         while run := self._claim():
-            blocks = [self._order[i % len(self._order)] for i in run]
+            tiles = [self._order[i % len(self._order)] for i in run]
             began = time.perf_counter()
             try:
-                self._ring.fetch(blocks, [self._slot[i] for i in run])
+                self._ring.fetch(tiles, [self._slot[i] for i in run])
             except Exception as exc:  # must reach whoever waits, whatever it is
                 with self._lock:
-                    error = exc if isinstance(exc, HarnessError) else HarnessError(_words(blocks[0], exc))
+                    error = exc if isinstance(exc, HarnessError) else HarnessError(_words(tiles[0], exc))
                     self._failure = self._failure or error
                     self._arrived.notify()
                     self._freed.notify_all()
@@ -176,14 +176,14 @@ class BlockStream:
                         self._give_back(i)
                     else:
                         self._ready.add(i)
-                self.bytes_read += sum(b.span for b in blocks)
+                self.bytes_read += sum(b.span for b in tiles)
                 if run.start < self.slots:
                     self._filled = time.perf_counter()
                 self._arrived.notify()
-            self._timeline.add("load", blocks[0].matrix, began, ended)
+            self._timeline.add("load", tiles[0].matrix, began, ended)
 
     def _claim(self) -> range:
-        """The next blocks to read, once their slots are free; none when the stream is over."""
+        """The next tiles to read, once their slots are free; none when the stream is over."""
         with self._lock:
             while not self._closed and self._failure is None:
                 if run := self._claimable():
@@ -194,7 +194,7 @@ class BlockStream:
         return range(0)
 
     def _claimable(self) -> range:
-        """The next blocks to read that lie one after the other in their file, if there are slots for them."""
+        """The next tiles to read that lie one after the other in their file, if there are slots for them."""
         if not self._order:
             return range(0)
         while self._next in self._left_out:
@@ -211,11 +211,11 @@ class BlockStream:
         return range(self._next, stop) if stop - self._next <= len(self._free) else range(0)
 
     def _follows(self, index: int) -> bool:
-        """Whether block `index` lies right after the one before it."""
-        before, block = (self._order[i % len(self._order)] for i in (index - 1, index))
-        return before.file == block.file and before.offset + before.span == block.offset
+        """Whether tile `index` lies right after the one before it."""
+        before, tile = (self._order[i % len(self._order)] for i in (index - 1, index))
+        return before.file == tile.file and before.offset + before.span == tile.offset
 
 
-def _words(block: Block, exc: Exception) -> str:
+def _words(tile: WeightTile, exc: Exception) -> str:
     reason = exc.strerror if isinstance(exc, OSError) else exc
-    return f"reading {block.file} at byte {block.offset} ({block.matrix}): {reason}"
+    return f"reading {tile.file} at byte {tile.offset} ({tile.matrix}): {reason}"

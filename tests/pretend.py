@@ -8,7 +8,6 @@ NaN before it is written. `syncs` counts what would have made the host wait for 
 
 import threading
 import time
-from contextlib import contextmanager
 
 import torch
 from torch.utils import backend_registration
@@ -167,7 +166,7 @@ class Pretend:
     where = _WHERE
 
     def __init__(self):
-        self._compute, self._up, self._blocks, self._down, self._side = (_Stream() for _ in range(5))
+        self._compute, self._up, self._kv, self._down, self._side = (_Stream() for _ in range(5))
         self.syncs = []
         self.pinned_bytes = 0
         self.besides = 0
@@ -182,12 +181,12 @@ class Pretend:
         self.pinned_bytes += nbytes
         return torch.frombuffer(direct_buffer(nbytes), dtype=torch.uint8).fill_(255)
 
-    def copy(self, pairs, after=(), blocks=False):
+    def copy(self, pairs, after=(), kv=False):
         up = {isinstance(to, _Tensor) for to, _ in pairs}
         assert len(up) == 1
         assert all(isinstance(to, _Tensor) != isinstance(source, _Tensor) for to, source in pairs)
         assert all(to.shape == source.shape and to.dtype == source.dtype for to, source in pairs)
-        stream = self._down if up == {False} else self._blocks if blocks else self._up
+        stream = self._down if up == {False} else self._kv if kv else self._up
         with _lock:
             for event in after:
                 stream.add(event.synchronize)
@@ -213,14 +212,14 @@ class Pretend:
         self.stream.run(self.stream.asked)
         return tensor.held.clone()
 
-    @contextmanager
-    def beside(self):
+    def run_async(self, work):
         self.besides += 1
         before = self.mark()
         _here.stream = self._side
         try:
             self._side.add(before.synchronize)
-            yield
+            work()
+            return self.mark()
         finally:
             _here.stream = None
 

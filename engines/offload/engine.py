@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from engines.common import requests as checks
+from engines.offload.backend.base import Backend, LoadRequest
+from engines.offload.backend.cuda import CudaBackend
+from engines.offload.backend.host import HostBackend
 from engines.offload.device.cuda import opened
-from engines.offload.device.protocol import Device
-from engines.offload.loader import Loading
-from engines.offload.loader_device import DeviceLoading
-from engines.offload.memory.plan import Plan
-from engines.offload.model.meta_model import MetaModel
-from engines.offload.model_runner import Runtime
+from engines.offload.device.host import HostDevice
+from engines.offload.kernels import Kernels
+from engines.offload.loaded_model import LoadedModel
+from engines.offload.loader import load
+from engines.offload.model_runner import ModelRunner
 from engines.offload.sequence import Generation, Scoring
+from engines.offload.stats import EngineStats, stats_of
 from harness.api import (
     Capabilities,
     EngineTrace,
@@ -39,24 +42,22 @@ _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache"
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model that is ready."""
-
-    model: LocalModel
-    meta_model: MetaModel
-    runtime: Runtime
-    plan: Plan
-    device: Device | None
+    model: LoadedModel
+    runner: ModelRunner
 
 
 class OffloadEngine:
-    """Any decoder that the seams carry, its weights streamed from disk in `row`, `zigzag` or `sweep` order."""
+    """Any transformers decoder, its weights streamed from disk or host memory in `row`, `zigzag` or `sweep` order.
+
+    `attention_units`: multiprocessors of a CUDA device that attention beside products is held to.
+    """
 
     def __init__(self, *, attention_units: int | None = None) -> None:
         if attention_units is not None and attention_units < 1:
             raise TypeError("attention_units must be at least 1")
         self._attention_units = attention_units
-        self._now: _Loaded | None = None
-        self._parts = ExitStack()  # what `close` must end
+        self._loaded: _Loaded | None = None
+        self._resources = ExitStack()  # what `close` must end
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -77,68 +78,78 @@ class OffloadEngine:
         for field, schedule in (("num_gpu_batches", "zigzag"), ("nano_batches", "sweep")):
             if getattr(policy, field) > 1 and policy.schedule != schedule:
                 raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
-        with ExitStack() as parts:  # where something fails, it ends what was begun
-            if asked := [count for count in (policy.threads, limits.threads) if count is not None]:
-                parts.callback(torch.set_num_threads, torch.get_num_threads())
-                torch.set_num_threads(min(asked))
-            device = opened(limits, self._attention_units)
-            if self._attention_units is not None and device is None:
-                raise UnsupportedError(
-                    "options.attention_units: there is no device to part without limits.device_memory"
-                )
-            if device is not None:
-                parts.callback(device.close)
-            if policy.cpu_attention and device is None:
-                raise UnsupportedError(
-                    "policy.cpu_attention: without a device all attention is the host's: leave it out"
-                )
-            loading = (
-                Loading(model, policy, limits, job) if device is None
-                else DeviceLoading(model, policy, limits, job, device)
-            )  # fmt: skip
-            # a circle, which would keep what is resident until it is collected
-            parts.callback(setattr, loading.meta_model, "weights", None)
-            runtime = loading.start(parts)
-            self._now = _Loaded(model, loading.meta_model, runtime, loading.plan, device)
-            self._parts = parts.pop_all()
-        return loading.report()
+        request = LoadRequest(model, policy, limits, job)
+        with ExitStack() as resources:  # a load that fails ends what it has started
+            if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
+                resources.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(min(threads))
+            host_kernels = Kernels(job.cache, torch.get_num_threads())
+            backend = self._backend(request, host_kernels, resources)
+            loaded = load(request, backend, host_kernels, resources)
+            self._loaded = _Loaded(loaded, ModelRunner(loaded))
+            self._resources = resources.pop_all()
+        return loaded.report
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
-        now = self._loaded()
+        now = self._require_loaded()
         for request in requests:
-            checks.validate(request, now.model.shape)
+            checks.validate(request, now.model.model.shape)
             tokens = len(request.prompt) + request.sampling.max_tokens - 1
-            now.runtime.require_blocks(f"request {request.id}", tokens)
-        decode = checks.decoder(now.model.path) if any(r.sampling.stop for r in requests) else None
-        active = [Generation(r, now.meta_model.eos, decode) for r in requests]
-        return (sequence.result() for sequence in now.runtime.run(active))
+            now.runner.require_blocks(f"request {request.id}", tokens)
+        decode = checks.decoder(now.model.model.path) if any(r.sampling.stop for r in requests) else None
+        sequences = [Generation(r, now.model.meta_model.eos, decode) for r in requests]
+        return (sequence.result() for sequence in now.runner.run(sequences))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores from the logits of the continuation's positions only; an empty context becomes the token that
         begins a sequence, or else the one that ends it."""
-        now = self._loaded()
-        active = []
+        now = self._require_loaded()
+        sequences = []
         for i, (context, continuation) in enumerate(pairs):
-            full = checks.full_sequence(i, context, continuation, now.model.shape, now.meta_model.begin)
-            now.runtime.require_blocks(f"pair {i}", len(full) - 1)
-            active.append(Scoring(i, full, len(continuation)))
-        if not active:
+            bos = now.model.meta_model.bos
+            full = checks.full_sequence(i, context, continuation, now.model.model.shape, bos)
+            now.runner.require_blocks(f"pair {i}", len(full) - 1)
+            sequences.append(Scoring(i, full, len(continuation)))
+        if not sequences:
             return []
-        share = sum(len(continuation) for _, continuation in pairs) / sum(len(one.tokens) for one in active)
-        done = {sequence.index: sequence.result() for sequence in now.runtime.run(active, *now.plan.scored(share))}
-        return [done[i] for i in range(len(pairs))]
+        continued = sum(len(continuation) for _, continuation in pairs) / sum(len(s.tokens) for s in sequences)
+        done = now.runner.run(sequences, *now.model.plan.scored(continued))
+        scores = {sequence.index: sequence.result() for sequence in done}
+        return [scores[i] for i in range(len(pairs))]
 
     def trace(self) -> EngineTrace:
-        now = self._loaded()
-        found = now.runtime.timeline.trace()
-        return found if now.device is None else replace(found, metrics={**found.metrics, **now.device.memory()})
+        trace = self.loaded.timeline.trace()
+        return replace(trace, metrics={**trace.metrics, **self.loaded.device.memory()})
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The loaded model: its plan, tiles, cache and timeline. Raises HarnessError if nothing is loaded."""
+        return self._require_loaded().model
+
+    def stats(self) -> EngineStats:
+        """What is loaded and what has been moved so far, in counts and bytes. Raises HarnessError if nothing is
+        loaded."""
+        return stats_of(self.loaded)
 
     def close(self) -> None:
-        self._now = None  # what it holds must be gone when the device gives memory back
-        self._parts.close()
+        self._loaded = None  # its tensors must be gone when the device returns memory
+        self._resources.close()
 
-    def _loaded(self) -> _Loaded:
-        if self._now is None:
+    def _backend(self, request: LoadRequest, host_kernels: Kernels, resources: ExitStack) -> Backend:
+        accelerator = opened(request.limits, self._attention_units)
+        if accelerator is not None:
+            resources.callback(accelerator.close)
+            return CudaBackend(request, host_kernels, accelerator)
+        if self._attention_units is not None:
+            raise UnsupportedError("options.attention_units: there is no device to part without limits.device_memory")
+        if request.policy.cpu_attention:
+            raise UnsupportedError("policy.cpu_attention: without a device all attention is the host's: leave it out")
+        host = HostDevice()
+        resources.callback(host.close)
+        return HostBackend(request, host_kernels, host)
+
+    def _require_loaded(self) -> _Loaded:
+        if self._loaded is None:
             raise HarnessError("engine offload has no model loaded")
-        return self._now
+        return self._loaded

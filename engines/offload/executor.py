@@ -1,310 +1,198 @@
-"""Runs the operations of a pass for real: batches as greenlets that stop wherever they need a weight tile."""
+"""Runs a pass: each batch is a greenlet that stops where it needs a weight, so a tile is read once for all batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 
-from engines.offload.device.protocol import Device
-from engines.offload.kernels import Product, stored_view
-from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.padding import rows_for
-from engines.offload.memory.storage import Storage
+from engines.offload.device.protocol import Device, Event
+from engines.offload.expert_routing import ExpertRouting
+from engines.offload.kernels import stored_view
+from engines.offload.kv_cache.attention import AttentionTask
+from engines.offload.loaded_model import LoadedModel
+from engines.offload.model.activation_offload import PAUSED, pause
 from engines.offload.model.meta_model import MetaModel, PackedBatch
-from engines.offload.pass_ops import AttentionOverlap, Op, attention_overlaps, pass_ops
+from engines.offload.pass_ops import ALL, Op, matrix_spans, pass_ops
 from engines.offload.timeline import AWAITING, BETWEEN, Timeline
-from engines.offload.weights.gemm import new_product
-from engines.offload.weights.stream import WeightStream
+from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 from harness.api import HarnessError
-
-_PAUSED = object()
-#: Asks for a batch's attention, and gives what waits for it.
-Begin = Callable[[], Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class _Attending:
-    """What a batch has stopped for while its attention runs in a thread of its own."""
+    """What a batch has stopped for while its attention runs beside other batches' products."""
 
-    result: Callable[[], torch.Tensor]
+    task: AttentionTask
+    launched: Event
+
+    def wait(self, device: Device) -> torch.Tensor:
+        device.join(self.launched)
+        return self.task.wait()
 
 
-@dataclass(frozen=True)
-class _Need:
-    """What a batch has stopped for: the product of x [rows, columns] with a matrix, plus a bias."""
+class _Batch:
+    """One batch of a pass: the greenlet that runs the model over it, and what it has stopped for.
 
-    matrix: str
-    x: torch.Tensor
-    bias: torch.Tensor | None
+    `stopped_for` is a GemmRequest, an _Attending or PAUSED, and the logits once the model has returned.
+    """
+
+    def __init__(self, model: MetaModel, batch: PackedBatch, device: Device, timeline: Timeline) -> None:
+        self._greenlet = greenlet(model)
+        self._device = device
+        self._timeline = timeline
+        self.stopped_for: Any = None
+        self.answer: Any = batch  # what the greenlet is resumed with; None while it has to stay
+
+    def resume(self, stop_at_attention: bool) -> None:
+        """Runs on to the next matrix, if it has an answer, or just to its attention."""
+        began = self._timeline.now()
+        if isinstance(self.stopped_for, _Attending):
+            self.answer = self.stopped_for.wait(self._device)
+            self._timeline.add("compute", AWAITING, began, self._timeline.now())
+            began = self._timeline.now()
+        if self.answer is None:
+            return
+        self.stopped_for = self._greenlet.switch(self.answer)
+        if isinstance(self.stopped_for, _Attending) and not stop_at_attention:
+            self.stopped_for = self._greenlet.switch(self.stopped_for.wait(self._device))
+        self.answer = None
+        self._timeline.add("compute", BETWEEN, began, self._timeline.now())
+
+    def resume_paused(self) -> None:
+        """Runs on from a pause, as the other batches have come as far."""
+        if self.stopped_for is PAUSED:
+            began = self._timeline.now()
+            self.stopped_for = self._greenlet.switch()
+            self._timeline.add("compute", BETWEEN, began, self._timeline.now())
+
+    def abandon(self) -> None:
+        """Waits for an attention that runs: its KV blocks may soon be another sequence's."""
+        if isinstance(self.stopped_for, _Attending):
+            with suppress(Exception):
+                self.stopped_for.wait(self._device)
 
 
 class Executor:
-    """Runs passes of a model whose weight tiles are `resident` (stored bytes by index) or come from `stream`.
+    """Runs passes of a loaded model.
 
-    `products` are by how weights are stored.
-
-    Every batch is a greenlet in `model(batch)`. It stops in `product`. When all have stopped, the rows of those that
-    need the matrix whose turn it is are multiplied together, tile by tile as they come, and each is resumed with
-    its part: a weight is read, and widened or cast, once for all batches.
-
-    With `overlaps` batches of one pass take turns around attention, where they stop in `aside`: it runs in a thread of
-    its own, or in a stream of its own of the `device` that computes. `at_home`: the host attends beside that device.
+    A batch stops in `gemm`. When all have stopped, the rows of those that need the matrix that is due are multiplied
+    together, tile by tile as they come, and each batch is resumed with its rows: a weight is read, and unpacked or
+    cast, once for all. Where attention overlaps products, a batch also stops in `attend`, while its attention runs in a
+    thread or stream of its own.
     """
 
-    def __init__(
-        self,
-        model: MetaModel,
-        tiles: Sequence[WeightTile],
-        resident: dict[int, torch.Tensor],
-        stream: WeightStream,
-        products: Mapping[Storage, Product],
-        timeline: Timeline,
-        overlaps: bool = False,
-        device: Device | None = None,
-        at_home: bool = False,
-    ) -> None:
-        self._model = model
-        self._tiles = tiles
-        self._resident = resident
-        self._stream = stream
-        self._products = products
-        self._timeline = timeline
-        self._streamed = [i not in resident for i in range(len(tiles))]
-        self._last = [a.matrix != b.matrix for a, b in pairwise(tiles)] + [True]
+    def __init__(self, loaded: LoadedModel) -> None:
+        model = self._model = loaded.meta_model
+        self._tiles = loaded.tiles
+        self._resident = loaded.resident
+        self._stream = loaded.stream
+        self._gemms = {stored: gemm.product for stored, gemm in loaded.gemms.items()}
+        self._device = loaded.device
+        self._timeline = loaded.timeline
+        self._overlaps = loaded.overlaps
+        self._host_attention = loaded.host_attention is not None
+        self._streamed = [i not in loaded.plan.resident for i in range(len(loaded.tiles))]
+        self._spans = matrix_spans(loaded.tiles)
         self._outputs = {matrix.name: matrix.rows for matrix in model.matrices}
-        #: By matrix of an expert, the mixture it belongs to, and what each mixture has on disk: places in the stream.
-        self._mixture = {m.name: _module(m.parameter) for m in model.matrices if m.expert is not None}
-        self._places: dict[str, list[tuple[int, str]]] = {}
-        for place, tile in enumerate(b for i, b in enumerate(tiles) if i not in resident):
-            if tile.matrix in self._mixture:
-                self._places.setdefault(self._mixture[tile.matrix], []).append((place, tile.matrix))
+        self._experts = ExpertRouting(model.matrices, loaded.streamed, loaded.stream)
         self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
-        self._needed: set[str] = set()  # experts' matrices that some batch of this pass asks for
-        self._decided: set[str] = set()  # mixtures whose experts are chosen in this pass
-        self._overlaps: list[AttentionOverlap] = []
-        if overlaps:
-            firsts = [0, *(i + 1 for i, ends in enumerate(self._last) if ends)]
-            spans = [range(a, b) for a, b in pairwise(firsts)]
-            self._overlaps = attention_overlaps(
-                spans, [m.group for m in model.matrices], model.attends, self._streamed, stream.slots
-            )
-        self._device = device
-        threaded = self._overlaps and device is None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention") if threaded else None
-        self._overlapping = self._several = False  # the batches of this pass
-        self._at_home = at_home
+        self._batches = 0  # of the pass that runs
         model.weights = self
-
-    @property
-    def overlaps_attention(self) -> bool:
-        """Whether there is a layer whose attention some batches can do while others multiply."""
-        return bool(self._overlaps)
-
-    def close(self) -> None:
-        """Ends the thread for attention. Idempotent."""
-        if self._thread is not None:
-            self._thread.shutdown()
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Logits of each batch. Inference mode is the caller's to enter: inside greenlets it would leak."""
         self._stream.align()
-        self._needed.clear()
-        self._decided.clear()
-        running = [greenlet(self._model) for _ in batches]
-        given: list[Any] = list(batches)  # what each is resumed with
-        needs: list[Any] = [None] * len(batches)  # what each has stopped for: a _Need, and at the end logits
-        self._several = len(batches) > 1
-        self._overlapping = self.overlaps_attention and self._several
+        self._experts.begin_pass()
+        self._batches = len(batches)
+        running = [_Batch(self._model, batch, self._device, self._timeline) for batch in batches]
         try:
-            self._run(self._ops_for(len(batches)), running, given, needs)
+            self._run(self._pass_ops(len(batches)), running)
         except BaseException:
-            for need in (n for n in needs if isinstance(n, _Attending)):  # its pages may have other owners next
-                with suppress(Exception):
-                    need.result()
+            for batch in running:
+                batch.abandon()
             raise
-        return [torch.as_tensor(logits) for logits in needs]
+        return [torch.as_tensor(batch.stopped_for) for batch in running]
 
-    def _run(self, ops: Sequence[Op], running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
-        """The operations of a pass."""
-        raw: dict[int, torch.Tensor] = {}  # by tile, what is in the ring
-        joint: _Joint | None = None
+    def _run(self, ops: Sequence[Op], batches: Sequence[_Batch]) -> None:
+        in_ring: dict[int, torch.Tensor] = {}  # by tile
+        joint: JointGemm | None = None
         for op, following in zip(ops, [*ops[1:], None], strict=True):
-            tile = self._tiles[op.tile]
             if op.kind == "load":
-                if self._is_needed(tile):
-                    raw[op.tile] = self._stream.next(tile)
+                if self._experts.needs(self._tiles[op.tile].matrix):
+                    in_ring[op.tile] = self._stream.next(self._tiles[op.tile])
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":
-                if not self._is_needed(tile):
-                    continue
-                began = self._timeline.now()
-                if joint is None:
-                    joint = self._joint(tile.matrix, needs, op.batch)
-                    given = [old if part is None else part for old, part in zip(given, joint.parts, strict=True)]
-                joint.add(self._products[tile.stored], tile, self._weight(op.tile, raw))
-                if op.tile in raw and op.batch in (-1, len(running) - 1):
-                    del raw[op.tile]
-                    self._stream.release()
-                self._timeline.add("compute", tile.matrix, began, self._timeline.now())
-            elif op.kind == "run":
+                joint = self._multiply(op, joint, batches, in_ring)
+            elif op.kind == "resume":
                 joint = None
-                attends = following is not None and following.kind == "attend"
-                self._run_on(op.batch, attends, running, given, needs)
-                if following is None or following.kind != "run":
-                    self._go_on(running, needs)
+                batches[op.batch].resume(following is not None and following.kind == "attend")
+                if following is None or following.kind != "resume":
+                    for batch in batches:
+                        batch.resume_paused()
 
-    def _run_on(self, k: int, attends: bool, running: Sequence[greenlet], given: list[Any], needs: list[Any]) -> None:
-        """Batch k goes on, if it has been given something, to its next need; `attends`: or to its attention."""
+    def _multiply(
+        self, op: Op, joint: JointGemm | None, batches: Sequence[_Batch], in_ring: dict[int, torch.Tensor]
+    ) -> JointGemm | None:
+        """Adds a tile to its matrix's product, which begins with the matrix's first tile."""
+        tile = self._tiles[op.tile]
+        if not self._experts.needs(tile.matrix):
+            return joint
         began = self._timeline.now()
-        if isinstance(needs[k], _Attending):
-            given[k] = needs[k].result()
-            self._timeline.add("compute", AWAITING, began, self._timeline.now())
-            began = self._timeline.now()
-        if given[k] is None:
-            return
-        needs[k] = running[k].switch(given[k])
-        if isinstance(needs[k], _Attending) and not attends:
-            needs[k] = running[k].switch(needs[k].result())
-        given[k] = None
-        self._timeline.add("compute", BETWEEN, began, self._timeline.now())
+        if joint is None:
+            joint = JointGemm(self._requests(tile.matrix, op.batch, batches), self._outputs[tile.matrix])
+            for batch, rows in zip(batches, joint.parts, strict=True):
+                batch.answer = batch.answer if rows is None else rows
+        joint.add(self._gemms[tile.stored], tile, self._weight(op.tile, in_ring))
+        if op.tile in in_ring and op.batch in (ALL, len(batches) - 1):
+            del in_ring[op.tile]
+            self._stream.release()
+        self._timeline.add("compute", tile.matrix, began, self._timeline.now())
+        return joint
 
-    def _go_on(self, running: Sequence[greenlet], needs: list[Any]) -> None:
-        """Those that have paused go on, as all others have come as far."""
-        for k in (k for k, need in enumerate(needs) if need is _PAUSED):
-            began = self._timeline.now()
-            needs[k] = running[k].switch()
-            self._timeline.add("compute", BETWEEN, began, self._timeline.now())
+    def _requests(self, matrix: str, number: int, batches: Sequence[_Batch]) -> list[GemmRequest | None]:
+        """What batch `number`, or each of ALL, has stopped for: the same matrix, unless that is an expert's."""
+        requests: list[GemmRequest | None] = []
+        for k, batch in enumerate(batches):
+            request = batch.stopped_for if number in (ALL, k) else None
+            if request is not None and request.matrix != matrix:
+                if not self._experts.is_expert(matrix):
+                    raise HarnessError(f"the model asks for {request.matrix}, its dry pass had {matrix} here")
+                request = None
+            requests.append(request)
+        return requests
 
-    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x times the transpose of a matrix, plus `bias`; called inside a batch's greenlet, which stops for it."""
-        return torch.as_tensor(getcurrent().parent.switch(_Need(matrix, x, bias)))
+    def _weight(self, index: int, in_ring: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        tile = self._tiles[index]
+        return stored_view(in_ring[index] if index in in_ring else self._resident[index], tile.stored, *tile.shape)
 
-    def aside(self, begin: Begin) -> torch.Tensor:
-        """A batch's attention, beside what others compute; called inside its greenlet, which stops for it. `begin` asks
-        for it, and what that gives ends it."""
-        if not self._overlapping:
-            finish = begin()
-            if self._at_home and self._several:  # all batches ask before the first one waits
-                self.pause()
-            return finish()
-        result = self._in_its_thread(begin) if self._device is None else self._in_its_stream(begin)
-        return torch.as_tensor(getcurrent().parent.switch(_Attending(result)))
-
-    def _in_its_thread(self, begin: Begin) -> Callable[[], torch.Tensor]:
-        assert self._thread is not None
-        begun = self._thread.submit(_inferred, begin)
-
-        def result() -> torch.Tensor:
-            return begun.result()()
-
-        return result
-
-    def _in_its_stream(self, begin: Begin) -> Callable[[], torch.Tensor]:
-        """Asks the device for it; what is returned makes who needs it wait for it there."""
-        device = self._device
-        assert device is not None
-        with device.beside():
-            finish, ended = begin(), device.mark()
-
-        def result() -> torch.Tensor:
-            device.join(ended)
-            return finish()
-
-        return result
-
-    def pause(self) -> None:
-        """Lets the other batches come as far; called inside a batch's greenlet, which stops for it."""
-        getcurrent().parent.switch(_PAUSED)
-
-    def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
-        """Notes which experts a batch will ask for; called inside its greenlet, before it asks for the first."""
-        self._needed.update(f"{stack}[{e}]" for stack in stacks for e in hit)
-        return hit
-
-    def _ops_for(self, batches: int) -> list[Op]:
+    def _pass_ops(self, batches: int) -> list[Op]:
         if batches not in self._ops:
             overlaps = self._overlaps if batches > 1 else ()
-            self._ops[batches] = pass_ops(self._streamed, self._last, batches, self._stream.slots, overlaps)
+            self._ops[batches] = pass_ops(self._streamed, self._spans, batches, overlaps)
         return self._ops[batches]
 
-    def _joint(self, matrix: str, needs: Sequence[Any], batch: int) -> _Joint:
-        """The product of `matrix` for a batch, or for all that have stopped for it: all, unless it is an expert's."""
-        for k, need in enumerate(needs):
-            if batch in (-1, k) and need.matrix != matrix and matrix not in self._mixture:
-                raise HarnessError(f"the model asks for {need.matrix}, its dry pass had {matrix} here")
-        asking = [need if batch in (-1, k) and need.matrix == matrix else None for k, need in enumerate(needs)]
-        return _Joint(asking, self._outputs[matrix])
+    # ------------------------------------------------------------------- called inside a batch's greenlet, which stops
 
-    def _is_needed(self, tile: WeightTile) -> bool:
-        """Whether some batch will ask for a tile; all have said so when the first of its mixture is due."""
-        mixture = self._mixture.get(tile.matrix)
-        if mixture is None:
-            return True
-        if mixture not in self._decided:
-            self._decided.add(mixture)
-            self._stream.leave_out([p for p, name in self._places.get(mixture, ()) if name not in self._needed])
-        return tile.matrix in self._needed
+    def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [rows, columns] times the transpose of a matrix, plus `bias`."""
+        return torch.as_tensor(getcurrent().parent.switch(GemmRequest(matrix, x, bias)))
 
-    def _weight(self, index: int, raw: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """A tile as it is stored."""
-        tile = self._tiles[index]
-        return stored_view(raw[index] if index in raw else self._resident[index], tile.stored, *tile.shape)
+    def attend(self, task: AttentionTask) -> torch.Tensor:
+        """A batch's attention, beside what others compute where that pays."""
+        if self._batches > 1 and self._overlaps:
+            return torch.as_tensor(getcurrent().parent.switch(_Attending(task, self._device.run_async(task.launch))))
+        task.launch()
+        if self._batches > 1 and self._host_attention:  # all batches launch before the first one waits
+            pause()
+        return task.wait()
 
-
-class _Joint:
-    """A matrix's product for several batches at once; `parts` is each one's, or None for who does not need it."""
-
-    def __init__(self, needs: Sequence[_Need | None], outputs: int) -> None:
-        asking = [need for need in needs if need is not None]
-        self._bias = asking[0].bias
-        rows = sum(len(need.x) for need in asking)
-        self._x = asking[0].x
-        multiplied = rows_for(rows, self._x.element_size())
-        if len(asking) > 1 or multiplied > rows:
-            self._x = new_product(multiplied, self._x.shape[1], self._x)
-            torch.cat([need.x for need in asking], out=self._x[:rows])
-            self._x[rows:] = 0
-        self._out = new_product(multiplied, outputs, self._x)
-        self._sum: torch.Tensor | None = None
-        self.parts: list[torch.Tensor | None] = []
-        start = 0
-        for need in needs:
-            self.parts.append(None if need is None else self._out[start : start + len(need.x)])
-            start += 0 if need is None else len(need.x)
-
-    def add(self, product: Product, tile: WeightTile, weight: torch.Tensor) -> None:
-        """Adds what one tile contributes."""
-        if not len(self._x):  # nobody's logits are wanted; the tile must pass by all the same
-            return
-        part = slice(tile.start, tile.stop)
-        if tile.axis == 0:
-            product(self._x, weight, None if self._bias is None else self._bias[part], self._out[:, part])
-        elif self._x.dtype == torch.float32:
-            product(self._x[:, part], weight, self._out if tile.start else self._bias, self._out)
-        else:
-            self._add_in_float32(product, self._x[:, part], weight, tile.stop == self._x.shape[1])
-
-    def _add_in_float32(self, product: Product, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
-        """Adds a tile of columns to a sum that is rounded once, as a whole product's would be."""
-        product(x, weight, None, self._out)
-        self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)
-        if last:
-            self._out.copy_(self._sum if self._bias is None else self._sum.add_(self._bias))
-
-
-@torch.inference_mode()
-def _inferred(begin: Begin) -> Callable[[], torch.Tensor]:
-    """Threads do not inherit the mode."""
-    return begin()
-
-
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
+    def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
+        """Notes which experts a batch will ask for, before it asks for the first."""
+        self._experts.route(stacks, experts)
+        return experts

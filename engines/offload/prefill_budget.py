@@ -1,27 +1,28 @@
-"""How fast a sweep lets prompts in: found by playing the job through in numbers before it is run.
+"""How many prompt tokens a sweep's passes take: found by simulating the job with each candidate before it is run.
 
-Prompts that are let in all at once give sequences of one age: they need their most memory together, so that fewer
-fit than of mixed ages, and they end together, for the next ones to do the same. Prompts that are let in one after
-the other make passes with few rows at the start. Which costs less depends on the job, the disk and the arithmetic.
+Prompts that start all at once give sequences of one age: they need their most memory together, so fewer fit than of
+mixed ages, and they end together, for the next ones to do the same. Prompts that start one after the other make passes
+with few rows at the beginning. Which costs less depends on the job, the disk and the arithmetic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import TypeVar
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import Plan
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Scheduler, Waiting
+from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Schedulable, Scheduler
 from harness.api import OffloadPolicy
 
-S = TypeVar("S", bound=Waiting)
+S = TypeVar("S", bound=Schedulable)
 
-#: Parts of the balance up to which prompts may fill a pass; the first of equals is taken.
-_SHARES = (1.0, 0.5, 0.25, 0.0)
-#: Of a long job so many times the sequences that run together are played.
+#: Fractions of the balance up to which prompts may fill a pass; the first of equally good ones is taken.
+_FRACTIONS = (1.0, 0.5, 0.25, 0.0)
+#: Of a long job this many times the sequences that run together are simulated.
 _BLOCKS = 4
 
 
@@ -30,67 +31,68 @@ def make_scheduler(
     cache: BlockManager,
     policy: OffloadPolicy,
     plan: Plan,
-    balance: int,
-    chunk: int,
+    balance_rows: int,
+    prefill_chunk: int,
     max_logits: int | None = None,
 ) -> Scheduler[S]:
-    """Who forms the passes of a job: blocks in step, or a sweep under the rule that is best for it.
+    """The scheduler of a job: blocks in step, or a sweep with the prefill budget that is best for the job.
 
-    `balance`: rows at which a pass computes as long as its weights take to load; `chunk`: prompt tokens a batch and
-    pass, of which at most `max_logits` may meet the head.
+    `balance_rows`: rows at which a pass computes as long as its weights take to load. `prefill_chunk`: prompt tokens a
+    batch and pass, of which at most `max_logits` get logits.
     """
     if policy.schedule != "sweep":
-        return BlockScheduler(sequences, cache, policy.gpu_batch_size, policy.num_gpu_batches, chunk, max_logits)
+        size, batches = policy.gpu_batch_size, policy.num_gpu_batches
+        return BlockScheduler(sequences, cache, size, batches, prefill_chunk, max_logits)
     work = [(s.tokens, s.steps_left) for s in sequences]
     mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
     together = max(1, min(plan.sequences, cache.num_blocks // blocks_for(int(mean) + 1)))
-    rule = search_prefill_budget(work, cache.num_blocks, plan.sequences, together, balance, chunk)
-    return ContinuousScheduler(sequences, cache, plan.sequences, rule, max_logits)
+    budget = search_prefill_budget(work, cache.num_blocks, plan.sequences, together, balance_rows, prefill_chunk)
+    return ContinuousScheduler(sequences, cache, plan.sequences, budget, max_logits)
 
 
 def search_prefill_budget(
-    work: Sequence[tuple[Sequence[int], int]], blocks: int, size: int, together: int, balance: int, most: int
+    work: Sequence[tuple[Sequence[int], int]], blocks: int, size: int, together: int, balance_rows: int, most: int
 ) -> PrefillBudget:
-    """The rule under which a job of `work` (known tokens, steps) does the most steps in a unit of time.
+    """The budget with which a job of `work` (known tokens, steps) does the most steps in a unit of time.
 
-    A pass takes as long as its rows, or as `balance` rows where they are fewer. `together`: how many sequences of
-    mixed ages the cache of `blocks` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
+    A pass takes as long as its rows, or as `balance_rows` where it has fewer. `together`: how many sequences of mixed
+    ages a cache of `blocks` holds, at most `size`; `most`: prompt tokens that memory allows in a pass.
     """
     prompts, steps = sum(len(tokens) for tokens, _ in work), sum(steps for _, steps in work)
     steady = -(-together * prompts // steps)
-    rules = [PrefillBudget(steady, int(balance * share), most) for share in _SHARES]
-    played = work[: _BLOCKS * together]
-    to_the_end = len(played) == len(work)
-    return max(rules, key=lambda rule: _pace(played, blocks, size, rule, balance, to_the_end))
+    budgets = [PrefillBudget(steady, int(balance_rows * fraction), most) for fraction in _FRACTIONS]
+    simulated = work[: _BLOCKS * together]
+    to_the_end = len(simulated) == len(work)
+    return max(budgets, key=lambda budget: _pace(simulated, blocks, size, budget, balance_rows, to_the_end))
 
 
 def _pace(
     work: Sequence[tuple[Sequence[int], int]],
     blocks: int,
     size: int,
-    rule: PrefillBudget,
-    balance: int,
+    budget: PrefillBudget,
+    balance_rows: int,
     to_the_end: bool,
 ) -> float:
-    """Steps per unit of time, to the end or, where more would follow, until the last one is let in."""
-    sequences = [Numbers(tokens, steps) for tokens, steps in work]
-    scheduler = ContinuousScheduler(sequences, BlockManager(blocks), size, rule)
+    """Steps per unit of time, to the end or, where more sequences would follow, until the last one is admitted."""
+    sequences = [SimulatedSequence(tokens, steps) for tokens, steps in work]
+    scheduler = ContinuousScheduler(sequences, BlockManager(blocks), size, budget)
     done, time = 0, 0
     while scheduler.waiting if not to_the_end else scheduler.next_arrival_s is not None:
-        parts = [part for batch in scheduler.next_pass(math.inf) for part in batch]
-        if not parts:
+        chunks = list(chain.from_iterable(scheduler.next_pass(math.inf)))
+        if not chunks:
             break
-        time += max(balance, sum(part.count for part in parts))
-        for part in parts:
-            if part.sequence.advance(part.count, time):
+        time += max(balance_rows, sum(chunk.count for chunk in chunks))
+        for chunk in chunks:
+            if chunk.sequence.advance(chunk.count, time):
                 done += 1
-                if not part.sequence.steps_left:
-                    scheduler.finish(part.sequence)
+                if not chunk.sequence.steps_left:
+                    scheduler.finish(chunk.sequence)
     return done / max(1, time)
 
 
-class Numbers:
-    """A sequence that generates nothing but zeros. `times`: when."""
+class SimulatedSequence:
+    """A sequence whose generated tokens are zeros. `times`: when each was generated."""
 
     def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
         self.tokens = list(tokens)
@@ -107,17 +109,12 @@ class Numbers:
     def reset(self) -> None:
         self.cached = 0
 
-    def wanted(self, count: int) -> range:
-        """As of a sequence that generates."""
+    def logits_positions(self, count: int) -> range:
         end = self.cached + count
         return range(end - 1, end) if end == len(self.tokens) else range(0)
 
-    def wants(self, count: int) -> bool:
-        """Whether `count` more tokens end in one whose logits are wanted."""
-        return self.cached + count == len(self.tokens)
-
     def advance(self, count: int, now: float) -> bool:
-        """Whether `count` more tokens, which are done now, make a step."""
+        """Caches `count` more tokens, computed by `now`; returns whether they generate one."""
         self.cached += count
         if self.cached < len(self.tokens):
             return False

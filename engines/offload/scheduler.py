@@ -1,4 +1,4 @@
-"""Who shares a pass: blocks in step (row, zigzag) or whatever is at hand (sweep), within the cache's blocks."""
+"""Who shares a pass: blocks of sequences in step (row, zigzag) or continuous batching (sweep), within the KV cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,8 +16,8 @@ from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from harness.api import OffloadPolicy
 
 
-class Waiting(Protocol):
-    """What batching needs to know of a sequence; see sequences.py."""
+class Schedulable(Protocol):
+    """What a scheduler needs of a sequence; see sequence.ActiveSequence."""
 
     tokens: list[int]
     cached: int
@@ -31,130 +32,150 @@ class Waiting(Protocol):
 
     def reset(self) -> None: ...
 
-    def wanted(self, count: int) -> range: ...
+    def logits_positions(self, count: int) -> range: ...
 
 
-S = TypeVar("S", bound=Waiting)
+S = TypeVar("S", bound=Schedulable)
 
-#: After so many blocks of requests a sweep's start and end no longer weigh much in its throughput.
+#: After so many blocks of requests the start and end of a sweep hardly change its throughput.
 _SWEEP_BLOCKS = 4
 
 
 def steady_blocks(policy: OffloadPolicy) -> int:
-    """How many blocks of requests it takes until throughput no longer changes."""
+    """How many blocks of requests a measurement needs until its throughput no longer changes."""
     return _SWEEP_BLOCKS if policy.schedule == "sweep" else 1
 
 
 @dataclass(frozen=True)
 class ScheduledChunk(Generic[S]):
-    """What a pass does of one sequence: its next `count` tokens that are not cached."""
+    """What a pass computes of one sequence: its next `count` tokens that are not cached."""
 
     sequence: S
     count: int
 
+    @property
+    def cached(self) -> int:
+        """Tokens of the sequence before these."""
+        return self.sequence.cached
+
+    @property
+    def block_table(self) -> Sequence[int]:
+        """The sequence's KV blocks, in order."""
+        return self.sequence.block_table
+
 
 class Scheduler(ABC, Generic[S]):
-    """Forms passes. `next_pass` hands out parts whose blocks are taken; `finish` frees what a sequence held.
+    """Forms passes. The chunks of `next_pass` have their KV blocks; `finish` frees a sequence's blocks.
 
-    A sequence that begins as another one did, at the grain of blocks, is let in with that one's blocks.
-    `shared_tokens` counts what need not be computed because of it.
+    A sequence whose prefix is cached is admitted with the cached blocks. `shared_tokens` counts the prompt tokens that
+    are not computed because of it.
     """
 
     def __init__(self, waiting: Iterable[S], cache: BlockManager) -> None:
-        # stable: of those that arrive together the first asked for is the first served
+        # stable: of those that arrive together the first in the list is served first
         self._waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
         self._running: dict[S, None] = {}  # in the order of their admission
         self._cache = cache
-        self._names: dict[S, list[bytes]] = {}  # by sequence, of its full blocks as far as they were needed
-        self._borrowed: dict[S, list[int]] = {}  # by running sequence, the blocks it was let in with
-        self._preempted: set[S] = set()  # put back once, to be recomputed
+        self._hashes: dict[S, list[bytes]] = {}  # by sequence, of its first full blocks, as far as needed so far
+        self._shared: dict[S, list[int]] = {}  # by running sequence, the cached blocks it was admitted with
+        self._preempted: set[S] = set()
         self.shared_tokens = 0
 
     @property
+    def running(self) -> list[S]:
+        """Admitted sequences, the oldest first."""
+        return list(self._running)
+
+    @property
+    def preempted(self) -> int:
+        """How many sequences were preempted at least once."""
+        return len(self._preempted)
+
+    @property
     def next_arrival_s(self) -> float | None:
-        """When there is something to do: None when all is done, 0 when there is now."""
+        """When there is work: 0 when there is now, None when all is done."""
         if self._running:
             return 0.0
         return self._waiting[0].arrival_s if self._waiting else None
 
     @property
     def waiting(self) -> int:
-        """How many have not been let in."""
+        """How many sequences are not admitted."""
         return len(self._waiting)
 
     @abstractmethod
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        """The batches of the next pass; empty where nothing has arrived, or nobody gets the blocks for it."""
+        """The batches of the next pass; empty where nothing has arrived, or nothing gets the blocks it needs."""
 
     def finish(self, sequence: S) -> None:
-        """Takes out a sequence that is done."""
-        del self._running[sequence], self._borrowed[sequence]
-        self._names.pop(sequence, None)
+        """Removes a running sequence and frees its blocks."""
+        del self._running[sequence], self._shared[sequence]
+        self._hashes.pop(sequence, None)
         self._cache.free(sequence.block_table)
         sequence.block_table = []
 
     def close(self) -> None:
-        """Frees what is held by sequences that will not be finished."""
-        for sequence in list(self._running):
+        """Frees the blocks of all running sequences."""
+        for sequence in self.running:
             self.finish(sequence)
 
     def admit(self, now_s: float) -> S | None:
-        """The next sequence that has arrived, if the cache will hold it to its end beside those that run."""
+        """Admits the next sequence that has arrived, if the cache holds it to its end beside the running ones."""
         if not self._waiting or self._waiting[0].arrival_s > now_s:
             return None
         sequence = self._waiting[0]
-        names = self._names.setdefault(sequence, [])
-        extend_block_hashes(sequence.tokens, names, sequence.cacheable_tokens)
-        known = self._cache.match_prefix(names[: sequence.cacheable_tokens // BLOCK_SIZE])
-        if not self._fits(sequence, known):
+        hashes = self._hashes.setdefault(sequence, [])
+        extend_block_hashes(sequence.tokens, hashes, sequence.cacheable_tokens)
+        prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
+        if not self._fits(sequence, prefix):
             return None
         self._running[self._waiting.popleft()] = None
-        self._borrowed[sequence] = known
-        self._cache.ref(known)
-        sequence.block_table, sequence.cached = list(known), len(known) * BLOCK_SIZE
-        if sequence not in self._preempted:  # who comes back may find blocks of its own
+        self._shared[sequence] = prefix
+        self._cache.ref(prefix)
+        sequence.block_table, sequence.cached = list(prefix), len(prefix) * BLOCK_SIZE
+        if sequence not in self._preempted:  # one that was preempted may find its own blocks
             self.shared_tokens += sequence.cached
         return sequence
 
-    def _fits(self, sequence: S, known: Sequence[int]) -> bool:
-        """Whether the cache will hold it to its end beside those that run, if it begins with `known` blocks."""
-        lent = {block for blocks in self._borrowed.values() for block in blocks} | set(known)
-        borrowed = [*(len(blocks) for blocks in self._borrowed.values()), len(known)]
-        return peak_blocks([*self._running, sequence], borrowed) + len(lent) <= self._cache.num_blocks
+    def _fits(self, sequence: S, prefix: Sequence[int]) -> bool:
+        """Whether the cache holds a sequence that begins with blocks `prefix` to its end beside the running ones."""
+        shared = {block for blocks in self._shared.values() for block in blocks} | set(prefix)
+        borrowed = [*(len(blocks) for blocks in self._shared.values()), len(prefix)]
+        return peak_blocks([*self._running, sequence], borrowed) + len(shared) <= self._cache.num_blocks
 
     def _allocate_blocks(self, batches: Sequence[Sequence[ScheduledChunk[S]]]) -> list[list[ScheduledChunk[S]]]:
-        """The parts that can be computed, with blocks for what they add.
+        """The chunks that can be computed, with blocks for the tokens they add.
 
-        The predicted peak can be missed where a prompt takes more passes than one: then the youngest sequences
-        give up their blocks and wait, to be recomputed; the oldest always goes on.
+        A prompt that takes several passes can exceed the predicted peak: then the youngest sequences are preempted, to
+        be recomputed later. The oldest always runs on.
         """
-        for part in (p for batch in batches for p in batch):
-            if part.sequence not in self._running:  # it has made room for an older one
+        for chunk in chain.from_iterable(batches):
+            if chunk.sequence not in self._running:  # preempted for an older one
                 continue
-            missing = blocks_for(part.sequence.cached + part.count) - len(part.sequence.block_table)
+            missing = blocks_for(chunk.cached + chunk.count) - len(chunk.block_table)
             if missing <= 0:
                 continue
-            while (
-                missing > self._cache.num_free_blocks
-                and (youngest := next(reversed(self._running))) is not part.sequence
-            ):
+            while missing > self._cache.num_free_blocks:
+                youngest = next(reversed(self._running))
+                if youngest is chunk.sequence:
+                    break
                 self._preempt(youngest)
             if missing <= self._cache.num_free_blocks:
-                part.sequence.block_table += self._cache.allocate(missing)
-        ready = [[p for p in batch if p.sequence in self._running and _has_blocks(p)] for batch in batches]
-        for part in (p for batch in ready for p in batch):
-            self._publish(part)
+                chunk.sequence.block_table += self._cache.allocate(missing)
+        ready = [[c for c in batch if c.sequence in self._running and _has_blocks(c)] for batch in batches]
+        for chunk in chain.from_iterable(ready):
+            self._cache_full_blocks(chunk)
         return [batch for batch in ready if batch]
 
-    def _publish(self, part: ScheduledChunk[S]) -> None:
-        """Lets others find the blocks that this pass fills."""
-        sequence, end = part.sequence, part.sequence.cached + part.count
-        if sequence.cached // BLOCK_SIZE == end // BLOCK_SIZE:
+    def _cache_full_blocks(self, chunk: ScheduledChunk[S]) -> None:
+        """Lets later sequences find the blocks that this pass fills."""
+        sequence, first, end = chunk.sequence, chunk.cached // BLOCK_SIZE, chunk.cached + chunk.count
+        if first == end // BLOCK_SIZE:
             return
-        names = self._names.setdefault(sequence, [])
-        extend_block_hashes(sequence.tokens, names, end)
-        for i in range(sequence.cached // BLOCK_SIZE, end // BLOCK_SIZE):
-            self._cache.cache_block(sequence.block_table[i], names[i])
+        hashes = self._hashes.setdefault(sequence, [])
+        extend_block_hashes(sequence.tokens, hashes, end)
+        for i in range(first, end // BLOCK_SIZE):
+            self._cache.cache_block(sequence.block_table[i], hashes[i])
 
     def _preempt(self, sequence: S) -> None:
         self.finish(sequence)
@@ -164,9 +185,9 @@ class Scheduler(ABC, Generic[S]):
 
 
 class BlockScheduler(Scheduler[S]):
-    """Blocks of `batches` x `size` sequences that start together; the next block starts when all have ended.
+    """Blocks of `batches` x `size` sequences that start together; the next block starts when all of one have ended.
 
-    A prompt is computed in chunks of at most `chunk` rows a batch and pass.
+    A batch and pass compute at most `prefill_chunk` prompt tokens and, if given, `max_logits` rows of logits.
     """
 
     def __init__(
@@ -175,70 +196,74 @@ class BlockScheduler(Scheduler[S]):
         cache: BlockManager,
         size: int,
         batches: int,
-        chunk: int,
+        prefill_chunk: int,
         max_logits: int | None = None,
     ) -> None:
         super().__init__(waiting, cache)
         self._max_logits = max_logits
         self._size = size
         self._batches = batches
-        self._chunk = chunk
+        self._prefill_chunk = prefill_chunk
         self._block: list[list[S]] = []
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
         if not self._running:
             while len(self._running) < self._size * self._batches and self.admit(now_s):
                 pass
-            running = list(self._running)
+            running = self.running
             self._block = [running[i : i + self._size] for i in range(0, len(running), self._size)]
         alive = [[s for s in batch if s in self._running] for batch in self._block]
-        return self._allocate_blocks([self._parts(batch) for batch in alive])
+        return self._allocate_blocks([self._chunks(batch) for batch in alive])
 
-    def _parts(self, batch: Sequence[S]) -> list[ScheduledChunk[S]]:
-        """A token of each sequence that decodes and up to `chunk` prompt tokens of the others."""
-        parts = []
-        left, max_logits = self._chunk, self._max_logits
+    def _chunks(self, batch: Sequence[S]) -> list[ScheduledChunk[S]]:
+        """A token of each sequence that decodes, and up to `prefill_chunk` prompt tokens of the others."""
+        chunks = []
+        left, max_logits = self._prefill_chunk, self._max_logits
         for sequence in batch:
             missing = len(sequence.tokens) - sequence.cached
-            count = 1 if missing == 1 else prompt_rows(missing, left, self._chunk)
-            count, max_logits = _headed(sequence, count, max_logits)
+            count = 1 if missing == 1 else prompt_rows(missing, left, self._prefill_chunk)
+            count, max_logits = _within_logits(sequence, count, max_logits)
             left -= count if missing > 1 else 0
             if count:
-                parts.append(ScheduledChunk(sequence, count))
-        return parts
+                chunks.append(ScheduledChunk(sequence, count))
+        return chunks
 
 
 class ContinuousScheduler(Scheduler[S]):
-    """One batch: a token of every running sequence, and a chunk of the prompts of those that come next.
-
-    At most `size` sequences run. `rule(decoding)` is how many prompt tokens go with so many decoding rows.
+    """Continuous batching with chunked prefill: one batch of a token of every sequence that decodes, and of as many
+    prompt tokens of the next sequences as `budget` allows. At most `size` sequences run.
     """
 
     def __init__(
-        self, waiting: Iterable[S], cache: BlockManager, size: int, rule: PrefillBudget, max_logits: int | None = None
+        self,
+        waiting: Iterable[S],
+        cache: BlockManager,
+        size: int,
+        budget: PrefillBudget,
+        max_logits: int | None = None,
     ) -> None:
         super().__init__(waiting, cache)
         self._max_logits = max_logits
         self._size = size
-        self._rule = rule
+        self._budget = budget
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        parts = [ScheduledChunk(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
-        left = room = self._rule(len(parts))
+        chunks = [ScheduledChunk(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
+        left = budget = self._budget(len(chunks))
         max_logits = self._max_logits
         for sequence in self._prompts(now_s):
-            count = prompt_rows(len(sequence.tokens) - sequence.cached, left, room)
-            count, max_logits = _headed(sequence, count, max_logits)
+            count = prompt_rows(len(sequence.tokens) - sequence.cached, left, budget)
+            count, max_logits = _within_logits(sequence, count, max_logits)
             if not count:
                 break
-            parts.append(ScheduledChunk(sequence, count))
+            chunks.append(ScheduledChunk(sequence, count))
             left -= count
             if not left:
                 break
-        return self._allocate_blocks([parts])
+        return self._allocate_blocks([chunks])
 
     def _prompts(self, now_s: float) -> Iterable[S]:
-        """Sequences whose prompts are not cached: those begun, then new ones as long as they fit."""
+        """Sequences whose prompts are not cached: running ones, then new ones as long as they are admitted."""
         yield from [s for s in self._running if len(s.tokens) - s.cached > 1]
         while len(self._running) < self._size and (sequence := self.admit(now_s)):
             yield sequence
@@ -248,8 +273,8 @@ class ContinuousScheduler(Scheduler[S]):
 class PrefillBudget:
     """How many prompt tokens go into a pass of a sweep.
 
-    `steady`: what keeps a full house, as each sequence that ends makes room for one. `balance`: rows up to which
-    prompts fill a pass beyond that, as fewer would cost no less time. `most`: what memory allows.
+    `steady`: what keeps as many sequences running as fit, each that ends making room for one. `balance`: rows up to
+    which prompts fill a pass beyond that, as fewer would take no less time. `most`: what memory allows.
     """
 
     steady: int
@@ -257,60 +282,61 @@ class PrefillBudget:
     most: int
 
     def __call__(self, decoding: int) -> int:
+        """Prompt tokens beside so many decoding rows."""
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
 def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[ScheduledChunk[S]]]:
-    """A batch in at most `count` parts of about as many rows, in order."""
+    """A batch as at most `count` nano-batches of about as many rows, in order."""
     count = min(count, len(batch))
-    total, rows = sum(part.count for part in batch), 0
-    found: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
-    for part in batch:
-        found[min(count - 1, count * (2 * rows + part.count) // (2 * total))].append(part)
-        rows += part.count
-    return [parts for parts in found if parts]
+    total, rows = sum(chunk.count for chunk in batch), 0
+    nano_batches: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
+    for chunk in batch:
+        nano_batches[min(count - 1, count * (2 * rows + chunk.count) // (2 * total))].append(chunk)
+        rows += chunk.count
+    return [chunks for chunks in nano_batches if chunks]
 
 
-def prompt_rows(missing: int, left: int, room: int) -> int:
-    """How many of a prompt's `missing` rows go into a pass that has room for `left` more of all prompts' `room`.
+def prompt_rows(missing: int, left: int, budget: int) -> int:
+    """How many of a prompt's `missing` rows go into a pass that has room for `left` of the `budget` for all prompts.
 
-    Never one by itself, where that can be helped: the attention of a row alone is summed in another order, and a
-    result must not depend on who shares the pass.
+    Never one by itself, where that can be helped: attention of a single row sums in another order, and a result must
+    not depend on who shares the pass.
     """
-    if missing <= left or room < 3:
+    if missing <= left or budget < 3:
         return min(left, missing)
     count = left - (missing == left + 1)
     return count if count > 1 else 0
 
 
-def _headed(sequence: Waiting, count: int, max_logits: int | None) -> tuple[int, int | None]:
-    """How many of a sequence's next `count` tokens can be computed where `max_logits` more may meet the head, and how
-    many may after them. None alone of a prompt, as in `prompt_rows`."""
+def _within_logits(sequence: Schedulable, count: int, max_logits: int | None) -> tuple[int, int | None]:
+    """How many of a sequence's next `count` tokens can be computed within `max_logits` rows of logits, and the rows
+    that are left after them. No single row of a prompt, as in `prompt_rows`."""
     if max_logits is None:
         return count, None
     missing = len(sequence.tokens) - sequence.cached
-    fitting = max(0, count - max(0, len(sequence.wanted(count)) - max_logits))
+    fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - max_logits))
     if fitting < count and missing - fitting == 1:
         fitting -= 1
     if fitting == 1 < missing:
         fitting = 0
-    return fitting, max_logits - len(sequence.wanted(fitting))
+    return fitting, max_logits - len(sequence.logits_positions(fitting))
 
 
-def peak_blocks(sequences: Sequence[Waiting], borrowed: Sequence[int] = ()) -> int:
-    """The most blocks that `sequences` will hold at once, if none ends early and each goes on one token a pass.
+def peak_blocks(sequences: Sequence[Schedulable], shared: Sequence[int] = ()) -> int:
+    """The most blocks that `sequences` will hold at once, if none ends early and each runs on one token a pass.
 
-    Those that each has `borrowed` are left out. The sum only falls where one ends, so its maximum is just before.
-    Source: NanoFlow (Zhu et al. 2025), section 4 (admission by predicted peak), exactly instead of by averages.
+    The `shared` blocks of each are not counted. The sum falls only where a sequence ends, so its maximum is just
+    before. Source: NanoFlow (Zhu et al. 2025), section 4 (admission by predicted peak), exactly instead of by averages.
     """
     steps = np.array([s.steps_left for s in sequences])
     tokens = np.array([max(s.cached, len(s.tokens)) for s in sequences])
     ends = np.unique(steps)
     held = tokens[None, :] + ends[:, None] - 1  # at its last step a sequence has steps - 1 tokens more
-    own = -(-held // BLOCK_SIZE) - (np.array(borrowed, dtype=int) if len(borrowed) else 0)
+    own = -(-held // BLOCK_SIZE) - (np.array(shared, dtype=int) if len(shared) else 0)
     blocks = own * (steps[None, :] >= ends[:, None])
     return int(blocks.sum(axis=1).max())
 
 
-def _has_blocks(part: ScheduledChunk[S]) -> bool:
-    return blocks_for(part.sequence.cached + part.count) <= len(part.sequence.block_table)
+def _has_blocks(chunk: ScheduledChunk[S]) -> bool:
+    return blocks_for(chunk.cached + chunk.count) <= len(chunk.block_table)

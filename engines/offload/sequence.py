@@ -1,4 +1,4 @@
-"""What a pass works on: sequences that generate and sequences that are scored."""
+"""The sequences that passes work on: those that generate, and those that are scored."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ class ActiveSequence(Protocol):
 
     @property
     def steps_left(self) -> int:
-        """Passes that it will need at most, this one included, once its known tokens are cached but for the last."""
+        """How many passes it still needs at most, counted from the one that computes its last known token."""
         ...
 
     @property
     def cacheable_tokens(self) -> int:
-        """How many of its first tokens need not be computed where others have computed them."""
+        """How many of its first tokens may be taken from another sequence's cached blocks."""
         ...
 
     def reset(self) -> None:
-        """Forgets what was computed but not what was generated: all known tokens will be computed again."""
+        """After preemption: all known tokens, generated ones too, will be computed again."""
         ...
 
-    def wanted(self, count: int) -> range:
-        """Which of the next `count` tokens' positions must meet the head."""
+    def logits_positions(self, count: int) -> range:
+        """The positions among the next `count` tokens that need logits."""
         ...
 
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
-        """Takes the logits [wanted rows, vocab] of a pass that ended at `now_s`; returns whether it is done."""
+        """Takes the logits [logits positions, vocab] of a pass that ended at `now_s`; returns whether it is done."""
         ...
 
 
-#: Rows of logits that are scored at a time: what stays in a processor's cache.
+#: Rows of logits that are scored at a time, so that they stay in the CPU's caches.
 _ROWS = 16
 _NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 
 
 class Generation:
-    """One request on its way: greedy or sampled, until its length, an end of sequence or a stop string."""
+    """One request: decoded greedily or sampled, until its length, an end-of-sequence token or a stop string."""
 
     def __init__(
         self, request: GenerationRequest, eos: Sequence[int], decode: Callable[[Sequence[int]], str] | None
@@ -72,13 +72,15 @@ class Generation:
 
     @property
     def cacheable_tokens(self) -> int:
-        return max(0, len(self.tokens) - 2)  # the last gives the next, and is not computed alone: see `prompt_rows`
+        return max(
+            0, len(self.tokens) - 2
+        )  # the last token gives the next, and no row is computed alone: see `prompt_rows`
 
     def reset(self) -> None:
         self.cached = 0
 
-    def wanted(self, count: int) -> range:
-        """The last known token's position, if the pass gets there: it gives the next token."""
+    def logits_positions(self, count: int) -> range:
+        """The last known token's position, if the pass reaches it: its logits give the next token."""
         end = self.cached + count
         return range(end - 1, end) if end == len(self.tokens) else range(0)
 
@@ -106,7 +108,7 @@ class Generation:
 
 
 class Scoring:
-    """One continuation on its way to its log-likelihood: only the positions that predict it meet the head."""
+    """One continuation and its log-likelihood: only the positions that predict it need logits."""
 
     arrival_s = 0.0
 
@@ -135,7 +137,7 @@ class Scoring:
         self._position = self._first
         self._logprob, self._greedy = 0.0, True
 
-    def wanted(self, count: int) -> range:
+    def logits_positions(self, count: int) -> range:
         return range(max(self._first, self.cached), max(self._first, self.cached + count))
 
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from engines.offload.memory.host import attention_memory, place
 from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
 from engines.offload.memory.storage import Storage, storages
-from engines.offload.prefill_budget import Numbers
+from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduler import steady_blocks
 from engines.planning.demand import SYSTEM_BYTES, demand, longest
 from engines.planning.machine import Machine
@@ -174,7 +174,7 @@ def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Seque
     return tiles, frozenset(m.name for m in matrices if m.expert is not None)
 
 
-def _of_blocks(sequences: Sequence[Numbers], policy: OffloadPolicy) -> tuple[float, float]:
+def _of_blocks(sequences: Sequence[SimulatedSequence], policy: OffloadPolicy) -> tuple[float, float]:
     """Seconds of prompts, of all blocks that follow each other, and of the block in the middle as a whole."""
     size = policy.block_size
     blocks = [sequences[i : i + size] for i in range(0, len(sequences), size)]
@@ -183,12 +183,12 @@ def _of_blocks(sequences: Sequence[Numbers], policy: OffloadPolicy) -> tuple[flo
     return prefill, statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
-def _of_sweep(sequences: Sequence[Numbers]) -> tuple[float, float]:
+def _of_sweep(sequences: Sequence[SimulatedSequence]) -> tuple[float, float]:
     """No seconds of prompts alone, and those of a sequence from its admission, for which the first one's prompt stands
     in."""
     return 0.0, statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
 
 
-def sequences_of(requests: Sequence[Lengths]) -> list[Numbers]:
+def sequences_of(requests: Sequence[Lengths]) -> list[SimulatedSequence]:
     """Requests as numbers; no two begin alike."""
-    return [Numbers([i + 1] * r.prompt, r.generated) for i, r in enumerate(requests)]
+    return [SimulatedSequence([i + 1] * r.prompt, r.generated) for i, r in enumerate(requests)]

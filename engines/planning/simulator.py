@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
@@ -19,8 +18,8 @@ from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned
 from engines.offload.memory.padding import rows_for
 from engines.offload.memory.plan import Plan
 from engines.offload.memory.storage import Plain, Storage
-from engines.offload.pass_ops import Op, attention_overlaps, pass_ops
-from engines.offload.prefill_budget import Numbers, make_scheduler
+from engines.offload.pass_ops import Op, attention_overlaps, matrix_spans, pass_ops
+from engines.offload.prefill_budget import SimulatedSequence, make_scheduler
 from engines.offload.scheduler import ScheduledChunk, split
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
 from engines.planning.machine import Machine, attention_rate, unpack_rate
@@ -76,10 +75,7 @@ class Simulator:
         self._machine = machine
         self._read = min(read, machine.profile.disk.read)
         self._streamed = placed.streamed
-        names = [tile.matrix for tile in placed.tiles]
-        self._last = [name != following for name, following in zip(names, [*names[1:], ""], strict=True)]
-        firsts = [0, *(i + 1 for i, last in enumerate(self._last) if last)]
-        spans = [range(a, b) for a, b in pairwise(firsts)]
+        spans = self._spans = matrix_spans(placed.tiles)
         layers = placed.shape.num_layers
         each = (len(spans) - 1) // layers  # the head is a matrix too
         before = [layer * each + attends_after for layer in range(layers)]
@@ -104,7 +100,7 @@ class Simulator:
         self._loads = 0
         self._passes: dict[Hashable, _Pass] = {}  # by all that decides how a pass goes
 
-    def run(self, sequences: Sequence[Numbers]) -> None:
+    def run(self, sequences: Sequence[SimulatedSequence]) -> None:
         """Runs a job; each sequence keeps the times of its tokens.
 
         Raises HarnessError where the cache can hold none of what is left.
@@ -129,9 +125,9 @@ class Simulator:
             return 1
         return int(streamed / self._read * self._machine.flops(256) / self._placed.shape.flops(1, 0, 0))
 
-    def _pass(self, batches: Sequence[Sequence[ScheduledChunk[Numbers]]]) -> None:
+    def _pass(self, batches: Sequence[Sequence[ScheduledChunk[SimulatedSequence]]]) -> None:
         rows = [sum(part.count for part in batch) for batch in batches]
-        wanted = [sum(part.sequence.wants(part.count) for part in batch) for batch in batches]
+        wanted = [sum(len(part.sequence.logits_positions(part.count)) for part in batch) for batch in batches]
         attention = [sum(map(self._attention, batch)) for batch in batches]
         if self._blocks:
             self._blocks.start(*self._on_disk(p for batch in batches for p in batch), len(batches), self._cores)
@@ -204,7 +200,7 @@ class Simulator:
         written = self._disk.write("activations", "write", nbytes, self._cores)
         self._cores = self._disk.read("activations", "read", nbytes, written)
 
-    def _on_disk(self, parts: Iterable[ScheduledChunk[Numbers]]) -> tuple[int, int]:
+    def _on_disk(self, parts: Iterable[ScheduledChunk[SimulatedSequence]]) -> tuple[int, int]:
         """How many blocks there hold something, and how many are written in a pass."""
         first = self._placed.plan.kv_blocks
         known, touched = set[int](), set[int]()
@@ -227,8 +223,8 @@ class Simulator:
 
     def _ops_of(self, batches: int) -> list[Op]:
         if batches not in self._ops:
-            slots, overlaps = self._placed.plan.slots, self._overlaps if batches > 1 else ()
-            self._ops[batches] = pass_ops(self._streamed, self._last, batches, slots, overlaps)
+            overlaps = self._overlaps if batches > 1 else ()
+            self._ops[batches] = pass_ops(self._streamed, self._spans, batches, overlaps)
         return self._ops[batches]
 
     def _load(self, tile: WeightTile) -> float:
@@ -265,7 +261,7 @@ class Simulator:
         packed = not isinstance(tile.stored, Plain)
         return seconds + (values / unpack_rate(self._machine.host, self._policy.weight_bits) if packed else 0.0)
 
-    def _attention(self, part: ScheduledChunk[Numbers]) -> float:
+    def _attention(self, part: ScheduledChunk[SimulatedSequence]) -> float:
         """One sequence's, in one layer."""
         shape, seen = self._placed.shape, part.sequence.cached + part.count
         new = 2 * part.count * shape.num_kv_heads * shape.head_dim

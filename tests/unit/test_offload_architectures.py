@@ -78,7 +78,7 @@ def test_greedy_output_is_transformers_own_on_every_schedule(folder, reference, 
 def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, reference, cache, seed, policy):
     """17 of each of the twelve."""
     engine, _ = load(checkpoints.prepare(ModelSpec(str(folder)), cache), cache, **policy)
-    held = engine._now.runtime._cache.num_blocks
+    held = engine.stats().num_kv_blocks
     requests = [r for r in requests_of(seed, 5) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
@@ -108,7 +108,7 @@ def test_only_wanted_experts_are_loaded(tmp_path):
     model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
     engine, report = load(model, tmp_path, schedule="row", weights=(0.0, 0.0, 1.0))
     list(engine.generate([GenerationRequest("a", (5,), SamplingParams(20, ignore_eos=True))]))
-    read = engine._now.runtime._executor._stream.bytes_read
+    read = engine.stats().weight_bytes_read
     engine.close()
     assert read < 20 * report.weights_by_tier[2] / 2
 

@@ -30,19 +30,19 @@ def generation(prompt, new, arrival=0.0):
 LOGITS = torch.zeros(1, 8)
 
 
-def drive(scheduler, sequences, limit=10_000):
+def drive(scheduler, cache, sequences, limit=10_000):
     """Runs passes without a model; returns blocks held and tokens computed by pass."""
     held, rows = [], []
     done = 0
     while scheduler.next_arrival_s is not None:
         batches = scheduler.next_pass(1e9)
         assert batches, "something runs as long as something is left"
-        held.append(scheduler._cache.num_blocks - scheduler._cache.num_free_blocks)
+        held.append(cache.num_blocks - cache.num_free_blocks)
         rows.append(sum(p.count for b in batches for p in b))
         for batch in batches:
             for part in batch:
                 assert len(part.sequence.block_table) >= blocks_for(part.sequence.cached + part.count)
-                wanted = len(part.sequence.wanted(part.count))
+                wanted = len(part.sequence.logits_positions(part.count))
                 part.sequence.cached += part.count
                 if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
                     scheduler.finish(part.sequence)
@@ -50,7 +50,7 @@ def drive(scheduler, sequences, limit=10_000):
         limit -= 1
         assert limit
     assert done == len(sequences)
-    assert scheduler._cache.num_free_blocks == scheduler._cache.num_blocks
+    assert cache.num_free_blocks == cache.num_blocks
     return held, rows
 
 
@@ -62,7 +62,7 @@ lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1
 def test_a_sweep_serves_everyone_within_the_cache(pairs, blocks, size, chunk):
     sequences = [generation(p, n) for p, n in pairs]
     cache = BlockManager(blocks)
-    held, rows = drive(ContinuousScheduler(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), sequences)
+    held, rows = drive(ContinuousScheduler(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), cache, sequences)
     assert max(held) <= blocks
     assert max(rows) <= size + chunk
 
@@ -72,7 +72,7 @@ def test_a_sweep_serves_everyone_within_the_cache(pairs, blocks, size, chunk):
 def test_blocks_serve_everyone_within_the_cache(pairs, blocks, size, batches, chunk):
     sequences = [generation(p, n) for p, n in pairs]
     cache = BlockManager(blocks)
-    held, _ = drive(BlockScheduler(sequences, cache, size, batches, chunk), sequences)
+    held, _ = drive(BlockScheduler(sequences, cache, size, batches, chunk), cache, sequences)
     assert max(held) <= blocks
 
 
@@ -93,11 +93,11 @@ def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
     running = []
     while scheduler.next_arrival_s is not None:
         for part in scheduler.next_pass(0.0)[0]:
-            wanted = len(part.sequence.wanted(part.count))
+            wanted = len(part.sequence.logits_positions(part.count))
             part.sequence.cached += part.count
             if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
                 scheduler.finish(part.sequence)
-        running.append(len(scheduler._running))
+        running.append(len(scheduler.running))
     assert max(running) >= 13
 
 
@@ -123,7 +123,7 @@ class Rash(ContinuousScheduler):
 def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, blocks, size, chunk):
     sequences = [generation(p, n) for p, n in pairs]
     cache = BlockManager(blocks)
-    held, _ = drive(Rash(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), sequences, limit=200_000)
+    held, _ = drive(Rash(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), cache, sequences, limit=200_000)
     assert max(held) <= blocks
     assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
 
@@ -154,7 +154,8 @@ def test_what_is_rehearsed_is_what_happens(pairs, blocks, size, balance):
     times = []
     for rule in (found, first):
         sequences = [generation(p, n) for p, n in pairs]
-        _, rows = drive(ContinuousScheduler(sequences, BlockManager(blocks), size, rule), sequences)
+        cache = BlockManager(blocks)
+        _, rows = drive(ContinuousScheduler(sequences, cache, size, rule), cache, sequences)
         times.append(sum(max(balance, r) for r in rows))
     if len(pairs) <= 4 * together:  # longer jobs are judged by their steady state
         assert times[0] <= times[1]
@@ -191,7 +192,7 @@ def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, b
     computed = 0
     while scheduler.next_arrival_s is not None:
         (parts,) = scheduler.next_pass(0.0)
-        held = [block for s in scheduler._running for block in s.block_table]
+        held = [block for s in scheduler.running for block in s.block_table]
         assert len(set(held)) == blocks - pool.num_free_blocks
         for part in parts:
             s = part.sequence
@@ -202,7 +203,7 @@ def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, b
             s = part.sequence
             for t in range(s.cached + part.count):
                 assert content[s.block_table[t // BLOCK_SIZE], t % BLOCK_SIZE][0] == tuple(s.tokens[: t + 1])
-            wanted = len(s.wanted(part.count))
+            wanted = len(s.logits_positions(part.count))
             s.cached += part.count
             if s.consume(LOGITS[:wanted].clone(), 0.0):
                 scheduler.finish(s)
@@ -210,21 +211,22 @@ def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, b
     asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
     # a prompt that takes several passes may cost a younger sequence its blocks: when it comes back it computes some of
     # it again, and what it then finds is not counted, be it its own or what others have published meanwhile
-    assert scheduler._preempted or computed + scheduler.shared_tokens == asked
+    assert scheduler.preempted or computed + scheduler.shared_tokens == asked
 
 
 def test_the_second_of_two_that_begin_alike_computes_the_rest_only():
     first, second = (generation(1, 2) for _ in range(2))
     first.tokens[:] = [*range(40), 1]
     second.tokens[:] = [*range(40), 2, 3]
-    scheduler = ContinuousScheduler([first, second], BlockManager(20), 2, PrefillBudget(41, 1, 41))
+    cache = BlockManager(20)
+    scheduler = ContinuousScheduler([first, second], cache, 2, PrefillBudget(41, 1, 41))
     assert [p.count for p in scheduler.next_pass(0.0)[0]] == [41]
     first.cached = 41
     first.consume(LOGITS.clone(), 0.0)
     assert {id(p.sequence): p.count for p in scheduler.next_pass(0.0)[0]} == {id(first): 1, id(second): 2}
     assert second.block_table[:5] == first.block_table[:5]
     assert scheduler.shared_tokens == 40
-    assert scheduler._cache.num_free_blocks == 20 - 5 - 2
+    assert cache.num_free_blocks == 20 - 5 - 2
 
 
 def test_what_was_given_back_is_found_until_it_is_needed():
@@ -274,12 +276,12 @@ def test_no_more_rows_meet_the_head_than_may_and_no_row_of_a_prompt_is_alone(len
         batches = scheduler.next_pass(0.0)
         assert any(batches)
         for parts in batches:
-            assert sum(len(p.sequence.wanted(p.count)) for p in parts) <= heads
+            assert sum(len(p.sequence.logits_positions(p.count)) for p in parts) <= heads
             assert sum(p.count for p in parts if len(p.sequence.tokens) - p.sequence.cached > 1) <= chunk
             for part in parts:
                 s = part.sequence
                 assert part.count > 1 or len(s.tokens) == 1
-                wanted = len(s.wanted(part.count))
+                wanted = len(s.logits_positions(part.count))
                 s.cached += part.count
                 if s.consume(torch.zeros(wanted, 2), 0.0):
                     scheduler.finish(s)

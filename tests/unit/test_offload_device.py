@@ -57,7 +57,7 @@ def load(model, cache, /, device=96 * MIB, host=96 * MIB, **policy):
     engine = OffloadEngine()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engines.offload.engine.opened", lambda limits, units: there)
-        patch.setattr("engines.offload.loader_device.DeviceKernels", lambda: DeviceKernels(triton=False))
+        patch.setattr("engines.offload.backend.cuda.DeviceKernels", lambda: DeviceKernels(triton=False))
         limits = HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
         report = engine.load(model, OffloadPolicy(**policy), limits, Job(cache, cache, 64, 64))
     return engine, report, there
@@ -85,15 +85,14 @@ def policies(draw):
 @given(seed=st.integers(0, 1000), count=st.integers(1, 6), policy=policies())
 def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy):
     engine, report, device = load(model, cache, **policy)
-    held = engine._now.runtime._cache.num_blocks
+    held = engine.stats().num_kv_blocks
     requests = [r for r in requests_of(seed, count) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
-    engine_blocks = engine._now.runtime._executor._tiles
+    tiles = engine.stats().tile_bytes
     assert requests
     device.syncs.clear()
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
     assert device.syncs == [], "the host waited for the device inside a pass"
-    tiles = [b.nbytes for b in engine_blocks]
     if policy["weights"]:
         assert policy["weights"] == pytest.approx(report.policy.weights, abs=2 * max(tiles) / sum(tiles))
     if policy["cache"]:

@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.models import checkpoints
+from engines.offload.device.host import HostDevice
 from engines.offload.engine import OffloadEngine
+from engines.offload.executor import Executor
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.layout import tiles_of
 from engines.offload.memory.storage import Plain
@@ -78,7 +80,7 @@ def cache(tmp_path_factory):
 @given(seed=st.integers(0, 1000), count=st.integers(1, 12), policy=policies())
 def test_greedy_output_is_transformers_own(model, reference, cache, seed, count, policy):
     engine, _ = load(model, cache, **policy)
-    held = engine._now.runtime._cache.num_blocks
+    held = engine.stats().num_kv_blocks
     requests = [r for r in requests_of(seed, count) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}
     engine.close()
@@ -104,7 +106,7 @@ def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
         out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=5, min_new_tokens=5)
     third = out[0, len(prompt) + 2].item()
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
-    engine._now.meta_model.eos = (third,)
+    engine.loaded.meta_model.eos = (third,)
     [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
     engine.close()
     assert result.finish_reason == "stop"
@@ -142,7 +144,7 @@ def test_sampling_does_not_depend_on_who_shares_the_pass(model, cache):
     assert found[0] == found[1] == found[2]
 
 
-def test_logits_are_within_one_in_ten_thousand(model, reference, cache):
+def test_logits_are_within_one_in_ten_thousand(model, reference, cache, monkeypatch):
     """One packed pass over ragged prompts against one plain pass for each."""
     rng = random.Random(5)
     pairs = [
@@ -150,9 +152,8 @@ def test_logits_are_within_one_in_ten_thousand(model, reference, cache):
         for n in (0, 1, 9, 30)
     ]
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4)
-    seen = []
-    run = engine._now.runtime._executor.run
-    engine._now.runtime._executor.run = lambda batches: seen.extend(run(batches)) or seen[-len(batches) :]
+    seen, run = [], Executor.run
+    monkeypatch.setattr(Executor, "run", lambda *args: seen.extend(run(*args)) or seen[-len(args[1]) :])
     scores = engine.score(pairs)
     engine.close()
     begin = reference.generation_config.bos_token_id
@@ -173,11 +174,10 @@ def test_logits_are_within_one_in_ten_thousand(model, reference, cache):
     assert error < 1e-4
 
 
-def test_a_packed_pass_computes_no_padding(model, cache):
+def test_a_packed_pass_computes_no_padding(model, cache, monkeypatch):
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=8)
-    rows = []
-    run = engine._now.runtime._executor.run
-    engine._now.runtime._executor.run = lambda batches: rows.extend(len(b.ids) for b in batches) or run(batches)
+    rows, run = [], Executor.run
+    monkeypatch.setattr(Executor, "run", lambda *args: rows.extend(len(b.ids) for b in args[1]) or run(*args))
     requests = requests_of(1, 6, eos=True)
     requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, ignore_eos=True)) for r in requests]
     list(engine.generate(requests))
@@ -196,14 +196,12 @@ def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache):
             model, cache, schedule=schedule, gpu_batch_size=2, num_gpu_batches=batches, weights=(0.0, 0.0, 1.0)
         )
         list(engine.generate(requests))
-        stream = engine._now.runtime._executor._stream
-        one_pass = sum(b.span for b in stream._order)
-        passes = engine._now.runtime.timeline.passes
+        stats = engine.stats()
+        largest = max(tile.span for tile in engine.loaded.tiles)
         assert report.weights_by_tier[1] == 0
-        assert 0 <= stream.bytes_read - passes * one_pass <= stream.slots * max(b.span for b in stream._order), (
-            "what is read beyond is read ahead"
-        )
-        read[schedule] = passes * one_pass
+        read[schedule] = stats.passes * stats.pass_weight_bytes
+        ahead = stats.weight_bytes_read - read[schedule]
+        assert 0 <= ahead <= stats.ring_slots * largest, "what is read beyond the passes is read ahead"
         engine.close()
     assert read["zigzag"] * 4 == read["row"]
 
@@ -234,11 +232,10 @@ def test_activations_on_disk_change_nothing(model, reference, cache, share):
     engine, report = load(model, cache, activations=(0.0, 1 - share, share), **batches)
     requests = requests_of(4, 9)
     results = {r.id: r.tokens for r in engine.generate(requests)}
-    activation_offload = engine._now.runtime._activation_offload
+    stats = engine.stats()
     assert report.policy.activations[2] == share
-    assert activation_offload.rows_on_disk / activation_offload.rows == pytest.approx(
-        share, abs=0.1
-    )  # whole rows of small batches
+    # whole rows of small batches
+    assert stats.activation_rows_on_disk / stats.activation_rows == pytest.approx(share, abs=0.1)
     engine.close()
     assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
 
@@ -267,7 +264,7 @@ def test_without_overlap_nothing_is_read_ahead(model, reference, cache):
     engine, _ = load(model, cache, schedule="zigzag", gpu_batch_size=2, num_gpu_batches=2, overlap=False, **more)
     requests = requests_of(6, 4)
     results = {r.id: r.tokens for r in engine.generate(requests)}
-    spans = engine._now.runtime.timeline.kept
+    spans = engine.loaded.timeline.kept
     engine.close()
     assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
     loads, products = ([s for s in spans if s.lane == lane] for lane in ("load", "compute"))
@@ -287,7 +284,7 @@ def test_without_a_compiler_torch_does_all_of_it(model, reference, tmp_path, mon
 
 def test_closing_frees_what_was_resident(model, cache):
     engine, _ = load(model, cache, weights=(0.0, 1.0, 0.0))
-    held = weakref.ref(next(iter(engine._now.runtime._executor._resident.values())))
+    held = weakref.ref(next(iter(engine.loaded.resident.values())))
     gc.disable()
     try:
         engine.close()
@@ -464,7 +461,7 @@ def test_requests_that_cannot_be_run_are_named_before_any_work(model, cache, pro
     good = GenerationRequest("good", (5, 6), SamplingParams(2))
     with pytest.raises(HarnessError, match=rf"request bad: .*{words}"):
         engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(new))])
-    assert engine._now.runtime.timeline.passes == 0
+    assert engine.stats().passes == 0
     engine.close()
 
 
@@ -591,10 +588,10 @@ def test_what_is_looked_up_is_scaled_in_the_compute_dtype(tmp_path):
     model = checkpoints.prepare(ModelSpec(str(tmp_path / "m")), tmp_path)
     found = meta_model(model)
     converted = convert_into(model, tmp_path)
-    found.bind({name: converted.table(name) for name in found.tables}, converted.small())
+    found.bind({name: converted.table(name) for name in found.tables}, converted.small(), HostDevice())
     exact = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
     ids = torch.arange(5, 50)[None]
-    looked_up = found._module.get_input_embeddings()(ids)
+    looked_up = found.module.get_input_embeddings()(ids)
     assert looked_up.dtype == torch.float32
     assert torch.equal(looked_up, exact.get_input_embeddings()(ids))
 

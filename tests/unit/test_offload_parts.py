@@ -1,4 +1,4 @@
-"""The parts of the offload engine, each against what it must value_topk: layout, schedule, timeline."""
+"""The parts of the offload engine, each against what it must hold to: layout, schedule, timeline."""
 
 import itertools
 
@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.offload.executor import _Joint, _Need
 from engines.offload.memory.layout import ALIGN, Matrix, tiles_of
 from engines.offload.memory.padding import rows_for
 from engines.offload.memory.storage import Grouped, Plain
-from engines.offload.pass_ops import attention_overlaps, pass_ops
+from engines.offload.pass_ops import ALL, attention_overlaps, matrix_spans, pass_ops
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import by_torch
+from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 
 # ------------------------------------------------------------------------------------------------ products
 
@@ -23,7 +23,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((64, 2048), (96, 2048), (96,)))
     exact = x.double() @ weight.double().T + bias.double()
-    joint = _Joint([_Need("m", x[:24], bias), _Need("m", x[24:], bias)], 96)
+    joint = JointGemm([GemmRequest("m", x[:24], bias), GemmRequest("m", x[24:], bias)], 96)
     for tile in tiles_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
         joint.add(by_torch, tile, weight[:, tile.start : tile.stop].contiguous())
 
@@ -62,42 +62,55 @@ def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_
 # ------------------------------------------------------------------------------------------------ schedule
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 6))
-def test_a_pass_loads_each_block_once_and_multiplies_it_once_for_all_batches(tiles, batches, slots):
-    streamed, last = [on_disk for on_disk, _ in tiles], [ends for _, ends in tiles]
-    ops = pass_ops(streamed, last, batches, slots)
+def order(ops, kind, tile, batch):
+    """Where in a pass an operation stands that is for `batch` or for all."""
+    return next(i for i, op in enumerate(ops) if op.kind == kind and op.tile == tile and op.batch in (ALL, batch))
+
+
+def most_slots(ops, batches):
+    """The most tiles that are in the ring at once: a load takes a slot, the last product with the tile frees it."""
+    held, most = set(), 0
+    for op in ops:
+        if op.kind == "load":
+            held.add(op.tile)
+            most = max(most, len(held))
+        elif op.kind == "multiply" and op.batch in (ALL, batches - 1):
+            held.discard(op.tile)
+    return most
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), min_size=1, max_size=15), st.integers(1, 4))
+def test_a_pass_loads_each_tile_once_and_multiplies_it_once_for_all_batches(matrices, batches):
+    starts = list(itertools.accumulate((tiles for _, tiles in matrices), initial=0))
+    spans = [range(a, b) for a, b in itertools.pairwise(starts)]
+    streamed = [on_disk for on_disk, tiles in matrices for _ in range(tiles)]
+    ops = pass_ops(streamed, spans, batches)
     loads = [op.tile for op in ops if op.kind == "load"]
     assert loads == [i for i, on_disk in enumerate(streamed) if on_disk]
     assert [op.tile for op in ops if op.kind == "multiply"] == list(range(len(streamed)))
     for k in range(batches):
-        runs = [op.tile for op in ops if op.kind == "run" and op.batch == k]
-        assert runs == [-1, *(i for i, ends in enumerate(last) if ends)]
-    loaded_at = {}
-    for i, op in enumerate(ops):
-        assert all(0 <= j < i for j in op.after), "what must be done before stands before"
-        if op.kind == "load":
-            loaded_at[op.tile] = i
-        if op.kind == "multiply" and streamed[op.tile]:
-            assert loaded_at[op.tile] in op.after
-        if op.kind == "multiply" and op.tile and last[op.tile - 1]:
-            ready = {ops[j].batch for j in op.after if ops[j].kind == "run"}
-            assert ready == set(range(batches)), "a product waits until every batch has come to it"
-    held, most = set(), 0
-    for op in ops:  # run in order, a slot is taken by a load and freed by the product
-        if op.kind == "load":
-            held.add(op.tile)
-            most = max(most, len(held))
-        elif op.kind == "multiply":
-            held.discard(op.tile)
-    assert most <= slots
+        resumes = [op.tile for op in ops if op.kind == "resume" and op.batch == k]
+        assert resumes == [-1, *(span[-1] for span in spans)]
+        for before, span in zip([range(-1, 0), *spans], spans, strict=False):
+            ready, multiplied = order(ops, "resume", before[-1], k), order(ops, "multiply", span[0], k)
+            assert ready < multiplied, "a product waits until every batch has come to it"
+            assert order(ops, "multiply", span[-1], k) < order(ops, "resume", span[-1], k)
+    for tile in loads:
+        assert order(ops, "load", tile, 0) < order(ops, "multiply", tile, 0)
+    assert most_slots(ops, batches) <= 1, "without overlap a tile is multiplied as soon as it is loaded"
 
 
-def test_a_load_waits_for_the_product_that_frees_its_slot():
-    ops = pass_ops([True] * 4, [False, True] * 2, batches=3, slots=2)
-    loads = [op for op in ops if op.kind == "load"]
-    assert [op.after for op in loads[:2]] == [(), ()]
-    freeing = [ops[op.after[0]] for op in loads[2:]]
-    assert [(op.kind, op.tile) for op in freeing] == [("multiply", 0), ("multiply", 1)]
+def test_a_load_comes_after_the_product_that_frees_its_slot():
+    ops = pass_ops([True] * 4, [range(2), range(2, 4)], batches=3)
+    moves = [(op.kind, op.tile) for op in ops if op.kind in ("load", "multiply")]
+    assert moves == [(kind, tile) for tile in range(4) for kind in ("load", "multiply")]
+
+
+def test_matrices_are_runs_of_tiles():
+    tiles = tiles_of([Matrix(f"m{i}", 8, 8, "f") for i in range(3)], [Plain("float32")] * 3, 16)
+    spans = matrix_spans(tiles)
+    assert [i for span in spans for i in span] == list(range(len(tiles)))
+    assert [{tiles[i].matrix for i in span} for span in spans] == [{"m0"}, {"m1"}, {"m2"}]
 
 
 @given(
@@ -107,7 +120,7 @@ def test_a_load_waits_for_the_product_that_frees_its_slot():
     st.integers(4, 20),
     st.randoms(use_true_random=False),
 )
-def test_batches_take_turns_around_attention(layers, sizes, batches, slots, rng):
+def test_batches_overlap_attention_with_the_products_of_others(layers, sizes, batches, slots, rng):
     """Layers of some matrices before an attention and after it: order, dependencies and slots, for any number."""
     groups, attends = [], []
     for i, (before, after) in enumerate(layers):
@@ -118,30 +131,25 @@ def test_batches_take_turns_around_attention(layers, sizes, batches, slots, rng)
     tiles = [rng.choice(sizes) for _ in groups]
     firsts = [sum(tiles[:i]) for i in range(len(tiles) + 1)]
     spans = [range(a, b) for a, b in itertools.pairwise(firsts)]
-    last = [i + 1 in firsts for i in range(firsts[-1])]
-    streamed = [rng.random() < 0.7 for _ in last]
+    streamed = [rng.random() < 0.7 for _ in range(firsts[-1])]
     overlaps = attention_overlaps(spans, groups, attends, streamed, slots)
-    ops = pass_ops(streamed, last, batches, slots, overlaps)
+    ops = pass_ops(streamed, spans, batches, overlaps)
     assert [op.tile for op in ops if op.kind == "load"] == [i for i, on_disk in enumerate(streamed) if on_disk]
     alone = {tile for overlap in overlaps for tile in (*overlap.before, *overlap.after)}
     for k in range(batches):
-        mine = [op.tile for op in ops if op.kind == "multiply" and op.batch in (-1, k)]
-        assert mine == list(range(len(last))), "each batch meets each tile once, in order"
+        mine = [op.tile for op in ops if op.kind == "multiply" and op.batch in (ALL, k)]
+        assert mine == list(range(len(streamed))), "each batch is multiplied with each tile once, in order"
         assert len([op for op in ops if op.kind == "attend" and op.batch == k]) == len(overlaps)
+        for before, span in zip([range(-1, 0), *spans], spans, strict=False):
+            assert order(ops, "resume", before[-1], k) < order(ops, "multiply", span[0], k)
     assert {op.tile for op in ops if op.kind == "multiply" and op.batch >= 0} == alone
-    held, most = set(), 0
     for i, op in enumerate(ops):
-        assert all(0 <= j < i for j in op.after)
-        if op.kind == "load":
-            held.add(op.tile)
-            most = max(most, len(held))
-        elif op.kind == "multiply" and op.batch in (-1, batches - 1):
-            held.discard(op.tile)
-        elif op.kind == "attend":
-            following = next(j for j in range(i + 1, len(ops)) if ops[j].kind == "run" and i in ops[j].after)
-            between = [o for o in ops[i + 1 : following] if o.kind == "multiply"]
-            assert all(o.batch != op.batch for o in between), "what runs beside an attention is the others'"
-    assert most <= slots
+        if op.kind == "attend":
+            resumed = next(j for j in range(i, len(ops)) if ops[j].kind == "resume" and ops[j].batch == op.batch)
+            assert ops[resumed].tile == op.tile
+            beside = [o for o in ops[i + 1 : resumed] if o.kind == "multiply"]
+            assert all(o.batch != op.batch for o in beside), "what runs beside an attention is the others'"
+    assert most_slots(ops, batches) <= slots
 
 
 # ------------------------------------------------------------------------------------------------ timeline

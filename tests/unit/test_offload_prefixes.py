@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from engines.models import checkpoints
+from engines.offload.executor import Executor
 from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
 from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save
 
@@ -77,19 +78,19 @@ def test_the_choices_of_a_question_are_scored_after_one_reading(engine, referenc
         assert score.logprob == pytest.approx(exact, abs=2e-4)
 
 
-def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference):
+def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference, monkeypatch):
     requests = few_shot(4)
-    run, passes = engine._now.runtime._executor.run, iter(range(100))
+    run, passes = Executor.run, iter(range(100))
 
-    def failing(batches):
+    def failing(executor, batches):
         if next(passes) == 1:
             raise HarnessError("the disk is gone")
-        return run(batches)
+        return run(executor, batches)
 
-    engine._now.runtime._executor.run = failing
+    monkeypatch.setattr(Executor, "run", failing)
     with pytest.raises(HarnessError, match="the disk is gone"):
         list(engine.generate(requests))
-    engine._now.runtime._executor.run = run
+    monkeypatch.undo()
     results = {r.id: r.tokens for r in engine.generate(requests)}
     assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
 

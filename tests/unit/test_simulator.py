@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engines.models import checkpoints
 from engines.models.shapes import shape
-from engines.offload.loader import Loading
+from engines.offload.memory.storage import storages
+from engines.offload.stats import stats_of
 from engines.planning.host_only import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
 from engines.planning.machine import Machine
 from engines.planning.simulator import Placed, Simulator
@@ -19,15 +20,13 @@ from engines.planning.work import Lengths
 from harness import hardware
 from harness.api import (
     GenerationRequest,
-    HardwareLimits,
     HarnessError,
-    Job,
     LocalModel,
     ModelSpec,
     OffloadPolicy,
     SamplingParams,
 )
-from tests.offload import VOCAB, load, save, with_kernels
+from tests.offload import VOCAB, load, save
 
 LAPTOP = hardware.load("laptop_cpu")
 
@@ -61,22 +60,19 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     ]  # fmt: skip
     assert len(list(engine.generate(requests))) == len(lengths)
     metrics = engine.trace().metrics
-    runtime = engine._now.runtime
-    cache, activation_offload = runtime._cache._elsewhere, runtime._activation_offload
-    parked = activation_offload.rows_on_disk if activation_offload else 0
+    loaded = engine.loaded
     engine.close()  # which waits for the last writes: answers do not
-    moved = (cache.bytes_read, cache.bytes_written) if cache else (0, 0)
+    stats = stats_of(loaded)
+    moved = stats.kv_bytes_read, stats.kv_bytes_written
 
-    job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
-    loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)
-    found = Placed(model.shape, loading.tiles, loading.cached, loading.plan)
+    found = Placed(model.shape, loaded.tiles, storages(model.dtype, OffloadPolicy(**policy))[2], loaded.plan)
     simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)
     disk, tasks = LAPTOP.disk, simulator.timeline.tasks
     assert tasks["task_load_cache"] == pytest.approx(moved[0] / disk.read)
     assert tasks["task_store_cache"] == pytest.approx(moved[1] / disk.write)
-    assert bool(tasks["task_move_activations"]) == bool(parked)
+    assert bool(tasks["task_move_activations"]) == bool(stats.activation_rows_on_disk)
     assert simulator.timeline.passes == metrics["passes"]
     assert simulator.timeline.rows == pytest.approx(metrics["rows_per_pass"] * metrics["passes"])
     assert [len(s.times) for s in sequences] == [one.generated for one in lengths]

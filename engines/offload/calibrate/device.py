@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engines.offload.device.protocol import Device
+from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionMetadata, stored_view
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.cuda import DeviceKernels
@@ -28,7 +28,7 @@ _SEQUENCES, _HEADS, _CONTEXT, _DIM, _CALLS = 64, 32, 512, 128, 8
 
 
 def measure(
-    device: Device, name: str, memory: int, kernels: DeviceKernels, rounds: int, dtype: Dtype = "float16"
+    device: Accelerator, name: str, memory: int, kernels: DeviceKernels, rounds: int, dtype: Dtype = "float16"
 ) -> tuple[Processor, Link, dict[str, list[float]]]:
     """The device's rates with weights in `dtype`, the link's, and every sample by its path in a profile."""
     samples: dict[str, list[float]] = {}
@@ -62,7 +62,7 @@ def curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {path.removeprefix(prefix): rate for path, rate in rates.items() if path.startswith(prefix)}
 
 
-def _seconds(device: Device, work: Callable[[], object], rounds: int) -> list[float]:
+def _seconds(device: Accelerator, work: Callable[[], object], rounds: int) -> list[float]:
     """Of each round by the device's clock; the first is not counted."""
     stamps = []
     for _ in range(rounds + 1):
@@ -71,25 +71,25 @@ def _seconds(device: Device, work: Callable[[], object], rounds: int) -> list[fl
     return [max(b - a, 1e-9) for a, b in itertools.pairwise(device.seconds(stamps))]
 
 
-def _rates(device: Device, amount: float, work: Callable[[], object], rounds: int) -> list[float]:
+def _rates(device: Accelerator, amount: float, work: Callable[[], object], rounds: int) -> list[float]:
     return [amount / s for s in _seconds(device, work, rounds)]
 
 
-def _copies(device: Device, rounds: int) -> list[float]:
+def _copies(device: Accelerator, rounds: int) -> list[float]:
     """Bytes/s of one-way copies in its memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, device=device.where)
     target = torch.zeros_like(source)
     return _rates(device, _COPIED, lambda: target.copy_(source), rounds)
 
 
-def _packed(device: Device, stored: Storage, kernels: DeviceKernels) -> torch.Tensor:
+def _packed(device: Accelerator, stored: Storage, kernels: DeviceKernels) -> torch.Tensor:
     """A weight as it is stored."""
     values = torch.full((_HEIGHT, _WIDTH), 0.01, device=device.where)
     return stored_view(kernels.codec(stored).pack(values).view(torch.uint8).flatten(), stored, _HEIGHT, _WIDTH)
 
 
 def _product(
-    device: Device, way: gemm.Arithmetic, stored: Storage, kernels: DeviceKernels, rows: int, rounds: int
+    device: Accelerator, way: gemm.Arithmetic, stored: Storage, kernels: DeviceKernels, rows: int, rounds: int
 ) -> list[float]:
     """Seconds of a product of so many rows; weights take turns, as none comes from a cache when a model runs."""
     weights = itertools.cycle([_packed(device, stored, kernels) for _ in range(4)])
@@ -98,14 +98,14 @@ def _product(
     return _seconds(device, lambda: way.product(x, next(weights), None, out), rounds)
 
 
-def _unpacking(device: Device, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
+def _unpacking(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
     """Values/s."""
     weight, codec = _packed(device, stored, kernels), kernels.codec(stored)
     out = torch.empty(_HEIGHT, _WIDTH, dtype=getattr(torch, dtype), device=device.where)
     return _rates(device, out.numel(), lambda: codec.unpack(weight, out), rounds)
 
 
-def _attention(device: Device, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
+def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
     """Bytes/s of keys and values as they are stored, of one new token of each sequence."""
     kernel, codec = kernels.attention(stored, sparse=False), kernels.codec(stored)
     each = _CONTEXT // BLOCK_SIZE
@@ -123,7 +123,7 @@ def _attention(device: Device, stored: Storage, dtype: Dtype, kernels: DeviceKer
     return _rates(device, _CALLS * nbytes, attend, rounds)
 
 
-def _link(device: Device, rounds: int) -> dict[str, list[float]]:
+def _link(device: Accelerator, rounds: int) -> dict[str, list[float]]:
     """Bytes/s each way, of pinned memory and of memory that is not, whose copies torch waits for."""
     pinned, plain = device.pinned(_COPIED), torch.zeros(_COPIED, dtype=torch.uint8)
     there = torch.zeros(_COPIED, dtype=torch.uint8, device=device.where)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from engines.common.cuda_device import cuda
-from engines.offload.device.protocol import Device
+from engines.offload.device.protocol import Accelerator
 from engines.offload.memory.layout import ALIGN
 from harness.api import HardwareLimits, UnsupportedError, first_line
 
 
-def opened(limits: HardwareLimits, attention_units: int | None = None) -> Device | None:
+def opened(limits: HardwareLimits, attention_units: int | None = None) -> Accelerator | None:
     """The device that `limits` give, of whose memory torch gives out no more than they say beside CUDA's own; None
     where they give none. `attention_units`: multiprocessors that attention beside products is held to.
 
@@ -24,7 +23,7 @@ def opened(limits: HardwareLimits, attention_units: int | None = None) -> Device
     return None if cuda(limits) is None else Cuda(attention_units)
 
 
-def attached() -> tuple[Device, str, int] | None:
+def attached() -> tuple[Accelerator, str, int] | None:
     """The CUDA device of this host, its name and bytes that programs can have; None where there is none."""
     if not torch.cuda.is_available():
         return None
@@ -37,7 +36,7 @@ class Cuda:
 
     def __init__(self, attention_units: int | None = None) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device())
-        self._up, self._blocks, self._down = (torch.cuda.Stream() for _ in range(3))
+        self._up, self._kv, self._down = (torch.cuda.Stream() for _ in range(3))
         self._side, self.partition, self._context = _side_stream(attention_units)
         self._pinned = 0
         self._origin = torch.cuda.Event(enable_timing=True)
@@ -61,10 +60,10 @@ class Cuda:
         return found
 
     def copy(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), blocks: bool = False
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), kv: bool = False
     ) -> torch.cuda.Event:
         down = bool(pairs) and pairs[0][0].device.type == "cpu"
-        stream = self._down if down else self._blocks if blocks else self._up
+        stream = self._down if down else self._kv if kv else self._up
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)
@@ -95,12 +94,12 @@ class Cuda:
         self.mark().synchronize()
         return found
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def run_async(self, work: Callable[[], None]) -> torch.cuda.Event:
         before = self.mark()
         with torch.cuda.stream(self._side):
             self._side.wait_event(before)
-            yield
+            work()
+            return self.mark()
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor.record_stream(torch.cuda.current_stream())

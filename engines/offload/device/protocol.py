@@ -1,73 +1,47 @@
-"""What the engine asks of a device beside torch's operations: copies, events, pinned memory, streams, times.
+"""What the engine needs of whatever computes: torch's operations aside, uploads, work beside other work, times.
 
-cuda.py has CUDA's; a test can put a device of its own in place.
+host.py implements it for the CPU, cuda.py for a CUDA device; tests put a device of their own in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 
 class Event(Protocol):
-    """A place in a stream of a device's work."""
+    """A point in a stream of work."""
 
     def synchronize(self) -> None:
-        """Returns when the device has come there; other work goes on."""
+        """Blocks until the work before it is done; other work goes on."""
         ...
 
 
 class Device(Protocol):
-    """What the engine asks of a device. Work of a thread is in its compute stream, copies are in streams of their own.
-
-    `partition`: how the stream of `beside` is set apart, in words.
-    """
+    """Where a model computes. `partition` says how the stream of `run_async` is set apart, empty where it is not."""
 
     where: torch.device
     partition: str
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory uint8 [nbytes] that the device copies from and to by itself; `nbytes` is a power of two."""
-        ...
-
-    def copy(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = (), blocks: bool = False
-    ) -> Event:
-        """Begins copies (to, from) between pinned memory and the device, all one way, once `after` have come.
-
-        What goes down has a stream, and what comes up two: what is of the cache, `blocks`, must not wait behind weights
-        that wait for a slot.
-        """
-        ...
-
-    def mark(self) -> Event:
-        """After all that this thread has asked the device to compute."""
-        ...
-
-    def join(self, event: Event) -> None:
-        """What this thread asks for from now on begins after `event`; does not wait."""
-        ...
-
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small host tensor on the device, in this thread's stream; does not wait."""
-        ...
-
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """A tensor in host memory, and when it will be there; does not wait."""
+        """A small host tensor where the model computes, in this thread's stream; does not block."""
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in host memory; waits until it has been computed and copied, not for other streams."""
+        """A tensor in host memory; blocks until it has been computed and copied, but not for other streams."""
         ...
 
-    def beside(self) -> AbstractContextManager[None]:
-        """What is asked for inside runs in a stream of its own, after all that this thread has asked for before.
+    def run_async(self, work: Callable[[], None]) -> Event:
+        """Runs `work` beside what this thread does next, after all that this thread has asked for before.
 
-        What it takes from there must be held until this thread has merge_attention_states it again.
+        The operands of `work` must be held until this thread has joined the event.
         """
+        ...
+
+    def join(self, event: Event) -> None:
+        """What this thread asks for from now on runs after `event`."""
         ...
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,13 +53,41 @@ class Device(Protocol):
         ...
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device came to each stamp, by `time.perf_counter`; waits for them."""
-        ...
-
-    def close(self) -> None:
-        """Gives memory that nobody holds any more back to the system."""
+        """When each stamp was reached, on the clock of `time.perf_counter`; blocks until all were."""
         ...
 
     def memory(self) -> dict[str, float]:
-        """Peaks in bytes: what tensors took, what the allocator held, what is pinned in host memory."""
+        """Peaks in bytes by metric name: tensors, the allocator, pinned host memory. Empty for the host."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads and returns unused memory to the system. Idempotent."""
+        ...
+
+
+class Accelerator(Device, Protocol):
+    """A device with memory of its own. A thread's work goes to its compute stream, copies go to streams of their
+    own."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory uint8 [nbytes], for copies that need no CPU; `nbytes` is a power of two."""
+        ...
+
+    def copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = (), kv: bool = False
+    ) -> Event:
+        """Starts copies (to, from) between pinned memory and the device, all in one direction, once `after` are
+        reached.
+
+        Downloads have one stream and uploads two: KV blocks (`kv`) must not queue behind weight tiles that wait for a
+        slot.
+        """
+        ...
+
+    def mark(self) -> Event:
+        """After everything that this thread has asked the device to compute."""
+        ...
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """A tensor in host memory, and when it will be there; does not block."""
         ...

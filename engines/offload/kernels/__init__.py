@@ -1,6 +1,7 @@
 """Kernels that torch has not: in C++, built once with the host's compiler, with a reference in their place."""
 
 from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata, merge_attention_states, unmoved
+from engines.offload.kernels.base import KernelSet
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.codec import Quantizer, stored_view
 from engines.offload.kernels.gemm import Product
@@ -11,6 +12,7 @@ __all__ = [
     "AttentionKernel",
     "AttentionMetadata",
     "Hadamard",
+    "KernelSet",
     "Kernels",
     "NoCompilerError",
     "Product",

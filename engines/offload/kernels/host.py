@@ -56,8 +56,8 @@ class Kernels:
                 self._miss(exc)
         return None
 
-    def attention(self, stored: Storage) -> AttentionKernel:
-        """Attention over a cache that is `stored` so."""
+    def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
+        """Attention over a cache that is `stored` so; both kernels also serve `sparse` values."""
         if not self.note:
             try:
                 return compiled_attention(stored, self._cache, self._threads)

@@ -1,129 +1,131 @@
-"""Attention of a packed batch over the paged cache: each token sees its own sequence, up to itself."""
+"""Attention of a packed batch over the paged KV cache: each token attends to its own sequence, up to itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import AttentionKernel, AttentionMetadata, Hadamard, unmoved
+from engines.offload.kernels import AttentionKernel, AttentionMetadata, Hadamard
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.layer_blocks import Target
-from engines.offload.kv_cache.host_attention import HostAttention, HostAttentionBatch, count
-from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.kv_cache.host_attention import HostAttention, HostAttentionTask, HostChunks
+from engines.offload.kv_cache.paged_cache import Chunk, PagedCache
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.timeline import Timeline
 
-#: (what begins the work, and gives what ends it) -> the output
-Aside = Callable[[Callable[[], Callable[[], torch.Tensor]]], torch.Tensor]
-
 
 @dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of one sequence in a packed batch: `count` rows, after `cached` tokens, on `block_table`."""
+class AttentionContext:
+    """What every attention of a loaded model shares.
 
-    count: int
-    cached: int
-    block_table: Sequence[int]
+    `value_topk`: see AttentionSpec. `hadamard` spreads outlier columns of keys and values before they are quantized;
+    None where they are not. `host_attention` attends to blocks in host memory while `device` computes. `run` executes a
+    task, perhaps beside the products of other batches.
+    """
+
+    cache: PagedCache
+    kernel: AttentionKernel
+    timeline: Timeline
+    device: Device
+    run: Callable[[AttentionTask], torch.Tensor]
+    value_topk: float = 1.0
+    hadamard: Hadamard | None = None
+    host_attention: HostAttention | None = None
 
 
 class PackedAttention:
-    """Appends the batch's keys and values to the cache, then attends by `kernel`.
+    """The attention of one packed batch, whose rows are those of `chunks`, one after the other.
 
-    What is attended to is always what the cache holds, in its precision, whether it was computed in this pass or
-    an earlier one: so a result does not depend on how a prompt was cut into passes. `value_topk`: see AttentionSpec.
-    `aside` does the work, and may do it beside others'. `hadamard`: what keys and values go through before they are
-    stored; see kernels/rotation.py. `device`: where the batch is, or None for the host. `home`: attends to blocks in
-    host memory, where single tokens see some.
+    The batch's keys and values are appended to the cache first. Attention reads what the cache holds, in its precision,
+    whether this pass or an earlier one computed it: results do not depend on how a prompt was cut into passes.
     """
 
-    def __init__(
-        self,
-        cache: PagedCache,
-        segments: Sequence[Segment],
-        kernel: AttentionKernel,
-        timeline: Timeline,
-        value_topk: float = 1.0,
-        aside: Aside = lambda begin: begin()(),
-        hadamard: Hadamard | None = None,
-        device: Device | None = None,
-        home: HostAttention | None = None,
-    ) -> None:
-        self._cache = cache
-        self._value_topk = value_topk
-        self._aside = aside
-        self._hadamard = hadamard
-        self._kernel = kernel
-        self._timeline = timeline
-        put = unmoved if device is None else device.upload
-        self._device = device
-        self._home = home
-        self._part: HostAttentionBatch | None = None
-        self._written_at_home: frozenset[int] = frozenset()
-        seen = segments
-        if home is not None and device is not None:
-            seen = self._without_home(segments, cache, device)
-        longest = max(1, *(len(s.block_table) for s in seen))
-        table = torch.tensor([[*s.block_table, *[0] * (longest - len(s.block_table))] for s in seen], dtype=torch.int32)
-        counts, before = [s.count for s in seen], [s.cached for s in seen]
-        self._segments = AttentionMetadata.of(counts, before, cache.places(table), put)
-        new = [(s, t) for s in segments for t in range(s.cached, s.cached + s.count)]
-        places = [(row, s.block_table[t // BLOCK_SIZE], t % BLOCK_SIZE) for row, (s, t) in enumerate(new)]
-        own = [place for place in places if place[0] not in self._written_at_home]
-        tokens, blocks, offsets = torch.tensor(own, dtype=torch.long).view(-1, 3).unbind(1)
-        self._targets = [
-            Target(None if t.tokens is None else put(t.tokens), put(t.blocks), put(t.offsets), t.staged)
-            for t in cache.targets(None if len(own) == len(places) else tokens, blocks, offsets)
+    def __init__(self, context: AttentionContext, chunks: Sequence[Chunk]) -> None:
+        self.context = context
+        cache, upload = context.cache, context.device.upload
+        self.host_chunks: HostChunks | None = None
+        seen = [(chunk.count, chunk.cached, chunk.block_table) for chunk in chunks]
+        if context.host_attention is not None:
+            on_host = [i for i, chunk in enumerate(chunks) if cache.attends_on_host(chunk)]
+            if on_host:
+                rows = list(accumulate((chunk.count for chunk in chunks), initial=0))
+                self.host_chunks = context.host_attention.select(
+                    [rows[i] for i in on_host], [chunks[i] for i in on_host], cache.num_device_blocks
+                )
+                for i, rest in zip(on_host, self.host_chunks.on_device, strict=True):
+                    seen[i] = rest
+        counts, cached, tables = zip(*seen, strict=True)
+        longest = max(1, *map(len, tables))
+        block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
+        self.metadata = AttentionMetadata.of(counts, cached, cache.resolve(block_table), upload)
+        self.slot_mapping = [
+            Target(None if t.tokens is None else upload(t.tokens), upload(t.blocks), upload(t.offsets), t.staged)
+            for t in self._slots(chunks)
         ]
-
-    def _without_home(self, segments: Sequence[Segment], cache: PagedCache, device: Device) -> list[Segment]:
-        """What the device attends to; of a single token that sees blocks at home the others, put one after the
-        other."""
-        found, part, row = [], [], 0
-        for s in segments:
-            total = s.cached + s.count
-            if cache.attends_on_host(s.block_table, s.count):
-                part.append((row, s.block_table, total))
-                own = [block for block in s.block_table if block < cache.first_elsewhere]
-                found.append(Segment(1, count(s.block_table, total, lambda p: p < cache.first_elsewhere) - 1, own))
-            else:
-                found.append(s)
-            row += s.count
-        if part:
-            rows, blocks, totals = zip(*part, strict=True)
-            self._part = HostAttentionBatch(rows, blocks, totals, cache.first_elsewhere, device)
-            self._written_at_home = self._part.new_rows
-        return found
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
+        return self.context.run(AttentionTask(self, layer, query, key, value, spec))
 
-        def begin() -> Callable[[], torch.Tensor]:
-            blocks = self._cache.layer(layer)
-            began = self._timeline.now()  # not before: what the cache waits for has a lane of its own
-            hadamard = self._hadamard
-            asking, *new = (hadamard(x) if hadamard else x for x in (query, key, value))
-            if self._device is not None:
-                asking = asking.to(query.dtype)  # as its matrix units take it
-            with_own = None
-            if self._home is not None and self._part is not None:
-                with_own = self._home.begin(self._part, layer, asking, new, spec)
-            self._cache.write(blocks, self._targets, *new)
-            lse = None
-            if with_own is not None:
-                lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
-            out = self._kernel(asking, blocks, self._segments, replace(spec, value_topk=self._value_topk), lse)
-            self._timeline.add("attention", f"layer {layer}", began, self._timeline.now())
-            self._cache.leave(layer)
-            finish = self._kept(out) if with_own is None or lse is None else with_own(out, lse)
-            return finish if hadamard is None else lambda: hadamard(finish()).to(query.dtype)
+    def _slots(self, chunks: Sequence[Chunk]) -> list[Target]:
+        """Where the batch's keys and values are written, but for rows that host attention writes."""
+        written_on_host = frozenset() if self.host_chunks is None else self.host_chunks.written_rows
+        tokens = [(c.block_table, t) for c in chunks for t in range(c.cached, c.cached + c.count)]
+        slots = [
+            (row, table[token // BLOCK_SIZE], token % BLOCK_SIZE)
+            for row, (table, token) in enumerate(tokens)
+            if row not in written_on_host
+        ]
+        rows, blocks, offsets = torch.tensor(slots, dtype=torch.long).view(-1, 3).unbind(1)
+        return self.context.cache.slot_mapping(None if len(slots) == len(tokens) else rows, blocks, offsets)
 
-        return self._aside(begin)  # until then the operands are held here
 
-    def _kept(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
-        device = self._device
-        return lambda: out if device is None else device.keep(out)
+class AttentionTask:
+    """One layer's attention of one batch: `launch` asks for it, `wait` gives the output. Holds its operands until then.
+
+    Both are called once, in this order; a thread or stream of its own may run `launch`.
+    """
+
+    def __init__(
+        self, batch: PackedAttention, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> None:  # fmt: skip
+        self._batch = batch
+        self._layer = layer
+        self._operands = query, key, value
+        self._spec = spec
+        self._on_host: HostAttentionTask | None = None
+        self._lse: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+
+    def launch(self) -> None:
+        """Writes keys and values to the cache and calls the kernel; blocks while the cache's blocks arrive."""
+        batch, context, layer = self._batch, self._batch.context, self._layer
+        blocks = context.cache.layer(layer)
+        began = context.timeline.now()  # not before: the cache's waits have a lane of their own
+        dtype = self._operands[0].dtype
+        query, key, value = (context.hadamard(x) if context.hadamard else x for x in self._operands)
+        query = query.to(dtype) if context.device.where.type != "cpu" else query  # a device's matrix units take 16 bits
+        if context.host_attention is not None and batch.host_chunks is not None:
+            self._on_host = context.host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)
+            self._lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        context.cache.write(blocks, batch.slot_mapping, key, value)
+        spec = replace(self._spec, value_topk=context.value_topk)
+        self._output = context.kernel(query, blocks, batch.metadata, spec, self._lse)
+        context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
+        context.cache.leave(layer)
+
+    def wait(self) -> torch.Tensor:
+        """The output [tokens, heads, dim] for the caller's stream."""
+        context = self._batch.context
+        assert self._output is not None
+        output = context.device.keep(self._output)
+        if self._on_host is not None and self._lse is not None:
+            output = self._on_host.merge_into(output, context.device.keep(self._lse))
+        return output if context.hadamard is None else context.hadamard(output).to(self._operands[0].dtype)

@@ -1,4 +1,4 @@
-"""Keys and values whose home is the disk: read a layer ahead of attention, and written back behind it."""
+"""KV blocks on disk: read a layer ahead of attention, and written back behind it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ _PIECE = 2 << 20
 
 
 class DiskBlocks:
-    """`blocks` blocks in a file without a name, each with a record of `record` bytes, a multiple of ALIGN, a layer.
+    """`num_blocks` blocks in an unnamed file, with a record of `record` bytes (a multiple of ALIGN) a layer each.
 
-    The blocks of a pass are staged in memory, one layer after the other. `start` says which they are; `staged` waits
-    for a layer; `done` says that all have attended to it, so that what is new in it is written back and its place is
-    free for the layer after the next. One thread keeps that order, so that a record is never read before it is
-    written. An error of it is raised by the next call. Without `ahead` a layer is read when it is asked for and written
-    before `done` returns.
+    See OffloadedBlocks. The blocks of a pass are staged in memory, layer by layer; what a layer's attention has written
+    is written back after `done`, and its stage then serves the layer after the next. One thread keeps that order, so no
+    record is read before it is written; its errors are raised by the next call. Without `ahead` a layer is read when
+    attention asks for it and written before `done` returns.
     """
 
     def __init__(
         self,
         folder: Path,
         layers: int,
-        blocks: int,
+        num_blocks: int,
         record: int,
         timeline: Timeline,
         throttle: Throttle,
@@ -46,13 +45,13 @@ class DiskBlocks:
     ) -> None:
         self._layers = layers
         self._ahead = STAGES if ahead else 0  # layers that are asked for before they are needed
-        self.num_blocks = blocks
+        self.num_blocks = num_blocks
         self._record = record
         self._timeline = timeline
-        self._file = DiskFile(folder, layers * blocks * record, "cache", throttle)
+        self._file = DiskFile(folder, layers * num_blocks * record, "cache", throttle)
         self.direct = self._file.direct
-        self._memory = memoryview(direct_buffer(STAGES * blocks * record))
-        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, blocks * record)
+        self._memory = memoryview(direct_buffer(STAGES * num_blocks * record))
+        self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, num_blocks * record)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._arrived = threading.Condition()
         self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
@@ -66,26 +65,22 @@ class DiskBlocks:
         self._keeper = threading.Thread(target=self._work, name="cache", daemon=True)
         self._keeper.start()
 
-    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
-        """Begins a pass: `known` blocks hold something, `touched` ones will. Where each is staged, by block:
-        [blocks]."""
-        found = staging(self.num_blocks, known, touched, max(1, _PIECE // self._record))
-        self._read, self._write = found.read, found.write
+    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
+        stages = staging(self.num_blocks, filled, written, max(1, _PIECE // self._record))
+        self._read, self._write = stages.read, stages.write
         self._first += self._layers
         self._left = self._layers
         for _ in range(min(self._ahead, self._layers)):
             self._ask()
-        return found.slots
+        return stages.slots
 
     def staged(self, layer: int) -> torch.Tensor:
-        """The records uint8 [blocks * record] of this pass's blocks in a layer, in the order of `start`."""
         if self._layers - self._left <= layer:
             self._ask()
         self._wait(lambda: self._ready >= self._first + layer)
         return self._stages[layer % STAGES]
 
     def done(self, layer: int) -> None:
-        """All have attended to a layer."""
         number, runs = self._first + layer, self._write
 
         def write() -> None:

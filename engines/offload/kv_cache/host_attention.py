@@ -1,123 +1,126 @@
-"""Attention by the host to blocks in host memory, while the device attends to the others and computes on.
+"""Host attention: the CPU attends to KV blocks in host memory while the device attends to its own and computes on.
 
-Only queries and the new tokens' keys and values go down and what was attended to comes up, not the blocks: FlexGen
-(Sheng et al. 2023), section 4.1, "CPU computation", here with quantized blocks too, and with the blocks of one sequence
-on both sides, whose parts are put together.
+Queries and the new tokens' keys and values go down and outputs come up, never the blocks: FlexGen (Sheng et al. 2023),
+section 4.1, "CPU computation", here for quantized blocks too, and for sequences with blocks on both sides, whose two
+attention states are merged.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
-from engines.offload.device.protocol import Device
+from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, Quantizer, merge_attention_states
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kv_cache.host_blocks import HostBlocks
-from engines.offload.memory.kv_blocks import BLOCK_SIZE
+from engines.offload.kv_cache.paged_cache import Chunk
+from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.timeline import Timeline
 
-#: How far the device is and what makes it whole: attention's output [tokens, heads, dim].
-Finish = Callable[[], torch.Tensor]
 
+class HostChunks:
+    """The chunks of a batch that host attention serves: single tokens, in rows `rows` of the batch.
 
-class HostAttentionBatch:
-    """Of a batch the tokens whose sequences have blocks at home: row `rows[i]` is of `blocks[i]`, its `totals[i]` th.
-
-    Blocks from `first` on are at home; the rows are one token each.
+    Blocks from `first` on are in host memory. `on_device`: of each chunk what the device attends to, as (new tokens,
+    tokens before, block table). `written_rows`: rows whose keys and values belong to host blocks.
     """
 
-    def __init__(
-        self, rows: Sequence[int], blocks: Sequence[Sequence[int]], totals: Sequence[int], first: int, device: Device
-    ) -> None:
-        at_home = [[p - first for p in own if p >= first] for own in blocks]
-        longest = max(map(len, at_home))
-        table = torch.tensor([[*own, *[0] * (longest - len(own))] for own in at_home], dtype=torch.int32)
-        counts = [count(own, total, lambda block: block >= first) for own, total in zip(blocks, totals, strict=True)]
-        self.segments = AttentionMetadata.of([1] * len(rows), [n - 1 for n in counts], table)
-        self.rows = device.upload(torch.tensor(rows, dtype=torch.long))
-        new = [
-            (row, own[(total - 1) // BLOCK_SIZE] - first, (total - 1) % BLOCK_SIZE)
-            for row, own, total in zip(rows, blocks, totals, strict=True)
+    def __init__(self, rows: Sequence[int], chunks: Sequence[Chunk], first: int, device: Accelerator) -> None:
+        tables = [[block - first for block in chunk.block_table if block >= first] for chunk in chunks]
+        longest = max(map(len, tables))
+        block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
+        tokens = [_tokens(chunk, lambda block: block >= first) for chunk in chunks]
+        self.metadata = AttentionMetadata.of([1] * len(rows), [n - 1 for n in tokens], block_table)
+        self.on_device = [
+            (1, _tokens(chunk, lambda block: block < first) - 1, [b for b in chunk.block_table if b < first])
+            for chunk in chunks
         ]
-        written = torch.tensor([place for place in new if place[1] >= 0], dtype=torch.long).view(-1, 3)
-        self.new_rows = frozenset(written[:, 0].tolist())
+        slots = [
+            (row, chunk.block_table[chunk.cached // BLOCK_SIZE] - first, chunk.cached % BLOCK_SIZE)
+            for row, chunk in zip(rows, chunks, strict=True)
+        ]
+        written = torch.tensor([slot for slot in slots if slot[1] >= 0], dtype=torch.long).view(-1, 3)
+        self.rows = device.upload(torch.tensor(rows, dtype=torch.long))
         self.written = device.upload(written[:, 0].clone())
+        self.written_rows = frozenset(written[:, 0].tolist())
         self.blocks, self.offsets = written[:, 1], written[:, 2]
 
 
-def count(blocks: Sequence[int], total: int, among: Callable[[int], bool]) -> int:
-    """Of the first `total` tokens on `blocks` those on blocks `among` some."""
-    return sum(min(BLOCK_SIZE, total - i * BLOCK_SIZE) for i, block in enumerate(blocks[: -(-total // BLOCK_SIZE)])
-               if among(block))  # fmt: skip
+def _tokens(chunk: Chunk, on: Callable[[int], bool]) -> int:
+    """Of a chunk's sequence, up to its end, the tokens in blocks `on` one side."""
+    total = chunk.cached + chunk.count
+    table = chunk.block_table[: blocks_for(total)]
+    return sum(min(BLOCK_SIZE, total - i * BLOCK_SIZE) for i, block in enumerate(table) if on(block))
+
+
+class HostAttentionTask:
+    """A layer's host attention that runs: its output and log-sum-exp, to be merged into the device's."""
+
+    def __init__(
+        self, chunks: HostChunks, device: Accelerator, state: Future[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self._chunks = chunks
+        self._device = device
+        self._state = state
+
+    def merge_into(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """`output` [tokens, heads, dim] of the device, of log-sum-exp `lse` [tokens, heads], made whole in place."""
+        host, host_lse = (self._device.upload(tensor) for tensor in self._state.result())
+        rows = self._chunks.rows
+        whole = merge_attention_states(output[rows], lse[rows], host.to(output.dtype), host_lse)
+        return output.index_copy_(0, rows, whole)
 
 
 class HostAttention:
-    """Attends by the host's `kernel` to blocks whose keys and values are stored by `codec`, in a thread of its own."""
+    """Attends by the host's `kernel` to `blocks` whose keys and values `quantizer` stores, in a thread of its own."""
 
     def __init__(
-        self, home: HostBlocks, kernel: AttentionKernel, codec: Quantizer, device: Device, timeline: Timeline
+        self, blocks: HostBlocks, kernel: AttentionKernel, quantizer: Quantizer, device: Accelerator, timeline: Timeline
     ) -> None:
-        self._home = home
+        self._blocks = blocks
         self._kernel = kernel
-        self._codec = codec
+        self._quantizer = quantizer
         self._device = device
         self._timeline = timeline
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="home-attention")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-attention")
+
+    def select(self, rows: Sequence[int], chunks: Sequence[Chunk], first: int) -> HostChunks:
+        """Of a batch the `chunks`, in `rows` of it, whose blocks from `first` on it attends to."""
+        return HostChunks(rows, chunks, first, self._device)
 
     def settle(self) -> None:
-        """Waits for what a pass that was broken off has begun."""
+        """Waits for what a pass that failed has launched."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
         self._thread.shutdown()
 
-    def begin(
-        self,
-        part: HostAttentionBatch,
-        layer: int,
-        query: torch.Tensor,
-        new: Sequence[torch.Tensor],
-        spec: AttentionSpec,
-    ) -> Callable[[torch.Tensor, torch.Tensor], Finish]:
-        """Starts with a batch's operands, on the device: query [heads, tokens, dim], `new` keys and values alike.
-
-        What is returned takes the device's own part of the output, and its lse, and gives what puts the two together.
-        """
-        asked = [query[:, part.rows], *(values[:, part.written] for values in new)]
-        below = [self._device.fetch(tensor) for tensor in asked]
-        plain = replace(spec, sinks=None)  # they count once, on the device
+    def launch(
+        self, chunks: HostChunks, layer: int, query: torch.Tensor, new: Sequence[torch.Tensor], spec: AttentionSpec
+    ) -> HostAttentionTask:
+        """Starts with a batch's operands on the device: query [heads, tokens, dim], `new` keys and values alike."""
+        operands = [query[:, chunks.rows], *(values[:, chunks.written] for values in new)]
+        fetched = [self._device.fetch(tensor) for tensor in operands]
+        without_sinks = replace(spec, sinks=None)  # they count once, on the device
 
         @torch.inference_mode()
         def attend() -> tuple[torch.Tensor, torch.Tensor]:
-            for _, event in below:
+            for _, event in fetched:
                 event.synchronize()
             began = time.perf_counter()
-            asking, *written = (tensor for tensor, _ in below)
-            blocks = self._home.at_home(layer)
-            for which, values in enumerate(written):
-                blocks.put(which, part.blocks, part.offsets, self._codec.pack(values.transpose(0, 1)))
-            lse = torch.empty(asking.shape[1], asking.shape[0])
-            out = self._kernel(asking, blocks, part.segments, plain, lse)
+            host_query, *host_new = (tensor for tensor, _ in fetched)
+            blocks = self._blocks.host_layer(layer)
+            for which, values in enumerate(host_new):
+                blocks.put(which, chunks.blocks, chunks.offsets, self._quantizer.pack(values.transpose(0, 1)))
+            lse = torch.empty(host_query.shape[1], host_query.shape[0])
+            output = self._kernel(host_query, blocks, chunks.metadata, without_sinks, lse)
             self._timeline.add("host attention", f"layer {layer}", began, time.perf_counter())
-            return out, lse
+            return output, lse
 
-        found = self._thread.submit(attend)
-
-        def with_own(own: torch.Tensor, own_lse: torch.Tensor) -> Finish:
-            def finish() -> torch.Tensor:
-                out, lse = (self._device.upload(tensor) for tensor in found.result())
-                rows = part.rows
-                whole = merge_attention_states(
-                    self._device.keep(own)[rows], self._device.keep(own_lse)[rows], out.to(own.dtype), lse
-                )
-                return own.index_copy_(0, rows, whole)
-
-            return finish
-
-        return with_own
+        return HostAttentionTask(chunks, self._device, self._thread.submit(attend))

@@ -1,7 +1,7 @@
-"""Keys and values whose home is pinned host memory: on the device a layer ahead of attention, and back behind it.
+"""KV blocks in pinned host memory: copied to the device a layer ahead of attention, and back behind it.
 
-Copies of a pass follow each other in the device's two copy streams, each after the events that it must not overtake:
-the host asks for them and goes on.
+A pass enqueues its copies in the device's two copy streams, each after the events that it must not overtake; the host
+does not block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.offload.device.protocol import Device, Event
+from engines.offload.device.protocol import Accelerator, Event
 from engines.offload.kv_cache.staging import Run, staging
 from engines.offload.memory.kv_blocks import STAGES, blocks_per_piece
 
@@ -54,81 +54,84 @@ def _as_blocks(piece: torch.Tensor, block: Sequence[int], dtype: torch.dtype) ->
 
 
 class HostBlocks:
-    """`blocks` blocks of `page_shape`, stored as `dtype`, by layer in pieces of pinned memory; see StagedBlocks and
-    blocks.pieces.
+    """`num_blocks` blocks of `block_shape` and `dtype`, by layer in `pieces` of pinned memory; see OffloadedBlocks.
 
-    A layer of them is staged on the device while the layer before is attended to. Without `ahead` it is copied when
-    it is asked for, and copied back before `done` returns.
+    A layer is staged on the device while the layer before is attended to. Without `ahead` it is copied when attention
+    asks for it, and copied back before `done` returns.
     """
 
     def __init__(
         self,
-        home: Sequence[Sequence[torch.Tensor]],
-        blocks: int,
-        page_shape: Sequence[int],
+        pieces: Sequence[Sequence[torch.Tensor]],
+        num_blocks: int,
+        block_shape: Sequence[int],
         dtype: torch.dtype,
-        device: Device,
+        device: Accelerator,
         ahead: bool = True,
     ) -> None:
-        self.num_blocks = blocks
-        self._home = home
-        self._record = record = math.prod(page_shape) * dtype.itemsize
-        self._whole = blocks_per_piece(record)
-        self._views = [[_as_blocks(piece, page_shape, dtype) for piece in layer] for layer in home]
+        self.num_blocks = num_blocks
+        self._pieces = pieces
+        self._record = record = math.prod(block_shape) * dtype.itemsize
+        self._per_piece = blocks_per_piece(record)
+        self._views = [[_as_blocks(piece, block_shape, dtype) for piece in layer] for layer in pieces]
         self._device = device
         self._ahead = STAGES if ahead else 0
-        self._stages = torch.empty(STAGES, blocks * record, dtype=torch.uint8, device=device.where)
+        self._stages = torch.empty(STAGES, num_blocks * record, dtype=torch.uint8, device=device.where)
         self._free: list[Sequence[Event]] = [()] * STAGES  # when a stage may be overwritten
-        self._back: dict[int, Event] = {}  # by layer, when the last pass's blocks were home
-        self._there: dict[int, Sequence[Event]] = {}  # by layer of this pass, when its blocks are staged
+        self._written_back: dict[int, Event] = {}  # by layer, the end of the last pass's copies to the host
+        self._staged: dict[int, Sequence[Event]] = {}  # by layer of this pass, what its staged blocks wait for
+        self.bytes_read = self.bytes_written = 0
         self._read: Sequence[Run] = ()
         self._write: Sequence[Run] = ()
 
-    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
-        found = staging(self.num_blocks, known, touched, self._whole, self._whole)
-        self._read, self._write = found.read, found.write
-        self._there = {}
-        for layer in range(min(self._ahead, len(self._home))):
+    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
+        stages = staging(self.num_blocks, filled, written, self._per_piece, self._per_piece)
+        self._read, self._write = stages.read, stages.write
+        self._staged = {}
+        for layer in range(min(self._ahead, len(self._pieces))):
             self._stage(layer)
-        return found.slots
+        return stages.slots
 
     def staged(self, layer: int) -> torch.Tensor:
-        if layer not in self._there:
+        if layer not in self._staged:
             self._stage(layer)
-        for event in self._there[layer]:
+        for event in self._staged[layer]:
             self._device.join(event)
         return self._stages[layer % STAGES]
 
-    def at_home(self, layer: int) -> HostLayer:
-        """A layer's blocks where they are at home, for the host; waits until what was copied back is there."""
-        if layer in self._back:
-            self._back[layer].synchronize()
+    def host_layer(self, layer: int) -> HostLayer:
+        """A layer's blocks in host memory, for the host to read and write; waits until what the device wrote is
+        there."""
+        if layer in self._written_back:
+            self._written_back[layer].synchronize()
         return HostLayer(self._views[layer])
 
     def done(self, layer: int) -> None:
         attended = self._device.mark()
         last = attended
         if self._write:
-            pairs = [(self._at_home(layer, run), self._on_device(layer, run)) for run in self._write]
-            last = self._device.copy(pairs, (attended,), blocks=True)
-        self._back[layer] = last
+            pairs = [(self._on_host(layer, run), self._on_device(layer, run)) for run in self._write]
+            last = self._device.copy(pairs, (attended,), kv=True)
+            self.bytes_written += sum(run.count for run in self._write) * self._record
+        self._written_back[layer] = last
         self._free[layer % STAGES] = (attended, last)
         if not self._ahead:
             last.synchronize()
-        elif layer + STAGES < len(self._home):
+        elif layer + STAGES < len(self._pieces):
             self._stage(layer + STAGES)
 
     def _stage(self, layer: int) -> None:
-        """Asks for the copies of a layer's blocks to their places on the device."""
-        after = [*self._free[layer % STAGES], *([self._back[layer]] if layer in self._back else [])]
-        self._there[layer] = after
+        """Enqueues the copies of a layer's blocks to their slots on the device."""
+        after = [*self._free[layer % STAGES], *([self._written_back[layer]] if layer in self._written_back else [])]
+        self._staged[layer] = after
         if self._read:
-            pairs = [(self._on_device(layer, run), self._at_home(layer, run)) for run in self._read]
-            self._there[layer] = (self._device.copy(pairs, after, blocks=True),)
+            pairs = [(self._on_device(layer, run), self._on_host(layer, run)) for run in self._read]
+            self._staged[layer] = (self._device.copy(pairs, after, kv=True),)
+            self.bytes_read += sum(run.count for run in self._read) * self._record
 
-    def _at_home(self, layer: int, run: Run) -> torch.Tensor:
-        piece, first = divmod(run.block, self._whole)
-        return self._home[layer][piece][first * self._record : (first + run.count) * self._record]
+    def _on_host(self, layer: int, run: Run) -> torch.Tensor:
+        piece, first = divmod(run.block, self._per_piece)
+        return self._pieces[layer][piece][first * self._record : (first + run.count) * self._record]
 
     def _on_device(self, layer: int, run: Run) -> torch.Tensor:
         return self._stages[layer % STAGES][run.slot * self._record : (run.slot + run.count) * self._record]

@@ -1,4 +1,4 @@
-"""Keys and values of all running sequences in blocks of a few tokens, so that memory follows what is really there."""
+"""The paged KV cache: keys and values in blocks of a few tokens, so memory follows what sequences really hold."""
 
 from __future__ import annotations
 
@@ -15,22 +15,39 @@ from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
 
-class StagedBlocks(Protocol):
-    """KVBlocks with another home, which come to where attention is for a layer of a pass: kv_disk.py, kv_host.py."""
+class Chunk(Protocol):
+    """What the cache needs of a scheduled chunk: `count` new tokens of a sequence that has `cached` before them."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    @property
+    def block_table(self) -> Sequence[int]: ...
+
+
+class OffloadedBlocks(Protocol):
+    """KV blocks that live elsewhere and are staged, a layer at a time, where attention computes: disk_blocks.py and
+    host_blocks.py. `bytes_read` and `bytes_written` count what was copied from and to there."""
 
     num_blocks: int
+    bytes_read: int
+    bytes_written: int
 
-    def start(self, known: Iterable[int], touched: Iterable[int]) -> torch.Tensor:
-        """Begins a pass: `known` blocks hold something, `touched` ones will. Where each is staged, by block:
-        [blocks]."""
+    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
+        """Begins a pass that reads the `filled` blocks and writes the `written` ones. Returns int64 [blocks]: the slot
+        in which each is staged."""
         ...
 
     def staged(self, layer: int) -> torch.Tensor:
-        """The records uint8 [blocks * record] of this pass's blocks in a layer, in the order of `start`."""
+        """The records uint8 [blocks * record] of this pass's blocks in a layer, by slot. Blocks until they are
+        there."""
         ...
 
     def done(self, layer: int) -> None:
-        """All have attended to a layer."""
+        """Every batch of the pass has attended in a layer."""
         ...
 
 
@@ -41,98 +58,96 @@ def block_layout(shape: ModelShape, stored: Storage) -> tuple[tuple[int, ...], t
 
 
 class PagedCache(BlockManager):
-    """Keys and values that are `stored` by `codec`; a block has the same number in all layers.
+    """Keys and values as `quantizer` stores them; a block has the same number in all layers.
 
-    Blocks of `memory` are on `device`, in memory that is taken as they are first written; those after them are
-    `elsewhere`. A pass says by `begin` which blocks it needs; each of its batches goes through the layers by `layer`
-    and `leave`, with blocks as `places` calls them. `host_attention`: single tokens need none of those elsewhere
-    staged.
+    Blocks below `num_device_blocks` are where attention computes (`device`), in memory that the system gives as they
+    are first written; the others are `offloaded`. `begin` says which blocks a pass needs. Each of its batches goes
+    through the layers by `layer` and `leave`, with blocks numbered as `resolve` says. With `host_attention` single
+    tokens attend to offloaded blocks where they are, so those are not staged for them.
     """
 
     def __init__(
         self,
         shape: ModelShape,
-        memory: int,
+        num_device_blocks: int,
         stored: Storage,
-        codec: Quantizer,
-        elsewhere: StagedBlocks | None = None,
+        quantizer: Quantizer,
+        offloaded: OffloadedBlocks | None = None,
         device: torch.device | None = None,
         host_attention: bool = False,
     ) -> None:
-        others = 0 if elsewhere is None else elsewhere.num_blocks
-        super().__init__(memory + others, others)
-        self._page_shape, dtype = block_layout(shape, stored)
-        self._rows = torch.empty(shape.num_layers, memory, *self._page_shape, dtype=dtype, device=device)
-        self._codec = codec
-        self._elsewhere = elsewhere
-        self._attended_at_home = host_attention
-        self.first_elsewhere = memory
-        self._filled: set[int] = set()  # blocks elsewhere that this pass writes where they are staged
+        num_offloaded = 0 if offloaded is None else offloaded.num_blocks
+        super().__init__(num_device_blocks + num_offloaded, num_offloaded)
+        self.num_device_blocks = num_device_blocks
+        self._block_shape, dtype = block_layout(shape, stored)
+        self._rows = torch.empty(shape.num_layers, num_device_blocks, *self._block_shape, dtype=dtype, device=device)
+        self._quantizer = quantizer
+        self.offloaded = offloaded
+        self._host_attention = host_attention
+        self._staged_writes: set[int] = set()  # offloaded blocks that this pass writes where they are staged
         self._slots = torch.empty(0, dtype=torch.long)
-        self._inside: list[int] = []  # by layer, the batches that have not left it
+        self._batches_left: list[int] = []  # by layer
 
-    def begin(self, parts: Sequence[tuple[Sequence[int], int, int]], batches: int) -> None:
-        """A pass of so many batches, with parts (blocks, tokens cached before, tokens new)."""
-        if self._elsewhere is None:
+    def begin(self, chunks: Sequence[Chunk], batches: int) -> None:
+        """Begins a pass over `chunks` in so many batches."""
+        if self.offloaded is None:
             return
-        first = self.first_elsewhere
-        many = [part for part in parts if part[2] > 1 or not self._attended_at_home]
-        self._filled = _touched(many, first)
-        staged = [part for part in parts if not self.attends_on_host(part[0], part[2])]
-        known = {p - first for blocks, cached, _ in staged for p in blocks[: blocks_for(cached)] if p >= first}
-        self._slots = self._elsewhere.start(known, {p - first for p in _touched(staged, first)})
-        self._inside = [batches] * len(self._rows)
+        first = self.num_device_blocks
+        self._staged_writes = self._written(c for c in chunks if c.count > 1 or not self._host_attention)
+        staged = [chunk for chunk in chunks if not self.attends_on_host(chunk)]
+        filled = {b - first for c in staged for b in c.block_table[: blocks_for(c.cached)] if b >= first}
+        self._slots = self.offloaded.start(filled, {b - first for b in self._written(staged)})
+        self._batches_left = [batches] * len(self._rows)
 
-    def attends_on_host(self, blocks: Sequence[int], new: int) -> bool:
-        """Whether so many new tokens attend to what they have elsewhere where it is.
+    def attends_on_host(self, chunk: Chunk) -> bool:
+        """Whether a chunk attends to its offloaded blocks where they are.
 
-        Not where it is only written in this pass, by another sequence that begins alike.
+        Not where another sequence with the same prefix fills one of them in this pass: it does so where it is staged.
         """
-        if not self._attended_at_home or new > 1:
+        if not self._host_attention or chunk.count > 1:
             return False
-        others = [p for p in blocks if p >= self.first_elsewhere]
-        return bool(others) and self._filled.isdisjoint(others)
+        offloaded = [block for block in chunk.block_table if block >= self.num_device_blocks]
+        return bool(offloaded) and self._staged_writes.isdisjoint(offloaded)
 
-    def places(self, blocks: torch.Tensor) -> torch.Tensor:
-        """What `layer` calls these blocks in this pass; host tensors."""
-        first = self.first_elsewhere
-        if self._elsewhere is None:
+    def resolve(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The numbers that `layer` has these blocks under in this pass; host tensors."""
+        first = self.num_device_blocks
+        if self.offloaded is None:
             return blocks
-        other = (blocks - first).clamp(min=0).long()
-        return torch.where(blocks < first, blocks, (first + self._slots[other]).to(blocks.dtype))
+        slots = self._slots[(blocks - first).clamp(min=0).long()]
+        return torch.where(blocks < first, blocks, (first + slots).to(blocks.dtype))
 
-    def targets(self, tokens: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor) -> list[Target]:
-        """Where `tokens` of a batch, or all, are written that belong at `offsets` of `blocks`; host tensors [n]."""
-        return targets_of(tokens, self.places(blocks), offsets, self.first_elsewhere)
+    def slot_mapping(self, rows: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor) -> list[Target]:
+        """Where `rows` of a batch (None: all) are written that belong at `offsets` of `blocks`; host tensors [n]."""
+        return targets_of(rows, self.resolve(blocks), offsets, self.num_device_blocks)
 
     def layer(self, layer: int) -> LayerBlocks:
-        """The blocks of one layer; waits for those elsewhere. Raises HarnessError for what happened there."""
-        if self._elsewhere is None:
+        """The blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that failed."""
+        if self.offloaded is None:
             return LayerBlocks(self._rows[layer])
-        flat = self._elsewhere.staged(layer).view(self._rows.dtype)
-        rows = self._rows[layer]
-        strides = (len(flat) // self._elsewhere.num_blocks, *torch.empty(self._page_shape, device="meta").stride())
-        return LayerBlocks(rows, flat.as_strided((self._elsewhere.num_blocks, *self._page_shape), strides))
+        records = self.offloaded.staged(layer).view(self._rows.dtype)
+        count = self.offloaded.num_blocks
+        strides = (len(records) // count, *torch.empty(self._block_shape, device="meta").stride())
+        return LayerBlocks(self._rows[layer], records.as_strided((count, *self._block_shape), strides))
 
     def leave(self, layer: int) -> None:
         """A batch has attended in a layer."""
-        if self._elsewhere is None:
+        if self.offloaded is None:
             return
-        self._inside[layer] -= 1
-        if not self._inside[layer]:
-            self._elsewhere.done(layer)
+        self._batches_left[layer] -= 1
+        if not self._batches_left[layer]:
+            self.offloaded.done(layer)
 
-    def write(self, to: LayerBlocks, targets: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""
+    def write(self, to: LayerBlocks, slots: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""
         for which, new in enumerate((key, value)):
-            to.put(which, targets, self._codec.pack(new.transpose(0, 1)))
+            to.put(which, slots, self._quantizer.pack(new.transpose(0, 1)))
 
-
-def _touched(parts: Sequence[tuple[Sequence[int], int, int]], first: int) -> set[int]:
-    """KVBlocks from `first` on that parts (blocks, cached, new) write to."""
-    return {
-        p
-        for blocks, cached, new in parts
-        for p in blocks[cached // BLOCK_SIZE : blocks_for(cached + new)]
-        if p >= first
-    }
+    def _written(self, chunks: Iterable[Chunk]) -> set[int]:
+        """Offloaded blocks that chunks write to."""
+        return {
+            block
+            for c in chunks
+            for block in c.block_table[c.cached // BLOCK_SIZE : blocks_for(c.cached + c.count)]
+            if block >= self.num_device_blocks
+        }

@@ -27,12 +27,12 @@ class Staging:
     write: Sequence[Run]
 
 
-def staging(blocks: int, known: Iterable[int], touched: Iterable[int], most: int, whole: int = 1 << 62) -> Staging:
-    """For a home of so many `blocks`, of which `known` ones hold something and `touched` ones will.
+def staging(blocks: int, filled: Iterable[int], written: Iterable[int], most: int, whole: int = 1 << 62) -> Staging:
+    """For a home of so many `blocks`, of which `filled` ones hold something and `written` ones will.
 
     Runs are of at most `most` blocks, and of no two times `whole`.
     """
-    read, write = set(known), set(touched)
+    read, write = set(filled), set(written)
     order = sorted(read | write)
     slots = torch.zeros(blocks, dtype=torch.long)
     slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))

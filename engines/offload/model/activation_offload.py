@@ -1,21 +1,22 @@
-"""Activations that leave memory between layers: a layer gives a stand-in, and the next one gets the real thing.
+"""Activations on disk between layers: a layer returns a placeholder, and the next layer gets the real tensor.
 
-What is parked is the residual stream of a batch, from the end of a layer to the start of the next, while the other
-batches of the pass finish that layer. On a host without a device this frees little, because the rows of all batches
-meet again at the next product; it is what a policy with activations on disk asks for, and exact.
+A batch's residual stream is written at the end of a layer and read at the start of the next, while the other batches of
+the pass finish that layer. Where the host computes this frees little memory, because the rows of all batches meet again
+in the next product; it does exactly what a policy with activations on disk asks for.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 from torch import nn
 
 from engines.offload.disk.direct_file import DiskFile
@@ -26,8 +27,8 @@ from harness.common.buffers import direct_buffer
 
 
 @dataclass(frozen=True)
-class _Parked:
-    """Where a batch's activations are: the first rows in a slot of the file, the others in memory."""
+class _OnDisk:
+    """A batch's activations: the first rows in a slot of the file, the others in memory."""
 
     slot: int
     on_disk: int
@@ -35,13 +36,24 @@ class _Parked:
     shape: torch.Size
 
 
-#: What the batch in hand has parked; each batch runs in a greenlet, and so in a context, of its own.
-_parked: ContextVar[_Parked] = ContextVar("parked")
+#: The current batch's activations; each batch runs in a greenlet, and so in a context, of its own.
+_offloaded: ContextVar[_OnDisk] = ContextVar("offloaded")
+
+
+#: What a batch's greenlet hands to the executor when it pauses.
+PAUSED = object()
+
+
+def pause() -> None:
+    """Lets the other batches of the pass come as far; called inside a batch's greenlet, which stops for it."""
+    getcurrent().parent.switch(PAUSED)
 
 
 class ActivationOffload:
-    """Parks a part `share` of the rows that leave each of `layers` but the last, for at most `batches` batches of
-    `rows` rows of `row_bytes`. `pause` is called once they are parked."""
+    """Keeps a part `share` of the rows that leave each of `layers` but the last on disk until the next layer begins.
+
+    Room is for `batches` batches of `rows` rows of `row_bytes` bytes. `rows` and `rows_on_disk` count what passed.
+    """
 
     def __init__(
         self,
@@ -53,14 +65,12 @@ class ActivationOffload:
         folder: Path,
         timeline: Timeline,
         throttle: Throttle,
-        pause: Callable[[], None],
     ) -> None:
         self._share = share
         self._slot_bytes = aligned(rows * row_bytes)
         self._batches = batches
         self._free = list(range(batches))
         self._timeline = timeline
-        self._pause = pause
         self._file = DiskFile(folder, batches * self._slot_bytes, "activations", throttle)
         self.direct = self._file.direct
         self._memory = memoryview(direct_buffer(max(self._slot_bytes, mmap.PAGESIZE)))
@@ -74,24 +84,24 @@ class ActivationOffload:
             hook.remove()
         self._file.close()
 
-    def forget(self) -> None:
-        """What was parked by a pass that was broken off."""
+    def reset(self) -> None:
+        """Drops what a pass that failed has written."""
         self._free = list(range(self._batches))
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        _parked.set(self._put(hidden))
-        stand_in = torch.empty_like(hidden, device="meta")
-        return (stand_in, *output[1:]) if isinstance(output, tuple) else stand_in
+        _offloaded.set(self._put(hidden))
+        placeholder = torch.empty_like(hidden, device="meta")
+        return (placeholder, *output[1:]) if isinstance(output, tuple) else placeholder
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._pause()  # not before: a module holds what its hook is given until the hook returns
-        hidden = self._get(_parked.get())
+        pause()  # not before: a module holds what its hook is given until the hook returns
+        hidden = self._get(_offloaded.get())
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    def _put(self, hidden: torch.Tensor) -> _Parked:
+    def _put(self, hidden: torch.Tensor) -> _OnDisk:
         rows = hidden[0]
         count = round(self._share * len(rows))
         self.rows += len(rows)
@@ -101,17 +111,17 @@ class ActivationOffload:
             data = rows[:count].contiguous().view(torch.uint8).numpy().reshape(-1)
             self._memory[: len(data)] = data.tobytes()
             self._move("write", slot, len(data))
-        return _Parked(slot, count, rows[count:].clone(), hidden.shape)
+        return _OnDisk(slot, count, rows[count:].clone(), hidden.shape)
 
-    def _get(self, parked: _Parked) -> torch.Tensor:
-        hidden = parked.rest.new_empty(parked.shape)
-        hidden[0, parked.on_disk :] = parked.rest
-        if parked.on_disk:
-            nbytes = parked.on_disk * hidden.shape[2] * hidden.itemsize
-            self._move("read", parked.slot, nbytes)
+    def _get(self, offloaded: _OnDisk) -> torch.Tensor:
+        hidden = offloaded.rest.new_empty(offloaded.shape)
+        hidden[0, offloaded.on_disk :] = offloaded.rest
+        if offloaded.on_disk:
+            nbytes = offloaded.on_disk * hidden.shape[2] * hidden.itemsize
+            self._move("read", offloaded.slot, nbytes)
             data = torch.frombuffer(self._memory, dtype=hidden.dtype, count=nbytes // hidden.itemsize)
-            hidden[0, : parked.on_disk] = data.view(parked.on_disk, -1)
-        self._free.append(parked.slot)
+            hidden[0, : offloaded.on_disk] = data.view(offloaded.on_disk, -1)
+        self._free.append(offloaded.slot)
         return hidden
 
     def _move(self, what: str, slot: int, nbytes: int) -> None:

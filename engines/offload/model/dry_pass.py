@@ -30,7 +30,7 @@ class DryPass:
             return "a matrix is used twice in a pass"
         if sorted(self._layers) != list(range(shape.num_layers)):
             return (
-                f"{len(self._layers)} attention calls reached the seam, {shape.num_layers} layers should make one each"
+                f"{len(self._layers)} attention calls reached the hook, {shape.num_layers} layers should make one each"
             )
         expected = (
             shape.num_heads,
@@ -44,11 +44,11 @@ class DryPass:
             return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
         return ""
 
-    def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.order.append(matrix)
         return new_product(len(x), self._outputs[matrix], x).zero_()
 
-    def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
+    def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
         return range(count)
 
     def attend(

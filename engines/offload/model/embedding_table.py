@@ -10,22 +10,21 @@ from torch import nn
 from engines.offload.device.protocol import Device
 
 
-class Table(torch.Tensor):
-    """An embedding in its stored dtype that gives its rows, and itself out, as of the compute dtype.
+class EmbeddingTable(torch.Tensor):
+    """An embedding in its stored dtype that shows itself, and gives its rows, in the compute dtype.
 
-    So whatever a model does with what it looked up, such as scaling it, is done in the compute dtype, and on the
-    device where there is one.
+    Whatever a model does with the rows, such as scaling them, is done in the compute dtype, where `_device` computes.
     """
 
     _as: torch.dtype
-    _device: Device | None
+    _device: Device
 
     @staticmethod
-    def of(stored: torch.Tensor, dtype: torch.dtype, device: Device | None = None) -> torch.Tensor:
-        """`stored` itself where it has that dtype, and no device wants its rows."""
-        if stored.dtype == dtype and device is None:
+    def of(stored: torch.Tensor, dtype: torch.dtype, device: Device) -> torch.Tensor:
+        """`stored` itself where it has that dtype and the host computes."""
+        if stored.dtype == dtype and device.where.type == "cpu":
             return stored
-        table = stored.as_subclass(Table)
+        table = stored.as_subclass(EmbeddingTable)
         table._as = dtype
         table._device = device
         return table
@@ -35,7 +34,7 @@ class Table(torch.Tensor):
         if func is nn.functional.embedding:
             table = args[1]
             rows = nn.functional.embedding(args[0], table.as_subclass(torch.Tensor), *args[2:], **(kwargs or {}))
-            return rows.to(table._as) if table._device is None else table._device.upload(rows.to(table._as))
+            return table._device.upload(rows.to(table._as))
         if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return args[0]._as
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from engines.offload.device.protocol import Device, Event
+from engines.offload.device.protocol import Accelerator, Event
 from engines.offload.memory.layout import WeightTile
 from engines.offload.weights.files import WeightFiles
 from harness.common.buffers import direct_buffer
@@ -73,7 +73,7 @@ class DeviceRing:
         slots: int,
         held: Mapping[tuple[str, int], torch.Tensor],
         files: WeightFiles,
-        device: Device,
+        device: Accelerator,
         passing: Sequence[torch.Tensor],
     ) -> None:
         self.slots = min(slots, len(tiles))

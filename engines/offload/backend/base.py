@@ -1,0 +1,117 @@
+"""What loading a model asks of a backend: arithmetic, kernels, placement, the weight ring, the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engines.offload.device.protocol import Device
+from engines.offload.disk.throttle import Throttle
+from engines.offload.kernels import KernelSet
+from engines.offload.kv_cache.host_attention import HostAttention
+from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.memory.layout import WeightTile
+from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.storage import Storage
+from engines.offload.model.meta_model import MetaModel
+from engines.offload.timeline import Timeline
+from engines.offload.weights.convert import Converted
+from engines.offload.weights.gemm import Arithmetic
+from engines.offload.weights.ring import Ring
+from harness.api import HardwareLimits, Job, LocalModel, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What to load: a checkpoint under a policy, within limits, for a job."""
+
+    model: LocalModel
+    policy: OffloadPolicy
+    limits: HardwareLimits
+    job: Job
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tiles that stay where they are multiplied (stored bytes by index), and the ring for all others.
+
+    `direct`: whether the disk is read past the page cache.
+    """
+
+    resident: Mapping[int, torch.Tensor]
+    ring: Ring
+    direct: bool
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The cache; what attends to its blocks in host memory where the policy says so; whether its disk I/O is direct."""
+
+    cache: PagedCache
+    host_attention: HostAttention | None = None
+    direct: bool = True
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What is really where, on the device, in host memory and on disk: bytes of weights, fractions of the rest."""
+
+    weights: tuple[int, int, int]
+    cache: tuple[float, float, float]
+    activations: tuple[float, float, float]
+
+
+class Backend(Protocol):
+    """Serves one load, its methods called in the order in which they stand here; see loader.load.
+
+    `device` computes, by `kernels`. `tile_values`: values of a weight tile, None for layout.py's own choice.
+    """
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def kernels(self) -> KernelSet: ...
+
+    @property
+    def tile_values(self) -> int | None: ...
+
+    def timeline(self) -> Timeline:
+        """A timeline on the clock of the device."""
+        ...
+
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, Arithmetic]:
+        """The fastest way to multiply decoder layers' weights and the others, by how they are stored; measured."""
+        ...
+
+    def require(self, model: MetaModel) -> None:
+        """Raises UnsupportedError for a model that cannot run here under the policy."""
+        ...
+
+    def bound_values(self, model: MetaModel) -> int:
+        """How many values of small parameters and tables are kept where the model computes."""
+        ...
+
+    def plan(self, request: MemoryRequest) -> Plan:
+        """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
+        ...
+
+    def weights(self, converted: Converted, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack) -> Weights:
+        """Reads the resident ones of `tiles` and opens the ring for the others; `stack` closes it."""
+        ...
+
+    def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
+        """Allocates the planned KV cache; `stack` closes what it opens."""
+        ...
+
+    def placement(self) -> Placement:
+        """What is where, for the load's report."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the load's report should say of kernels, the plan and options without effect."""
+        ...

@@ -1,0 +1,160 @@
+"""A CUDA device as the backend: it computes, and takes what it cannot hold from pinned memory and disk."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
+from engines.offload.device.pinned import PinnedMemory
+from engines.offload.device.protocol import Accelerator
+from engines.offload.disk.throttle import Throttle
+from engines.offload.kernels import AttentionMetadata, Kernels
+from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels.cuda import DeviceKernels
+from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kv_cache.host_attention import HostAttention
+from engines.offload.kv_cache.host_blocks import HostBlocks
+from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
+from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, place_on_device, tile_values
+from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
+from engines.offload.memory.layout import READERS, WeightTile, aligned
+from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.storage import Storage
+from engines.offload.model.meta_model import MetaModel
+from engines.offload.timeline import Timeline
+from engines.offload.weights import gemm
+from engines.offload.weights.convert import Converted
+from engines.offload.weights.files import WeightFiles
+from engines.offload.weights.ring import DeviceRing
+from harness.api import Dtype, UnsupportedError
+from harness.common.host_memory import free_memory
+
+
+class CudaBackend:
+    """See Backend. `host_kernels` attend to KV blocks in host memory. Raises UnsupportedError for policies that cannot
+    be run with a device."""
+
+    def __init__(
+        self, load: LoadRequest, host_kernels: Kernels, device: Accelerator, kernels: DeviceKernels | None = None
+    ) -> None:
+        if load.policy.cpu_attention and load.policy.value_sparsity < 1:
+            raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
+        self._load = load
+        self._host_kernels = host_kernels
+        self.device = device
+        self.kernels = kernels or DeviceKernels()
+        self.tile_values = tile_values(load.model.shape)
+        self._host_attention: HostAttention | None = None
+
+    def timeline(self) -> Timeline:
+        return Timeline(self.device)
+
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.Arithmetic]:
+        requested, model = self._load.policy.compute_dtype, self._load.model
+        dtype: Dtype = model.dtype if requested == "auto" else requested
+        self._dtype = getattr(torch, dtype)
+        return {
+            stored: gemm.on_device(stored, model.shape.hidden, dtype, self.kernels.codec(stored), self.device)
+            for stored in dict.fromkeys((layers, outside))
+        }
+
+    def require(self, model: MetaModel) -> None:
+        if self._load.policy.cpu_attention and model.has_windows:
+            raise UnsupportedError(
+                "policy.cpu_attention: layers with a sliding window attend on the device: leave it out"
+            )
+
+    def bound_values(self, model: MetaModel) -> int:
+        tables = sum(rows * width for name, (rows, width) in model.tables.items() if name != model.token_table)
+        return tables + sum(torch.Size(shape).numel() for shape in model.small.values())
+
+    def plan(self, request: MemoryRequest) -> Plan:
+        limits = self._load.limits
+        assert limits.device_memory is not None
+        host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory
+        self._request = request
+        self._plan = place_on_device(request, self._load.policy, limits.device_memory, host)
+        return self._plan
+
+    def weights(self, converted: Converted, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack) -> Weights:
+        plan = self._plan
+        self._pinned = PinnedMemory(pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks), self.device.pinned)
+        staging = [self._pinned.take(max(tile.span for tile in tiles)) for _ in range(READERS)]
+        room = torch.empty(
+            sum(aligned(tiles[i].nbytes) for i in plan.resident), dtype=torch.uint8, device=self.device.where
+        )
+        start = 0
+
+        def upload(data: torch.Tensor) -> torch.Tensor:
+            nonlocal start
+            tile = room[start : start + len(data)]
+            start += aligned(len(data))
+            self.device.copy([(tile, data)]).synchronize()
+            return tile
+
+        resident = converted.read(plan.resident, lambda nbytes: staging[0], upload)
+        pinned = converted.read(plan.pinned, self._pinned.take, lambda data: data)
+        streamed = [tile for i, tile in enumerate(tiles) if i not in plan.resident]
+        files = WeightFiles(converted.folder, streamed, throttle)
+        stack.callback(files.close)
+        held = {(tiles[i].file, tiles[i].offset): data for i, data in pinned.items()}
+        return Weights(resident, DeviceRing(streamed, plan.slots, held, files, self.device, staging), files.direct)
+
+    def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
+        plan, shape, stored = self._plan, self._request.shape, self._request.cache
+        blocks = None
+        if plan.host_kv_blocks:
+            sizes = pieces(plan.host_kv_blocks, kv_block_bytes(shape, stored) // shape.num_layers)
+            layers = [[self._pinned.take(size)[:size] for size in sizes] for _ in range(shape.num_layers)]
+            layout, overlap = block_layout(shape, stored), self._load.policy.overlap
+            blocks = HostBlocks(layers, plan.host_kv_blocks, *layout, self.device, overlap)
+            if self._load.policy.cpu_attention:
+                kernel = self._host_kernels.attention(stored, sparse=False)
+                quantizer = self._host_kernels.codec(stored)
+                self._host_attention = HostAttention(blocks, kernel, quantizer, self.device, timeline)
+                stack.callback(self._host_attention.close)
+        self._compile_kernels(blocks is not None)
+        on_host = self._host_attention is not None
+        quantizer = self.kernels.codec(stored)
+        cache = PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, on_host)
+        return KVCache(cache, self._host_attention)
+
+    @torch.inference_mode()
+    def _compile_kernels(self, staged: bool) -> None:
+        """Attends once to an empty block, as prompts and as single tokens do: a kernel is compiled at its first call,
+        which must not be in a measured pass."""
+        shape, stored, where = self._request.shape, self._request.cache, self.device.where
+        kernel = self.kernels.attention(stored, self._load.policy.value_sparsity < 1)
+        layout, stored_dtype = block_layout(shape, stored)
+        rows = torch.zeros(1, *layout, dtype=stored_dtype, device=where)
+        blocks = LayerBlocks(rows, rows if staged else None)
+        block_table = torch.zeros(1, 1, dtype=torch.int32)
+        for count in (2, 1):
+            query = torch.zeros(count, shape.num_heads, shape.head_dim, dtype=self._dtype, device=where)
+            metadata = AttentionMetadata.of([count], [0], block_table, self.device.upload)
+            for lse in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
+                kernel(query.transpose(0, 1), blocks, metadata, AttentionSpec(1.0), lse)
+        self.kernels.codec(stored).pack(torch.zeros(shape.num_kv_heads, shape.head_dim, device=where))
+        self.device.mark().synchronize()
+
+    def placement(self) -> Placement:
+        plan, tiles = self._plan, self._request.tiles
+        device, host = (sum(tiles[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
+        on_host = plan.host_kv_blocks / (plan.kv_blocks + plan.host_kv_blocks)
+        return Placement(
+            weights=(device, host, sum(tile.nbytes for tile in tiles) - device - host),
+            cache=(1 - on_host, on_host, 0.0),
+            activations=(1.0, 0.0, 0.0),
+        )
+
+    def notes(self) -> list[str]:
+        policy, notes = self._load.policy, [self._plan.note, self.kernels.note]
+        if policy.nano_batches > 1 and policy.nano_overlap:
+            notes.append(self.device.partition)
+        if self._host_attention is not None:
+            notes.append(self._host_kernels.note)
+        elif policy.cpu_attention:
+            notes.append("cpu_attention has nothing to do: all keys and values are on the device")
+        return notes

@@ -1,0 +1,96 @@
+"""The host as the backend: its CPU computes, weights and KV blocks are in RAM and on disk."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
+from engines.offload.device.host import HostDevice
+from engines.offload.disk.throttle import Throttle
+from engines.offload.kernels import Kernels
+from engines.offload.kv_cache.disk_blocks import DiskBlocks
+from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.memory.host import place
+from engines.offload.memory.kv_blocks import record_bytes
+from engines.offload.memory.layout import WeightTile
+from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.storage import Storage
+from engines.offload.model.meta_model import MetaModel
+from engines.offload.timeline import Timeline
+from engines.offload.weights import gemm
+from engines.offload.weights.convert import Converted
+from engines.offload.weights.files import WeightFiles
+from engines.offload.weights.ring import HostRing
+from harness.api import Dtype
+
+
+class HostBackend:
+    """See Backend."""
+
+    tile_values = None
+
+    def __init__(self, load: LoadRequest, kernels: Kernels, device: HostDevice) -> None:
+        self._load = load
+        self.kernels = kernels
+        self.device = device
+
+    def timeline(self) -> Timeline:
+        return Timeline()
+
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.Arithmetic]:
+        requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
+        dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
+        gemms = {layers: gemm.choose(layers, hidden, dtypes, self.kernels)}
+        if outside != layers:
+            gemms[outside] = gemm.choose(outside, hidden, [gemms[layers].dtype], self.kernels)
+        return gemms
+
+    def require(self, model: MetaModel) -> None:
+        """The host runs every model that MetaModel takes."""
+
+    def bound_values(self, model: MetaModel) -> int:
+        return sum(torch.Size(shape).numel() for shape in model.small.values())
+
+    def plan(self, request: MemoryRequest) -> Plan:
+        self._request = request
+        self._plan = place(request, self._load.policy, self._load.limits.host_memory)
+        return self._plan
+
+    def weights(self, converted: Converted, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack) -> Weights:
+        resident = converted.read(self._plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
+        streamed = [tile for i, tile in enumerate(tiles) if i not in self._plan.resident]
+        files = WeightFiles(converted.folder, streamed, throttle)
+        stack.callback(files.close)
+        return Weights(resident, HostRing(streamed, self._plan.slots, files), files.direct)
+
+    def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
+        plan, shape, stored = self._plan, self._request.shape, self._request.cache
+        blocks = None
+        if plan.disk_kv_blocks:
+            scratch, overlap = self._load.job.scratch, self._load.policy.overlap
+            record = record_bytes(shape, stored)
+            blocks = DiskBlocks(scratch, shape.num_layers, plan.disk_kv_blocks, record, timeline, throttle, overlap)
+            stack.callback(blocks.close)
+        cache = PagedCache(shape, plan.kv_blocks, stored, self.kernels.codec(stored), blocks)
+        return KVCache(cache, direct=blocks is None or blocks.direct)
+
+    def placement(self) -> Placement:
+        """Without a device RAM is the device tier too: what the policy gives the device is a part of what is in RAM."""
+        policy, plan, tiles = self._load.policy, self._plan, self._request.tiles
+        total = sum(tile.nbytes for tile in tiles)
+        in_ram = sum(tiles[i].nbytes for i in plan.resident)
+        device, host, _ = policy.weights or (0.0, 1.0, 0.0)
+        on_device = int(in_ram * device / (device + host)) if device else 0
+        on_disk = plan.disk_kv_blocks / (plan.kv_blocks + plan.disk_kv_blocks)
+        device, host, _ = policy.cache or (0.0, 1.0, 0.0)
+        cache_on_device = (1 - on_disk) * device / (device + host) if device else 0.0
+        return Placement(
+            weights=(on_device, in_ram - on_device, total - in_ram),
+            cache=(cache_on_device, 1 - on_disk - cache_on_device, on_disk),
+            activations=(0.0, 1.0, 0.0),
+        )
+
+    def notes(self) -> list[str]:
+        return [self._plan.note, self.kernels.note]

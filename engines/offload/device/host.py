@@ -1,0 +1,58 @@
+"""The host's CPU as the device that computes: nothing is copied, and attention beside products has a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from engines.offload.device.protocol import Event
+
+
+class _Done:
+    """The end of what a thread runs; raises what the thread raised."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def synchronize(self) -> None:
+        self._future.result()
+
+
+class HostDevice:
+    """See Device."""
+
+    where = torch.device("cpu")
+    partition = ""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention")  # starts with its first work
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def run_async(self, work: Callable[[], None]) -> Event:
+        return _Done(self._thread.submit(torch.inference_mode()(work)))  # threads do not inherit the mode
+
+    def join(self, event: Event) -> None:
+        event.synchronize()
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
+    def memory(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._thread.shutdown()

@@ -1,0 +1,67 @@
+"""One matrix multiplied for several batches at once, tile by tile as the stream delivers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engines.offload.kernels import Product
+from engines.offload.memory.layout import WeightTile
+from engines.offload.memory.padding import rows_for
+from engines.offload.weights.gemm import new_product
+
+
+@dataclass(frozen=True)
+class GemmRequest:
+    """A product that a batch needs: x [rows, columns] times the transpose of the matrix, plus a bias [outputs]."""
+
+    matrix: str
+    x: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class JointGemm:
+    """The product of one matrix of `outputs` rows for all `requests`; None stands for a batch that does not need it.
+
+    `parts` [rows, outputs] are the batches' own results, complete after the matrix's last tile was added.
+    """
+
+    def __init__(self, requests: Sequence[GemmRequest | None], outputs: int) -> None:
+        operands = [request for request in requests if request is not None]
+        self._bias = operands[0].bias
+        self._x = operands[0].x
+        rows = sum(len(request.x) for request in operands)
+        padded = rows_for(rows, self._x.element_size())
+        if len(operands) > 1 or padded > rows:
+            self._x = new_product(padded, self._x.shape[1], self._x)
+            torch.cat([request.x for request in operands], out=self._x[:rows])
+            self._x[rows:] = 0
+        self._out = new_product(padded, outputs, self._x)
+        self._sum: torch.Tensor | None = None
+        self.parts: list[torch.Tensor | None] = []
+        start = 0
+        for request in requests:
+            stop = start if request is None else start + len(request.x)
+            self.parts.append(None if request is None else self._out[start:stop])
+            start = stop
+
+    def add(self, gemm: Product, tile: WeightTile, weight: torch.Tensor) -> None:
+        """Adds the contribution of one tile, whose stored values are `weight`."""
+        if not len(self._x):  # no batch wants logits of this pass
+            return
+        span = slice(tile.start, tile.stop)
+        if tile.axis == 0:
+            gemm(self._x, weight, None if self._bias is None else self._bias[span], self._out[:, span])
+        elif self._x.dtype == torch.float32:
+            gemm(self._x[:, span], weight, self._out if tile.start else self._bias, self._out)
+        else:
+            self._add_in_float32(gemm, self._x[:, span], weight, tile.stop == self._x.shape[1])
+
+    def _add_in_float32(self, gemm: Product, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
+        """Adds a tile of columns to a float32 sum that is rounded once, as the whole product would be."""
+        gemm(x, weight, None, self._out)
+        self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)
+        if last:
+            self._out.copy_(self._sum if self._bias is None else self._sum.add_(self._bias))

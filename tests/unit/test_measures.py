@@ -18,9 +18,8 @@ from harness.api import (
     RunSpec,
     WorkloadSpec,
 )
-from harness.common import roofline
 from harness.common.intervals import union_length
-from harness.common.roofline import rate_at
+from harness.common.roofline import rate_at, roofline
 from harness.probes.latency import metrics, percentile
 
 

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from harness.common import host_memory as api_memory
+from harness.common import host_memory
 from harness.launchers import memory
 from harness.launchers.memory import CgroupV1, CgroupV2, Monitor, make_group
 
@@ -98,8 +98,8 @@ def v2_tree(tmp_path, monkeypatch):
         (folder / "cgroup.controllers").write_text("memory\n")
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("0::/slice/scope\n")
-    monkeypatch.setattr(api_memory, "CGROUP_ROOT", tmp_path / "fs")
-    monkeypatch.setattr(api_memory, "PROC", tmp_path)
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path / "fs")
+    monkeypatch.setattr(host_memory, "PROC", tmp_path)
     return own
 
 
@@ -133,11 +133,11 @@ def test_v2_sets_limit_swap_and_group_kill(v2_tree, monkeypatch):
 
 
 def test_the_tightest_limit_above_a_process_is_its_own(v2_tree):
-    assert api_memory.own_limit() is None
+    assert host_memory.own_limit() is None
     (v2_tree / "memory.max").write_text("max\n")
-    assert api_memory.own_limit() is None
+    assert host_memory.own_limit() is None
     (v2_tree.parent / "memory.max").write_text("1048576\n")
-    assert api_memory.own_limit() == api_memory.free_memory() == 1 << 20
+    assert host_memory.own_limit() == host_memory.free_memory() == 1 << 20
 
 
 def test_limits_of_the_first_version_are_found_beside_groups_of_the_second(tmp_path, monkeypatch):
@@ -146,11 +146,11 @@ def test_limits_of_the_first_version_are_found_beside_groups_of_the_second(tmp_p
     (own / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text("4:cpu,memory:/job\n3:pids:/job\n0::/\n")
-    monkeypatch.setattr(api_memory, "CGROUP_ROOT", tmp_path / "fs")
-    monkeypatch.setattr(api_memory, "PROC", tmp_path)
-    assert api_memory.own_limit() is None
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path / "fs")
+    monkeypatch.setattr(host_memory, "PROC", tmp_path)
+    assert host_memory.own_limit() is None
     (own.parent / "memory.limit_in_bytes").write_text("4096\n")
-    assert api_memory.own_limit() == 4096
+    assert host_memory.own_limit() == 4096
 
 
 def test_groups_of_dead_harnesses_are_swept(monkeypatch):

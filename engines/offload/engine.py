@@ -18,7 +18,8 @@ from engines.offload.kernels import Kernels
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.loader import load
 from engines.offload.model_runner import ModelRunner
-from engines.offload.sequence import Generation, Scoring
+from engines.offload.scoring import Scoring
+from engines.offload.sequence import Generation
 from engines.offload.stats import EngineStats, stats_of
 from harness.api import (
     Capabilities,

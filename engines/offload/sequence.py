@@ -1,4 +1,4 @@
-"""The sequences that passes work on: those that generate, and those that are scored."""
+"""The sequences that passes work on, and the one that generates a request's tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal, Protocol
 import torch
 
 from engines.common import sampling
-from harness.api import GenerationRequest, GenerationResult, Score
+from harness.api import GenerationRequest, GenerationResult
 
 
 class ActiveSequence(Protocol):
-    """Tokens known so far, of which the first `cached` have keys and values on `blocks`."""
+    """Known tokens, the first `cached` of which have keys and values in the KV blocks of `block_table`."""
 
     tokens: list[int]
     cached: int
@@ -43,8 +43,6 @@ class ActiveSequence(Protocol):
         ...
 
 
-#: Rows of logits that are scored at a time, so that they stay in the CPU's caches.
-_ROWS = 16
 _NO_IDS = torch.zeros(1, 0, dtype=torch.long)
 
 
@@ -105,50 +103,3 @@ class Generation:
             finish_reason=self._reason or "length",
             logprobs=tuple(self._sampler.logprobs[0]),
         )
-
-
-class Scoring:
-    """One continuation and its log-likelihood: only the positions that predict it need logits."""
-
-    arrival_s = 0.0
-
-    def __init__(self, index: int, full: Sequence[int], continuation: int) -> None:
-        self.index = index
-        self.tokens = list(full[:-1])  # the last token is only predicted
-        self.cached = 0
-        self.block_table: list[int] = []
-        self.start_s = -1.0
-        self._full = full
-        self._first = len(full) - 1 - continuation
-        self._position = self._first
-        self._logprob = 0.0
-        self._greedy = True
-
-    @property
-    def steps_left(self) -> int:
-        return 1
-
-    @property
-    def cacheable_tokens(self) -> int:
-        return max(0, min(self._first, len(self.tokens) - 2))
-
-    def reset(self) -> None:
-        self.cached = 0
-        self._position = self._first
-        self._logprob, self._greedy = 0.0, True
-
-    def logits_positions(self, count: int) -> range:
-        return range(max(self._first, self.cached), max(self._first, self.cached + count))
-
-    def consume(self, logits: torch.Tensor, now_s: float) -> bool:
-        for rows in torch.split(logits, _ROWS):
-            target = torch.tensor(self._full[self._position + 1 : self._position + 1 + len(rows)])
-            log_probs = torch.log_softmax(rows.float(), dim=-1)
-            self._logprob += log_probs.gather(1, target[:, None]).double().sum().item()
-            self._greedy &= bool((rows.argmax(dim=-1) == target).all())
-            self._position += len(rows)
-        return self.cached == len(self.tokens)
-
-    def result(self) -> Score:
-        """The finished score."""
-        return Score(self._logprob, self._greedy)

@@ -1,4 +1,4 @@
-"""What ran when in a pass, by lane, and the pass that is kept to be looked at."""
+"""Spans of what ran when in a pass, by lane; sums over passes; and the fullest pass, kept for a trace."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Protocol
 from harness.api import EngineTrace, TraceEvent
 from harness.common.intervals import union_length
 
-#: Lanes from top to bottom: weights, cache blocks and activations from and to disk. Attention runs inside compute; a
-#: wait is compute standing still for a load. With a device the host may attend beside it.
+#: Lanes from top to bottom: weights, KV blocks and activations from and to disk. Attention runs inside compute; a wait
+#: is compute that stalls for a load. With a device the host may attend beside it.
 LANES = ("load", "cache", "activations", "wait", "compute", "attention", "host attention")
-#: Spans of the compute lane that are no products: a batch runs on to its next one, or waits for its attention.
+#: Spans of the compute lane other than products: a batch runs on to its next product, or waits for its attention.
 BETWEEN, AWAITING = "between products", "waits for attention"
-#: Of the tasks of a pass those that a device's clock times. While it computes the host stands still, and loads wait for
-#: their slots, both for nothing that tells how busy a disk or a link is.
+#: The tasks that a device's clock times. While the device computes the host idles and loads wait for slots, so their
+#: times would not tell how busy the disk or the link is.
 _TIMED = ("task_products", "task_attention", "task_other")
 _SHORTEST_S = 1e-4
-#: Spans of one name are drawn as one where no more time lies between them.
+#: Spans of one name are merged where no more time than this lies between them.
 _GAP_S = 1e-3
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran in a lane; times by `time.perf_counter`."""
+    """Something that ran in a lane; times on the clock of `time.perf_counter`."""
 
     lane: str
     name: str
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class PassSums:
-    """What a pass adds to the sums of a timeline."""
+    """What one pass adds to the sums of a timeline."""
 
     rows: int
     wait_s: float
@@ -44,22 +44,22 @@ class PassSums:
 
 
 class Clock(Protocol):
-    """A clock of a device, which comes to what it is asked for later."""
+    """The clock of a device, whose stamps get their times once the device has reached them."""
 
     def stamp(self) -> Any:
-        """A point in the work that is asked for."""
+        """A point in the enqueued work."""
         ...
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device came to each, by `time.perf_counter`."""
+        """When the device reached each, on the clock of `time.perf_counter`."""
         ...
 
 
 class Timeline:
-    """Spans of the pass in hand, sums by lane over all passes, and the spans of the fullest pass.
+    """Spans of the current pass, sums by lane over all passes, and the spans of the fullest pass.
 
-    Spans may be added from any thread: appending to a list is atomic. What a device computes is timed by its
-    `clock`, through `now`: the host has only asked for it when it goes on.
+    Spans may be added from any thread: appending to a list is atomic. A device's work is timed by its `clock`, through
+    `now`: the host runs on before the work is done.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -76,50 +76,49 @@ class Timeline:
         self.tasks: dict[str, float] = {}
 
     def now(self) -> Any:
-        """When what is asked for next begins, for `add`."""
+        """The time at which the next work begins, for `add`."""
         return time.perf_counter() if self._clock is None else self._clock.stamp()
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
-        """Notes one span, from and to times by `time.perf_counter` or by `now`."""
+        """Adds a span; times are of `time.perf_counter` or of `now`."""
         self._spans.append((lane, name, start, end))
 
     def end_pass(self, rows: int) -> PassSums:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
-        asked, self._spans = self._spans, []
-        spans = self._timed(asked)
+        spans, self._spans = self._timed(self._spans), []
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
-        found = PassSums(
+        sums = PassSums(
             rows,
             sum(s.end_s - s.start_s for s in spans if s.lane == "wait"),
             union_length((s.start_s, s.end_s) for s in spans if s.lane in ("load", "cache")),
             _tasks(spans),
         )
-        self.count(found)
-        return found
+        self.count(sums)
+        return sums
 
-    def _timed(self, asked: Sequence[tuple[str, str, Any, Any]]) -> list[Span]:
+    def _timed(self, spans: Sequence[tuple[str, str, Any, Any]]) -> list[Span]:
         if self._clock is None:
-            return [Span(*one) for one in asked]
-        stamps = [t for one in asked for t in one[2:] if not isinstance(t, float)]
+            return [Span(*span) for span in spans]
+        stamps = [t for span in spans for t in span[2:] if not isinstance(t, float)]
         seconds = iter(self._clock.seconds(stamps))
         return [
             Span(lane, name, *(t if isinstance(t, float) else next(seconds) for t in times))
-            for lane, name, *times in asked
+            for lane, name, *times in spans
         ]
 
-    def count(self, one: PassSums) -> None:
+    def count(self, sums: PassSums) -> None:
         """Adds a pass to the sums."""
         self.passes += 1
-        self.rows += one.rows
-        self.wait_s += one.wait_s
-        self.load_s += one.load_s
-        for task, seconds in one.tasks.items():
+        self.rows += sums.rows
+        self.wait_s += sums.wait_s
+        self.load_s += sums.load_s
+        for task, seconds in sums.tasks.items():
             self.tasks[task] = self.tasks.get(task, 0.0) + seconds
 
     def trace(self) -> EngineTrace:
-        """Sums over all passes, and the kept pass with neighbouring spans of one name made one."""
+        """Sums over all passes, and the kept pass with neighbouring spans of one name merged."""
         metrics = {
             "passes": float(self.passes),
             "rows_per_pass": self.rows / self.passes if self.passes else 0.0,
@@ -136,7 +135,7 @@ class Timeline:
 
 
 def _tasks(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds in which each task was at work, as FlexGen breaks a run down (table 8); what overlaps counts in both."""
+    """Seconds in which each task was at work, by FlexGen's breakdown (table 8); overlapping time counts for both."""
 
     def times(lane: str, *names: str, but: tuple[str, ...] = ()) -> list[tuple[float, float]]:
         return [
@@ -145,8 +144,8 @@ def _tasks(spans: Sequence[Span]) -> dict[str, float]:
         ]  # fmt: skip
 
     attention, between = times("attention"), times("compute", BETWEEN)
-    elsewhere = [*attention, *times("wait"), *times("activations")]  # what may lie inside of it
-    outside = union_length([*elsewhere, *between]) - union_length(elsewhere)
+    nested = [*attention, *times("wait"), *times("activations")]  # may lie inside the spans between products
+    other = union_length([*nested, *between]) - union_length(nested)
     return {
         "task_load_weights": union_length(times("load")),
         "task_load_cache": union_length(times("cache", "read")),
@@ -154,13 +153,13 @@ def _tasks(spans: Sequence[Span]) -> dict[str, float]:
         "task_move_activations": union_length(times("activations")),
         "task_products": union_length(times("compute", but=(BETWEEN, AWAITING))),
         "task_attention": union_length(attention),
-        "task_other": outside,
+        "task_other": other,
         "task_waiting": union_length([*times("wait"), *times("compute", AWAITING)]),
     }
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Spans of one lane in order, those of the same name that follow each other closely as one."""
+    """Spans of one lane in order; spans of the same name that follow each other closely are merged."""
     held: Span | None = None
     for span in sorted(spans, key=lambda s: s.start_s):
         if held is not None and held.name == span.name and span.start_s - held.end_s <= _GAP_S:

@@ -11,7 +11,8 @@ from engines.offload.kv_cache.block_manager import BlockManager, extend_block_ha
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.prefill_budget import search_prefill_budget
 from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, peak_blocks, prompt_rows
-from engines.offload.sequence import Generation, Scoring
+from engines.offload.scoring import Scoring
+from engines.offload.sequence import Generation
 from harness.api import GenerationRequest, SamplingParams
 
 _others = itertools.count()

@@ -113,7 +113,7 @@ def test_pages_are_taken_in_the_proportion_that_was_asked_for(share):
     for _ in range(150):
         held += pool.allocate(1)
         assert abs(sum(block >= 200 - on_disk for block in held) - share * len(held)) <= 1
-    assert pool.num_used_on_disk == sum(block >= 200 - on_disk for block in held)
+    assert pool.num_used_offloaded == sum(block >= 200 - on_disk for block in held)
     for _ in range(200):
         rng.shuffle(held)
         pool.free([held.pop() for _ in range(rng.randint(0, len(held)))])

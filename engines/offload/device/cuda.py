@@ -15,16 +15,16 @@ from harness.api import HardwareLimits, UnsupportedError, first_line
 
 
 def opened(limits: HardwareLimits, attention_units: int | None = None) -> Accelerator | None:
-    """The device that `limits` give, of whose memory torch gives out no more than they say beside CUDA's own; None
-    where they give none. `attention_units`: multiprocessors that attention beside products is held to.
+    """The CUDA device, its allocator capped at the memory that `limits` give beside CUDA's own; None where they give
+    none. `attention_units`: multiprocessors that attention beside products is held to.
 
-    Raises UnsupportedError where there is no CUDA device, or where it cannot be parted so.
+    Raises UnsupportedError where there is no CUDA device, or where it cannot be partitioned so.
     """
     return None if cuda(limits) is None else Cuda(attention_units)
 
 
 def attached() -> tuple[Accelerator, str, int] | None:
-    """The CUDA device of this host, its name and bytes that programs can have; None where there is none."""
+    """The CUDA device of this host, its name and its free bytes; None where there is none."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info()
@@ -32,7 +32,7 @@ def attached() -> tuple[Accelerator, str, int] | None:
 
 
 class Cuda:
-    """The CUDA device of this process; see Device. `partition` says how its multiprocessors are parted, or why not."""
+    """The CUDA device of this process; see Accelerator. `partition` says how its multiprocessors are divided."""
 
     def __init__(self, attention_units: int | None = None) -> None:
         self.where = torch.device("cuda", torch.cuda.current_device())
@@ -46,14 +46,14 @@ class Cuda:
         torch.cuda.reset_peak_memory_stats()
 
     def close(self) -> None:
-        """Gives the pinned memory and the device's that nobody holds any more back to the system."""
+        """Returns unused pinned memory and device memory to the system."""
         if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
             empty()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        assert nbytes & (nbytes - 1) == 0  # torch's allocator of pinned memory would round it up
+        assert nbytes & (nbytes - 1) == 0  # torch's pinned allocator would round it up
         self._pinned += nbytes
         found = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         assert not found.data_ptr() % ALIGN  # the disk reads into it directly
@@ -130,10 +130,10 @@ class Cuda:
 
 
 def _side_stream(units: int | None) -> tuple[torch.cuda.Stream, str, Any]:
-    """The stream for attention, in words, and what it needs to live: of a green context with so many `units`, or one
-    that goes first where all are free.
+    """The stream for attention beside products, a description, and the context that keeps the stream alive.
 
-    Products may use all units in either case: torch makes no context of the others (NanoFlow, section 4.2, parts both).
+    Of a green context with so many `units`, or of high priority where that is None. Products may use all units in
+    either case: torch makes no context of the rest (NanoFlow, section 4.2, partitions both).
     """
     if units is None:
         return torch.cuda.Stream(priority=-1), "", None

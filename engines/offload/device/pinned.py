@@ -1,7 +1,7 @@
-"""Pinned host memory in a few large pieces, each a power of two, of which tensors take parts.
+"""Pinned host memory in a few large pieces, each a power of two, that tensors share.
 
-What CUDA's and torch's allocators are asked for they round up, torch's to the next power of two: 5 GiB of weights would
-cost 8. Pieces that are powers of two cost what they are, and the sum is known before anything is taken.
+Torch's pinned allocator rounds each request up to a power of two: 5 GiB of weights would cost 8. Pieces that are powers
+of two cost what they are, and their sum is known before anything is allocated.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from engines.offload.memory.pinned_pieces import packed
 
 
 class PinnedMemory:
-    """Room for tensors of just these `sizes` in bytes, in any order, from `allocate` (uint8, a power of two of bytes).
+    """Memory for tensors of exactly these `sizes` in bytes, taken in any order; `allocate` gives uint8 pieces.
 
-    `nbytes`: what is taken from the system.
+    `nbytes`: what is allocated in all.
     """
 
     def __init__(self, sizes: Iterable[int], allocate: Callable[[int], torch.Tensor]) -> None:
-        self._room: dict[int, list[torch.Tensor]] = {}  # by aligned size, where tensors of it go
+        self._room: dict[int, list[torch.Tensor]] = {}  # by aligned size, free parts
         pieces = packed([aligned(size) for size in sizes])
         self.nbytes = sum(size for size, _ in pieces)
         for size, parts in pieces:
@@ -31,7 +31,7 @@ class PinnedMemory:
                 start += part
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes rounded up to a page] of one of the sizes; each can be taken once. Raises KeyError."""
+        """uint8 [nbytes rounded up to a page], of one of the sizes; each is given once. Raises KeyError otherwise."""
         places = self._room[aligned(nbytes)]
         place = places.pop()
         if not places:

@@ -1,4 +1,4 @@
-"""Room on disk that has no name, and direct I/O with it: whole, at most as fast as a throttle lets it be."""
+"""An unnamed file for direct I/O: reserved as a whole, at most as fast as a throttle allows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 class DiskFile:
-    """`nbytes` of room in `folder` for `what`, as messages call it; it goes when it is closed or the process ends.
+    """`nbytes` of disk in `folder`, freed by `close` or the end of the process. Messages call its content `what`.
 
-    `direct`: whether it bypasses the page cache, which some file systems refuse; what passes through it is then dropped
-    from there after each transfer. Raises DiskFullError where there is no room.
+    `direct`: whether I/O bypasses the page cache. Where the file system refuses that, what was transferred is dropped
+    from the page cache after each transfer. Raises DiskFullError where the disk has no room.
     """
 
     def __init__(self, folder: Path, nbytes: int, what: str, throttle: Throttle) -> None:
@@ -45,7 +45,7 @@ class DiskFile:
         self._move("write", os.pwritev, view, offset)
 
     def close(self) -> None:
-        """Gives the room back. Idempotent."""
+        """Frees the disk space. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -56,7 +56,7 @@ class DiskFile:
             while view:
                 count = move(self._descriptor, [view], offset)
                 if count <= 0:
-                    raise HarnessError(f"{self._what} on disk: {verb} of {size} bytes at byte {start} came to an end")
+                    raise HarnessError(f"{self._what} on disk: {verb} of {size} bytes at byte {start} ended early")
                 view, offset = view[count:], offset + count
             if not self.direct:
                 os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
@@ -66,7 +66,7 @@ class DiskFile:
 
 
 def reads_directly(path: Path) -> bool:
-    """Whether reads of a file can bypass the page cache; tried, as some file systems refuse at the first read only."""
+    """Whether reads of a file can bypass the page cache; tried, because some file systems refuse at the first read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

@@ -1,4 +1,4 @@
-"""A disk made slower: what a slower one would have done with the same work."""
+"""Slows a disk down to what a slower one would have done with the same work."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import time
 
 
 class Throttle:
-    """Lets at most `rate` bytes/s pass, over all threads; None is no limit."""
+    """At most `rate` bytes/s over all threads; None: no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when the disk would have done all that was asked of it
+        self._free_at = 0.0  # when the slower disk would have finished all requests
 
     def wait(self, nbytes: int, began: float) -> None:
-        """Called after a transfer that `began` at that time (`time.perf_counter`).
-
-        It then has taken as long as on a disk of that rate which was asked for it at that time; never less than it
-        took. An idle disk does not save up.
-        """
+        """Call after a transfer that `began` then (`time.perf_counter`): sleeps until a disk of the given rate would
+        have finished it. An idle disk saves nothing up."""
         if self._rate is None:
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""The cache's blocks by number: which are free, how many hold each, and which begin of a text is on it."""
+"""KV blocks by number: which are free, how many sequences hold each, and which prefix each block caches."""
 
 from __future__ import annotations
 
@@ -11,118 +11,118 @@ from engines.offload.memory.kv_blocks import BLOCK_SIZE
 
 
 class BlockManager:
-    """Blocks that are taken, shared and given back. A block that was published keeps its content while it is free, to
-    be found by those whose text begins alike, until it is needed; of such blocks the longest unused goes first.
+    """Allocates, shares and frees blocks. A cached block keeps its content while it is free, for sequences with the
+    same prefix, until it is evicted: the least recently used goes first.
 
-    The last `on_disk` of all blocks are there; of those that are taken as large a part, to a block, where it can be.
-    Source: Kwon et al. 2023 (vLLM), section 4.4, at the grain of a block.
+    The last `offloaded` of all blocks live elsewhere; of those in use the same fraction does, to a block, where
+    possible. Source: Kwon et al. 2023 (vLLM), section 4.4.
     """
 
-    def __init__(self, blocks: int, on_disk: int = 0) -> None:
-        self.num_blocks = blocks
-        self._share = on_disk / max(1, blocks)
-        self._in_memory = blocks - on_disk
-        self._holders = [0] * blocks
-        self._free = (_Free(range(self._in_memory)), _Free(range(self._in_memory, blocks)))
-        self._content: dict[int, bytes] = {}  # by block, what it was published as
-        self._block_bytes: dict[bytes, int] = {}
+    def __init__(self, num_blocks: int, offloaded: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self._offloaded_fraction = offloaded / max(1, num_blocks)
+        self._first_offloaded = num_blocks - offloaded
+        self._ref_counts = [0] * num_blocks
+        self._free = (_FreeBlocks(range(self._first_offloaded)), _FreeBlocks(range(self._first_offloaded, num_blocks)))
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        """KVBlocks nobody holds."""
+        """Blocks that no sequence holds."""
         return sum(map(len, self._free))
 
     @property
-    def num_used_on_disk(self) -> int:
-        """Blocks on disk that somebody holds."""
-        return self.num_blocks - self._in_memory - len(self._free[1])
+    def num_used_offloaded(self) -> int:
+        """Offloaded blocks that some sequence holds."""
+        return self.num_blocks - self._first_offloaded - len(self._free[1])
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free blocks. Raises ValueError where there are fewer: the caller makes room first."""
+        """`count` free blocks, cached content evicted where blank ones do not suffice. Raises ValueError where fewer
+        are free: the caller preempts first."""
         if count > self.num_free_blocks:
-            raise ValueError(f"{count} blocks wanted, {self.num_free_blocks} are free")
-        taken = []
+            raise ValueError(f"{count} blocks needed, {self.num_free_blocks} are free")
+        allocated = []
         for _ in range(count):
-            block = self._free[self._next_home()].take()
-            if block in self._content:
-                del self._block_bytes[self._content.pop(block)]
-            self._holders[block] = 1
-            taken.append(block)
-        return taken
+            block = self._free[self._next_tier()].pop()
+            if block in self._hash_of:
+                del self._block_of[self._hash_of.pop(block)]
+            self._ref_counts[block] = 1
+            allocated.append(block)
+        return allocated
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Of each block one holder less."""
-        for block in reversed(blocks):  # of a text its end is lost first
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                self._free[block >= self._in_memory].add(block, block in self._content)
+        """Ends one sequence's hold on each block."""
+        for block in reversed(blocks):  # of a prefix its end is evicted first
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                self._free[block >= self._first_offloaded].add(block, cached=block in self._hash_of)
 
-    def match_prefix(self, names: Iterable[bytes]) -> list[int]:
-        """The blocks that hold what the first of `names` stand for, up to the first that is nowhere."""
-        found = []
-        for name in names:
-            if (block := self._block_bytes.get(name)) is None:
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that cache a prefix with these block hashes, up to the first that is not cached."""
+        blocks = []
+        for block_hash in hashes:
+            if (block := self._block_of.get(block_hash)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def ref(self, blocks: Sequence[int]) -> None:
-        """Of each block, found by `known`, one holder more."""
+        """One more sequence holds each block, which `match_prefix` gave."""
         for block in blocks:
-            self._holders[block] += 1
-            self._free[block >= self._in_memory].kept.pop(block, None)
+            self._ref_counts[block] += 1
+            self._free[block >= self._first_offloaded].cached.pop(block, None)
 
-    def cache_block(self, block: int, name: bytes) -> None:
-        """Says what is on a block that is held; of several blocks with the same on them the first is known."""
-        if block not in self._content and name not in self._block_bytes:
-            self._content[block] = name
-            self._block_bytes[name] = block
+    def cache_block(self, block: int, block_hash: bytes) -> None:
+        """Makes a full block's content known by its hash; of several blocks with one content the first is known."""
+        if block not in self._hash_of and block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was published is true any more."""
+        """Forgets all cached content."""
         for free in self._free:
-            free.blank += free.kept
-            free.kept.clear()
-        self._content.clear()
-        self._block_bytes.clear()
+            free.blank += free.cached
+            free.cached.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
 
-    def _next_home(self) -> int:
-        """Where the next block is taken: 0 in memory, 1 on disk."""
-        if not self._share:
+    def _next_tier(self) -> int:
+        """Where the next block is allocated: 0 where attention computes, 1 offloaded."""
+        if not self._offloaded_fraction:
             return 0
-        taken = self.num_blocks - self.num_free_blocks
-        wanted = int(self.num_used_on_disk + 0.5 < self._share * (taken + 1))
-        return wanted if len(self._free[wanted]) else 1 - wanted
+        used = self.num_blocks - self.num_free_blocks
+        tier = int(self.num_used_offloaded + 0.5 < self._offloaded_fraction * (used + 1))
+        return tier if len(self._free[tier]) else 1 - tier
 
 
-class _Free:
-    """Free blocks: `blank` ones, and `kept` ones with a content, longest unused first."""
+class _FreeBlocks:
+    """Free blocks: `blank` ones, and `cached` ones with content, the least recently used first."""
 
     def __init__(self, blocks: Iterable[int]) -> None:
         self.blank = list(blocks)[::-1]
-        self.kept: OrderedDict[int, None] = OrderedDict()
+        self.cached: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.blank) + len(self.kept)
+        return len(self.blank) + len(self.cached)
 
-    def take(self) -> int:
-        """A blank block, or else the one that was kept longest."""
-        return self.blank.pop() if self.blank else self.kept.popitem(last=False)[0]
+    def pop(self) -> int:
+        """A blank block, or else the least recently used cached one, which is evicted."""
+        return self.blank.pop() if self.blank else self.cached.popitem(last=False)[0]
 
-    def add(self, block: int, keep: bool) -> None:
-        """A block that nobody holds any more."""
-        if keep:
-            self.kept[block] = None
+    def add(self, block: int, cached: bool) -> None:
+        """A block that no sequence holds any more."""
+        if cached:
+            self.cached[block] = None
         else:
             self.blank.append(block)
 
 
-def extend_block_hashes(tokens: Sequence[int], names: list[bytes], until: int) -> None:
-    """Appends to `names`, which has those of the first blocks, the names of the full blocks of the first `until`
-    tokens.
+def extend_block_hashes(tokens: Sequence[int], hashes: list[bytes], until: int) -> None:
+    """Appends to `hashes`, which covers the first blocks, the hashes of the full blocks of the first `until` tokens.
 
-    A name stands for a block's tokens and all before them.
+    A block's hash is of its tokens and the hash before it, so it stands for the whole prefix.
     """
-    for i in range(len(names), until // BLOCK_SIZE):
-        part = array("q", tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]).tobytes()
-        names.append(hashlib.blake2b((names[-1] if names else b"") + part, digest_size=16).digest())
+    for i in range(len(hashes), until // BLOCK_SIZE):
+        block = array("q", tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]).tobytes()
+        hashes.append(hashlib.blake2b((hashes[-1] if hashes else b"") + block, digest_size=16).digest())

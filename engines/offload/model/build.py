@@ -17,6 +17,8 @@ from harness.api import HarnessError, UnsupportedError, first_line
 
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+#: Parameters of more values than this must belong to a linear layer, a mixture or an embedding.
+_LARGEST_SMALL = 1 << 22
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -41,7 +43,7 @@ def load_config(path: Path) -> Any:
                 f"{config.model_type}: its {rope['rope_type']!r} rotary scaling depends on the batch's longest sequence"
             )
     if not AutoModelForCausalLM._model_mapping[type(config)]._supports_attention_backend:
-        raise UnsupportedError(f"{config.model_type}: transformers lets nobody replace its attention")
+        raise UnsupportedError(f"{config.model_type}: transformers does not allow its attention to be replaced")
     return config
 
 
@@ -53,6 +55,16 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_RUN).eval()
     except Exception as exc:  # some check their sizes, some need packages that are not installed
         raise UnsupportedError(f"{config.model_type}: transformers cannot build it: {first_line(exc)}") from exc
+
+
+def require_small(kind: str, module: Any, small: Mapping[str, tuple[int, ...]]) -> None:
+    """Only weights of linear layers and embeddings are streamed: raises UnsupportedError where other parameters are
+    large, or buffers have no values."""
+    if meta := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise UnsupportedError(f"{kind}: {min(meta)} is left without values")
+    for name, shape in small.items():
+        if len(shape) > 1 and torch.Size(shape).numel() > _LARGEST_SMALL:
+            raise UnsupportedError(f"{kind}: {name} {list(shape)} belongs to no plain linear layer or embedding")
 
 
 def stop_and_begin_tokens(path: Path, config: Any, vocab: int) -> tuple[tuple[int, ...], int | None]:

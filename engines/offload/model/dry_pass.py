@@ -1,4 +1,4 @@
-"""A pass that computes nothing: what a model asks for, in which order, and whether the engine can give it."""
+"""A dry pass: what a model asks for, in which order, and whether the engine can serve it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.api import ModelShape
 
 
 class DryPass:
-    """Weights and attention of a pass that computes nothing: zeros of the right shapes, and notes."""
+    """Serves a model zeros of the right shapes as products and attention, and notes what it asks for."""
 
     def __init__(self, outputs: Mapping[str, int]) -> None:
         self._outputs = outputs
@@ -22,8 +22,8 @@ class DryPass:
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
-    def problem(self, shape: ModelShape) -> str:
-        """What the pass did that the engine does not expect; empty if nothing."""
+    def problem(self, shape: ModelShape, logits: torch.Tensor) -> str:
+        """Why the engine cannot serve a model that did this and returned `logits` for one row; empty if it can."""
         if unused := set(self._outputs) - set(self.order):
             return f"{min(unused)} is not used in every pass"
         if len(self.order) != len(self._outputs):
@@ -32,16 +32,12 @@ class DryPass:
             return (
                 f"{len(self._layers)} attention calls reached the hook, {shape.num_layers} layers should make one each"
             )
-        expected = (
-            shape.num_heads,
-            shape.head_dim,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.num_kv_heads,
-            shape.head_dim,
-        )
+        kv = (shape.num_kv_heads, shape.head_dim)
+        expected = (shape.num_heads, shape.head_dim, *kv, *kv)
         if self._shapes != {expected}:
             return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
+        if tuple(logits.shape) != (1, shape.vocab):
+            return f"one row gave logits {list(logits.shape)} instead of {[1, shape.vocab]}"
         return ""
 
     def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

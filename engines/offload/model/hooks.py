@@ -1,4 +1,4 @@
-"""What is registered with transformers in place of its attention, its masks and its mixtures of experts."""
+"""The functions registered with transformers in place of its attention, its masks and its mixtures of experts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engines.offload.kernels.attention_spec import AttentionSpec
 from harness.api import UnsupportedError
 
 OFFLOAD, DRY_RUN = "offload", "offload-dry"
-#: Keywords that attention layers pass on and that change nothing in a packed batch.
+#: Keywords that attention layers pass on and that have no effect in a packed batch.
 _HARMLESS = frozenset({"position_ids", "cache_position", "dropout"})
 
 
 class Attention(Protocol):
-    """What attends for the tokens of one packed batch."""
+    """Computes attention for the tokens of one packed batch."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
@@ -31,12 +31,15 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class _Mask:
-    """What a model asks for as a mask in the dry pass: who sees whom, to be held against what attention is told."""
+    """The mask that a model asks for in the dry pass, to be compared with the window that it tells attention.
+
+    `sees(batch, head, query, key)` says whether a query position sees a key position.
+    """
 
     sees: Callable[..., torch.Tensor]
 
     def is_window(self, window: int | None) -> bool:
-        """Whether it is causal and lets a token see `window` tokens, or all where that is None."""
+        """Whether the mask is causal and shows a token the last `window` tokens, or all where that is None."""
         width = 1 << 20 if window is None else window
         positions = {q for q in (0, 1, width - 1, width, width + 1, 3 * width) if q >= 0}
         pairs = [(q, k) for q in positions for k in (0, q - width, q - width + 1, q - 1, q, q + 1) if k >= 0]
@@ -61,15 +64,15 @@ def _attention_hook(
     offload_attention: Attention | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer: query [1, heads, tokens, dim], key and value alike."""
+    """Called by transformers in every attention layer with query, key and value [1, heads, tokens, dim]."""
     kind = type(module).__name__
     unknown = sorted(k for k, v in others.items() if k not in _HARMLESS and v is not None and not isinstance(v, bool))
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise UnsupportedError(f"{kind} looks ahead; engine offload attends causally")
+        raise UnsupportedError(f"{kind} attends to later tokens; engine offload attends causally")
     if unknown:
-        raise UnsupportedError(f"{kind} asks attention for {', '.join(unknown)}, which engine offload has not")
+        raise UnsupportedError(f"{kind} asks attention for {', '.join(unknown)}, which engine offload lacks")
     if offload_attention is None:
-        raise UnsupportedError(f"{kind} does not hand on to attention what its caller gives it")
+        raise UnsupportedError(f"{kind} does not pass its caller's arguments on to attention")
     if attention_mask is not None and not attention_mask.is_window(sliding_window):
         raise UnsupportedError(f"{kind} asks for a mask that is neither causal nor the window it names")
     sinks = None if s_aux is None else s_aux.reshape(-1).float()
@@ -80,12 +83,12 @@ def _attention_hook(
 def _experts_hook(
     module: Any, hidden: torch.Tensor, index: torch.Tensor, share: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """What transformers calls for a mixture of experts."""
+    """Called by transformers for a mixture of experts."""
     return torch.as_tensor(module.offload_experts(hidden, index, share))
 
 
 def _mask_to_check(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> _Mask:
-    """For the dry pass."""
+    """In the dry pass masks are checked; no mask is made."""
     return _Mask(mask_function)
 
 

@@ -22,14 +22,11 @@ from transformers.pytorch_utils import Conv1D
 
 from engines.offload.device.protocol import Device
 from engines.offload.memory.layout import OUTSIDE, Matrix
-from engines.offload.model.build import build_on_meta, load_config, stop_and_begin_tokens
+from engines.offload.model.build import build_on_meta, load_config, require_small, stop_and_begin_tokens
 from engines.offload.model.dry_pass import DryPass
 from engines.offload.model.embedding_table import EmbeddingTable
 from engines.offload.model.hooks import OFFLOAD, Attention
 from harness.api import ModelShape, UnsupportedError, first_line
-
-#: Parameters of more values than this must belong to a linear layer, a mixture or an embedding.
-_LARGEST_SMALL = 1 << 22
 
 
 class Weights(Protocol):
@@ -111,7 +108,7 @@ class MetaModel:
         self.attends, self.has_windows = dry.attends, dry.has_windows
         self._after_attention = frozenset(dry.order[dry.attends[-1] :])
         self.token_table = self._name_of_token_table()
-        self._refuse_what_is_not_streamed()
+        require_small(self._kind, self.module, self.small)
         self.module.set_attn_implementation(OFFLOAD)
 
     def layers(self) -> Sequence[nn.Module]:
@@ -241,31 +238,15 @@ class MetaModel:
         except Exception as exc:  # whatever a model does that the hooks do not cover
             words = f"{type(exc).__name__}: {first_line(exc)}"
             raise UnsupportedError(f"{self._kind}: a packed pass fails ({words})") from exc
-        if problem := dry.problem(self._shape) or _logits_problem(logits, self._shape):
+        if problem := dry.problem(self._shape, logits):
             raise UnsupportedError(f"{self._kind}: {problem}")
         return dry
-
-    def _refuse_what_is_not_streamed(self) -> None:
-        """Only what belongs to linear layers and embeddings is streamed, so the rest must be small parameters."""
-        if meta := [name for name, buffer in self.module.named_buffers() if buffer.is_meta]:
-            raise UnsupportedError(f"{self._kind}: {min(meta)} is left without values")
-        for name, shape in self.small.items():
-            if len(shape) > 1 and torch.Size(shape).numel() > _LARGEST_SMALL:
-                raise UnsupportedError(
-                    f"{self._kind}: {name} {list(shape)} belongs to no plain linear layer or embedding"
-                )
 
 
 def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:
     """An expert's bias, where experts have one."""
     stack = getattr(module, name, None)
     return None if stack is None else stack[expert]
-
-
-def _logits_problem(logits: torch.Tensor, shape: ModelShape) -> str:
-    if tuple(logits.shape) != (1, shape.vocab):
-        return f"one row gave logits {list(logits.shape)} instead of {[1, shape.vocab]}"
-    return ""
 
 
 def _group(name: str) -> str:

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from engines.offload.executor import _Joint, _Need
 from engines.offload.memory.layout import ALIGN, Matrix, tiles_of
-from engines.offload.memory.padding import rows_for
+from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.pass_ops import attention_overlaps, pass_ops
 from engines.offload.timeline import Timeline
-from engines.offload.weights.gemm import by_torch
+from engines.offload.weights.gemm import torch_gemm
 
 # ------------------------------------------------------------------------------------------------ products
 
@@ -25,7 +25,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     exact = x.double() @ weight.double().T + bias.double()
     joint = _Joint([_Need("m", x[:24], bias), _Need("m", x[24:], bias)], 96)
     for tile in tiles_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
-        joint.add(by_torch, tile, weight[:, tile.start : tile.stop].contiguous())
+        joint.add(torch_gemm, tile, weight[:, tile.start : tile.stop].contiguous())
 
     def off(found):
         return (found.double() - exact).pow(2).mean().sqrt()
@@ -192,7 +192,7 @@ def test_the_kept_pass_becomes_chrome_trace_events():
 
 def test_products_in_16_bits_have_few_numbers_of_rows() -> None:
     """Each number costs oneDNN half a megabyte for good."""
-    sizes = {rows: rows_for(rows, 2) for rows in range(1, 1025)}
+    sizes = {rows: padded_rows(rows, 2) for rows in range(1, 1025)}
     assert all(rows <= size <= max(32, 1.97 * rows) for rows, size in sizes.items())
     assert len(set(sizes.values())) <= 25
-    assert all(rows_for(rows, 4) == rows for rows in (1, 7, 33, 300))
+    assert all(padded_rows(rows, 4) == rows for rows in (1, 7, 33, 300))

@@ -13,14 +13,14 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import Product, stored_view
+from engines.offload.kernels import Gemm, stored_view
 from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.padding import rows_for
+from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel, PackedBatch
 from engines.offload.pass_ops import AttentionOverlap, Op, attention_overlaps, pass_ops
 from engines.offload.timeline import AWAITING, BETWEEN, Timeline
-from engines.offload.weights.gemm import new_product
+from engines.offload.weights.gemm import padded_output
 from engines.offload.weights.stream import WeightStream
 from harness.api import HarnessError
 
@@ -64,7 +64,7 @@ class Executor:
         tiles: Sequence[WeightTile],
         resident: dict[int, torch.Tensor],
         stream: WeightStream,
-        products: Mapping[Storage, Product],
+        products: Mapping[Storage, Gemm],
         timeline: Timeline,
         overlaps: bool = False,
         device: Device | None = None,
@@ -267,12 +267,12 @@ class _Joint:
         self._bias = asking[0].bias
         rows = sum(len(need.x) for need in asking)
         self._x = asking[0].x
-        multiplied = rows_for(rows, self._x.element_size())
+        multiplied = padded_rows(rows, self._x.element_size())
         if len(asking) > 1 or multiplied > rows:
-            self._x = new_product(multiplied, self._x.shape[1], self._x)
+            self._x = padded_output(multiplied, self._x.shape[1], self._x)
             torch.cat([need.x for need in asking], out=self._x[:rows])
             self._x[rows:] = 0
-        self._out = new_product(multiplied, outputs, self._x)
+        self._out = padded_output(multiplied, outputs, self._x)
         self._sum: torch.Tensor | None = None
         self.parts: list[torch.Tensor | None] = []
         start = 0
@@ -280,7 +280,7 @@ class _Joint:
             self.parts.append(None if need is None else self._out[start : start + len(need.x)])
             start += 0 if need is None else len(need.x)
 
-    def add(self, product: Product, tile: WeightTile, weight: torch.Tensor) -> None:
+    def add(self, product: Gemm, tile: WeightTile, weight: torch.Tensor) -> None:
         """Adds what one tile contributes."""
         if not len(self._x):  # nobody's logits are wanted; the tile must pass by all the same
             return
@@ -292,7 +292,7 @@ class _Joint:
         else:
             self._add_in_float32(product, self._x[:, part], weight, tile.stop == self._x.shape[1])
 
-    def _add_in_float32(self, product: Product, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
+    def _add_in_float32(self, product: Gemm, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
         """Adds a tile of columns to a sum that is rounded once, as a whole product's would be."""
         product(x, weight, None, self._out)
         self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)

@@ -27,8 +27,8 @@ from engines.offload.model_runner import Runtime
 from engines.offload.scheduler import steady_blocks
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.checkpoint_reader import Source
-from engines.offload.weights.convert import Converted, convert
+from engines.offload.weights.checkpoint_reader import CheckpointReader
+from engines.offload.weights.convert import ConvertedCheckpoint, convert
 from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing, Ring
 from engines.offload.weights.stream import WeightStream
@@ -96,7 +96,7 @@ class Loading:
         stream = WeightStream(self.streamed, self._ring(converted, files), timeline, policy.overlap)
         parts.callback(stream.close)
         self._note_direct(files.direct, "weights pass")
-        products = {how: way.product for how, way in self._ways.items()}
+        products = {how: way.gemm for how, way in self._ways.items()}
         overlap_attention = policy.nano_batches > 1 and policy.nano_overlap
         cache = self._cache(timeline, throttle, parts)
         at_home = self.home is not None
@@ -163,13 +163,13 @@ class Loading:
 
     # ------------------------------------------------------------------- what is otherwise with a device
 
-    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
+    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.GemmBackend]:
         """How weights are multiplied, by how they are stored."""
         asked, hidden = self.policy.compute_dtype, self.model.shape.hidden
         dtypes: list[Dtype] = [asked] if asked != "auto" else sorted({self.model.dtype, "float32"})
-        ways = {layers: gemm.choose(layers, hidden, dtypes, self.kernels)}
+        ways = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels)}
         if outside != layers:
-            ways[outside] = gemm.choose(outside, hidden, [ways[layers].dtype], self.kernels)
+            ways[outside] = gemm.choose_gemm(outside, hidden, [ways[layers].dtype], self.kernels)
         return ways
 
     def _attention_kernel(self) -> AttentionKernel:
@@ -185,7 +185,7 @@ class Loading:
 
     def _codec(self) -> Quantizer:
         """Of keys and values."""
-        return self.kernels.codec(self.cached)
+        return self.kernels.quantizer(self.cached)
 
     def _hadamard(self) -> Hadamard:
         return self.kernels.hadamard()
@@ -197,11 +197,11 @@ class Loading:
     def _placed(self) -> Plan:
         return place(self._demand, self.policy, self.limits.host_memory)
 
-    def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
+    def _resident(self, converted: ConvertedCheckpoint) -> dict[int, torch.Tensor]:
         """Stored bytes of the tiles that stay where they are multiplied."""
         return converted.read(self.plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
 
-    def _ring(self, converted: Converted, files: WeightFiles) -> Ring:
+    def _ring(self, converted: ConvertedCheckpoint, files: WeightFiles) -> Ring:
         return HostRing(self.streamed, self.plan.slots, files)
 
     def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
@@ -239,9 +239,9 @@ class Loading:
         if not direct:
             self.notes.append(f"the file system refuses direct I/O: {what} through the page cache")
 
-    def _converted(self) -> Converted:
+    def _converted(self) -> ConvertedCheckpoint:
         meta_model = self.meta_model
-        source = Source(self.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
-        codecs = {how: self.kernels.codec(how) for how in self._ways}
-        return convert(self.model, source, meta_model.matrices, self.tiles, codecs, meta_model.tables, meta_model.small,
-                       self.job.cache, self.job.on_progress)  # fmt: skip
+        source = CheckpointReader(self.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
+        quantizers = {how: self.kernels.quantizer(how) for how in self._ways}
+        return convert(self.model, source, meta_model.matrices, self.tiles, quantizers, meta_model.tables,
+                       meta_model.small, self.job.cache, self.job.on_progress)  # fmt: skip

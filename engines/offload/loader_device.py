@@ -27,7 +27,7 @@ from engines.offload.memory.plan import Plan
 from engines.offload.memory.storage import Storage
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.convert import Converted
+from engines.offload.weights.convert import ConvertedCheckpoint
 from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import DeviceRing, Ring
 from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
@@ -54,11 +54,11 @@ class DeviceLoading(Loading):
             )
         self._passing: list[torch.Tensor] = []
 
-    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.Arithmetic]:
+    def _arithmetics(self, layers: Storage, outside: Storage) -> Mapping[Storage, gemm.GemmBackend]:
         asked, hidden = self.policy.compute_dtype, self.model.shape.hidden
         dtype: Dtype = self.model.dtype if asked == "auto" else asked
         return {
-            stored: gemm.on_device(stored, hidden, dtype, self._on_device.codec(stored), self.device)
+            stored: gemm.device_gemm(stored, hidden, dtype, self._on_device.quantizer(stored), self.device)
             for stored in dict.fromkeys((layers, outside))
         }
 
@@ -75,7 +75,7 @@ class DeviceLoading(Loading):
         return "; ".join(filter(None, (self._on_device.note, apart)))
 
     def _codec(self) -> Quantizer:
-        return self._on_device.codec(self.cached)
+        return self._on_device.quantizer(self.cached)
 
     def _hadamard(self) -> Hadamard:
         return self._on_device.hadamard()
@@ -92,7 +92,7 @@ class DeviceLoading(Loading):
         assert limits.device_memory is not None
         return place_on_device(self._demand, self.policy, limits.device_memory, host)
 
-    def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
+    def _resident(self, converted: ConvertedCheckpoint) -> dict[int, torch.Tensor]:
         plan = self.plan
         room = torch.empty(sum(aligned(self.tiles[i].nbytes) for i in plan.resident), dtype=torch.uint8,
                            device=self.device.where)  # fmt: skip
@@ -108,7 +108,7 @@ class DeviceLoading(Loading):
 
         return converted.read(plan.resident, lambda nbytes: self._passing[0], keep)
 
-    def _ring(self, converted: Converted, files: WeightFiles) -> Ring:
+    def _ring(self, converted: ConvertedCheckpoint, files: WeightFiles) -> Ring:
         pinned = converted.read(self.plan.pinned, self._pinned.take, lambda data: data)
         held = {(self.tiles[i].file, self.tiles[i].offset): data for i, data in pinned.items()}
         return DeviceRing(self.streamed, self.plan.slots, held, files, self.device, self._passing)
@@ -122,7 +122,7 @@ class DeviceLoading(Loading):
             layout = block_layout(shape, self.cached)
             elsewhere = HostBlocks(home, plan.host_kv_blocks, *layout, self.device, self.policy.overlap)
             if self.policy.cpu_attention:
-                kernel, codec = self.kernels.attention(self.cached), self.kernels.codec(self.cached)
+                kernel, codec = self.kernels.attention(self.cached), self.kernels.quantizer(self.cached)
                 self.notes.append(self.kernels.note)
                 self.home = HostAttention(elsewhere, kernel, codec, self.device, timeline)
                 parts.callback(self.home.close)

@@ -35,7 +35,7 @@ class PackedAttention:
     What is attended to is always what the cache holds, in its precision, whether it was computed in this pass or
     an earlier one: so a result does not depend on how a prompt was cut into passes. `value_topk`: see AttentionSpec.
     `aside` does the work, and may do it beside others'. `hadamard`: what keys and values go through before they are
-    stored; see kernels/rotation.py. `device`: where the batch is, or None for the host. `home`: attends to blocks in
+    stored; see kernels/hadamard.py. `device`: where the batch is, or None for the host. `home`: attends to blocks in
     host memory, where single tokens see some.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engines.offload.kernels.attention_spec import AttentionSpec
-from engines.offload.weights.gemm import new_product
+from engines.offload.weights.gemm import padded_output
 from harness.api import ModelShape
 
 
@@ -46,7 +46,7 @@ class DryPass:
 
     def product(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.order.append(matrix)
-        return new_product(len(x), self._outputs[matrix], x).zero_()
+        return padded_output(len(x), self._outputs[matrix], x).zero_()
 
     def visit(self, stacks: Sequence[str], hit: Sequence[int], count: int) -> Sequence[int]:
         return range(count)

@@ -91,7 +91,7 @@ class Executor:
         self._tiles = loaded.tiles
         self._resident = loaded.resident
         self._stream = loaded.stream
-        self._gemms = {stored: gemm.product for stored, gemm in loaded.gemms.items()}
+        self._gemms = {stored: gemm.gemm for stored, gemm in loaded.gemms.items()}
         self._device = loaded.device
         self._timeline = loaded.timeline
         self._overlaps = loaded.overlaps

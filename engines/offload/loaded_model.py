@@ -18,7 +18,7 @@ from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap
 from engines.offload.timeline import Timeline
-from engines.offload.weights.gemm import Arithmetic
+from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from harness.api import LoadReport, LocalModel, OffloadPolicy
 
@@ -41,7 +41,7 @@ class LoadedModel:
     tiles: Sequence[WeightTile]
     resident: Mapping[int, torch.Tensor]
     stream: WeightStream
-    gemms: Mapping[Storage, Arithmetic]
+    gemms: Mapping[Storage, GemmBackend]
     overlaps: Sequence[AttentionOverlap]
     cache: PagedCache
     attention: AttentionKernel

@@ -20,9 +20,9 @@ from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps, matrix_spans
 from engines.offload.scheduler import steady_blocks
-from engines.offload.weights.checkpoint_reader import Source
-from engines.offload.weights.convert import Converted, convert
-from engines.offload.weights.gemm import Arithmetic
+from engines.offload.weights.checkpoint_reader import CheckpointReader
+from engines.offload.weights.convert import ConvertedCheckpoint, convert
+from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from harness.api import DTYPE_BYTES, LoadReport, ModelShape, OffloadPolicy
 
@@ -121,7 +121,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: Kernels, stack: E
     )
 
 
-def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[Storage, Arithmetic]) -> int:
+def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[Storage, GemmBackend]) -> int:
     """Bytes of the buffers that tiles are unpacked or cast into: each way to multiply keeps one of its largest tile."""
     return sum(
         max(tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored) * gemm.cast_bytes
@@ -131,9 +131,9 @@ def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[Storage, Arithmetic]
 
 def _convert(
     request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile], host_kernels: Kernels
-) -> Converted:
-    source = Source(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
-    quantizers = {stored: host_kernels.codec(stored) for stored in dict.fromkeys(tile.stored for tile in tiles)}
+) -> ConvertedCheckpoint:
+    source = CheckpointReader(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
+    quantizers = {stored: host_kernels.quantizer(stored) for stored in dict.fromkeys(tile.stored for tile in tiles)}
     return convert(request.model, source, meta_model.matrices, tiles, quantizers, meta_model.tables, meta_model.small,
                    request.job.cache, request.job.on_progress)  # fmt: skip
 
@@ -157,7 +157,7 @@ def _balance(shape: ModelShape, streamed: Sequence[WeightTile], stream: WeightSt
     return int(seconds * flops / shape.flops(1, 0, 0))
 
 
-def _report(request: LoadRequest, plan: Plan, placement: Placement, gemm: Arithmetic, notes: list[str]) -> LoadReport:
+def _report(request: LoadRequest, plan: Plan, placement: Placement, gemm: GemmBackend, notes: list[str]) -> LoadReport:
     shape, total = request.model.shape, sum(placement.weights)
     device, host, disk = (nbytes / total for nbytes in placement.weights)
     policy = replace(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned
-from engines.offload.memory.padding import rows_for
+from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.plan import Plan
 from engines.offload.memory.storage import Plain, Storage
 from engines.offload.pass_ops import Op, attention_overlaps, matrix_spans, pass_ops
@@ -256,7 +256,7 @@ class Simulator:
 
     def _multiplied(self, tile: WeightTile, rows: int) -> float:
         values = tile.shape[0] * tile.shape[1]
-        counted = rows_for(rows, DTYPE_BYTES[self._machine.host.dtype])
+        counted = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
         seconds = self._machine.products(counted, values, tile.nbytes)
         packed = not isinstance(tile.stored, Plain)
         return seconds + (values / unpack_rate(self._machine.host, self._policy.weight_bits) if packed else 0.0)

@@ -25,7 +25,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.layout import tiles_of
 from engines.offload.memory.storage import Plain
 from engines.offload.model.meta_model import MetaModel
-from engines.offload.weights.checkpoint_reader import Source
+from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import convert
 from harness.api import (
     DiskFullError,
@@ -327,7 +327,7 @@ def meta_model(model):
 
 def convert_into(model, cache, on_progress=lambda done, total: None):
     found = meta_model(model)
-    source = Source(model, found.prefix, found.aliases)
+    source = CheckpointReader(model, found.prefix, found.aliases)
     tiles = tiles_of(found.matrices, [Plain(model.dtype)] * len(found.matrices))
     return convert(model, source, found.matrices, tiles, {}, found.tables, found.small, cache, on_progress)
 

@@ -12,12 +12,12 @@ from engines.offload.kernels import AttentionMetadata, NoCompilerError, quantize
 from engines.offload.kernels.attention import compiled_attention, merge_attention_states, reference_attention
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import load, openmp
-from engines.offload.kernels.codec import plain_quantizer, reference_quantizer
-from engines.offload.kernels.gemm import compiled_product
+from engines.offload.kernels.gemm import compiled_gemm
 from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Grouped, Plain
-from engines.offload.weights.gemm import by_torch
+from engines.offload.weights.gemm import torch_gemm
 from tests.offload import with_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -33,7 +33,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["torch", "kernel"])
 def product(request, cache):
-    return by_torch if request.param == "torch" else compiled_product(Plain("float32"), cache, threads=2)
+    return torch_gemm if request.param == "torch" else compiled_gemm(Plain("float32"), cache, threads=2)
 
 
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(1, 50), st.sampled_from(STARTS), st.integers(0, 7))
@@ -60,7 +60,7 @@ def test_the_kernel_multiplies_weights_as_they_are_stored(cache, dtype):
     torch.manual_seed(0)
     x, weight = torch.randn(50, 700), torch.randn(90, 700).to(getattr(torch, dtype))
     out = torch.empty(50, 90)
-    compiled_product(Plain(dtype), cache, threads=2)(x, weight, None, out)
+    compiled_gemm(Plain(dtype), cache, threads=2)(x, weight, None, out)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
@@ -76,14 +76,14 @@ def test_the_kernel_multiplies_quantized_weights(cache, bits, across, rows, colu
     exact = x.double() @ (stored.T if across else stored).double().T
     start = torch.randn(rows, outputs)
     out = start.clone()
-    compiled_product(how, cache, threads=2)(x, packed, out, out)
+    compiled_gemm(how, cache, threads=2)(x, packed, out, out)
     torch.testing.assert_close(out.double(), exact + start.double(), rtol=1e-5, atol=1e-4)
 
 
 @given(st.integers(1, 400), st.integers(1, 600), st.integers(1, 40), st.data())
 def test_a_row_does_not_depend_on_those_that_share_its_product(cache, rows, columns, outputs, data):
     """Bit for bit: so a request's result does not depend on what else runs."""
-    product = compiled_product(Plain("bfloat16"), cache, threads=2)
+    product = compiled_gemm(Plain("bfloat16"), cache, threads=2)
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, columns), torch.randn(outputs, columns).bfloat16()
     together, alone = torch.empty(rows, outputs), torch.empty(1, outputs)
@@ -97,7 +97,7 @@ def test_nan_in_a_weight_is_not_hidden(cache):
     weight = torch.ones(20, 30)
     weight[3, 29] = torch.nan
     out = torch.empty(8, 20)
-    compiled_product(Plain("float32"), cache, threads=1)(torch.zeros(8, 30), weight, None, out)
+    compiled_gemm(Plain("float32"), cache, threads=1)(torch.zeros(8, 30), weight, None, out)
     assert out.isnan()[:, 3].all()
     assert out.isnan().sum() == 8
 
@@ -162,14 +162,14 @@ RULES = [
 def test_attention_kernels_agree_with_float64(cache, stored, heads, kv_heads, dim, more):
     torch.manual_seed(0)
     segments, blocks = packed(SPANS, 100), 100
-    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    keys, values = (codec.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
+    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    keys, values = (quantizer.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
     tokens = int(segments.starts[-1])
     query = torch.randn(tokens, heads, dim + 3)[..., :dim].transpose(0, 1)  # as a model gives it: a view
     spec = AttentionSpec(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
     wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
     exact = by_hand(query, *wide, segments, spec)
-    for kernel in (compiled_attention(stored, cache, threads=2), reference_attention(codec)):
+    for kernel in (compiled_attention(stored, cache, threads=2), reference_attention(quantizer)):
         found = kernel(query, LayerBlocks(torch.stack([keys, values], 1)), segments, spec)
         # scores reach 10 and carry a few roundings of 6e-8 each, which their exponentials carry on
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
@@ -181,8 +181,8 @@ def test_attention_kernels_agree_with_float64(cache, stored, heads, kv_heads, di
 def test_heads_and_columns_of_any_number(cache, stored, heads, kv_heads, dim, value_topk):
     torch.manual_seed(0)
     segments, blocks = packed([(1, 37), (1, 8), (3, 5)], 20), 20
-    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    keys, values = (codec.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
+    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    keys, values = (quantizer.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
     query = torch.randn(heads, int(segments.starts[-1]), dim)
     wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
     exact = by_hand(query, *wide, segments, AttentionSpec(0.1, value_topk=value_topk))
@@ -264,7 +264,7 @@ def test_no_compiler_is_said_and_survived(tmp_path, monkeypatch):
 
 def test_a_compiler_may_have_arguments(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "env g++")
-    product = compiled_product(Plain("float32"), tmp_path, threads=1)
+    product = compiled_gemm(Plain("float32"), tmp_path, threads=1)
     out = torch.empty(1, 16)
     product(torch.ones(1, 8), torch.ones(16, 8), None, out)
     assert (out == 8).all()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.memory.layout import ALIGN, Matrix, tiles_of
-from engines.offload.memory.padding import rows_for
+from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.pass_ops import ALL, attention_overlaps, matrix_spans, pass_ops
 from engines.offload.timeline import Timeline
@@ -200,7 +200,7 @@ def test_the_kept_pass_becomes_chrome_trace_events():
 
 def test_products_in_16_bits_have_few_numbers_of_rows() -> None:
     """Each number costs oneDNN half a megabyte for good."""
-    sizes = {rows: rows_for(rows, 2) for rows in range(1, 1025)}
+    sizes = {rows: padded_rows(rows, 2) for rows in range(1, 1025)}
     assert all(rows <= size <= max(32, 1.97 * rows) for rows, size in sizes.items())
     assert len(set(sizes.values())) <= 25
-    assert all(rows_for(rows, 4) == rows for rows in (1, 7, 33, 300))
+    assert all(padded_rows(rows, 4) == rows for rows in (1, 7, 33, 300))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from engines.offload.kernels import quantize
-from engines.offload.kernels.codec import compiled_quantizer, numba_codec
+from engines.offload.kernels.quantizer import compiled_quantizer, numba_quantizer
 from engines.offload.memory.storage import BITS, GROUPS, Grouped
 from harness.api import UnsupportedError
 from tests.offload import with_kernels
@@ -73,11 +73,11 @@ def test_codes_are_the_nearest_in_float64(x, how):
 def test_every_way_gives_the_same_bits(cache, way, x, how):
     if way == "numba":
         pytest.importorskip("numba")
-    codec = numba_codec(how, threads=2) if way == "numba" else compiled_quantizer(how, cache, threads=2)
+    quantizer = numba_quantizer(how, threads=2) if way == "numba" else compiled_quantizer(how, cache, threads=2)
     packed = quantize.pack(torch.from_numpy(x), how)
-    assert torch.equal(codec.pack(torch.from_numpy(x)), packed)
+    assert torch.equal(quantizer.pack(torch.from_numpy(x)), packed)
     out = torch.empty(x.shape)
-    codec.unpack(packed, out)
+    quantizer.unpack(packed, out)
     torch.testing.assert_close(out, quantize.unpack(packed, x.shape[1], how), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 

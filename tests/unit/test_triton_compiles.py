@@ -18,7 +18,7 @@ SCRIPT = """
 import inspect, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from engines.offload.kernels import triton_attention, triton_codec
+from engines.offload.kernels import triton_attention, triton_quantizer
 
 def shared(kernel, types, constants, capability):
     names = list(inspect.signature(kernel.fn).parameters)
@@ -43,8 +43,8 @@ def attend(query, rows, itemsize, bits, dim, group, prompts, capability):
 capability = int(sys.argv[1])
 sizes = dict.fromkeys(("columns", "width", "code_bytes", "groups"), "i32")
 for kernel, types, constants in (
-    (triton_codec._unpack, {"packed": "*u8", "out": "*fp16"}, dict(BITS=4, GROUP=64, TILE=1024)),
-    (triton_codec._pack, {"x": "*fp16", "packed": "*u8"}, dict(BITS=3, GROUP=64, HALF_MAX=65504.0)),
+    (triton_quantizer._unpack, {"packed": "*u8", "out": "*fp16"}, dict(BITS=4, GROUP=64, TILE=1024)),
+    (triton_quantizer._pack, {"x": "*fp16", "packed": "*u8"}, dict(BITS=3, GROUP=64, HALF_MAX=65504.0)),
 ):
     print(shared(kernel, types | sizes, constants, capability))
 for case in (("fp16", "fp16", 2, 16, 128, 1, True), ("bf16", "bf16", 2, 16, 128, 8, False),

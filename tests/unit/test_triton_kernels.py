@@ -16,10 +16,10 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
 from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import AttentionMetadata, reference_attention
 from engines.offload.kernels.attention_spec import AttentionSpec
-from engines.offload.kernels.codec import plain_quantizer, reference_quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
 from engines.offload.kernels.triton_attention import triton_attention
-from engines.offload.kernels.triton_codec import pack, unpack
+from engines.offload.kernels.triton_quantizer import pack, unpack
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import BITS, GROUPS, Grouped, Plain, Storage
 
@@ -74,8 +74,8 @@ def pages_of(
     """KVBlocks for sequences of these lengths, in no order, and the table of them."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // BLOCK_SIZE) for n in lengths]
-    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    rows = codec.pack(torch.randn(sum(counts) + 2, 2, kv_heads, BLOCK_SIZE, dim, generator=generator))
+    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    rows = quantizer.pack(torch.randn(sum(counts) + 2, 2, kv_heads, BLOCK_SIZE, dim, generator=generator))
     order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for i, count in enumerate(counts):
@@ -108,12 +108,12 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     segments = AttentionMetadata.of(counts, cached, table, lambda tensor: tensor.to(DEVICE))
     query = torch.randn(kv_heads * group, sum(counts), dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     spec = AttentionSpec(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
-    codec = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    expected = reference_attention(codec)(query, blocks, segments, spec)
+    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
+    expected = reference_attention(quantizer)(query, blocks, segments, spec)
     lse = [torch.empty(sum(counts), kv_heads * group, device=DEVICE) for _ in range(2)]
     found = triton_attention(stored)(query, blocks, segments, spec, lse[0])
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-    reference_attention(codec)(query, blocks, segments, spec, lse[1])
+    reference_attention(quantizer)(query, blocks, segments, spec, lse[1])
     torch.testing.assert_close(lse[0], lse[1], rtol=2e-5, atol=2e-5)
     assert torch.equal(triton_attention(stored)(query, blocks, segments, spec), found)
 

@@ -19,8 +19,8 @@ from engines.offload.memory.plan import MemoryRequest, Plan
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
-from engines.offload.weights.convert import Converted
-from engines.offload.weights.gemm import Arithmetic
+from engines.offload.weights.convert import ConvertedCheckpoint
+from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.ring import Ring
 from harness.api import HardwareLimits, Job, LocalModel, OffloadPolicy
 
@@ -84,7 +84,7 @@ class Backend(Protocol):
         """A timeline on the clock of the device."""
         ...
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, Arithmetic]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, GemmBackend]:
         """The fastest way to multiply decoder layers' weights and the others, by how they are stored; measured."""
         ...
 
@@ -100,7 +100,9 @@ class Backend(Protocol):
         """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
         ...
 
-    def weights(self, converted: Converted, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack) -> Weights:
+    def weights(
+        self, converted: ConvertedCheckpoint, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack
+    ) -> Weights:
         """Reads the resident ones of `tiles` and opens the ring for the others; `stack` closes it."""
         ...
 

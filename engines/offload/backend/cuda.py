@@ -25,7 +25,7 @@ from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.convert import Converted
+from engines.offload.weights.convert import ConvertedCheckpoint
 from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import DeviceRing
 from harness.api import Dtype, UnsupportedError
@@ -51,12 +51,12 @@ class CudaBackend:
     def timeline(self) -> Timeline:
         return Timeline(self.device)
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.Arithmetic]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, model = self._load.policy.compute_dtype, self._load.model
         dtype: Dtype = model.dtype if requested == "auto" else requested
         self._dtype = getattr(torch, dtype)
         return {
-            stored: gemm.on_device(stored, model.shape.hidden, dtype, self.kernels.codec(stored), self.device)
+            stored: gemm.device_gemm(stored, model.shape.hidden, dtype, self.kernels.quantizer(stored), self.device)
             for stored in dict.fromkeys((layers, outside))
         }
 
@@ -78,7 +78,9 @@ class CudaBackend:
         self._plan = place_on_device(request, self._load.policy, limits.device_memory, host)
         return self._plan
 
-    def weights(self, converted: Converted, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack) -> Weights:
+    def weights(
+        self, converted: ConvertedCheckpoint, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack
+    ) -> Weights:
         plan = self._plan
         self._pinned = PinnedMemory(pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks), self.device.pinned)
         staging = [self._pinned.take(max(tile.span for tile in tiles)) for _ in range(READERS)]
@@ -112,12 +114,12 @@ class CudaBackend:
             blocks = HostBlocks(layers, plan.host_kv_blocks, *layout, self.device, overlap)
             if self._load.policy.cpu_attention:
                 kernel = self._host_kernels.attention(stored, sparse=False)
-                quantizer = self._host_kernels.codec(stored)
+                quantizer = self._host_kernels.quantizer(stored)
                 self._host_attention = HostAttention(blocks, kernel, quantizer, self.device, timeline)
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
         on_host = self._host_attention is not None
-        quantizer = self.kernels.codec(stored)
+        quantizer = self.kernels.quantizer(stored)
         cache = PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, on_host)
         return KVCache(cache, self._host_attention)
 
@@ -136,7 +138,7 @@ class CudaBackend:
             metadata = AttentionMetadata.of([count], [0], block_table, self.device.upload)
             for lse in (None, query.new_zeros(count, shape.num_heads, dtype=torch.float32)):
                 kernel(query.transpose(0, 1), blocks, metadata, AttentionSpec(1.0), lse)
-        self.kernels.codec(stored).pack(torch.zeros(shape.num_kv_heads, shape.head_dim, device=where))
+        self.kernels.quantizer(stored).pack(torch.zeros(shape.num_kv_heads, shape.head_dim, device=where))
         self.device.mark().synchronize()
 
     def placement(self) -> Placement:

@@ -20,7 +20,7 @@ from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.convert import Converted
+from engines.offload.weights.convert import ConvertedCheckpoint
 from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing
 from harness.api import Dtype
@@ -39,12 +39,12 @@ class HostBackend:
     def timeline(self) -> Timeline:
         return Timeline()
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.Arithmetic]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
         dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
-        gemms = {layers: gemm.choose(layers, hidden, dtypes, self.kernels)}
+        gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels)}
         if outside != layers:
-            gemms[outside] = gemm.choose(outside, hidden, [gemms[layers].dtype], self.kernels)
+            gemms[outside] = gemm.choose_gemm(outside, hidden, [gemms[layers].dtype], self.kernels)
         return gemms
 
     def require(self, model: MetaModel) -> None:
@@ -58,7 +58,9 @@ class HostBackend:
         self._plan = place(request, self._load.policy, self._load.limits.host_memory)
         return self._plan
 
-    def weights(self, converted: Converted, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack) -> Weights:
+    def weights(
+        self, converted: ConvertedCheckpoint, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack
+    ) -> Weights:
         resident = converted.read(self._plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
         streamed = [tile for i, tile in enumerate(tiles) if i not in self._plan.resident]
         files = WeightFiles(converted.folder, streamed, throttle)
@@ -73,7 +75,7 @@ class HostBackend:
             record = record_bytes(shape, stored)
             blocks = DiskBlocks(scratch, shape.num_layers, plan.disk_kv_blocks, record, timeline, throttle, overlap)
             stack.callback(blocks.close)
-        cache = PagedCache(shape, plan.kv_blocks, stored, self.kernels.codec(stored), blocks)
+        cache = PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
         return KVCache(cache, direct=blocks is None or blocks.direct)
 
     def placement(self) -> Placement:

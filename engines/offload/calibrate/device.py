@@ -36,7 +36,7 @@ def measure(
     with torch.inference_mode():
         samples["device.bandwidth"] = _copies(device, rounds)
         for rows in _ROWS:
-            seconds = _product(device, gemm.on_device(plain, _WIDTH, dtype, kernels.codec(plain), device), plain,
+            seconds = _product(device, gemm.device_gemm(plain, _WIDTH, dtype, kernels.quantizer(plain), device), plain,
                                kernels, rows, rounds)  # fmt: skip
             samples[f"device.flops.{rows}"] = [2 * rows * _HEIGHT * _WIDTH / s for s in seconds]
         samples["device.dequantize"] = _unpacking(device, packed, dtype, kernels, rounds)
@@ -85,32 +85,32 @@ def _copies(device: Accelerator, rounds: int) -> list[float]:
 def _packed(device: Accelerator, stored: Storage, kernels: DeviceKernels) -> torch.Tensor:
     """A weight as it is stored."""
     values = torch.full((_HEIGHT, _WIDTH), 0.01, device=device.where)
-    return stored_view(kernels.codec(stored).pack(values).view(torch.uint8).flatten(), stored, _HEIGHT, _WIDTH)
+    return stored_view(kernels.quantizer(stored).pack(values).view(torch.uint8).flatten(), stored, _HEIGHT, _WIDTH)
 
 
 def _product(
-    device: Accelerator, way: gemm.Arithmetic, stored: Storage, kernels: DeviceKernels, rows: int, rounds: int
+    device: Accelerator, way: gemm.GemmBackend, stored: Storage, kernels: DeviceKernels, rows: int, rounds: int
 ) -> list[float]:
     """Seconds of a product of so many rows; weights take turns, as none comes from a cache when a model runs."""
     weights = itertools.cycle([_packed(device, stored, kernels) for _ in range(4)])
     x = torch.full((rows, _WIDTH), 0.01, dtype=getattr(torch, way.dtype), device=device.where)
-    out = gemm.new_product(rows, _HEIGHT, x)
-    return _seconds(device, lambda: way.product(x, next(weights), None, out), rounds)
+    out = gemm.padded_output(rows, _HEIGHT, x)
+    return _seconds(device, lambda: way.gemm(x, next(weights), None, out), rounds)
 
 
 def _unpacking(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
     """Values/s."""
-    weight, codec = _packed(device, stored, kernels), kernels.codec(stored)
+    weight, quantizer = _packed(device, stored, kernels), kernels.quantizer(stored)
     out = torch.empty(_HEIGHT, _WIDTH, dtype=getattr(torch, dtype), device=device.where)
-    return _rates(device, out.numel(), lambda: codec.unpack(weight, out), rounds)
+    return _rates(device, out.numel(), lambda: quantizer.unpack(weight, out), rounds)
 
 
 def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
     """Bytes/s of keys and values as they are stored, of one new token of each sequence."""
-    kernel, codec = kernels.attention(stored, sparse=False), kernels.codec(stored)
+    kernel, quantizer = kernels.attention(stored, sparse=False), kernels.quantizer(stored)
     each = _CONTEXT // BLOCK_SIZE
     values = torch.full((_SEQUENCES * each, 2, _HEADS, BLOCK_SIZE, _DIM), 0.01, device=device.where)
-    blocks = LayerBlocks(codec.pack(values))
+    blocks = LayerBlocks(quantizer.pack(values))
     table = torch.randperm(_SEQUENCES * each).view(_SEQUENCES, each).int()
     segments = AttentionMetadata.of([1] * _SEQUENCES, [_CONTEXT - 1] * _SEQUENCES, table, device.upload)
     query = torch.full((_HEADS, _SEQUENCES, _DIM), 0.01, dtype=getattr(torch, dtype), device=device.where)

@@ -23,7 +23,7 @@ from engines.offload.kernels import Kernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.memory.layout import TILE_VALUES
-from engines.offload.memory.padding import rows_for
+from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights import gemm
 from harness.api import (
@@ -75,7 +75,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
         for bits, stored in _BITS.items():
             samples[f"host.attention.{bits}"] = _attention(stored, kernels, rounds)
         report("unpacking")
-        packed = gemm.choose(Grouped(4, 64), _WIDTH, [product.dtype], kernels)
+        packed = gemm.choose_gemm(Grouped(4, 64), _WIDTH, [product.dtype], kernels)
         fastest = statistics.median(samples[f"host.flops.{_ROWS[-1]}"])
         samples["host.dequantize"] = _unpacking(packed, fastest, kernels, rounds)
         report("threads")
@@ -161,31 +161,31 @@ def _copies(rounds: int) -> list[float]:
     return [source.nbytes / s for s in seconds_of(lambda: target.copy_(source), rounds)]
 
 
-def _chosen(kernels: Kernels) -> gemm.Arithmetic:
+def _chosen(kernels: Kernels) -> gemm.GemmBackend:
     """How the engine would multiply weights in 16 bits here."""
     dtypes: Sequence[Dtype] = ("bfloat16", "float32")
-    return gemm.choose(Plain("bfloat16"), _WIDTH, dtypes, kernels)
+    return gemm.choose_gemm(Plain("bfloat16"), _WIDTH, dtypes, kernels)
 
 
-def _products(way: gemm.Arithmetic, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+def _products(way: gemm.GemmBackend, rows: int, kernels: Kernels, rounds: int) -> list[float]:
     """FLOP/s with weights in 16 bits."""
     seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
     return [2 * rows * TILE_VALUES / s for s in seconds]
 
 
-def _multiplied(way: gemm.Arithmetic, stored: Storage, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: Kernels, rounds: int) -> list[float]:
     """Seconds a tile, of tiles that take turns, as none comes from a cache when a model runs."""
     height = TILE_VALUES // _WIDTH
-    raw = kernels.codec(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
+    raw = kernels.quantizer(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
     tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
-    counted = rows_for(rows, DTYPE_BYTES[way.dtype])
+    counted = padded_rows(rows, DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
-    out = gemm.new_product(counted, height, x)
+    out = gemm.padded_output(counted, height, x)
     turns = itertools.cycle(tiles)
 
     def some() -> None:
         for _ in range(_TILES):
-            way.product(x, next(turns), None, out)
+            way.gemm(x, next(turns), None, out)
 
     return [s / _TILES for s in seconds_of(some, rounds)]
 
@@ -198,7 +198,7 @@ def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
     return [nbytes / s for s in seconds_of(work, rounds)]
 
 
-def _unpacking(way: gemm.Arithmetic, flops: float, kernels: Kernels, rounds: int) -> list[float]:
+def _unpacking(way: gemm.GemmBackend, flops: float, kernels: Kernels, rounds: int) -> list[float]:
     """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
     seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
     arithmetic = 2 * _FEW * TILE_VALUES / flops

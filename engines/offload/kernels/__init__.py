@@ -3,19 +3,19 @@
 from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata, merge_attention_states, unmoved
 from engines.offload.kernels.base import KernelSet
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.codec import Quantizer, stored_view
-from engines.offload.kernels.gemm import Product
+from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard
 from engines.offload.kernels.host import Kernels
+from engines.offload.kernels.quantizer import Quantizer, stored_view
 
 __all__ = [
     "AttentionKernel",
     "AttentionMetadata",
+    "Gemm",
     "Hadamard",
     "KernelSet",
     "Kernels",
     "NoCompilerError",
-    "Product",
     "Quantizer",
     "merge_attention_states",
     "stored_view",

@@ -16,9 +16,9 @@ from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import compiled_attention
 from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, interleaved
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.codec import Quantizer, compiled_quantizer, numba_codec, reference_quantizer
-from engines.offload.kernels.gemm import Product, compiled_product
+from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.host import Kernels
+from engines.offload.kernels.quantizer import Quantizer, compiled_quantizer, numba_quantizer, reference_quantizer
 from engines.offload.memory.storage import Grouped, Plain, Storage
 
 _ROUNDS = 7
@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         try:
             lines = [*_attention(Path(folder), threads), "", *_product(Path(folder), threads), "",
-                     *_codecs(Path(folder), threads)]  # fmt: skip
+                     *_quantizers(Path(folder), threads)]  # fmt: skip
         except NoCompilerError as exc:
             sys.exit(f"no compiled kernels here: {exc}")
     sys.stdout.write(f"{os.cpu_count()} cores, {threads} threads; median of {_ROUNDS} interleaved rounds (lowest to "
@@ -105,8 +105,8 @@ def _product(cache: Path, threads: int) -> Iterator[str]:
         yield f"| {rows} | {found} |"
 
 
-def _layer(stored: Storage, cache: Path, threads: int) -> tuple[Product, Sequence[tuple[torch.Tensor, int, int]]]:
-    product = compiled_product(stored, cache, threads)
+def _layer(stored: Storage, cache: Path, threads: int) -> tuple[Gemm, Sequence[tuple[torch.Tensor, int, int]]]:
+    product = compiled_gemm(stored, cache, threads)
     weights = []
     for n, k in _LAYER:
         weight = torch.randn(n, k) * 0.02
@@ -118,7 +118,7 @@ def _layer(stored: Storage, cache: Path, threads: int) -> tuple[Product, Sequenc
     return product, weights
 
 
-def _multiply(layer: tuple[Product, Sequence[tuple[torch.Tensor, int, int]]], rows: int) -> Work:
+def _multiply(layer: tuple[Gemm, Sequence[tuple[torch.Tensor, int, int]]], rows: int) -> Work:
     product, weights = layer
     operands = [(torch.randn(rows, k), weight, torch.empty(rows, n)) for weight, n, k in weights]
 
@@ -144,7 +144,7 @@ def _fused() -> Callable[[int], object]:
     return work
 
 
-def _codecs(cache: Path, threads: int) -> Iterator[str]:
+def _quantizers(cache: Path, threads: int) -> Iterator[str]:
     yield "| 4 bits, 4.2 million values | packing, million/s | unpacking, million/s |"
     yield "| --- | --- | --- |"
     how = Grouped(4, 64)
@@ -152,11 +152,13 @@ def _codecs(cache: Path, threads: int) -> Iterator[str]:
     packed, out = quantize.pack(x, how), torch.empty_like(x)
     ways: dict[str, Quantizer] = {"C++": compiled_quantizer(how, cache, threads), "torch": reference_quantizer(how)}
     try:
-        ways["numba"] = numba_codec(how, threads)
+        ways["numba"] = numba_quantizer(how, threads)
     except ImportError:
         yield "| numba is not installed | | |"
-    for name, codec in ways.items():
-        seconds = interleaved({"pack": partial(codec.pack, x), "unpack": partial(codec.unpack, packed, out)}, _ROUNDS)
+    for name, quantizer in ways.items():
+        seconds = interleaved(
+            {"pack": partial(quantizer.pack, x), "unpack": partial(quantizer.unpack, packed, out)}, _ROUNDS
+        )
         found = " | ".join(_spread(x.numel() / 1e6, seconds[verb]) for verb in ("pack", "unpack"))
         yield f"| {name} | {found} |"
 

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engines.offload.kernels.attention_spec import AttentionSpec, attend, attend_with_lse
 from engines.offload.kernels.build import function
-from engines.offload.kernels.codec import Quantizer
 from engines.offload.kernels.layer_blocks import KVBlocks
+from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape
@@ -96,7 +96,7 @@ def merge_attention_states(
     return ((out * one + other * two) / (one + two)).to(out.dtype)
 
 
-def reference_attention(codec: Quantizer) -> AttentionKernel:
+def reference_attention(quantizer: Quantizer) -> AttentionKernel:
     """The definition, in torch, one segment at a time: by torch's fused attention where that can follow the spec."""
 
     def wide(stored: torch.Tensor, seen: int, like: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def reference_attention(codec: Quantizer) -> AttentionKernel:
         packed = stored.dtype == torch.uint8
         dtype = torch.float32 if packed else like.dtype
         out = torch.empty(found.shape[0] * seen, like.shape[2], dtype=dtype, device=like.device)
-        codec.unpack(found.flatten(0, 1).contiguous(), out)
+        quantizer.unpack(found.flatten(0, 1).contiguous(), out)
         return out.view(found.shape[0], seen, like.shape[2]).to(like.dtype)
 
     def attention(

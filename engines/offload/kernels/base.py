@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from engines.offload.kernels.attention import AttentionKernel
-from engines.offload.kernels.codec import Quantizer
 from engines.offload.kernels.hadamard import Hadamard
+from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape
 
@@ -16,7 +16,7 @@ class KernelSet(Protocol):
 
     note: str
 
-    def codec(self, stored: Storage) -> Quantizer: ...
+    def quantizer(self, stored: Storage) -> Quantizer: ...
 
     def attention(self, stored: Storage, sparse: bool) -> AttentionKernel: ...
 

@@ -25,7 +25,7 @@ def attention_of_one_token(
     """Attention of one new token of each sequence to `context` cached ones, on blocks in no order."""
     kernel = kernels.attention(stored)
     each = context // BLOCK_SIZE
-    one = kernels.codec(stored).pack(torch.randn(64, 2, kv_heads, BLOCK_SIZE, DIM))
+    one = kernels.quantizer(stored).pack(torch.randn(64, 2, kv_heads, BLOCK_SIZE, DIM))
     blocks = LayerBlocks(one.repeat(-(-sequences * each // 64), 1, 1, 1, 1))
     table = torch.randperm(sequences * each, dtype=torch.int32).view(sequences, each)
     segments = AttentionMetadata.of([1] * sequences, [context - 1] * sequences, table)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from engines.offload.kernels.attention import AttentionKernel, reference_attention, reference_memory
-from engines.offload.kernels.codec import Quantizer, plain_quantizer, reference_quantizer
 from engines.offload.kernels.hadamard import Hadamard, hadamard
+from engines.offload.kernels.quantizer import Quantizer, plain_quantizer, reference_quantizer
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
@@ -18,20 +18,20 @@ class DeviceKernels:
         self._triton = importlib.util.find_spec("triton") is not None if triton is None else triton
         self.note = "" if self._triton else "no kernels of our own for the device, which are faster: pip install triton"
 
-    def codec(self, stored: Storage) -> Quantizer:
+    def quantizer(self, stored: Storage) -> Quantizer:
         """How values become what is stored, and back: `unpack` gives them in the dtype of its output."""
         if isinstance(stored, Plain):
             return plain_quantizer(stored)
         if not self._triton:
             return reference_quantizer(stored)
-        from engines.offload.kernels.triton_codec import triton_quantizer  # there may be no Triton
+        from engines.offload.kernels.triton_quantizer import triton_quantizer  # there may be no Triton
 
         return triton_quantizer(stored)
 
     def attention(self, stored: Storage, sparse: bool) -> AttentionKernel:
         """Attention over a cache that is `stored` so; `sparse`: rows take a part of the values only."""
         if sparse or not self._triton:
-            return reference_attention(self.codec(stored))
+            return reference_attention(self.quantizer(stored))
         from engines.offload.kernels.triton_attention import triton_attention
 
         return triton_attention(stored)

@@ -13,10 +13,10 @@ from engines.offload.memory.storage import Plain, Storage
 
 #: (x [rows, k], weight, start, out [rows, n]): out = start + x W^T, where `start` is one row [n] for all, such as a
 #: bias, or `out` itself, or nothing. The weight W [n, k] is given as it is stored: in its dtype, or as uint8 rows.
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
+Gemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None]
 
 
-def compiled_product(stored: Storage, cache: Path, threads: int) -> Product:
+def compiled_gemm(stored: Storage, cache: Path, threads: int) -> Gemm:
     """The C++ kernel on `threads` threads, for x, start and out in float32 and the weight as `stored`.
 
     The rows of out may be any distance apart; the weight is contiguous. Raises NoCompilerError where it cannot be

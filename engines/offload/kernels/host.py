@@ -11,15 +11,15 @@ from engines.offload.kernels.attention import (
     reference_memory,
 )
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.codec import (
+from engines.offload.kernels.gemm import Gemm, compiled_gemm
+from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
+from engines.offload.kernels.quantizer import (
     Quantizer,
     compiled_quantizer,
-    numba_codec,
+    numba_quantizer,
     plain_quantizer,
     reference_quantizer,
 )
-from engines.offload.kernels.gemm import Product, compiled_product
-from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
 from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
@@ -33,7 +33,7 @@ class Kernels:
         self._threads = threads
         self.note = ""
 
-    def codec(self, stored: Storage) -> Quantizer:
+    def quantizer(self, stored: Storage) -> Quantizer:
         """How values become what is stored, and back."""
         if isinstance(stored, Plain):
             return plain_quantizer(stored)
@@ -43,15 +43,15 @@ class Kernels:
             except NoCompilerError as exc:
                 self._miss(exc)
         try:
-            return numba_codec(stored, self._threads)
+            return numba_quantizer(stored, self._threads)
         except ImportError:
             return reference_quantizer(stored)
 
-    def product(self, stored: Storage) -> Product | None:
+    def gemm(self, stored: Storage) -> Gemm | None:
         """Products in float32 with weights as they are stored, if there is a kernel."""
         if not self.note:
             try:
-                return compiled_product(stored, self._cache, self._threads)
+                return compiled_gemm(stored, self._cache, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
         return None
@@ -63,7 +63,7 @@ class Kernels:
                 return compiled_attention(stored, self._cache, self._threads)
             except NoCompilerError as exc:
                 self._miss(exc)
-        return reference_attention(self.codec(stored))
+        return reference_attention(self.quantizer(stored))
 
     def attention_memory(
         self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool

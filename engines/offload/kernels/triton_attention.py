@@ -14,7 +14,7 @@ import triton.language as tl
 from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.layer_blocks import KVBlocks, LayerBlocks
-from engines.offload.kernels.triton_codec import values_at
+from engines.offload.kernels.triton_quantizer import values_at
 from engines.offload.memory.storage import Grouped, Storage
 
 #: Rows of queries that a program multiplies, as many cached tokens at a time, and the least that matrix units take: of

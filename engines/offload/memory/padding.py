@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def rows_for(rows: int, value_bytes: int) -> int:
+def padded_rows(rows: int, value_bytes: int) -> int:
     """`rows`, or somewhat more; `value_bytes`: of a value that is multiplied.
 
     In 16 bits oneDNN makes code for each number of rows it meets, up to half a megabyte, and the process keeps it.

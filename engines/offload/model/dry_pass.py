@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engines.offload.kernels.attention_spec import AttentionSpec
-from engines.offload.weights.gemm import new_product
+from engines.offload.weights.gemm import padded_output
 from harness.api import ModelShape
 
 
@@ -42,7 +42,7 @@ class DryPass:
 
     def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.order.append(matrix)
-        return new_product(len(x), self._outputs[matrix], x).zero_()
+        return padded_output(len(x), self._outputs[matrix], x).zero_()
 
     def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
         return range(count)

@@ -22,7 +22,7 @@ from engines.models.checkpoints import shard_names
 from harness.api import HarnessError, LocalModel, UnsupportedError
 
 
-class Source:
+class CheckpointReader:
     """The tensors of a folder of safetensors.
 
     `aliases` are pairs of tied parameters, of which a checkpoint may hold either; `prefix` is the base model's,

@@ -21,7 +21,7 @@ from engines.models import shards
 from engines.offload.kernels import Quantizer
 from engines.offload.memory.layout import Matrix, WeightTile
 from engines.offload.memory.storage import Plain, Storage
-from engines.offload.weights.checkpoint_reader import Source
+from engines.offload.weights.checkpoint_reader import CheckpointReader
 from harness.api import HarnessError, LocalModel
 
 #: Part of a folder's name: raise it when the files of the same checkpoint are laid out differently.
@@ -31,7 +31,7 @@ _PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedCheckpoint:
     """A converted checkpoint: where its tiles are, in order of use. Tables and small tensors are read by name."""
 
     folder: Path
@@ -87,18 +87,18 @@ class Converted:
 
 def convert(
     model: LocalModel,
-    source: Source,
+    source: CheckpointReader,
     matrices: Sequence[Matrix],
     tiles: Sequence[WeightTile],
-    codecs: Mapping[Storage, Quantizer],
+    quantizers: Mapping[Storage, Quantizer],
     tables: Mapping[str, tuple[int, int]],
     small: Mapping[str, tuple[int, ...]],
     cache: Path,
     on_progress: Callable[[int, int], None],
-) -> Converted:
+) -> ConvertedCheckpoint:
     """The converted form of `model`, written under `cache` on first use, a tile at a time, then reused by content.
 
-    `tiles` are those of `matrices`, in order of use, and `codecs` make what they are stored as. Raises HarnessError
+    `tiles` are those of `matrices`, in order of use, and `quantizers` make what they are stored as. Raises HarnessError
     for a checkpoint that does not fit the model or holds NaN, DiskFullError where it cannot be written.
     """
     dtype = getattr(torch, model.dtype)
@@ -109,9 +109,11 @@ def convert(
     needed = sum(b.span for b in tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
     def write(temporary: Path) -> None:
-        _Writer(temporary, source, dtype, codecs, needed, on_progress).write(matrices, tiles, tables, small)
+        _Writer(temporary, source, dtype, quantizers, needed, on_progress).write(matrices, tiles, tables, small)
 
-    converted = Converted(build_once(folder, "converted weights", needed, write), dtype, tuple(tiles), dict(tables))
+    converted = ConvertedCheckpoint(
+        build_once(folder, "converted weights", needed, write), dtype, tuple(tiles), dict(tables)
+    )
     converted.check()
     return converted
 
@@ -122,16 +124,16 @@ class _Writer:
     def __init__(
         self,
         folder: Path,
-        source: Source,
+        source: CheckpointReader,
         dtype: torch.dtype,
-        codecs: Mapping[Storage, Quantizer],
+        quantizers: Mapping[Storage, Quantizer],
         total: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
         self._folder = folder
         self._source = source
         self._dtype = dtype
-        self._codecs = codecs
+        self._quantizers = quantizers
         self._total = total
         self._on_progress = on_progress
         self._done = 0
@@ -169,7 +171,7 @@ class _Writer:
         if isinstance(tile.stored, Plain):
             return _stored(matrix.name, part, self._dtype)
         part = _stored(matrix.name, part, part.dtype)
-        return self._codecs[tile.stored].pack(part.T if tile.stored.across else part)
+        return self._quantizers[tile.stored].pack(part.T if tile.stored.across else part)
 
     def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
         data = tensor.contiguous().view(torch.uint8).numpy().tobytes()

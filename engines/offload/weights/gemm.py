@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import Kernels, Product, Quantizer, stored_view
+from engines.offload.kernels import Gemm, Kernels, Quantizer, stored_view
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import DTYPE_BYTES, Dtype
@@ -30,7 +30,7 @@ _ROW_PAD = 16
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class GemmBackend:
     """How this engine multiplies with weights that are stored in one way. `dtype`: of activations.
 
     `cast_bytes`: of the copies that are made of a tile's value before its product; 0 where there are none. `flops`:
@@ -39,36 +39,36 @@ class Arithmetic:
 
     name: str
     dtype: Dtype
-    product: Product
+    gemm: Gemm
     cast_bytes: int
     flops: float
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way to multiply: `product` makes it, with buffers of its own."""
+class _Candidate:
+    """A way to multiply: `gemm` makes it, with buffers of its own."""
 
     name: str
     dtype: Dtype
-    product: Callable[[], Product]
+    gemm: Callable[[], Gemm]
     cast_bytes: int
 
 
-def choose(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kernels) -> Arithmetic:
+def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kernels) -> GemmBackend:
     """The fastest way with weights that are `stored` so, about `hidden` wide, and activations in one of `dtypes`."""
-    ways = [_by_library(stored, kernels.codec(stored), dtype) for dtype in dtypes]
-    if "float32" in dtypes and (compiled := kernels.product(stored)) is not None:
-        ways.append(_Way("kernel", "float32", lambda: compiled, 0))
-    tiles = _tiles(stored, kernels.codec(stored), min(hidden, 2048))
+    ways = [_by_library(stored, kernels.quantizer(stored), dtype) for dtype in dtypes]
+    if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
+        ways.append(_Candidate("kernel", "float32", lambda: compiled, 0))
+    tiles = _tiles(stored, kernels.quantizer(stored), min(hidden, 2048))
     times = _timed([_Trial(way, tiles, min(hidden, 2048)) for way in ways])
     best, way = min(zip(times, ways, strict=True), key=lambda pair: pair[0])
-    return Arithmetic(way.name, way.dtype, way.product(), way.cast_bytes, 1 / best)
+    return GemmBackend(way.name, way.dtype, way.gemm(), way.cast_bytes, 1 / best)
 
 
-def on_device(stored: Storage, hidden: int, dtype: Dtype, codec: Quantizer, device: Device) -> Arithmetic:
+def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Device) -> GemmBackend:
     """As `choose`, of a device: what its library does with values that were unpacked or cast there."""
-    way = _by_library(stored, codec, dtype, at_once=True)
-    trial = _Trial(way, _tiles(stored, codec, min(hidden, 2048), device.where), min(hidden, 2048), _DEVICE_ROWS)
+    way = _by_library(stored, quantizer, dtype, at_once=True)
+    trial = _Trial(way, _tiles(stored, quantizer, min(hidden, 2048), device.where), min(hidden, 2048), _DEVICE_ROWS)
     with torch.inference_mode():
         stamps = [device.stamp()]
         for i in range(_ROUNDS):
@@ -76,16 +76,16 @@ def on_device(stored: Storage, hidden: int, dtype: Dtype, codec: Quantizer, devi
             stamps.append(device.stamp())
     times = device.seconds(stamps)
     seconds = min(b - a for a, b in itertools.pairwise(times))
-    return Arithmetic(f"{way.name} on {device.where.type}", dtype, way.product(), way.cast_bytes,
+    return GemmBackend(f"{way.name} on {device.where.type}", dtype, way.gemm(), way.cast_bytes,
                       trial.flops / max(seconds, 1e-9))  # fmt: skip
 
 
-def new_product(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
+def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
     """Room for a product [rows, outputs], its rows a little apart, of the same dtype as `like`."""
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
 
 
-def by_torch(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
+def torch_gemm(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
     """With the library that torch carries."""
     if start is None:
         torch.mm(x, weight.t(), out=out)
@@ -93,23 +93,23 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, 
         torch.addmm(start, x, weight.t(), out=out)
 
 
-def _by_library(stored: Storage, codec: Quantizer, dtype: Dtype, at_once: bool = False) -> _Way:
+def _by_library(stored: Storage, quantizer: Quantizer, dtype: Dtype, at_once: bool = False) -> _Candidate:
     """With the library that torch carries, after unpacking or a cast where there is something to unpack or to cast.
 
-    `at_once`: the codec unpacks to what is multiplied, not to float32.
+    `at_once`: the quantizer unpacks to what is multiplied, not to float32.
     """
     if stored == Plain(dtype):
-        return _Way("torch", dtype, lambda: by_torch, 0)
+        return _Candidate("torch", dtype, lambda: torch_gemm, 0)
     unpacked: Dtype = dtype if at_once or isinstance(stored, Plain) else "float32"
     copies = DTYPE_BYTES[dtype] + (DTYPE_BYTES[unpacked] if unpacked != dtype else 0)
-    return _Way("torch", dtype, lambda: _Widened(stored, codec, dtype, unpacked), copies)
+    return _Candidate("torch", dtype, lambda: _Widened(stored, quantizer, dtype, unpacked), copies)
 
 
 class _Widened:
     """A product with a tile that is first unpacked, and copied as values of the multiplied dtype."""
 
-    def __init__(self, stored: Storage, codec: Quantizer, dtype: Dtype, unpacked: Dtype) -> None:
-        self._codec = codec
+    def __init__(self, stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacked: Dtype) -> None:
+        self._quantizer = quantizer
         self._across = _is_across(stored)
         self._multiplied, self._unpacked = getattr(torch, dtype), getattr(torch, unpacked)
         # for the largest tile so far
@@ -125,16 +125,16 @@ class _Widened:
             self._room = torch.empty(count, dtype=self._unpacked, device=x.device)
             self._narrow = torch.empty(narrow, dtype=self._multiplied, device=x.device)
         values = self._room[:count].view(shape)
-        self._codec.unpack(weight, values)
+        self._quantizer.unpack(weight, values)
         if self._narrow.numel():
             values = self._narrow[:count].view(shape).copy_(values)
-        by_torch(x, values.t() if self._across else values, start, out)
+        torch_gemm(x, values.t() if self._across else values, start, out)
 
 
-def _tiles(stored: Storage, codec: Quantizer, width: int, device: torch.device | None = None) -> list[torch.Tensor]:
+def _tiles(stored: Storage, quantizer: Quantizer, width: int, device: torch.device | None = None) -> list[torch.Tensor]:
     height = _height(width)
     values = torch.full((width, height) if _is_across(stored) else (height, width), 0.01, device=device)
-    raw = codec.pack(values).view(torch.uint8)
+    raw = quantizer.pack(values).view(torch.uint8)
     return [stored_view(raw.flatten().clone(), stored, height, width) for _ in range(4)]
 
 
@@ -146,12 +146,12 @@ def _height(width: int) -> int:
 class _Trial:
     """One way with tiles that are multiplied in turn, with other work between them."""
 
-    def __init__(self, way: _Way, tiles: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
+    def __init__(self, way: _Candidate, tiles: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
         height = _height(width)
         self._tiles = tiles
         self._x = torch.full((rows, width), 0.01, dtype=getattr(torch, way.dtype), device=tiles[0].device)
         self._out = torch.empty(rows, height, dtype=self._x.dtype, device=self._x.device)
-        self._product = way.product()
+        self._gemm = way.gemm()
         self.flops = 2 * rows * width * height
 
     def seconds(self, turn: int) -> float:
@@ -162,7 +162,7 @@ class _Trial:
 
     def multiply(self, turn: int) -> None:
         """Once."""
-        self._product(self._x, self._tiles[turn % len(self._tiles)], None, self._out)
+        self._gemm(self._x, self._tiles[turn % len(self._tiles)], None, self._out)
         self._out += 1  # with torch's threads, which must not be in the way
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.offload.kernels import Product
+from engines.offload.kernels import Gemm
 from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.padding import rows_for
-from engines.offload.weights.gemm import new_product
+from engines.offload.memory.padding import padded_rows
+from engines.offload.weights.gemm import padded_output
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class JointGemm:
         self._bias = operands[0].bias
         self._x = operands[0].x
         rows = sum(len(request.x) for request in operands)
-        padded = rows_for(rows, self._x.element_size())
+        padded = padded_rows(rows, self._x.element_size())
         if len(operands) > 1 or padded > rows:
-            self._x = new_product(padded, self._x.shape[1], self._x)
+            self._x = padded_output(padded, self._x.shape[1], self._x)
             torch.cat([request.x for request in operands], out=self._x[:rows])
             self._x[rows:] = 0
-        self._out = new_product(padded, outputs, self._x)
+        self._out = padded_output(padded, outputs, self._x)
         self._sum: torch.Tensor | None = None
         self.parts: list[torch.Tensor | None] = []
         start = 0
@@ -47,7 +47,7 @@ class JointGemm:
             self.parts.append(None if request is None else self._out[start:stop])
             start = stop
 
-    def add(self, gemm: Product, tile: WeightTile, weight: torch.Tensor) -> None:
+    def add(self, gemm: Gemm, tile: WeightTile, weight: torch.Tensor) -> None:
         """Adds the contribution of one tile, whose stored values are `weight`."""
         if not len(self._x):  # no batch wants logits of this pass
             return
@@ -59,7 +59,7 @@ class JointGemm:
         else:
             self._add_in_float32(gemm, self._x[:, span], weight, tile.stop == self._x.shape[1])
 
-    def _add_in_float32(self, gemm: Product, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
+    def _add_in_float32(self, gemm: Gemm, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
         """Adds a tile of columns to a float32 sum that is rounded once, as the whole product would be."""
         gemm(x, weight, None, self._out)
         self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)

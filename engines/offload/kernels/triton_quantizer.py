@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.offload.kernels.codec import Quantizer
+from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.storage import Grouped
 
 #: Columns that one program unpacks.
@@ -18,7 +18,7 @@ _HALF_MAX = 65504.0
 
 
 def triton_quantizer(how: Grouped) -> Quantizer:
-    """As `codec.compiled_quantizer`; `unpack` gives values in the dtype of its output."""
+    """As `quantizer.compiled_quantizer`; `unpack` gives values in the dtype of its output."""
     return Quantizer(lambda x: pack(x, how), lambda packed, out: unpack(packed, out, how))
 
 

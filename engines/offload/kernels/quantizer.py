@@ -26,7 +26,7 @@ class Quantizer:
 
 
 def stored_view(raw: torch.Tensor, stored: Storage, rows: int, columns: int) -> torch.Tensor:
-    """The stored bytes uint8 [...] of a weight W[rows, columns] as what kernels and codecs take."""
+    """The stored bytes uint8 [...] of a weight W[rows, columns] as what kernels and quantizers take."""
     if isinstance(stored, Plain):
         return raw.view(getattr(torch, stored.dtype)).view(rows, columns)
     return raw.view(-1, stored.row_bytes(rows if stored.across else columns))
@@ -51,9 +51,9 @@ def reference_quantizer(how: Grouped) -> Quantizer:
     return Quantizer(lambda x: quantize.pack(x, how), unpack)
 
 
-def numba_codec(how: Grouped, threads: int) -> Quantizer:
+def numba_quantizer(how: Grouped, threads: int) -> Quantizer:
     """numba's, on `threads` threads. Raises ImportError where that is not installed."""
-    from engines.offload.kernels import numba_codec as compiled  # it is optional
+    from engines.offload.kernels import numba_quantizer as compiled  # it is optional
 
     return Quantizer(
         lambda x: compiled.pack(x, how, threads), lambda packed, out: compiled.unpack(packed, out, how, threads)

@@ -13,7 +13,7 @@ from engines.offload.device.cuda import opened
 from engines.offload.device.protocol import Device
 from engines.offload.loader import Loading
 from engines.offload.loader_device import DeviceLoading
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.model_runner import Runtime
 from engines.offload.sequence import Generation, Scoring
@@ -44,7 +44,7 @@ class _Loaded:
     model: LocalModel
     meta_model: MetaModel
     runtime: Runtime
-    plan: Plan
+    plan: MemoryPlan
     device: Device | None
 
 
@@ -126,7 +126,9 @@ class OffloadEngine:
         if not active:
             return []
         share = sum(len(continuation) for _, continuation in pairs) / sum(len(one.tokens) for one in active)
-        done = {sequence.index: sequence.result() for sequence in now.runtime.run(active, *now.plan.scored(share))}
+        done = {
+            sequence.index: sequence.result() for sequence in now.runtime.run(active, *now.plan.chunk_limits(share))
+        }
         return [done[i] for i in range(len(pairs))]
 
     def trace(self) -> EngineTrace:

@@ -16,10 +16,10 @@ from engines.offload.kernels import AttentionKernel, Hadamard, Kernels, Quantize
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
-from engines.offload.memory.host import place
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import tiles_of
-from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
@@ -74,8 +74,8 @@ class Loading:
                 max(b.shape[0] * b.shape[1] for b in self.tiles if b.stored == stored) * way.cast_bytes
                 for stored, way in self._ways.items()
             ),
-            small=self._small_values() * self._compute_bytes,
-            attention=self._attention_memory(),
+            small_bytes=self._small_values() * self._compute_bytes,
+            attention_bytes=self._attention_memory(),
             max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )
@@ -194,8 +194,8 @@ class Loading:
         """Values that stay in memory whatever happens."""
         return sum(torch.Size(s).numel() for s in self.meta_model.small.values())
 
-    def _placed(self) -> Plan:
-        return place(self._demand, self.policy, self.limits.host_memory)
+    def _placed(self) -> MemoryPlan:
+        return plan_host_memory(self._demand, self.policy, self.limits.host_memory)
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
         """Stored bytes of the tiles that stay where they are multiplied."""

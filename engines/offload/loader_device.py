@@ -20,10 +20,10 @@ from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.host_blocks import HostBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
 from engines.offload.loader import Loading
-from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, place_on_device, tile_values
+from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS, aligned
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
@@ -84,13 +84,13 @@ class DeviceLoading(Loading):
         tables = sum(a * b for name, (a, b) in self.meta_model.tables.items() if name != self.meta_model.token_table)
         return super()._small_values() + tables
 
-    def _placed(self) -> Plan:
+    def _placed(self) -> MemoryPlan:
         limits = self.limits
         host = limits.host_memory
         if host is None:
             host = int(PINNED_SHARE * free_memory())
         assert limits.device_memory is not None
-        return place_on_device(self._demand, self.policy, limits.device_memory, host)
+        return plan_device_memory(self._demand, self.policy, limits.device_memory, host)
 
     def _resident(self, converted: Converted) -> dict[int, torch.Tensor]:
         plan = self.plan

@@ -15,7 +15,7 @@ from engines.offload.kv_cache.attention import PackedAttention, Segment
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import PackedBatch
 from engines.offload.prefill_budget import make_scheduler
@@ -36,7 +36,7 @@ class Runtime:
         cache: PagedCache,
         kernel: AttentionKernel,
         policy: OffloadPolicy,
-        plan: Plan,
+        plan: MemoryPlan,
         balance: int,
         timeline: Timeline,
         activation_offload: ActivationOffload | None = None,

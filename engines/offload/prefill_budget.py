@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Scheduler, Waiting
 from harness.api import OffloadPolicy
 
@@ -29,7 +29,7 @@ def make_scheduler(
     sequences: Sequence[S],
     cache: BlockManager,
     policy: OffloadPolicy,
-    plan: Plan,
+    plan: MemoryPlan,
     balance: int,
     chunk: int,
     max_logits: int | None = None,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from engines.models import checkpoints
 from engines.models.shapes import shape
 from engines.offload.loader import Loading
-from engines.planning.host_only import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
+from engines.planning.host_planner import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
 from engines.planning.machine import Machine
-from engines.planning.simulator import Placed, Simulator
-from engines.planning.work import Lengths
+from engines.planning.simulator import PlacedModel, Simulator
+from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import (
     GenerationRequest,
@@ -69,7 +69,7 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
 
     job = Job(tmp_path, with_kernels(tmp_path), 64, 64)
     loading = Loading(model, OffloadPolicy(**policy), HardwareLimits(), job)
-    found = Placed(model.shape, loading.tiles, loading.cached, loading.plan)
+    found = PlacedModel(model.shape, loading.tiles, loading.cached, loading.plan)
     simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)

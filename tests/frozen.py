@@ -18,10 +18,10 @@ import torch
 from click.testing import CliRunner
 
 from engines.models import checkpoints, shapes
-from engines.offload.memory.device import place_on_device, tile_values
-from engines.offload.memory.host import place
+from engines.offload.memory.device import plan_device_memory, tile_values
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.layout import matrices_of, tiles_of
-from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
 from harness.api import GenerationRequest, InfeasibleError, ModelSpec, OffloadPolicy, SamplingParams
 from harness.cli.main import cli
@@ -106,11 +106,11 @@ def memory_plans() -> dict[str, Any]:
         policy = OffloadPolicy(8, 4 if schedule == "zigzag" else 1, schedule, held)
         for budget in (1200 * MIB, 6 * GIB, 80 * GIB, None):
             name = f"host {model} {bits} bits {schedule} weights {held} budget {budget}"
-            found[name] = _plan(lambda b=budget, p=policy, m=model, n=bits: place(_demand(m, n, None), p, b))
+            found[name] = _plan(lambda b=budget, p=policy, m=model, n=bits: plan_host_memory(_demand(m, n, None), p, b))
         for device, host in ((4 * GIB, 16 * GIB), (16 * GIB, 100 * GIB)):
             name = f"device {model} {bits} bits {schedule} weights {held} limits {device} {host}"
             found[name] = _plan(
-                lambda d=device, h=host, p=policy, m=model, n=bits: place_on_device(
+                lambda d=device, h=host, p=policy, m=model, n=bits: plan_device_memory(
                     _demand(m, n, tile_values(shapes.shape(m))), p, d, h
                 )
             )
@@ -127,14 +127,14 @@ def _demand(model: str, bits: int, values: int | None) -> MemoryRequest:
 
 def _plan(make: Any) -> Any:
     try:
-        plan: Plan = make()
+        plan: MemoryPlan = make()
     except InfeasibleError as exc:
         return {"refused": str(exc), "lacking": dict(exc.lacking)}
     places = [sorted(chosen) for chosen in (plan.resident, plan.pinned)]
     return {
         "cache": [plan.kv_blocks, plan.host_kv_blocks, plan.disk_kv_blocks],
         "run": [plan.sequences, plan.slots, plan.chunk],
-        "bytes": [plan.work, plan.row, plan.logits, plan.bytes, plan.pinned_bytes],
+        "bytes": [plan.activation_bytes, plan.row_bytes, plan.logits_bytes, plan.total_bytes, plan.pinned_bytes],
         "weights": [[len(chosen), sum(chosen), chosen[:3]] for chosen in places],
     }
 

@@ -115,7 +115,7 @@ class OffloadEngine:
         if not sequences:
             return []
         continued = sum(len(continuation) for _, continuation in pairs) / sum(len(s.tokens) for s in sequences)
-        done = now.runner.run(sequences, *now.model.plan.scored(continued))
+        done = now.runner.run(sequences, *now.model.plan.chunk_limits(continued))
         scores = {sequence.index: sequence.result() for sequence in done}
         return [scores[i] for i in range(len(pairs))]
 

@@ -12,7 +12,7 @@ from engines.offload.kernels import AttentionKernel, Hadamard
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
@@ -35,7 +35,7 @@ class LoadedModel:
 
     model: LocalModel
     policy: OffloadPolicy
-    plan: Plan
+    plan: MemoryPlan
     meta_model: MetaModel
     device: Device
     tiles: Sequence[WeightTile]

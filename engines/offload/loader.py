@@ -14,7 +14,7 @@ from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import Kernels
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, tiles_of
-from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
@@ -58,8 +58,8 @@ def load(request: LoadRequest, backend: Backend, host_kernels: Kernels, stack: E
             cache=cached,
             compute_bytes=compute_bytes,
             cast_bytes=_cast_bytes(tiles, gemms),
-            small=backend.bound_values(meta_model) * compute_bytes,
-            attention=backend.kernels.attention_memory(cached, model.shape, longest, compute_bytes, sparse),
+            small_bytes=backend.bound_values(meta_model) * compute_bytes,
+            attention_bytes=backend.kernels.attention_memory(cached, model.shape, longest, compute_bytes, sparse),
             max_sequence=longest,
             mean_sequence=job.mean_sequence,
         )
@@ -139,7 +139,7 @@ def _convert(
 
 
 def _overlaps(
-    policy: OffloadPolicy, meta_model: MetaModel, tiles: Sequence[WeightTile], plan: Plan, slots: int
+    policy: OffloadPolicy, meta_model: MetaModel, tiles: Sequence[WeightTile], plan: MemoryPlan, slots: int
 ) -> list[AttentionOverlap]:
     """The attentions that nano-batches overlap with products, where the policy says so."""
     if policy.nano_batches == 1 or not policy.nano_overlap:
@@ -157,7 +157,9 @@ def _balance(shape: ModelShape, streamed: Sequence[WeightTile], stream: WeightSt
     return int(seconds * flops / shape.flops(1, 0, 0))
 
 
-def _report(request: LoadRequest, plan: Plan, placement: Placement, gemm: GemmBackend, notes: list[str]) -> LoadReport:
+def _report(
+    request: LoadRequest, plan: MemoryPlan, placement: Placement, gemm: GemmBackend, notes: list[str]
+) -> LoadReport:
     shape, total = request.model.shape, sum(placement.weights)
     device, host, disk = (nbytes / total for nbytes in placement.weights)
     policy = replace(

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Schedulable, Scheduler
 from harness.api import OffloadPolicy
 
@@ -30,7 +30,7 @@ def make_scheduler(
     sequences: Sequence[S],
     cache: BlockManager,
     policy: OffloadPolicy,
-    plan: Plan,
+    plan: MemoryPlan,
     balance_rows: int,
     prefill_chunk: int,
     max_logits: int | None = None,

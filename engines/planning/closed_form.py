@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Generic, Protocol, Self, TypeVar
 
+from engines.planning.engine_cost_models import EngineCostModel, realised
 from engines.planning.machine import Machine, attention_rate, unpack_rate
-from engines.planning.style import Style, realised
-from engines.planning.work import (
+from engines.planning.workload import (
     VALUE_BYTES,
-    Part,
+    Sublayer,
     cache_bytes,
     cache_values,
     weight_bytes,
@@ -67,7 +67,12 @@ class Layers:
     """A model's halves of layers under a policy, as seconds of each resource."""
 
     def __init__(
-        self, shape: ModelShape, policy: OffloadPolicy, machine: Machine, style: Style, read: float | None = None
+        self,
+        shape: ModelShape,
+        policy: OffloadPolicy,
+        machine: Machine,
+        style: EngineCostModel,
+        read: float | None = None,
     ) -> None:
         """`read`: bytes/s at which what is on disk comes, if not at the disk's own rate."""
         assert policy.weights is not None
@@ -83,7 +88,7 @@ class Layers:
         self._write = disk.write
         self._value = cache_values(shape)
 
-    def load(self, part: Part) -> Seconds:
+    def load(self, part: Sublayer) -> Seconds:
         """Of a part's weights that are not where they are multiplied."""
         _, host, disk = realised(part, self._weights, self._style)
         size = weight_bytes(part, self._policy)
@@ -92,13 +97,13 @@ class Layers:
             link = max(link, (host + disk) * size / self._style.packed_load)
         return Seconds(h2d=link, disk=disk * size / self._read)
 
-    def unpack(self, part: Part) -> Seconds:
+    def unpack(self, part: Sublayer) -> Seconds:
         """Of a part's weights of fewer bits."""
         if self._policy.weight_bits == 16 or not part.quantized:
             return Seconds()
         return Seconds(device=self._unpacked(part.params, self._policy.weight_bits, self._style.unpack_bytes))
 
-    def batch(self, part: Part, works: Sequence[Pass]) -> Seconds:
+    def batch(self, part: Sublayer, works: Sequence[Pass]) -> Seconds:
         """One batch's arithmetic and what it moves, without weights; its works share their products."""
         rows = sum(work.wanted if part.last else work.tokens for work in works) * part.met
         spent = Seconds(
@@ -110,7 +115,7 @@ class Layers:
                 spent += self._attention(work)
         return spent
 
-    def _moved(self, part: Part, work: Pass) -> Seconds:
+    def _moved(self, part: Sublayer, work: Pass) -> Seconds:
         """Activations that enter and leave a part."""
         _, host, disk = self._activations
         size = work.tokens * self._shape.hidden * VALUE_BYTES
@@ -193,7 +198,7 @@ class Slot(Generic[Q]):
 
 
 def slots(
-    costs: Sequence[tuple[Q, Q, Q]], halves: Sequence[Part], batches: int, style: Style, separate: bool
+    costs: Sequence[tuple[Q, Q, Q]], halves: Sequence[Sublayer], batches: int, style: EngineCostModel, separate: bool
 ) -> list[Slot[Q]]:
     """A pass of so many equal batches: `costs` are each half's loading, unpacking, and one batch's own.
 
@@ -230,7 +235,12 @@ def _beside(spent: Q, separate: bool) -> tuple[tuple[Q, Sequence[int]], ...]:
 
 
 def pass_seconds(
-    layers: Layers, halves: Sequence[Part], works: Sequence[Pass], batches: int, style: Style, separate: bool
+    layers: Layers,
+    halves: Sequence[Sublayer],
+    works: Sequence[Pass],
+    batches: int,
+    style: EngineCostModel,
+    separate: bool,
 ) -> tuple[float, Seconds]:
     """How long a pass takes, and what each resource works in it; see `slots`."""
     costs = [(layers.load(part), layers.unpack(part), layers.batch(part, works)) for part in halves]

@@ -6,10 +6,10 @@ import statistics
 from dataclasses import replace
 from typing import cast
 
-from engines.planning.host_only import HostPlanner
+from engines.planning.host_planner import HostPlanner
 from engines.planning.machine import faster
 from engines.planning.threads import limited
-from engines.planning.work import Lengths, mean
+from engines.planning.workload import Lengths, mean
 from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord
 from harness.common.curve import interpolate
 

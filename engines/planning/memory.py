@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.planning.work import VALUE_BYTES, Fractions, Lengths, cache_bytes, parts, weight_bytes
+from engines.planning.workload import VALUE_BYTES, Fractions, Lengths, cache_bytes, sublayers, weight_bytes
 from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
 TIERS = ("device", "host", "disk")
@@ -54,7 +54,7 @@ def capacity(profile: HardwareProfile) -> Peak:
 def rows(shape: ModelShape, policy: OffloadPolicy, lengths: Lengths) -> list[Row]:
     """What each tier must have, of a machine with a device, whatever the policy's fractions are."""
     batch, block, hidden = policy.gpu_batch_size, policy.block_size, shape.hidden
-    pieces = parts(shape)
+    pieces = sublayers(shape)
     weights = sum(weight_bytes(part, policy) * part.count for part in pieces)
     layer = sum(weight_bytes(part, policy) for part in pieces if not part.last)
     sweep = policy.schedule == "sweep"

@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engines.planning.predict import Planner, Prediction
-from engines.planning.with_device import DevicePlanner
-from engines.planning.work import Lengths
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.device_planner import DevicePlanner
+from engines.planning.workload import Lengths
 from harness.api import Dtype, HardwareProfile, ModelShape, OffloadPolicy
 
 
-class PipelinePlanner(Planner):
+class PipelinePlanner(ClosedFormPlanner):
     """Plans the longest stage; the others keep its pace. A policy is one stage's: its placement, and all batches.
 
     A profile with as many devices has one host for all of them, and each stage its part; one with a single device is
@@ -62,13 +62,13 @@ class PipelinePlanner(Planner):
 def planner_for(
     shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int, *,
     each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None, reserved: int | None = None,
-) -> Planner:  # fmt: skip
+) -> ClosedFormPlanner:  # fmt: skip
     """Of one device, or of a pipeline of them. The job's particulars are for our engine on one: see DevicePlanner."""
     if stages > 1:
         return PipelinePlanner(shape, lengths, profile, engine, stages)
     if engine == "offload":
         return DevicePlanner(shape, lengths, profile, each=each, dtype=dtype, budget=budget, reserved=reserved)
-    return Planner(shape, lengths, profile, engine)
+    return ClosedFormPlanner(shape, lengths, profile, engine)
 
 
 def _part(profile: HardwareProfile, stages: int) -> HardwareProfile:

@@ -12,10 +12,10 @@ import numpy as np
 from scipy.optimize import linprog
 
 from engines.planning.closed_form import Layers, Pass, Seconds, slots
+from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine
 from engines.planning.memory import capacity, rows
-from engines.planning.style import Style
-from engines.planning.work import Fractions, Lengths, Part, parts
+from engines.planning.workload import Fractions, Lengths, Sublayer, sublayers
 from harness.api import ModelShape, OffloadPolicy
 
 #: Device, host or disk alone.
@@ -26,8 +26,8 @@ _HIGHER = np.array([0.0, 1e-6, 1e-5])
 _VARIABLES = 9
 
 
-def place(
-    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, style: Style, separate: bool
+def best_fractions(
+    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, style: EngineCostModel, separate: bool
 ) -> OffloadPolicy | None:
     """The policy with the fractions that make its block fastest within the machine's memory; None where none fit.
 
@@ -48,14 +48,14 @@ class _Programme:
     """Minimise the sum of all slots' seconds; a slot lasts as long as the slowest of what runs in it side by side."""
 
     def __init__(
-        self, shape: ModelShape, policy: OffloadPolicy, machine: Machine, style: Style, separate: bool
+        self, shape: ModelShape, policy: OffloadPolicy, machine: Machine, style: EngineCostModel, separate: bool
     ) -> None:
         self._separate = separate
         self._shape = shape
         self._policy = policy
         self._machine = machine
         self._style = style
-        self._parts = parts(shape)
+        self._parts = sublayers(shape)
         self._cost: list[float] = []  # of each slot's variable
         self._limits: list[tuple[np.ndarray, float, int]] = []  # coefficients . x + constant <= slot
 
@@ -105,14 +105,14 @@ class _Programme:
             activations=policy.activations or activations,
         )
 
-    def _load(self, part: Part) -> _Affine:
+    def _load(self, part: Sublayer) -> _Affine:
         found = [self._layers(weights=corner).load(part) for corner in _CORNERS]
         return _Affine.of(0, found)
 
-    def _unpack(self, part: Part) -> _Affine:
+    def _unpack(self, part: Sublayer) -> _Affine:
         return _Affine.constant(self._layers().unpack(part))
 
-    def _batch(self, part: Part, works: Sequence[Pass]) -> _Affine:
+    def _batch(self, part: Sublayer, works: Sequence[Pass]) -> _Affine:
         at_home = self._layers().batch(part, works)
         cached = [self._layers(cache=corner).batch(part, works) - at_home for corner in _CORNERS]
         moved = [self._layers(activations=corner).batch(part, works) - at_home for corner in _CORNERS]

@@ -9,13 +9,13 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from engines.models.shapes import shape
-from engines.planning.host_only import HostPlanner
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.engine_cost_models import ENGINE_COST_MODELS
+from engines.planning.host_planner import HostPlanner
 from engines.planning.pipeline import planner_for
-from engines.planning.predict import Planner, Prediction
-from engines.planning.search import ALL_BITS, Candidate, Report, Wanted, kinds, search, unheard
-from engines.planning.style import STYLES
+from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, kinds, search, unheard
 from engines.planning.threads import allotted
-from engines.planning.work import Lengths
+from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 
 #: Rejected alternatives that are listed.
@@ -45,7 +45,7 @@ def plan(
         threads = None if profile.device else allotted(profile)
         attention = (False,) if profile.device is None else (False, True)
         offered = _offered(engine, schedules, stages)
-        wanted = Wanted(
+        wanted = SearchSpace(
             schedules=offered,
             bits=ALL_BITS if bits is None else bits,
             cpu_attention=attention,
@@ -101,14 +101,14 @@ def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 def _planner(
     model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, stages: int
-) -> Planner | HostPlanner:
+) -> ClosedFormPlanner | HostPlanner:
     found = shape(model)
     if min(prompt_len, gen_len) < 1:
         raise HarnessError("a plan needs at least one token of prompt and one to generate")
     if prompt_len + gen_len > found.max_context:
         raise HarnessError(f"{prompt_len} + {gen_len} tokens are more than {model} takes, {found.max_context}")
-    if engine not in STYLES:
-        raise HarnessError(f"no plans are made for engine {engine!r} (known: {', '.join(STYLES)})")
+    if engine not in ENGINE_COST_MODELS:
+        raise HarnessError(f"no plans are made for engine {engine!r} (known: {', '.join(ENGINE_COST_MODELS)})")
     lengths = Lengths(prompt_len, gen_len)
     if stages > found.num_layers:
         raise HarnessError(f"{model} has {found.num_layers} layers: too few for {stages} stages")
@@ -125,14 +125,14 @@ def _planner(
 
 def _offered(engine: str, schedules: Sequence[Schedule], stages: int) -> Sequence[Schedule]:
     """Of the schedules those that an engine has; a pipeline has batches in step."""
-    offered = [name for name in STYLES[engine].schedules if stages == 1 or name != "sweep"]
+    offered = [name for name in ENGINE_COST_MODELS[engine].schedules if stages == 1 or name != "sweep"]
     found = [schedule for schedule in schedules if schedule in offered]
     if not found:
         raise HarnessError(f"engine {engine} has no schedule {', '.join(schedules)} (it has {', '.join(offered)})")
     return found
 
 
-def _given(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Candidate:
+def _given(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> Candidate:
     if policy.schedule not in planner.style.schedules:
         raise HarnessError(
             f"the engine has no schedule {policy.schedule} (it has {', '.join(planner.style.schedules)})"
@@ -147,7 +147,7 @@ def _given(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Candidate:
     return Candidate(placed, planner.predict(placed))
 
 
-def _lacking(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Mapping[str, float]:
+def _lacking(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> Mapping[str, float]:
     """Bytes that each tier is short of for a policy. Raises InfeasibleError as HostPlanner does, whose words are those
     of the engine."""
     try:
@@ -158,24 +158,24 @@ def _lacking(planner: Planner | HostPlanner, policy: OffloadPolicy) -> Mapping[s
         return exc.lacking
 
 
-def _remedy(planner: Planner | HostPlanner, policy: OffloadPolicy) -> str:
+def _remedy(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> str:
     """The smallest change to a policy that makes it fit."""
     size = bisect.bisect_left(
         range(1, policy.gpu_batch_size), True, key=lambda n: not _fits(planner, replace(policy, gpu_batch_size=n))
     )
     if size:
         return f"gpu_batch_size {size} would fit"
-    best = search(planner, Wanted(schedules=[policy.schedule], bits=[(policy.weight_bits, policy.kv_bits)])).best
+    best = search(planner, SearchSpace(schedules=[policy.schedule], bits=[(policy.weight_bits, policy.kv_bits)])).best
     if best is None:
         return f"no placement of {policy.weight_bits}-bit weights and {policy.kv_bits}-bit cache fits"
     return f"another placement would: --policy '{json.dumps(flat(best.policy))}'"
 
 
-def _fits(planner: Planner | HostPlanner, policy: OffloadPolicy) -> bool:
+def _fits(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> bool:
     return not _lacking(planner, policy)
 
 
-def _nothing_fits(planner: Planner | HostPlanner, wanted: Wanted) -> InfeasibleError:
+def _nothing_fits(planner: ClosedFormPlanner | HostPlanner, wanted: SearchSpace) -> InfeasibleError:
     """Why not even one sequence fits, or not under the constraints."""
     where = f"infeasible on {planner.profile.name}: "
     # nothing ends sooner than a single sequence

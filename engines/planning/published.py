@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.models.shapes import shape
-from engines.planning import resident
+from engines.planning import nanoflow
+from engines.planning.closed_form_planner import ClosedFormPlanner
 from engines.planning.pipeline import planner_for
-from engines.planning.predict import Planner
-from engines.planning.search import Wanted, search
-from engines.planning.work import Lengths
+from engines.planning.search import SearchSpace, search
+from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
 from harness.common.published import published_rows
 
@@ -113,11 +113,11 @@ def evaluate(cells: list[Cell], profiles: Mapping[str, HardwareProfile]) -> list
     return found
 
 
-def _searched(planner: Planner, policy: OffloadPolicy) -> OffloadPolicy:
+def _searched(planner: ClosedFormPlanner, policy: OffloadPolicy) -> OffloadPolicy:
     """The policy, or the best of its kind where it names no placement."""
     if policy.weights:
         return policy
-    found = search(planner, Wanted([policy.schedule], [(policy.weight_bits, policy.kv_bits)])).best
+    found = search(planner, SearchSpace([policy.schedule], [(policy.weight_bits, policy.kv_bits)])).best
     assert found is not None
     return found.policy
 
@@ -267,7 +267,7 @@ def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
             "fitted": False,
             "repeated": False,
         }
-        for name, figure, predicted in resident.published()
+        for name, figure, predicted in nanoflow.published()
     ]
     return operations + [
         {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, get_args
 
-from engines.planning.predict import Prediction
+from engines.planning.closed_form_planner import Prediction
 from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
@@ -38,7 +38,7 @@ _ANY = OffloadPolicy()
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SearchSpace:
     """What may be chosen, and what must hold.
 
     `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last. `requests`: of the
@@ -87,7 +87,7 @@ def unheard(done: int, total: int) -> None:
     """For those who do not want to know."""
 
 
-def search(planner: Predictor, wanted: Wanted, report: Report = unheard) -> Found:
+def search(planner: Predictor, wanted: SearchSpace, report: Report = unheard) -> Found:
     """The policy of the highest throughput under all constraints.
 
     By estimates; of the few kinds whose best are nearly as good as the best of all, predictions of a few decide.
@@ -119,7 +119,7 @@ def search(planner: Predictor, wanted: Wanted, report: Report = unheard) -> Foun
     return Found(best, rejected)
 
 
-def _confirmed(planner: Predictor, tried: Sequence[Candidate], wanted: Wanted) -> Candidate | None:
+def _confirmed(planner: Predictor, tried: Sequence[Candidate], wanted: SearchSpace) -> Candidate | None:
     """The best of a few by their predictions: of the soonest of the fastest, and of the fastest by estimate."""
     soonest = _soonest(tried)
     fastest = sorted(tried, key=lambda c: -c.prediction.throughput_tok_s)[:_PREDICTED]
@@ -128,7 +128,7 @@ def _confirmed(planner: Predictor, tried: Sequence[Candidate], wanted: Wanted) -
     return _soonest(c for c in predicted if _in_time(c, wanted))
 
 
-def kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
+def kinds(wanted: SearchSpace) -> Iterator[OffloadPolicy]:
     """What is chosen beside batches: order, bits and attention, each of a single sequence."""
     for schedule, (weight_bits, kv_bits), attention in itertools.product(
         wanted.schedules, wanted.bits, wanted.cpu_attention
@@ -139,7 +139,7 @@ def kinds(wanted: Wanted) -> Iterator[OffloadPolicy]:
         )  # fmt: skip
 
 
-def _tried(planner: Predictor, kind: OffloadPolicy, wanted: Wanted) -> list[Candidate]:
+def _tried(planner: Predictor, kind: OffloadPolicy, wanted: SearchSpace) -> list[Candidate]:
     """What fits, over batches and their number: from the best of a coarse grid uphill."""
     numbers = _NUMBERS if kind.schedule == "zigzag" else (1,)
     tried: dict[tuple[int, int], Candidate | None] = {}
@@ -173,7 +173,7 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
     return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
 
 
-def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: Wanted) -> Candidate | None:
+def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: SearchSpace) -> Candidate | None:
     """The policy with its best fractions, if there are any that fit and that do what is wanted."""
     runnable = planner.runnable(policy)
     if runnable is None:
@@ -182,7 +182,7 @@ def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: Wanted) -> Can
     return candidate if _in_time(candidate, wanted) else None
 
 
-def _in_time(candidate: Candidate, wanted: Wanted) -> bool:
+def _in_time(candidate: Candidate, wanted: SearchSpace) -> bool:
     return wanted.latency_s is None or candidate.prediction.block_latency_s <= wanted.latency_s
 
 

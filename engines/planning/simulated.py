@@ -11,14 +11,14 @@ from typing import cast
 
 from engines.models.shapes import shape as shape_of
 from engines.offload.scheduler import steady_blocks
-from engines.planning.host_only import HostPlanner
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.engine_cost_models import ENGINE_COST_MODELS
+from engines.planning.host_planner import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
-from engines.planning.predict import Planner, Prediction
-from engines.planning.search import ALL_BITS, Wanted, search
-from engines.planning.style import STYLES
+from engines.planning.search import ALL_BITS, SearchSpace, search
 from engines.planning.threads import allotted, limited
-from engines.planning.work import Lengths, mean, parts, weight_bytes
+from engines.planning.workload import Lengths, mean, sublayers, weight_bytes
 from harness.api import (
     DTYPE_BYTES,
     Dtype,
@@ -47,8 +47,10 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
     """
     try:
         shape = shape_of(spec.model.id)
-        if spec.engine not in STYLES:
-            raise HarnessError(f"engine {spec.engine} has no performance model (those that have: {', '.join(STYLES)})")
+        if spec.engine not in ENGINE_COST_MODELS:
+            raise HarnessError(
+                f"engine {spec.engine} has no performance model (those that have: {', '.join(ENGINE_COST_MODELS)})"
+            )
         job = spec.workload
         if job.kind == "task":
             raise HarnessError(f"task {job.task}: the lengths of its examples are not known before they are read")
@@ -106,7 +108,7 @@ class _Cell:
         job = spec.workload
         self._each = [Lengths(*one) for one in ragged] or [Lengths(job.prompt_len, job.gen_len)]
         self._lengths = mean(self._each)
-        self._planner: Planner | HostPlanner
+        self._planner: ClosedFormPlanner | HostPlanner
         # what the limit leaves is all for the model's work; without one the system needs some
         budget = profile.host.memory if spec.limits.host_memory is not None else None
         reserved = job.prompt_len + job.gen_len
@@ -160,7 +162,7 @@ class _Cell:
         policy = self._spec.policy
         own = ((policy.weight_bits, policy.kv_bits),)
         asked, latency_s = self._spec.workload.num_requests, self._spec.latency_s
-        wanted = Wanted(
+        wanted = SearchSpace(
             schedules=[policy.schedule],
             bits=ALL_BITS if self._spec.tune == "search_bits" else own,
             cpu_attention=(policy.cpu_attention,) if self._profile.device is None else self._attention,
@@ -201,7 +203,7 @@ class _Cell:
 
     def _load(self, policy: OffloadPolicy, model: LocalModel, together: int) -> LoadReport:
         assert policy.weights is not None
-        whole = sum(weight_bytes(part, policy) * part.count for part in parts(self._shape))
+        whole = sum(weight_bytes(part, policy) * part.count for part in sublayers(self._shape))
         by_tier = tuple(int(part * whole) for part in policy.weights)
         return LoadReport(
             vocab=self._shape.vocab,

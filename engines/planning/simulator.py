@@ -16,7 +16,7 @@ from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned
 from engines.offload.memory.padding import padded_rows
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Plain, Storage
 from engines.offload.pass_ops import Op, attention_overlaps, matrix_spans, pass_ops
 from engines.offload.prefill_budget import SimulatedSequence, make_scheduler
@@ -28,7 +28,7 @@ from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedModel:
     """A model as the engine would load it: tiles in their order, how the cache is stored, and what goes where.
 
     `experts`: names of matrices that meet their share of a pass's rows only.
@@ -37,7 +37,7 @@ class Placed:
     shape: ModelShape
     tiles: Sequence[WeightTile]
     cache: Storage
-    plan: Plan
+    plan: MemoryPlan
     experts: Collection[str] = ()
 
     @property
@@ -68,7 +68,7 @@ class Simulator:
     """
 
     def __init__(
-        self, placed: Placed, policy: OffloadPolicy, machine: Machine, attends_after: int, read: float = math.inf
+        self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine, attends_after: int, read: float = math.inf
     ) -> None:
         self._placed = placed
         self._policy = policy

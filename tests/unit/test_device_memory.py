@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.models import shapes
 from engines.offload.device.pinned import PinnedMemory
-from engines.offload.memory.device import pinned_sizes, place_on_device
+from engines.offload.memory.device import pinned_sizes, plan_device_memory
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes
 from engines.offload.memory.layout import ALIGN, matrices_of, tiles_of
 from engines.offload.memory.pinned_pieces import packed, pinned_bytes
@@ -76,8 +76,8 @@ def demand(model="facebook/opt-30b", stored=None, cache=None, prompt=512, new=32
         cache=cache or Plain("float16"),
         compute_bytes=2,
         cast_bytes=(64 << 20) if stored else 0,
-        small=50 * MIB,
-        attention=(0, 0),
+        small_bytes=50 * MIB,
+        attention_bytes=(0, 0),
         max_sequence=prompt + new,
         mean_sequence=prompt + new // 2,
     )
@@ -110,12 +110,12 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
     one = demand(stored=stored, cache=cached)
     policy = OffloadPolicy(batch, batches, schedule, weights, cache)
     try:
-        plan = place_on_device(one, policy, device * GIB, host * GIB)
+        plan = plan_device_memory(one, policy, device * GIB, host * GIB)
     except InfeasibleError as refusal:
         assert "device memory" in str(refusal)
         return
     on_device, pinned = bytes_of(one, plan)
-    assert on_device + plan.work <= plan.bytes <= device * GIB - CONTEXT_BYTES
+    assert on_device + plan.activation_bytes <= plan.total_bytes <= device * GIB - CONTEXT_BYTES
     assert pinned == plan.pinned_bytes <= host * GIB
     assert not plan.resident & plan.pinned
     assert plan.sequences == policy.block_size or schedule == "sweep"
@@ -131,18 +131,18 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
 
 def test_what_the_policy_leaves_open_fills_the_device_then_pinned_memory():
     one = demand()
-    plan = place_on_device(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
+    plan = plan_device_memory(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
     resident, pinned = (sum(one.tiles[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
     assert plan.host_kv_blocks == 0
     assert resident > 4 * GIB
     assert resident + pinned == sum(b.nbytes for b in one.tiles), "100 GiB have room for all of the rest"
-    tight = place_on_device(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 20 * GIB)
+    tight = plan_device_memory(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 20 * GIB)
     assert 17 * GIB < sum(one.tiles[i].nbytes for i in tight.pinned) < 20 * GIB
 
 
 def test_a_block_that_the_device_cannot_cache_is_cached_in_host_memory():
     one = demand()
-    plan = place_on_device(one, OffloadPolicy(32, 4, "zigzag"), 16 * GIB, 200 * GIB)
+    plan = plan_device_memory(one, OffloadPolicy(32, 4, "zigzag"), 16 * GIB, 200 * GIB)
     assert plan.host_kv_blocks > plan.kv_blocks > 0
     assert plan.kv_blocks + plan.host_kv_blocks == 128 * blocks_for(544)
 
@@ -150,11 +150,11 @@ def test_a_block_that_the_device_cannot_cache_is_cached_in_host_memory():
 def test_refusals_say_what_would_fit():
     one = demand()
     with pytest.raises(InfeasibleError, match=r"for 640 sequences of 544 tokens .*; gpu_batch_size \d+ would fit"):
-        place_on_device(one, OffloadPolicy(64, 10, "zigzag"), 16 * GIB, 64 * GIB)
+        plan_device_memory(one, OffloadPolicy(64, 10, "zigzag"), 16 * GIB, 64 * GIB)
     with pytest.raises(InfeasibleError, match="use larger limits"):
-        place_on_device(one, OffloadPolicy(), 700 * MIB, 64 * GIB)
+        plan_device_memory(one, OffloadPolicy(), 700 * MIB, 64 * GIB)
     with pytest.raises(UnsupportedError, match=r"policy.cache: .* not on disk"):
-        place_on_device(one, OffloadPolicy(cache=(0.5, 0.0, 0.5)), 16 * GIB, 64 * GIB)
+        plan_device_memory(one, OffloadPolicy(cache=(0.5, 0.0, 0.5)), 16 * GIB, 64 * GIB)
 
 
 @pytest.mark.parametrize("name", ["gpu_16g", "gpu_4g"])
@@ -167,7 +167,7 @@ def test_what_the_device_suites_ask_for_fits_their_limits(name):
         stored = None if cell.policy.weight_bits == 16 else Grouped(4, 64)
         cached = None if cell.policy.kv_bits == 16 else Grouped(4, 64)
         one = demand(cell.model.id, stored, cached, cell.workload.prompt_len, cell.workload.gen_len)
-        plan = place_on_device(one, cell.policy, cell.limits.device_memory, cell.limits.host_memory)
+        plan = plan_device_memory(one, cell.policy, cell.limits.device_memory, cell.limits.host_memory)
         assert plan.sequences >= min(16, cell.policy.block_size), (cell.name, plan.note)
 
 
@@ -181,7 +181,7 @@ def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
     shape = shapes.shape(name)
     model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
     found = searched(spec, model, hardware.load("t4_gcp"), []).policy
-    plan = place_on_device(demand(name), found, limits.device_memory, limits.host_memory)
+    plan = plan_device_memory(demand(name), found, limits.device_memory, limits.host_memory)
     assert found.gpu_batch_size > 1
     assert plan.sequences == found.block_size or schedule == "sweep"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.common.work_memory import SLACK_BYTES
-from engines.offload.memory.host import place
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import blocks_for, kv_block_bytes
 from engines.offload.memory.layout import Matrix, tiles_of
 from engines.offload.memory.plan import MemoryRequest
@@ -26,7 +26,15 @@ def demand(**changes):
     tiles = tiles_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], [Plain("float32")] * 20)
     return dataclasses.replace(
         MemoryRequest(
-            SHAPE, tiles, Plain("float32"), 4, 0, small=1000, attention=(0, 0), max_sequence=48, mean_sequence=40
+            SHAPE,
+            tiles,
+            Plain("float32"),
+            4,
+            0,
+            small_bytes=1000,
+            attention_bytes=(0, 0),
+            max_sequence=48,
+            mean_sequence=40,
         ),
         **changes,
     )
@@ -48,7 +56,7 @@ def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, weights=weights)
     wanted = demand()
     try:
-        plan = place(wanted, policy, mib * MIB)
+        plan = plan_host_memory(wanted, policy, mib * MIB)
     except InfeasibleError as exc:
         assert "the budget is" in str(exc)
         if schedule == "sweep":
@@ -75,19 +83,19 @@ def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
 def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_policy():
     policy = OffloadPolicy(schedule="zigzag", gpu_batch_size=2000, num_gpu_batches=2)
     with pytest.raises(InfeasibleError, match=r"needs \d+ MiB for 4000 sequences of 48 tokens") as caught:
-        place(demand(), policy, 120 * MIB)
+        plan_host_memory(demand(), policy, 120 * MIB)
     size = int(re.search(r"gpu_batch_size (\d+) would fit", str(caught.value))[1])
-    place(demand(), dataclasses.replace(policy, gpu_batch_size=size), 120 * MIB)
+    plan_host_memory(demand(), dataclasses.replace(policy, gpu_batch_size=size), 120 * MIB)
     with pytest.raises(InfeasibleError):
-        place(demand(), dataclasses.replace(policy, gpu_batch_size=size + 1), 120 * MIB)
+        plan_host_memory(demand(), dataclasses.replace(policy, gpu_batch_size=size + 1), 120 * MIB)
     with pytest.raises(InfeasibleError, match="use a larger budget"):
-        place(demand(), policy, 10 * MIB)
+        plan_host_memory(demand(), policy, 10 * MIB)
 
 
 def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
-    one = place(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4), None)
-    four = place(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4, num_gpu_batches=4), None)
-    assert four.scored(1.0) == one.scored(1.0)
+    one = plan_host_memory(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4), None)
+    four = plan_host_memory(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4, num_gpu_batches=4), None)
+    assert four.chunk_limits(1.0) == one.chunk_limits(1.0)
 
 
 @given(
@@ -104,7 +112,7 @@ def test_the_part_of_the_weights_in_memory_is_the_one_asked_for_to_a_point(sizes
     matrices = [Matrix(f"{i}.{j}", *size, f"layer-{i}") for i in range(layers) for j, size in enumerate(square)]
     matrices.append(Matrix("head", vocab, hidden, "outside"))
     tiles = tiles_of(matrices, [stored] * (len(matrices) - 1) + [Plain("bfloat16")])
-    plan = place(demand(tiles=tiles), OffloadPolicy(weights=(0.0, share, 1 - share)), None)
+    plan = plan_host_memory(demand(tiles=tiles), OffloadPolicy(weights=(0.0, share, 1 - share)), None)
     total = sum(b.nbytes for b in tiles)
     assert abs(sum(tiles[i].nbytes for i in plan.resident) / total - share) <= 0.01
 
@@ -112,17 +120,19 @@ def test_the_part_of_the_weights_in_memory_is_the_one_asked_for_to_a_point(sizes
 @given(st.floats(0, 1), st.integers(72, 400), st.sampled_from(["row", "sweep"]))
 def test_the_part_of_the_cache_on_disk_is_the_one_asked_for_to_a_page(share, mib, schedule):
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=8, cache=(0.0, 1 - share, share))
-    plan = place(demand(), policy, mib * MIB)
+    plan = plan_host_memory(demand(), policy, mib * MIB)
     blocks = plan.kv_blocks + plan.disk_kv_blocks
     assert abs(plan.disk_kv_blocks - share * blocks) <= 1
     assert blocks >= blocks_for(48)
 
 
 def test_without_a_device_its_tier_is_memory_too():
-    both, host = (place(demand(), OffloadPolicy(weights=w), None) for w in ((0.25, 0.25, 0.5), (0, 0.5, 0.5)))
+    both, host = (
+        plan_host_memory(demand(), OffloadPolicy(weights=w), None) for w in ((0.25, 0.25, 0.5), (0, 0.5, 0.5))
+    )
     assert both.resident == host.resident
 
 
 def test_resident_blocks_are_spread_over_the_pass():
-    plan = place(demand(), OffloadPolicy(weights=(0, 0.5, 0.5)), None)
+    plan = plan_host_memory(demand(), OffloadPolicy(weights=(0, 0.5, 0.5)), None)
     assert sorted(plan.resident) == list(range(1, 20, 2))

@@ -12,7 +12,7 @@ from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.pass_ops import ALL, attention_overlaps, matrix_spans, pass_ops
 from engines.offload.timeline import Timeline
-from engines.offload.weights.gemm import by_torch
+from engines.offload.weights.gemm import torch_gemm
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 
 # ------------------------------------------------------------------------------------------------ products
@@ -25,7 +25,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     exact = x.double() @ weight.double().T + bias.double()
     joint = JointGemm([GemmRequest("m", x[:24], bias), GemmRequest("m", x[24:], bias)], 96)
     for tile in tiles_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
-        joint.add(by_torch, tile, weight[:, tile.start : tile.stop].contiguous())
+        joint.add(torch_gemm, tile, weight[:, tile.start : tile.stop].contiguous())
 
     def off(found):
         return (found.double() - exact).pow(2).mean().sqrt()

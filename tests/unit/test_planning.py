@@ -14,16 +14,16 @@ from scipy.stats import spearmanr
 
 from engines.models.shapes import CATALOGUE, shape
 from engines.offload.memory.layout import matrices_of
-from engines.planning import published, resident
-from engines.planning.host_only import HostPlanner
+from engines.planning import nanoflow, published
+from engines.planning.closed_form_planner import ClosedFormPlanner
+from engines.planning.host_planner import HostPlanner
 from engines.planning.memory import capacity, peak, rows
+from engines.planning.nanoflow import Devices, operations, optimal_tok_s
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
-from engines.planning.predict import Planner
-from engines.planning.resident import Devices, operations, optimal_tok_s
-from engines.planning.search import Wanted, search
+from engines.planning.search import SearchSpace, search
 from engines.planning.threads import allotted, on_threads
-from engines.planning.work import Lengths, by_whole_matrices, parts
+from engines.planning.workload import Lengths, by_whole_matrices, sublayers
 from harness import hardware
 from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 from harness.common.published import published_rows
@@ -108,7 +108,7 @@ def test_nanoflows_table_and_optimum() -> None:
         mine = (one.flops / 1e9, one.memory_bytes / 1e9, one.network_bytes / 1e9)
         for value, name in zip(mine, ("compute_gflop", "mem_gb", "net_gb"), strict=True):
             assert value == pytest.approx(float(row[name]), rel=0.10, abs=0.006)
-    estimates = list(resident.published())
+    estimates = list(nanoflow.published())
     assert len(estimates) == 15  # of 21 those that are not 0
     assert max(abs(published.error_of(mine, figure)) for _, figure, mine in estimates) < 0.10
     assert round(optimal_tok_s(devices, 70e9) - 0.5) == 17828
@@ -155,16 +155,16 @@ def faster(profile: HardwareProfile) -> Iterator[HardwareProfile]:
 @settings(max_examples=60, deadline=None)
 def test_a_faster_part_never_makes_a_policy_slower(machine: str, policy: OffloadPolicy) -> None:
     profile, lengths = PROFILES[machine], Lengths(512, 32)
-    before = Planner(shape(OPT_30B), lengths, profile, "offload").predict(policy).throughput_tok_s
+    before = ClosedFormPlanner(shape(OPT_30B), lengths, profile, "offload").predict(policy).throughput_tok_s
     for other in faster(profile):
-        after = Planner(shape(OPT_30B), lengths, other, "offload").predict(policy).throughput_tok_s
+        after = ClosedFormPlanner(shape(OPT_30B), lengths, other, "offload").predict(policy).throughput_tok_s
         assert after >= before * (1 - 1e-9)
 
 
 @given(policies())
 @settings(max_examples=60, deadline=None)
 def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(policy: OffloadPolicy) -> None:
-    planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
     apart = planner.predict(replace(policy, overlap=False)).throughput_tok_s
     together = planner.predict(replace(policy, overlap=True)).throughput_tok_s
     assert apart * (1 - 1e-9) <= together <= 5 * apart
@@ -176,7 +176,7 @@ def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(polic
 def test_no_placement_of_a_grid_is_better_than_the_programmes(
     machine: str, bits: tuple[int, int], on_host: bool, how: tuple[Schedule, int, int]
 ) -> None:
-    planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], "offload")
+    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], "offload")
     schedule, batch, batches = how
     kind = OffloadPolicy(batch, batches, schedule, weight_bits=bits[0], kv_bits=bits[1], cpu_attention=on_host)
     found = planner.runnable(kind)
@@ -204,13 +204,13 @@ def test_memory_rows_are_linear_and_count_everything_once(policy: OffloadPolicy)
     )
     assert found.device >= sum(row[0] * place[0] for row, place in kinds)
     total = found.device + found.host + found.disk
-    weights = sum(part.params * part.count for part in parts(model)) * (2 if policy.weight_bits == 16 else 0.5)
+    weights = sum(part.params * part.count for part in sublayers(model)) * (2 if policy.weight_bits == 16 else 0.5)
     assert total >= weights
 
 
 def test_whole_matrices_go_where_their_middles_fall() -> None:
     """FlexGen's own rounding: of four matrices 20 % is one, of two none; the disk comes first."""
-    attention, forward = parts(shape(OPT_30B))[:2]
+    attention, forward = sublayers(shape(OPT_30B))[:2]
     assert (attention.matrices, forward.matrices) == (4, 2)
     assert by_whole_matrices(attention, (0.2, 0.8, 0.0)) == (0.25, 0.75, 0.0)
     assert by_whole_matrices(forward, (0.2, 0.8, 0.0)) == (0.0, 1.0, 0.0)
@@ -225,16 +225,16 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
     """By the model's own word: what the paper's search found is within the space."""
     for cell in published.cells():
         if cell.table == "14-16" and cell.name == "flexgen" and cell.lengths.prompt == 512:
-            planner = Planner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine)
-            found = search(planner, Wanted(schedules=("row", "zigzag"))).best
+            planner = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine)
+            found = search(planner, SearchSpace(schedules=("row", "zigzag"))).best
             assert found is not None
             theirs = planner.predict(cell.policy).throughput_tok_s
             assert found.prediction.throughput_tok_s >= 0.97 * theirs
 
 
 def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
-    planner = Planner(shape(OPT_175B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
-    found = search(planner, Wanted(schedules=("sweep",), bits=((4, 4),))).best
+    planner = ClosedFormPlanner(shape(OPT_175B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    found = search(planner, SearchSpace(schedules=("sweep",), bits=((4, 4),))).best
     assert found is not None
     assert found.prediction.bottleneck == "device"
     assert 2.5 < found.prediction.throughput_tok_s < 4.2
@@ -243,16 +243,16 @@ def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
 def test_a_block_has_no_room_for_more_than_the_job() -> None:
     planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, budget=1.5e9)
     for schedule in ("row", "zigzag", "sweep"):
-        found = search(planner, Wanted([schedule], cpu_attention=(False,), requests=33)).best
+        found = search(planner, SearchSpace([schedule], cpu_attention=(False,), requests=33)).best
         assert found is not None
         assert found.policy.block_size < 33 + found.policy.num_gpu_batches
 
 
 def test_a_latency_is_kept() -> None:
-    planner = Planner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
     last = 0.0
     for latency in (200, 500, 1500):
-        found = search(planner, Wanted(latency_s=latency)).best
+        found = search(planner, SearchSpace(latency_s=latency)).best
         assert found is not None
         assert found.prediction.block_latency_s <= latency
         assert found.prediction.throughput_tok_s >= last
@@ -302,7 +302,7 @@ def test_what_does_not_fit_says_what_lacks_and_what_would() -> None:
         made(OPT_175B, policy=everything)
     with pytest.raises(InfeasibleError, match=r"gpu_batch_size \d+ would fit"):
         made("facebook/opt-6.7b", policy=replace(everything, weights=(1.0, 0.0, 0.0), gpu_batch_size=64))
-    with pytest.raises(InfeasibleError, match=r"no policy ends a tile within 0\.001 s"):
+    with pytest.raises(InfeasibleError, match=r"no policy ends a block within 0\.001 s"):
         made(latency=0.001)
 
 
@@ -360,7 +360,7 @@ def test_threads_are_left_to_the_streams_and_none_are_idle_for_nothing() -> None
 
 def test_experts_are_stored_whole_and_multiplied_in_part() -> None:
     model = shape("mistralai/Mixtral-8x7B-v0.1")
-    attention, forward, head = parts(model)
+    attention, forward, head = sublayers(model)
     stored = sum(part.params * part.count for part in (attention, forward, head))
     assert stored + model.vocab * model.hidden == pytest.approx(model.params_total, rel=1e-4)
     assert forward.met == pytest.approx(0.25, rel=1e-3)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from engines.models.shapes import shape
-from engines.planning.host_only import HostPlanner
+from engines.planning.host_planner import HostPlanner
 from engines.planning.simulated import searched, simulate
-from engines.planning.work import Lengths
+from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import HardwareLimits, LocalModel, ModelSpec, OffloadPolicy, RunRecord, RunSpec, Schedule, WorkloadSpec
 

@@ -13,10 +13,10 @@ from engines.models import checkpoints
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
 from engines.offload.stats import stats_of
-from engines.planning.host_only import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
+from engines.planning.host_planner import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
 from engines.planning.machine import Machine
-from engines.planning.simulator import Placed, Simulator
-from engines.planning.work import Lengths
+from engines.planning.simulator import PlacedModel, Simulator
+from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import (
     GenerationRequest,
@@ -65,7 +65,7 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     stats = stats_of(loaded)
     moved = stats.kv_bytes_read, stats.kv_bytes_written
 
-    found = Placed(model.shape, loaded.tiles, storages(model.dtype, OffloadPolicy(**policy))[2], loaded.plan)
+    found = PlacedModel(model.shape, loaded.tiles, storages(model.dtype, OffloadPolicy(**policy))[2], loaded.plan)
     simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
     sequences = sequences_of(lengths)
     simulator.run(sequences)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from engines.models.shapes import shape
-from engines.planning.host_only import HostPlanner
-from engines.planning.work import Lengths
+from engines.planning.host_planner import HostPlanner
+from engines.planning.workload import Lengths
 from harness import hardware, registry
 from harness.api import HarnessError, ModelSpec, OffloadPolicy, RunSpec, WorkloadSpec
 from reports.records import load_records

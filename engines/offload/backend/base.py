@@ -15,7 +15,7 @@ from engines.offload.kernels import KernelSet
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
@@ -96,7 +96,7 @@ class Backend(Protocol):
         """How many values of small parameters and tables are kept where the model computes."""
         ...
 
-    def plan(self, request: MemoryRequest) -> Plan:
+    def plan(self, request: MemoryRequest) -> MemoryPlan:
         """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
         ...
 

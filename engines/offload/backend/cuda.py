@@ -17,10 +17,10 @@ from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.host_blocks import HostBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
-from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, place_on_device, tile_values
+from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS, WeightTile, aligned
-from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
@@ -70,12 +70,12 @@ class CudaBackend:
         tables = sum(rows * width for name, (rows, width) in model.tables.items() if name != model.token_table)
         return tables + sum(torch.Size(shape).numel() for shape in model.small.values())
 
-    def plan(self, request: MemoryRequest) -> Plan:
+    def plan(self, request: MemoryRequest) -> MemoryPlan:
         limits = self._load.limits
         assert limits.device_memory is not None
         host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory
         self._request = request
-        self._plan = place_on_device(request, self._load.policy, limits.device_memory, host)
+        self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host)
         return self._plan
 
     def weights(

@@ -12,10 +12,10 @@ from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import Kernels
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache
-from engines.offload.memory.host import place
+from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.plan import MemoryRequest, Plan
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
@@ -53,9 +53,9 @@ class HostBackend:
     def bound_values(self, model: MetaModel) -> int:
         return sum(torch.Size(shape).numel() for shape in model.small.values())
 
-    def plan(self, request: MemoryRequest) -> Plan:
+    def plan(self, request: MemoryRequest) -> MemoryPlan:
         self._request = request
-        self._plan = place(request, self._load.policy, self._load.limits.host_memory)
+        self._plan = plan_host_memory(request, self._load.policy, self._load.limits.host_memory)
         return self._plan
 
     def weights(

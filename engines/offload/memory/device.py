@@ -10,7 +10,16 @@ from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
-from engines.offload.memory.plan import KEPT_SHARE, MemoryRequest, Plan, Work, evenly, largest, mib, slots_within
+from engines.offload.memory.plan import (
+    KEPT_SHARE,
+    ActivationMemory,
+    MemoryPlan,
+    MemoryRequest,
+    evenly,
+    largest,
+    mib,
+    slots_within,
+)
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
 
 #: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
@@ -47,7 +56,7 @@ def pinned_sizes(demand: MemoryRequest, pinned: Iterable[int], blocks: int) -> l
     return passing + held + pieces(blocks, kv_block_bytes(demand.shape, demand.cache) // layers) * layers
 
 
-def place_on_device(demand: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> Plan:
+def plan_device_memory(demand: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> MemoryPlan:
     """The plan for `policy` within `device` bytes of the device's memory and `host` bytes of pinned memory.
 
     Where the policy leaves it open, keys and values are on the device as far as they fit there, and weights in what is
@@ -77,13 +86,13 @@ class _Planner:
         self._staged = STAGES * (self._block_bytes // shape.num_layers)  # of a block whose home is host memory
         self._span = max(b.span for b in demand.tiles)
         self._slots = slots_within(device, self._span)
-        self._work = Work.within(device, demand, policy, _CHUNK)
+        self._work = ActivationMemory.within(device, demand, policy, _CHUNK)
         self._weights = sum(b.nbytes for b in demand.tiles)
         asked = policy.weights
         self._asked = None if asked is None else (int(asked[0] * self._weights), int(asked[1] * self._weights))
-        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int(device * KEPT_SHARE)
+        self._other = demand.small_bytes + demand.cast_bytes + SLACK_BYTES + int(device * KEPT_SHARE)
 
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         wanted = self._policy.block_size
         least = 1 if self._sweep else wanted
         sequences = largest(wanted, self._fits)
@@ -130,7 +139,7 @@ class _Planner:
         rows = self._work.chunk * shape.hidden * width + self._policy.block_size * shape.vocab * width
         return SLACK_BYTES + 2 * rows + pinned_bytes([self._span] * READERS) + wasted(self._host, self._span)
 
-    def _finished(self, sequences: int, blocks: _KVBlocks) -> Plan:
+    def _finished(self, sequences: int, blocks: _KVBlocks) -> MemoryPlan:
         tiles = self._demand.tiles
         fixed = self._fixed(sequences)
         room = self._device - fixed - blocks.device_bytes
@@ -147,17 +156,17 @@ class _Planner:
             f"device memory: {words} of {mib(self._device)}; pinned: weights {mib(held)} + cache "
             f"{mib(blocks.host_bytes)} + passing = {mib(total)} of {mib(self._host)}"
         )
-        return Plan(
+        return MemoryPlan(
             kv_blocks=blocks.device,
             disk_kv_blocks=0,
             sequences=sequences,
             resident=resident,
             slots=self._slots,
             chunk=self._work.chunk,
-            work=parts["work"] // self._work.batches,
-            row=self._work.row,
-            logits=self._work.logits,
-            bytes=sum(parts.values()),
+            activation_bytes=parts["work"] // self._work.batches,
+            row_bytes=self._work.row,
+            logits_bytes=self._work.logits,
+            total_bytes=sum(parts.values()),
             note=note,
             host_kv_blocks=blocks.host,
             pinned=pinned,

@@ -6,7 +6,16 @@ import math
 
 from engines.common.work_memory import SLACK_BYTES
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes
-from engines.offload.memory.plan import KEPT_SHARE, MemoryRequest, Plan, Work, evenly, largest, mib, slots_within
+from engines.offload.memory.plan import (
+    KEPT_SHARE,
+    ActivationMemory,
+    MemoryPlan,
+    MemoryRequest,
+    evenly,
+    largest,
+    mib,
+    slots_within,
+)
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 #: The share that the allocator keeps of what a batch computes in: beside 50 MB of it, 30 came and went from one run to
@@ -18,7 +27,7 @@ _CHUNK = (32, 512)
 _BLOCK, _WIDTH = 48, 16
 
 
-def place(demand: MemoryRequest, policy: OffloadPolicy, budget: int | None) -> Plan:
+def plan_host_memory(demand: MemoryRequest, policy: OffloadPolicy, budget: int | None) -> MemoryPlan:
     """The plan for `policy` within `budget` bytes of host memory (None: no limit).
 
     Blocks of sequences must fit whole; a sweep runs as many sequences as fit, up to its batch size. What is left
@@ -53,12 +62,12 @@ class _Planner:
         span = max(b.span for b in demand.tiles)
         self._slots = slots_within(budget, span)
         self._ring = self._slots * span
-        self._work = Work.within(budget, demand, policy, _CHUNK)
-        self._other = demand.small + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * KEPT_SHARE)
+        self._work = ActivationMemory.within(budget, demand, policy, _CHUNK)
+        self._other = demand.small_bytes + demand.cast_bytes + SLACK_BYTES + int((budget or 0) * KEPT_SHARE)
         self._weights = sum(b.nbytes for b in demand.tiles)
         self._asked = None if policy.weights is None else int((policy.weights[0] + policy.weights[1]) * self._weights)
 
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         wanted = self._policy.block_size
         if self._budget is None:
             blocks = wanted * blocks_for(self._demand.max_sequence)
@@ -85,7 +94,7 @@ class _Planner:
         blocks = self._demand.blocks(sequences, self._sweep)
         return self._fixed(sequences) + blocks * self._block_bytes <= self._budget
 
-    def _finished(self, blocks: int, sequences: int, held: int, note: str) -> Plan:
+    def _finished(self, blocks: int, sequences: int, held: int, note: str) -> MemoryPlan:
         resident = evenly(self._demand.tiles, range(len(self._demand.tiles)), held)
         work, other = self._work.bytes(sequences), self._other + self._kept(sequences)
         kept = sum(self._demand.tiles[i].nbytes for i in resident)
@@ -102,8 +111,8 @@ class _Planner:
         whole = sum(parts.values())
         one = self._work
         each = one.chunk * (one.row + one.logits) if self._budget is None else work // one.batches
-        return Plan(blocks - on_disk, on_disk, sequences, resident, self._slots, one.chunk, each, one.row, one.logits,
-                    whole, words)  # fmt: skip
+        return MemoryPlan(blocks - on_disk, on_disk, sequences, resident, self._slots, one.chunk, each, one.row,
+                          one.logits, whole, words)  # fmt: skip
 
     def _fewest(self, wanted: int) -> int:
         """Sequences that must fit for any to run."""

@@ -22,11 +22,11 @@ _WORK_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What is to be placed: weight tiles, bytes of `small` tensors, the cache, and the lengths of sequences.
+    """What is to be placed: weight tiles, small tensors, the cache, and the lengths of sequences.
 
     `compute_bytes`: of an activation's value. `cast_bytes`: of the largest copy that is made of a tile before its
-    product, 0 where there is none. `cache`: how keys and values are stored. `attention`: bytes that attention holds
-    beside its operands, and for each prompt row of a pass.
+    product, 0 where there is none. `cache`: how keys and values are stored. `attention_bytes`: those that attention
+    holds beside its operands, and for each prompt row of a pass.
 
     A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
     """
@@ -36,8 +36,8 @@ class MemoryRequest:
     cache: Storage
     compute_bytes: int
     cast_bytes: int
-    small: int
-    attention: tuple[int, int]
+    small_bytes: int
+    attention_bytes: tuple[int, int]
     max_sequence: int
     mean_sequence: int
 
@@ -48,14 +48,14 @@ class MemoryRequest:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Cache blocks in memory and on disk, sequences that run together, resident weight tiles, ring slots, prompt
     tokens a pass.
 
-    `bytes` is what all of it takes. `work`: of it what a batch computes in, of which a token of a pass takes `row`, and
-    one that meets the head `logits` beside. With a device its memory is what `blocks`, `resident` tiles, slots and work
-    are in; `host_kv_blocks` and the tiles `pinned` are in pinned host memory, of `pinned_bytes` with what passes
-    through.
+    `total_bytes` is what all of it takes. `activation_bytes`: of it what a batch computes in, of which a token of a
+    pass takes `row_bytes`, and one that meets the head `logits_bytes` beside. With a device its memory is what
+    `blocks`, `resident` tiles, slots and activations are in; `host_kv_blocks` and the tiles `pinned` are in pinned host
+    memory, of `pinned_bytes` with what passes through.
     """
 
     kv_blocks: int
@@ -64,23 +64,25 @@ class Plan:
     resident: frozenset[int]
     slots: int
     chunk: int
-    work: int
-    row: int
-    logits: int
-    bytes: int
+    activation_bytes: int
+    row_bytes: int
+    logits_bytes: int
+    total_bytes: int
     note: str
     host_kv_blocks: int = 0
     pinned: frozenset[int] = frozenset()
     pinned_bytes: int = 0
 
-    def scored(self, share: float) -> tuple[int, int]:
+    def chunk_limits(self, scored_share: float) -> tuple[int, int]:
         """Tokens of a batch and pass, and how many of them may meet the head, where such a share of all tokens do."""
-        tokens = max(3, min(self.chunk, int(self.work / (self.row + share * self.logits))))
-        return tokens, max(3, (self.work - tokens * self.row) // self.logits)
+        tokens = max(
+            3, min(self.chunk, int(self.activation_bytes / (self.row_bytes + scored_share * self.logits_bytes)))
+        )
+        return tokens, max(3, (self.activation_bytes - tokens * self.row_bytes) // self.logits_bytes)
 
 
 @dataclass(frozen=True)
-class Work:
+class ActivationMemory:
     """What the batches of a pass compute in: of each token `row` bytes, of each that meets the head `logits` beside.
 
     `attention`: see MemoryRequest. `chunk`: prompt tokens of a batch and pass.
@@ -93,7 +95,9 @@ class Work:
     attention: tuple[int, int]
 
     @classmethod
-    def within(cls, budget: int | None, demand: MemoryRequest, policy: OffloadPolicy, chunks: tuple[int, int]) -> Work:
+    def within(
+        cls, budget: int | None, demand: MemoryRequest, policy: OffloadPolicy, chunks: tuple[int, int]
+    ) -> ActivationMemory:
         """In a budget (None: no limit), with a chunk between two limits where the policy does not say."""
         shape = demand.shape
         # the residual stream, its norm, queries, keys, values and attention's output, and the feed-forward's input,
@@ -102,7 +106,7 @@ class Work:
         rows = None if budget is None else budget * _WORK_SHARE / policy.num_gpu_batches / row
         chunk = min(policy.prefill_chunk or _between(chunks, rows), policy.gpu_batch_size * demand.max_sequence)
         # logits and a copy of them
-        return cls(policy.num_gpu_batches, chunk, row, 2 * shape.vocab * 4, demand.attention)
+        return cls(policy.num_gpu_batches, chunk, row, 2 * shape.vocab * 4, demand.attention_bytes)
 
     def bytes(self, sequences: int) -> int:
         """For so many sequences in all batches."""

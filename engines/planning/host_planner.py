@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from engines.offload.memory.host import attention_memory, place
+from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduler import steady_blocks
-from engines.planning.demand import SYSTEM_BYTES, demand, longest
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, bound, require_modelled
+from engines.planning.engine_cost_models import ENGINE_COST_MODELS
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak
-from engines.planning.predict import Planner, Prediction, bound, require_modelled
-from engines.planning.simulator import Placed, Simulator
-from engines.planning.style import STYLES
+from engines.planning.memory_request import SYSTEM_BYTES, demand, longest
+from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import on_threads
-from engines.planning.work import Lengths
+from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Matrices of a layer that come before its attention: queries, keys and values.
@@ -48,10 +48,10 @@ class HostPlanner:
         self.shape = shape
         self.lengths = lengths
         self.profile = profile
-        self.style = STYLES["offload"]
+        self.style = ENGINE_COST_MODELS["offload"]
         self._requests = requests
         self._each = each or [lengths]
-        self._found: dict[OffloadPolicy, Placed] = {}
+        self._found: dict[OffloadPolicy, PlacedModel] = {}
         self._dtype = dtype
         self._reserved = reserved
         self._budget = int(budget if budget is not None else profile.host.memory - SYSTEM_BYTES)
@@ -88,7 +88,7 @@ class HostPlanner:
 
     def estimate(self, policy: OffloadPolicy) -> Prediction:
         """In closed form. Raises InfeasibleError for a policy that does not fit."""
-        closed_form = Planner(self.shape, self.lengths, self._profile_for(policy), "offload")
+        closed_form = ClosedFormPlanner(self.shape, self.lengths, self._profile_for(policy), "offload")
         realised = self.placed(policy)
         if policy.schedule == "sweep":
             realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
@@ -119,7 +119,7 @@ class HostPlanner:
             block_latency_s=block,
             bottleneck="host" if busy > timeline.load_s else "disk",
             bound=bound(self.shape, self.lengths, policy, machine, found.plan.sequences),
-            peak=Peak(0.0, float(found.plan.bytes), float(found.on_disk)),
+            peak=Peak(0.0, float(found.plan.total_bytes), float(found.on_disk)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
         )
@@ -134,7 +134,7 @@ class HostPlanner:
         host = self.profile.host
         return self.profile if policy.threads is None else replace(self.profile, host=on_threads(host, policy.threads))
 
-    def _placed(self, policy: OffloadPolicy) -> Placed:
+    def _placed(self, policy: OffloadPolicy) -> PlacedModel:
         require_modelled(policy)
         if policy.compute_dtype not in ("auto", self.profile.host.dtype):
             rates = f"hardware {self.profile.name} has rates in {self.profile.host.dtype}"
@@ -149,7 +149,7 @@ class HostPlanner:
 def placed(
     shape: ModelShape, policy: OffloadPolicy, requests: Sequence[Lengths], budget: int | None, threads: int,
     dtype: Dtype, compute_dtype: Dtype, reserved: int | None = None,
-) -> Placed:  # fmt: skip
+) -> PlacedModel:  # fmt: skip
     """What the engine would place where for such requests within `budget` bytes, if each may grow to `reserved`
     tokens. Raises InfeasibleError as it does."""
     layers, outside, cache = storages(dtype, policy)
@@ -160,7 +160,7 @@ def placed(
         cast_bytes=0 if kernel or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
         attention=attention_memory(shape, reserved or longest(requests), threads),
     )  # fmt: skip
-    return Placed(shape, tiles, cache, place(wanted, policy, budget), experts)
+    return PlacedModel(shape, tiles, cache, plan_host_memory(wanted, policy, budget), experts)
 
 
 @lru_cache(maxsize=64)

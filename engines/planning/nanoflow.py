@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.models.shapes import shape
-from engines.planning.work import VALUE_BYTES, Lengths, cache_values
+from engines.planning.workload import VALUE_BYTES, Lengths, cache_values
 from harness.api import ModelShape
 from harness.common.published import published_rows
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from engines.planning import predict, published
-from engines.planning.style import STYLES
+from engines.planning import closed_form_planner, published
+from engines.planning.engine_cost_models import ENGINE_COST_MODELS
 from harness import hardware
 from harness.api import HardwareProfile
 
@@ -86,14 +86,14 @@ def fit(name: str, constants: tuple[Constant, ...]) -> None:
 
 
 def _profile(profile: HardwareProfile, constants: tuple[Constant, ...], values: Any) -> HardwareProfile:
-    """The profile with other constants; those of styles are put into STYLES."""
+    """The profile with other constants; those of styles are put into ENGINE_COST_MODELS."""
     for constant, value in zip(constants, values, strict=True):
         for path in (constant.path, *constant.same):
             head, *rest = path.split(".")
-            if head in STYLES:
-                predict.STYLES = {
-                    **predict.STYLES,
-                    head: dataclasses.replace(predict.STYLES[head], **{rest[0]: float(value)}),
+            if head in ENGINE_COST_MODELS:
+                closed_form_planner.ENGINE_COST_MODELS = {
+                    **closed_form_planner.ENGINE_COST_MODELS,
+                    head: dataclasses.replace(closed_form_planner.ENGINE_COST_MODELS[head], **{rest[0]: float(value)}),
                 }
             else:
                 profile = _with(profile, [head, *rest], float(value))

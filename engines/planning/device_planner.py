@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engines.common.work_memory import CONTEXT_BYTES
-from engines.offload.memory.device import PINNED_SHARE, place_on_device, tile_values
+from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
-from engines.offload.memory.plan import Plan
+from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage, storages
-from engines.planning.demand import SYSTEM_BYTES, demand
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.memory import Peak
-from engines.planning.predict import Planner, Prediction
-from engines.planning.work import Fractions, Lengths
+from engines.planning.memory_request import SYSTEM_BYTES, demand
+from engines.planning.workload import Fractions, Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Of memory what a search leaves free: a shape does not tell all that the engine counts.
@@ -26,8 +26,9 @@ _CACHES: tuple[Fractions, ...] = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0))
 _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 
 
-class DevicePlanner(Planner):
-    """As Planner, with the memory of the engine instead of FlexGen's: what a plan says can be run as it stands.
+class DevicePlanner(ClosedFormPlanner):
+    """As ClosedFormPlanner, with the memory of the engine instead of FlexGen's: what a plan says can be run as it
+    stands.
 
     `each`, `dtype`, `reserved`: as HostPlanner. `budget`: bytes of pinned memory; None for what the engine takes of a
     host by itself.
@@ -44,7 +45,7 @@ class DevicePlanner(Planner):
         self._each = each or [lengths]
         self._dtype = dtype
         self._reserved = reserved
-        self._plans: dict[tuple[OffloadPolicy, float], Plan] = {}
+        self._plans: dict[tuple[OffloadPolicy, float], MemoryPlan] = {}
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with the fractions of the engine's own placement, the fastest of a few; None where none fits."""
@@ -72,7 +73,9 @@ class DevicePlanner(Planner):
         found = super().predict(policy, page_cache)
         tiles = self._tiles(policy)
         on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
-        return replace(found, peak=Peak(float(plan.bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk)))
+        return replace(
+            found, peak=Peak(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
+        )
 
     estimate = predict
 
@@ -94,7 +97,7 @@ class DevicePlanner(Planner):
             activations=policy.activations or _ON_DEVICE,
         )
 
-    def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> Plan:
+    def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
         """The engine's own. Raises InfeasibleError, and UnsupportedError for what has no place there, as it does."""
         if (policy, margin) not in self._plans:
             dtype = self._dtype if policy.compute_dtype == "auto" else policy.compute_dtype
@@ -104,7 +107,7 @@ class DevicePlanner(Planner):
                 reserved=self._reserved, cast_bytes=DTYPE_BYTES[dtype] if packed else 0, attention=(0, 0),
             )  # fmt: skip
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))
-            self._plans[policy, margin] = place_on_device(wanted, policy, device, host)
+            self._plans[policy, margin] = plan_device_memory(wanted, policy, device, host)
         return self._plans[policy, margin]
 
     def _tiles(self, policy: OffloadPolicy) -> Sequence[WeightTile]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engines.planning.closed_form import RESOURCES, Layers, Pass, Seconds, averaged, pass_seconds
+from engines.planning.engine_cost_models import ENGINE_COST_MODELS, EngineCostModel, realised_weights
 from engines.planning.machine import Machine
 from engines.planning.memory import Peak, capacity, peak, rows
-from engines.planning.placement import place
-from engines.planning.style import STYLES, Style, realised_weights
-from engines.planning.work import Fractions, Lengths, cache_bytes, parts, weight_bytes
+from engines.planning.placement import best_fractions
+from engines.planning.workload import Fractions, Lengths, cache_bytes, sublayers, weight_bytes
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, ModelShape, OffloadPolicy
 
 
@@ -48,16 +48,16 @@ class Prediction:
         return self.throughput_tok_s / self.bound.throughput_tok_s
 
 
-class Planner:
+class ClosedFormPlanner:
     """Predictions for one model, job, machine and engine."""
 
     def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str) -> None:
         self.shape = shape
         self.lengths = lengths
         self.profile = profile
-        self.style = STYLES[engine]
+        self.style = ENGINE_COST_MODELS[engine]
         self.machine = Machine(profile)
-        self._parts = parts(shape)
+        self._parts = sublayers(shape)
 
     def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
         """Of a policy that names all fractions, whether it fits or not. `page_cache`: whether there is one.
@@ -127,9 +127,9 @@ class Planner:
 
     def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         style, separate = self._style_for(policy), self._separate(policy)
-        return place(self.shape, policy, self.lengths, self.machine, style, separate)
+        return best_fractions(self.shape, policy, self.lengths, self.machine, style, separate)
 
-    def _style_for(self, policy: OffloadPolicy) -> Style:
+    def _style_for(self, policy: OffloadPolicy) -> EngineCostModel:
         return self.style if policy.overlap else replace(self.style, overlap="turns")
 
     def _separate(self, policy: OffloadPolicy) -> bool:
@@ -160,7 +160,7 @@ def bound(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: M
     prompt, steps = lengths.prompt, lengths.generated
     compute_s = sum(shape.block_flops(block, prompt, steps)) / max(machine.dense.flops.values())
     room = capacity(machine.profile)
-    weights = sum(weight_bytes(part, policy) * part.count for part in parts(shape))
+    weights = sum(weight_bytes(part, policy) * part.count for part in sublayers(shape))
     cache = block * (prompt + steps / 2) * cache_bytes(shape, policy) * shape.num_layers
     disk_s = steps * max(0.0, weights + cache - room.device - room.host) / machine.profile.disk.read
     throughput = block * steps / max(compute_s, disk_s)

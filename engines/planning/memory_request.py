@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Storage
-from engines.planning.work import Lengths
+from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, ModelShape
 
 #: Of the host's memory what the system and idle processes take.
@@ -31,8 +31,8 @@ def demand(
         cache=cache,
         compute_bytes=value,
         cast_bytes=cast_bytes * max(b.shape[0] * b.shape[1] for b in tiles),
-        small=_SMALL * shape.hidden * shape.num_layers * value,
-        attention=attention,
+        small_bytes=_SMALL * shape.hidden * shape.num_layers * value,
+        attention_bytes=attention,
         max_sequence=reserved or longest(requests),
         mean_sequence=sum(r.prompt + r.generated // 2 for r in requests) // len(requests),
     )

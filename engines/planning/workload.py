@@ -35,7 +35,7 @@ def mean(each: Sequence[Lengths]) -> Lengths:
 
 
 @dataclass(frozen=True)
-class Part:
+class Sublayer:
     """A piece of a model between whose matrices nothing else is loaded: half a layer, or an end.
 
     `params`: values of its matrices, of which there are `matrices`, taken to be of one size; `count`: how many parts
@@ -53,19 +53,19 @@ class Part:
     met: float = 1.0
 
 
-def parts(shape: ModelShape) -> list[Part]:
+def sublayers(shape: ModelShape) -> list[Sublayer]:
     """Attention, feed-forward and head. Embeddings are looked up, and small beside the rest."""
     head = shape.hidden * shape.vocab
     forward = shape.forward_stored
     matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
     return [
-        Part("attention", shape.attention_params, shape.num_layers, 4, attends=True),
-        Part("feed-forward", forward, shape.num_layers, matrices, met=shape.forward_params / forward),
-        Part("head", head, 1, 1, quantized=False, last=True),
+        Sublayer("attention", shape.attention_params, shape.num_layers, 4, attends=True),
+        Sublayer("feed-forward", forward, shape.num_layers, matrices, met=shape.forward_params / forward),
+        Sublayer("head", head, 1, 1, quantized=False, last=True),
     ]
 
 
-def by_whole_matrices(part: Part, fractions: Fractions) -> Fractions:
+def by_whole_matrices(part: Sublayer, fractions: Fractions) -> Fractions:
     """What becomes of fractions where a matrix is in one place: where its middle falls, from disk to host to device.
 
     Source: FlexGen's code, `init_weight_list`.
@@ -82,7 +82,7 @@ def value_bytes(bits: int, group: int) -> float:
     return VALUE_BYTES if bits == 16 else bits / 8 + GROUP_BYTES / group
 
 
-def weight_bytes(part: Part, policy: OffloadPolicy) -> float:
+def weight_bytes(part: Sublayer, policy: OffloadPolicy) -> float:
     """Bytes of a part as it is stored."""
     return part.params * (value_bytes(policy.weight_bits, policy.group_size) if part.quantized else VALUE_BYTES)
 

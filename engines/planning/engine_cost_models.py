@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from engines.planning.work import Fractions, Part, by_whole_matrices, parts, weight_bytes
+from engines.planning.workload import Fractions, Sublayer, by_whole_matrices, sublayers, weight_bytes
 from harness.api import ModelShape, OffloadPolicy, Schedule
 
 #: How transfers meet arithmetic. `turns`: not at all. `slot`: a transfer runs beside one batch's half layer, and all
@@ -16,7 +16,7 @@ Overlap = Literal["turns", "slot", "layer", "pass"]
 
 
 @dataclass(frozen=True)
-class Style:
+class EngineCostModel:
     """An engine's way of working.
 
     `pinned_weights`, `pinned_cache`: whether they are copied from pinned memory. `direct`: whether the disk is read
@@ -54,33 +54,33 @@ class Style:
 
 # load_weight, load_cache, store_cache and compute of one batch's half layer, then a synchronisation; copies of what is
 # not pinned through a buffer; packed weights unpacked by every batch (flexgen/flex_opt.py)
-_FLEXGEN = Style(
+_FLEXGEN = EngineCostModel(
     "slot", ("row", "zigzag"), pinned_cache=False, direct=False, unpack_each_batch=True, packed_attention=False,
     packed_load=1.71e9,
     whole_matrices=True, uncached_share=0.6, unpack_bytes=1.16, cache_bytes=37.3, attention_bytes=3.0, slot_s=9.0e-5,
 )  # fmt: skip
 
 #: Constants are fitted on the cells that docs/model.md names; the rest is how each engine's code works.
-STYLES: Mapping[str, Style] = {
-    "offload": Style("pass", ("row", "zigzag", "sweep"), parallel_attention=True, slot_s=2e-5),
+ENGINE_COST_MODELS: Mapping[str, EngineCostModel] = {
+    "offload": EngineCostModel("pass", ("row", "zigzag", "sweep"), parallel_attention=True, slot_s=2e-5),
     "flexgen_ref": _FLEXGEN,
     # FlexGen with quantization of its own, and with threads that its model allots; what is unpacked waits for its copy
     "lm_offload": replace(_FLEXGEN, overlap="turns", unpack_bytes=28.2, cache_bytes=33.1, packed_load=None),
     # hooks copy a layer's weights when the layer is called
-    "accelerate": Style("turns", pinned_weights=False, direct=False, attention_bytes=4.0, slot_s=9.0e-5),
-    "deepspeed_zero": Style("layer", link_share=0.772, attention_bytes=4.0, slot_s=9.0e-5, unpack_bytes=4.0),
+    "accelerate": EngineCostModel("turns", pinned_weights=False, direct=False, attention_bytes=4.0, slot_s=9.0e-5),
+    "deepspeed_zero": EngineCostModel("layer", link_share=0.772, attention_bytes=4.0, slot_s=9.0e-5, unpack_bytes=4.0),
 }
 
 
-def realised(part: Part, fractions: Fractions, style: Style) -> Fractions:
+def realised(part: Sublayer, fractions: Fractions, style: EngineCostModel) -> Fractions:
     """Where an engine puts a part's weights that is asked for these fractions."""
     return by_whole_matrices(part, fractions) if style.whole_matrices else fractions
 
 
-def realised_weights(shape: ModelShape, policy: OffloadPolicy, style: Style) -> Fractions:
+def realised_weights(shape: ModelShape, policy: OffloadPolicy, style: EngineCostModel) -> Fractions:
     """Where an engine puts all weights together."""
     assert policy.weights is not None
-    sizes = [(part, weight_bytes(part, policy) * part.count) for part in parts(shape)]
+    sizes = [(part, weight_bytes(part, policy) * part.count) for part in sublayers(shape)]
     placed = [[size * f for f in realised(part, policy.weights, style)] for part, size in sizes]
     device, host, disk = (sum(tier) / sum(size for _, size in sizes) for tier in zip(*placed, strict=True))
     return device, host, disk

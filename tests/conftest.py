@@ -1,8 +1,9 @@
-"""Settings for all tests."""
+"""Settings and fixtures for all tests."""
 
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # kernels of a device run in Triton's interpreter where there is none; it must be told before anybody imports it
@@ -12,3 +13,30 @@ if not Path("/dev/nvidiactl").exists():
 # how long an example takes says nothing about whether it is right
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="module", params=["opt", "llama"])
+def model(request, tmp_path_factory):
+    """A small random model in float32, prepared."""
+    from engines.models import checkpoints  # not for tests without torch
+    from harness.api import ModelSpec
+    from tests.offload import save
+
+    folder = save(tmp_path_factory.mktemp(request.param), request.param)
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """Transformers' own module of `model`."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache folder with compiled kernels."""
+    from tests.offload import with_kernels
+
+    return with_kernels(tmp_path_factory.mktemp("cache"))

@@ -7,14 +7,13 @@ import warnings
 
 import pytest
 import torch
-import transformers
 
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.models import checkpoints
 from engines.offload.device.cuda import Cuda
 from engines.offload.engine import OffloadEngine
 from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy, UnsupportedError
-from tests.offload import requests_of, same_by_the_near_tie_rule, save, with_kernels
+from tests.offload import requests_of, same_by_the_near_tie_rule, save
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -27,22 +26,6 @@ POLICIES = [
     {"schedule": "sweep", "gpu_batch_size": 6, "nano_batches": 2, "cache": (0.5, 0.5, 0.0), "cpu_attention": True,
      "weights": (0.0, 1.0, 0.0)},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["opt", "llama"])
-def model(request, tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp(request.param), request.param)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return with_kernels(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,6 +27,11 @@ def test_every_module_has_a_layer():
         modules = {f"{package}.{p.stem}" for p in inside if p.suffix == ".py" or (p / "__init__.py").exists()}
         without = {m for m in modules - {f"{package}.__init__", f"{package}.__main__"} if not named & {m}}
         assert not {m for m in without if not any(n.startswith(f"{m}.") for n in named)}
+
+
+def test_no_import_circles():
+    graph = grimp.build_graph("harness", "engines", "suites", "reports")
+    TopologicalSorter({m: graph.find_modules_directly_imported_by(m) for m in graph.modules}).prepare()
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,6 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def reference(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 

@@ -29,26 +29,10 @@ from harness.api import (
     WorkloadSpec,
 )
 from tests import pretend
-from tests.offload import CONFIGS, requests_of, same_by_the_near_tie_rule, save, with_kernels
 from tests.offload import load as load_on_host
+from tests.offload import requests_of, same_by_the_near_tie_rule, save
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", params=CONFIGS)
-def model(request, tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp(request.param), request.param)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return with_kernels(tmp_path_factory.mktemp("cache"))
 
 
 def load(model, cache, /, device=96 * MIB, host=96 * MIB, **policy):

@@ -57,22 +57,6 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def model(request, tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp(request.param), request.param)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 # ------------------------------------------------------------------------------------------------ right answers
 
 

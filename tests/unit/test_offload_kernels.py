@@ -18,17 +18,11 @@ from engines.offload.kernels.quantizer import plain_quantizer, reference_quantiz
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.weights.gemm import torch_gemm
-from tests.offload import with_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 #: What a product is added to: one row for all such as a bias, the output itself.
 STARTS = ("nothing", "row", "out")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return with_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module", params=["torch", "kernel"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from engines.models import checkpoints
 from engines.offload.executor import Executor
@@ -18,11 +17,6 @@ from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save
 def model(tmp_path_factory):
     folder = save(tmp_path_factory.mktemp("llama"), "llama")
     return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
 
 
 @pytest.fixture

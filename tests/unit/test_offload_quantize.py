@@ -11,14 +11,8 @@ from engines.offload.kernels import quantize
 from engines.offload.kernels.quantizer import compiled_quantizer, numba_quantizer
 from engines.offload.memory.storage import BITS, GROUPS, Grouped
 from harness.api import UnsupportedError
-from tests.offload import with_kernels
 
 HOWS = [Grouped(bits, group) for bits in BITS for group in GROUPS]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return with_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 def rows(elements=None, sides=300):

@@ -25,11 +25,6 @@ def folder(request, tmp_path_factory):
     return save(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def model(folder, cache):
     return checkpoints.prepare(ModelSpec(str(folder)), cache)

@@ -20,7 +20,7 @@ from harness.api import HarnessError
 from harness.common.buffers import direct_buffer
 
 _WORKERS = 2
-#: Bytes that one read or write takes at most, so that all workers have some.
+#: The largest read or write in bytes, so that all workers get some.
 _PIECE = 2 << 20
 
 
@@ -44,7 +44,7 @@ class DiskBlocks:
         ahead: bool = True,
     ) -> None:
         self._layers = layers
-        self._ahead = STAGES if ahead else 0  # layers that are asked for before they are needed
+        self._ahead = STAGES if ahead else 0  # layers read before attention asks for them
         self.num_blocks = num_blocks
         self._record = record
         self._timeline = timeline
@@ -54,9 +54,9 @@ class DiskBlocks:
         self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, num_blocks * record)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._arrived = threading.Condition()
-        self._ready = self._written = -1  # the last layer that was read, and written; counted over all passes
+        self._ready = self._written = -1  # the last layer read, and written; counted over all passes
         self._first = 0  # of this pass
-        self._left = 0  # layers of this pass that are not yet asked for
+        self._left = 0  # layers of this pass whose read is not enqueued
         self._read: Sequence[Run] = ()
         self._write: Sequence[Run] = ()
         self._failure: HarnessError | None = None
@@ -71,12 +71,12 @@ class DiskBlocks:
         self._first += self._layers
         self._left = self._layers
         for _ in range(min(self._ahead, self._layers)):
-            self._ask()
+            self._read_next()
         return stages.slots
 
     def staged(self, layer: int) -> torch.Tensor:
         if self._layers - self._left <= layer:
-            self._ask()
+            self._read_next()
         self._wait(lambda: self._ready >= self._first + layer)
         return self._stages[layer % STAGES]
 
@@ -91,10 +91,10 @@ class DiskBlocks:
         if not self._ahead:
             self._wait(lambda: self._written >= number)
         elif self._left:
-            self._ask()
+            self._read_next()
 
     def close(self) -> None:
-        """Ends the threads and gives the file's room back. Idempotent."""
+        """Ends the threads and frees the disk space. Idempotent."""
         if self._keeper.is_alive():
             self._jobs.put(None)
             self._keeper.join()
@@ -102,7 +102,7 @@ class DiskBlocks:
         self._file.close()
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Raises what went wrong meanwhile."""
+        """Raises the error of a job that failed meanwhile."""
         began = time.perf_counter()
         with self._arrived:
             while not until() and self._failure is None:
@@ -111,8 +111,8 @@ class DiskBlocks:
             raise self._failure
         self._timeline.add("wait", "stall", began, time.perf_counter())
 
-    def _ask(self) -> None:
-        """Has the next layer read."""
+    def _read_next(self) -> None:
+        """Enqueues the read of the next layer."""
         layer, runs, number = self._layers - self._left, self._read, self._first + self._layers - self._left
         self._left -= 1
 
@@ -128,22 +128,22 @@ class DiskBlocks:
                 continue
             try:
                 job()
-            except Exception as exc:  # must reach whoever waits, whatever it is
+            except Exception as exc:  # any error must reach the waiting thread
                 self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
-            with self._arrived:  # whoever waits looks at what has changed with this lock held, and so misses nothing
+            with self._arrived:  # the waiting thread checks under this lock, so it misses no change
                 self._arrived.notify()
 
     def _transfer(self, what: str, layer: int, runs: Sequence[Run]) -> None:
         began = time.perf_counter()
         move = self._file.read if what == "read" else self._file.write
 
-        def one(run: Run) -> int:
+        def transfer(run: Run) -> int:
             start = (layer % STAGES * self.num_blocks + run.slot) * self._record
             size = run.count * self._record
             move(self._memory[start : start + size], (layer * self.num_blocks + run.block) * self._record)
             return size
 
-        moved = sum(self._workers.map(one, runs))
+        moved = sum(self._workers.map(transfer, runs))
         if what == "read":
             self.bytes_read += moved
         else:

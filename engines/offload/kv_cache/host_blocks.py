@@ -19,33 +19,32 @@ from engines.offload.memory.kv_blocks import STAGES, blocks_per_piece
 
 @dataclass(frozen=True)
 class HostLayer:
-    """A layer's blocks in `pieces`, [blocks of a piece, *block] each; to kernels of the host the same as
-    LayerBlocks."""
+    """A layer's blocks in `pieces` [blocks of a piece, *block shape]; serves the host's kernels like LayerBlocks."""
 
     pieces: Sequence[torch.Tensor]
 
     @property
     def rows(self) -> torch.Tensor:
-        """Some of the blocks."""
+        """The blocks of the first piece: their shape and strides."""
         return self.pieces[0]
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
-        """Where each block of `table` begins in memory, int64."""
+        """The address of each block of `table`, int64."""
         starts = torch.tensor([piece.data_ptr() for piece in self.pieces])
-        whole, block = len(self.rows), self.rows.stride(0) * self.rows.itemsize
-        return starts[table.long() // whole] + table.long() % whole * block
+        per_piece, block = len(self.rows), self.rows.stride(0) * self.rows.itemsize
+        return starts[table.long() // per_piece] + table.long() % per_piece * block
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """[n, 2, kv_heads, BLOCK_SIZE, ...] of n blocks."""
-        whole = len(self.rows)
-        return torch.stack([self.pieces[block // whole][block % whole] for block in blocks.tolist()])
+        per_piece = len(self.rows)
+        return torch.stack([self.pieces[block // per_piece][block % per_piece] for block in blocks.tolist()])
 
     def put(self, which: int, blocks: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor) -> None:
         """Writes keys (0) or values (1) `new` [tokens, kv_heads, ...] at `offsets` of `blocks`, both [tokens]."""
-        whole = len(self.rows)
-        for number in set((blocks // whole).tolist()):
-            there = blocks // whole == number
-            self.pieces[number][:, which][blocks[there] % whole, :, offsets[there]] = new[there]
+        per_piece = len(self.rows)
+        for number in set((blocks // per_piece).tolist()):
+            inside = blocks // per_piece == number
+            self.pieces[number][:, which][blocks[inside] % per_piece, :, offsets[inside]] = new[inside]
 
 
 def _as_blocks(piece: torch.Tensor, block: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

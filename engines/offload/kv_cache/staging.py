@@ -1,4 +1,4 @@
-"""Which blocks of another home a pass stages, where, and in what runs they are moved."""
+"""Which offloaded KV blocks a pass stages, in which slots, and in what contiguous runs they are copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that are neighbours at home, from `block` on, and where they are staged, from `slot` on."""
+    """`count` blocks that are contiguous where they live, from `block` on, and where they are staged, from `slot`
+    on."""
 
     block: int
     slot: int
@@ -20,32 +21,33 @@ class Run:
 
 @dataclass(frozen=True)
 class Staging:
-    """Of one pass: where each block is staged, int64 [blocks], and what is read from home and written back."""
+    """For one pass: each block's slot, int64 [blocks], and what is read before attention and written back after it."""
 
     slots: torch.Tensor
     read: Sequence[Run]
     write: Sequence[Run]
 
 
-def staging(blocks: int, filled: Iterable[int], written: Iterable[int], most: int, whole: int = 1 << 62) -> Staging:
-    """For a home of so many `blocks`, of which `filled` ones hold something and `written` ones will.
+def staging(
+    num_blocks: int, filled: Iterable[int], written: Iterable[int], longest: int, per_piece: int = 1 << 62
+) -> Staging:
+    """Slots for the `filled` blocks that a pass reads and the `written` ones, of `num_blocks` offloaded blocks.
 
-    Runs are of at most `most` blocks, and of no two times `whole`.
+    A run has at most `longest` blocks and does not cross from one piece of `per_piece` blocks to the next.
     """
     read, write = set(filled), set(written)
     order = sorted(read | write)
-    slots = torch.zeros(blocks, dtype=torch.long)
+    slots = torch.zeros(num_blocks, dtype=torch.long)
     slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
-    place = {block: slot for slot, block in enumerate(order)}
-    return Staging(slots, *([*_runs(sorted(some), place, most, whole)] for some in (read, write)))
+    slot_of = {block: slot for slot, block in enumerate(order)}
+    return Staging(slots, *([*_runs(sorted(blocks), slot_of, longest, per_piece)] for blocks in (read, write)))
 
 
-def _runs(blocks: Sequence[int], place: Mapping[int, int], most: int, whole: int) -> Iterable[Run]:
-    """Neighbours both at home and where they are staged."""
-    groups = itertools.groupby(
-        enumerate(blocks), key=lambda pair: (pair[1] - pair[0], place[pair[1]] - pair[0], pair[1] // whole)
+def _runs(blocks: Sequence[int], slot_of: Mapping[int, int], longest: int, per_piece: int) -> Iterable[Run]:
+    contiguous = itertools.groupby(
+        enumerate(blocks), key=lambda pair: (pair[1] - pair[0], slot_of[pair[1]] - pair[0], pair[1] // per_piece)
     )
-    for _, group in groups:
-        found = [block for _, block in group]
-        for i in range(0, len(found), most):
-            yield Run(found[i], place[found[i]], len(found[i : i + most]))
+    for _, group in contiguous:
+        run = [block for _, block in group]
+        for i in range(0, len(run), longest):
+            yield Run(run[i], slot_of[run[i]], len(run[i : i + longest]))

@@ -27,17 +27,17 @@ from harness.common.buffers import direct_buffer
 
 
 @dataclass(frozen=True)
-class _OnDisk:
+class _Saved:
     """A batch's activations: the first rows in a slot of the file, the others in memory."""
 
     slot: int
     on_disk: int
-    rest: torch.Tensor
+    in_memory: torch.Tensor
     shape: torch.Size
 
 
 #: The current batch's activations; each batch runs in a greenlet, and so in a context, of its own.
-_offloaded: ContextVar[_OnDisk] = ContextVar("offloaded")
+_saved: ContextVar[_Saved] = ContextVar("saved")
 
 
 #: What a batch's greenlet hands to the executor when it pauses.
@@ -75,11 +75,11 @@ class ActivationOffload:
         self.direct = self._file.direct
         self._memory = memoryview(direct_buffer(max(self._slot_bytes, mmap.PAGESIZE)))
         self.rows = self.rows_on_disk = 0
-        self._hooks = [layer.register_forward_hook(self._leave) for layer in layers[:-1]]
-        self._hooks += [layer.register_forward_pre_hook(self._enter, with_kwargs=True) for layer in layers[1:]]
+        self._hooks = [layer.register_forward_hook(self._save_output) for layer in layers[:-1]]
+        self._hooks += [layer.register_forward_pre_hook(self._load_input, with_kwargs=True) for layer in layers[1:]]
 
     def close(self) -> None:
-        """Takes the hooks off and gives the file's room back. Idempotent."""
+        """Removes the hooks and frees the disk space. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._file.close()
@@ -88,20 +88,20 @@ class ActivationOffload:
         """Drops what a pass that failed has written."""
         self._free = list(range(self._batches))
 
-    def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def _save_output(self, layer: nn.Module, args: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        _offloaded.set(self._put(hidden))
+        _saved.set(self._write(hidden))
         placeholder = torch.empty_like(hidden, device="meta")
         return (placeholder, *output[1:]) if isinstance(output, tuple) else placeholder
 
-    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        pause()  # not before: a module holds what its hook is given until the hook returns
-        hidden = self._get(_offloaded.get())
+    def _load_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        pause()  # before the read: a module holds its hook's arguments until the hook returns
+        hidden = self._read(_saved.get())
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    def _put(self, hidden: torch.Tensor) -> _OnDisk:
+    def _write(self, hidden: torch.Tensor) -> _Saved:
         rows = hidden[0]
         count = round(self._share * len(rows))
         self.rows += len(rows)
@@ -111,17 +111,17 @@ class ActivationOffload:
             data = rows[:count].contiguous().view(torch.uint8).numpy().reshape(-1)
             self._memory[: len(data)] = data.tobytes()
             self._move("write", slot, len(data))
-        return _OnDisk(slot, count, rows[count:].clone(), hidden.shape)
+        return _Saved(slot, count, rows[count:].clone(), hidden.shape)
 
-    def _get(self, offloaded: _OnDisk) -> torch.Tensor:
-        hidden = offloaded.rest.new_empty(offloaded.shape)
-        hidden[0, offloaded.on_disk :] = offloaded.rest
-        if offloaded.on_disk:
-            nbytes = offloaded.on_disk * hidden.shape[2] * hidden.itemsize
-            self._move("read", offloaded.slot, nbytes)
+    def _read(self, saved: _Saved) -> torch.Tensor:
+        hidden = saved.in_memory.new_empty(saved.shape)
+        hidden[0, saved.on_disk :] = saved.in_memory
+        if saved.on_disk:
+            nbytes = saved.on_disk * hidden.shape[2] * hidden.itemsize
+            self._move("read", saved.slot, nbytes)
             data = torch.frombuffer(self._memory, dtype=hidden.dtype, count=nbytes // hidden.itemsize)
-            hidden[0, : offloaded.on_disk] = data.view(offloaded.on_disk, -1)
-        self._free.append(offloaded.slot)
+            hidden[0, : saved.on_disk] = data.view(saved.on_disk, -1)
+        self._free.append(saved.slot)
         return hidden
 
     def _move(self, what: str, slot: int, nbytes: int) -> None:

@@ -1,45 +1,49 @@
-"""Names of engines and workloads, resolved on use, so that nothing heavy is imported to print `--help`."""
+"""What is known by name: engines, launchers, tasks and workloads, built in or plug-ins, and the modules behind them.
+
+Everything is imported on use, so that nothing heavy is imported to print `--help`.
+"""
 
 from __future__ import annotations
 
-import difflib
+import functools
 import importlib
 import importlib.resources
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from harness.api import (
-    Engine,
-    Forecast,
-    GenerationRequest,
-    HardwareProfile,
-    HarnessError,
-    LocalModel,
-    ModelShape,
-    RunRecord,
-    RunSpec,
-    Workload,
-    WorkloadSpec,
+from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, Workload, WorkloadSpec
+from harness.api.services import (
+    Calibrator,
+    CompilerSearch,
+    Forecaster,
+    LmEval,
+    MachineRatesProbe,
+    ModelShapes,
+    ModelStore,
+    OnProgress,
+    Planner,
+    PublishedFigures,
+    RequestChecks,
+    RequestLengths,
+    Simulator,
+    TaskCatalogue,
 )
-from harness.api.task import Task
+from harness.api.task import Task, Text
+from harness.common import plugins
+from harness.common.plugins import Plugin, resolve
+from harness.common.words import nearest
 
 
 @dataclass(frozen=True)
-class EngineEntry:
-    """Where an engine lives and which importable modules it needs."""
+class Entry:
+    """Where something lives (`module:Class`), the importable modules it needs, and the extra that installs them."""
 
     target: str
-    requires: tuple[str, ...]
-    extra: str
-    summary: str
-    builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
-    builtin_text: str = ""  # and of what takes a tokenizer's place for them
-    predicted: bool = False  # whether there is a performance model of it on a machine without a device
-    environment: str = ""  # the list of pins, and the image target, for an environment of its own
-    needs: str = ""  # what it cannot do without beside packages, in words
+    requires: tuple[str, ...] = ()
+    extra: str = ""
 
     def missing(self) -> list[str]:
         """Required modules that this interpreter does not have."""
@@ -47,13 +51,32 @@ class EngineEntry:
 
     @property
     def remedy(self) -> str:
-        """How to come by what is missing."""
+        """What installs the missing modules."""
         if self.extra:
             return f"pip install 'offload-harness[{self.extra}]' -c constraints.txt"
         return "use --launcher venv or docker"
 
+    def require(self, who: str) -> None:
+        """Raises HarnessError saying that `who` needs modules that are missing."""
+        if missing := self.missing():
+            raise HarnessError(f"{who} needs {', '.join(missing)}: {self.remedy}")
 
-ENGINES: dict[str, EngineEntry] = {
+
+@dataclass(frozen=True)
+class EngineEntry(Entry):
+    """An engine's entry."""
+
+    summary: str = ""
+    builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
+    builtin_text: str = ""  # "module:NAME" of the tokenizer of the built-in model
+    predicted: bool = False  # whether there is a performance model of it on a machine without a device
+    environment: str = ""  # name of its list of pins and of its image, for an environment of its own
+    needs: str = ""  # what it needs beside packages, in words
+    plugin: Plugin | None = None  # where it comes from, for an engine of another distribution
+
+
+#: Built-in engines; `engines` adds those of plug-ins.
+ENGINES: Mapping[str, EngineEntry] = {
     "fake": EngineEntry(
         "engines.adapters.fake:FakeEngine",
         (),
@@ -131,7 +154,7 @@ ENGINES: dict[str, EngineEntry] = {
     ),
 }
 
-#: What others build and we do not: what it is, and why.
+#: Engines that are not built: what each is, and why not.
 NOT_BUILT = {
     "petals": (
         "collaborative inference over slow links",
@@ -140,97 +163,140 @@ NOT_BUILT = {
     )
 }
 
-WORKLOADS: dict[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
+#: Built-in launchers; `launchers` adds those of plug-ins.
+LAUNCHERS: Mapping[str, Entry] = {
+    "process": Entry("harness.launchers.process:Processes"),
+    "venv": Entry("harness.launchers.venv:VirtualEnvironments"),
+    "docker": Entry("harness.launchers.docker:Containers", ("docker",), "docker"),
+}
 
-_PREPARE = "engines.models.checkpoints:prepare"
-_IDENTITY = "engines.models.checkpoints:content_digest"
-_COMPILER = "engines.common.compiler:command"
-_TEXT = "engines.common.text:Text"
-_CHECK = "engines.common.requests:validate"
-_EVICT = "engines.models.checkpoints:evict"
-_GEMM_RATES = "engines.common.machine_rates:gemm_rates"
-_DEVICE_RATES = "engines.common.machine_rates:device_rates"
-_SHAPES = "engines.models.shapes:CATALOGUE"
-_TINY = "engines.models.shapes:tiny"
-_CALIBRATE = "engines.offload.calibrate.host:measure"
-_PLAN = "engines.planning.plan:plan"
-_SIMULATE = "engines.planning.simulated:simulate"
-_FORECAST = "engines.planning.forecast:forecast"
-_SEARCH = "engines.planning.simulated:searched"
-_NESTED = "engines.planning.plan:nested"
-_TASK = "suites.tasks:task"
-_TASK_NAMES = "suites.tasks:names"
-_TASK_KNOWN = "suites.tasks:known"
-_PUBLISHED = "engines.planning.published:table"
+_WORKLOADS: Mapping[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
+
+
+# --------------------------------------------------------------------------- engines
+
+
+def engines() -> dict[str, EngineEntry]:
+    """All engines by name, those of plug-ins first."""
+    return {**_plugin_engines(), **ENGINES}
 
 
 def engine_entry(name: str) -> EngineEntry:
-    """Raises HarnessError with the nearest name for an unknown engine."""
-    if name in ENGINES:
-        return ENGINES[name]
-    near = difflib.get_close_matches(name, ENGINES, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise HarnessError(f"unknown engine {name!r}{hint} (known: {', '.join(ENGINES)})")
-
-
-def make_engine(name: str, options: dict[str, Any]) -> Engine:
-    """Builds an engine. Raises HarnessError when a module or an option is missing or unknown."""
-    entry = _require(name, f"engine {name}")
-    factory = resolve(entry.target)
-    try:
-        return cast(Engine, factory(**options))
-    except TypeError as exc:
-        raise HarnessError(f"engine {name} does not take these options: {exc}") from exc
-
-
-def _require(name: str, who: str) -> EngineEntry:
-    """An engine's entry. Raises HarnessError saying that `who` needs modules that are missing."""
-    entry = engine_entry(name)
-    if missing := entry.missing():
-        raise HarnessError(f"{who} needs {', '.join(missing)}: {entry.remedy}")
+    """Raises HarnessError with the nearest name for an unknown engine, and for a plug-in whose name clashes."""
+    entry = engines().get(name)
+    if entry is None:
+        raise HarnessError(f"unknown engine {name!r}; {nearest(name, engines())}")
+    _require_own_name(plugins.ENGINES, name, ENGINES)
     return entry
 
 
+def make_engine(name: str, options: Mapping[str, Any]) -> Engine:
+    """Builds an engine. Raises HarnessError for a missing module, an unknown option, or a plug-in that is no engine."""
+    # the suite's check has refused clashes: a worker of a built-in engine spends no time on plug-ins
+    entry = ENGINES.get(name) or engine_entry(name)
+    entry.require(f"engine {name}")
+    factory = plugins.load(entry.plugin) if entry.plugin else resolve(entry.target)
+    if not callable(factory):
+        raise HarnessError(f"engine {name}: {entry.target} is no class")
+    try:
+        engine = factory(**options)
+    except TypeError as exc:
+        raise HarnessError(f"engine {name} does not take these options: {exc}") from exc
+    if entry.plugin:
+        plugins.require(entry.plugin, engine, Engine, "Engine")
+    return cast(Engine, engine)
+
+
+@functools.cache
+def _plugin_engines() -> Mapping[str, EngineEntry]:
+    return {name: _plugin_entry(plugin) for name, plugin in plugins.plugins(plugins.ENGINES).items()}
+
+
+def _plugin_entry(plugin: Plugin) -> EngineEntry:
+    """A plug-in's engine: installed with its requirements, and with an environment where its package has pins."""
+    pins = _plugin_pins(plugin)
+    summary = f"{plugin.summary} (plug-in of {plugin.distribution})".strip()
+    return EngineEntry(plugin.target, summary=summary, environment=plugin.name if pins else "", plugin=plugin)
+
+
+def _plugin_pins(plugin: Plugin) -> Path | None:
+    """The file pins.txt beside the module of a plug-in, where there is one."""
+    package = plugin.target.partition(":")[0].partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (pins := Path(folder) / "pins.txt").exists():
+            return pins
+    return None
+
+
+def environments() -> list[str]:
+    """The environments that the harness brings pins of, by name."""
+    return sorted(path.stem for path in _environments().glob("*.txt"))
+
+
 def environment_pins(name: str) -> Path:
-    """The file of pins of an engine's own environment."""
-    return Path(str(importlib.resources.files("engines") / "environments" / f"{name}.txt"))
+    """The file of pins of an environment: the harness's, or that of the plug-in of this name."""
+    plugin = plugins.plugins(plugins.ENGINES).get(name)
+    own = _environments() / f"{name}.txt"
+    return own if own.exists() or plugin is None else _plugin_pins(plugin) or own
 
 
-def make_workload(kind: str, **fields: Any) -> Workload:
-    """Builds a workload by its kind."""
-    return cast(Workload, resolve(WORKLOADS[kind])(**fields))
+def _environments() -> Path:
+    return Path(str(importlib.resources.files("engines") / "environments"))
+
+
+# --------------------------------------------------------------------------- launchers, tasks, workloads
+
+
+def launchers() -> list[str]:
+    """The names of all launchers."""
+    return list(dict.fromkeys([*LAUNCHERS, *plugins.plugins(plugins.LAUNCHERS)]))
+
+
+def make_launcher(name: str, cache: Path) -> Launcher:
+    """Builds a launcher. Raises HarnessError for one that is unknown, broken, or cannot work on this machine."""
+    _require_own_name(plugins.LAUNCHERS, name, LAUNCHERS)
+    plugin = plugins.plugins(plugins.LAUNCHERS).get(name)
+    if plugin is None and name not in LAUNCHERS:
+        raise HarnessError(f"unknown launcher {name!r}; {nearest(name, launchers())}")
+    if plugin is None:
+        LAUNCHERS[name].require(f"launcher {name}")
+        return cast(Launcher, _class(LAUNCHERS[name].target)(cache))
+    launcher = _plugin_object(plugin, cache)
+    plugins.require(plugin, launcher, Launcher, "Launcher")
+    return cast(Launcher, launcher)
+
+
+def task(name: str) -> Task:
+    """An accuracy task. Raises HarnessError for an unknown name, and for a plug-in that is no task."""
+    plugin = plugins.plugins(plugins.TASKS).get(name)
+    if plugin is None:
+        return _tasks().task(name)
+    _require_own_name(plugins.TASKS, name, _tasks().names())
+    made = _plugin_object(plugin)
+    plugins.require(plugin, made, Task, "Task")
+    return cast(Task, made)
+
+
+def is_task(name: str) -> bool:
+    """Whether a suite may name it. Raises HarnessError for a plug-in whose name clashes."""
+    _require_own_name(plugins.TASKS, name, _tasks().names())
+    return name in plugins.plugins(plugins.TASKS) or _tasks().known(name)
+
+
+def task_names() -> list[str]:
+    """The names of accuracy tasks, less those that only lm-eval and HELM know."""
+    return [*_tasks().names(), *plugins.plugins(plugins.TASKS)]
 
 
 def workload(spec: WorkloadSpec) -> Workload:
     """A cell's workload."""
-    own = {"trace": spec.trace} if spec.kind == "trace" else {}
-    return make_workload(spec.kind, prompt_len=spec.prompt_len, gen_len=spec.gen_len, **own)
+    trace = {"trace": spec.trace} if spec.kind == "trace" else {}
+    return cast(Workload, _class(_WORKLOADS[spec.kind])(prompt_len=spec.prompt_len, gen_len=spec.gen_len, **trace))
 
 
-def lm_eval() -> Any:
-    """The module suites.lm_eval_models. Raises HarnessError where lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
-    return importlib.import_module("suites.lm_eval_models")
-
-
-def task(name: str) -> Task:
-    """suites.tasks.task: an accuracy task. Raises HarnessError for an unknown name."""
-    return cast(Task, resolve(_TASK)(name))
-
-
-def is_task(name: str) -> bool:
-    """suites.tasks.known: whether a suite may name it."""
-    return cast(bool, resolve(_TASK_KNOWN)(name))
-
-
-def task_names() -> list[str]:
-    """suites.tasks.names: all accuracy tasks."""
-    return cast(list[str], resolve(_TASK_NAMES)())
-
-
-def lengths(spec: WorkloadSpec) -> list[tuple[int, int]]:
-    """suites.workloads.Traced.lengths: prompt and generated tokens of each request, where they differ.
+def lengths(spec: WorkloadSpec) -> RequestLengths:
+    """Prompt and generated tokens of each request of a trace, empty for other workloads.
 
     Of a job without a number of requests those of the first thousand. Raises HarnessError for a file that is no trace.
     """
@@ -238,94 +304,94 @@ def lengths(spec: WorkloadSpec) -> list[tuple[int, int]]:
     return cast(Any, workload(spec)).lengths(count) if spec.kind == "trace" else []
 
 
-def resolve(target: str) -> Any:
-    """The object behind "module:name"."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+def _require_own_name(group: str, name: str, built_in: Iterable[str]) -> None:
+    plugin = plugins.plugins(group).get(name)
+    if plugin and (why := plugins.clash(plugin, name in built_in)):
+        raise HarnessError(why)
 
 
-def prepare_model(engine: str, *args: Any, **kwargs: Any) -> LocalModel:
-    """The engine's built-in model, or engines.models.checkpoints.prepare: makes a checkpoint ready on this machine."""
+def _plugin_object(plugin: Plugin, *arguments: Path) -> object:
+    factory = plugins.load(plugin)
+    if not callable(factory):
+        raise HarnessError(f"{plugin}: {plugin.target} is no class")
+    return factory(*arguments)
+
+
+def _class(target: str) -> type[Any]:
+    return cast(type[Any], resolve(target))
+
+
+# --------------------------------------------------------------------------- models and their text
+
+
+def prepare_model(engine: str, model: ModelSpec, cache: Path, on_progress: OnProgress) -> LocalModel:
+    """The engine's built-in model, or a checkpoint made ready on this machine. Raises HarnessError."""
     builtin = engine_entry(engine).builtin_model
-    return cast(LocalModel, resolve(builtin) if builtin else resolve(_PREPARE)(*args, **kwargs))
+    return cast(LocalModel, resolve(builtin)) if builtin else model_store().prepare(model, cache, on_progress)
 
 
-def identity(engine: str, model: LocalModel, *args: Any) -> str:
-    """The built-in model's digest, or engines.models.checkpoints.content_digest: of what decides a model's answers."""
-    return model.digest if engine_entry(engine).builtin_model else cast(str, resolve(_IDENTITY)(model, *args))
+def identity(engine: str, model: LocalModel, cache: Path, on_progress: OnProgress) -> str:
+    """A digest of all that decides a model's answers."""
+    builtin = engine_entry(engine).builtin_model
+    return model.digest if builtin else model_store().content_digest(model, cache, on_progress)
 
 
-def text(engine: str, model: LocalModel) -> Any:
-    """The tokenizer of the engine's built-in model, or engines.common.text.Text of a checkpoint."""
-    return resolve(engine_entry(engine).builtin_text or _TEXT)(model)
+def text(engine: str, model: LocalModel) -> Text:
+    """A model's tokenizer. Raises HarnessError where its folder has none."""
+    return cast(Text, _class(engine_entry(engine).builtin_text or "engines.common.text:Text")(model))
 
 
-def check_request(request: GenerationRequest, shape: ModelShape) -> None:
-    """engines.common.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
-    resolve(_CHECK)(request, shape)
+# --------------------------------------------------------------------------- modules
 
 
-def device_rates(*args: Any) -> Any:
-    """engines.common.machine_rates.device_rates: FLOP/s by dtype and rows, and bytes/s, of a CUDA device."""
-    return resolve(_DEVICE_RATES)(*args)
+def model_store() -> ModelStore:
+    return cast(ModelStore, importlib.import_module("engines.models.checkpoints"))
 
 
-def compiler() -> list[str]:
-    """engines.common.compiler.command: the C++ compiler for kernels, empty where there is none."""
-    return cast(list[str], resolve(_COMPILER)())
+def shapes() -> ModelShapes:
+    return cast(ModelShapes, importlib.import_module("engines.models.shapes"))
 
 
-def evict_model(path: str) -> None:
-    """engines.models.checkpoints.evict: drops a model folder from the page cache."""
-    resolve(_EVICT)(path)
+def request_checks() -> RequestChecks:
+    return cast(RequestChecks, importlib.import_module("engines.common.requests"))
 
 
-def gemm_rates(*args: Any, **kwargs: Any) -> Any:
-    """engines.common.machine_rates.gemm_rates: FLOP/s by dtype and rows."""
-    return resolve(_GEMM_RATES)(*args, **kwargs)
+def compiler() -> CompilerSearch:
+    return cast(CompilerSearch, importlib.import_module("engines.common.compiler"))
 
 
-def tiny_model(family: str) -> str:
-    """engines.models.shapes.tiny: the id of a negligible model that runs the family's code."""
-    return cast(str, resolve(_TINY)(family))
+def machine_rates() -> MachineRatesProbe:
+    return cast(MachineRatesProbe, importlib.import_module("engines.common.machine_rates"))
 
 
-def calibrate(*args: Any) -> HardwareProfile:
-    """engines.offload.calibrate.host.measure: a profile of this host. Raises HarnessError where a module is missing."""
-    _require("offload", "harness calibrate")
-    return cast(HardwareProfile, resolve(_CALIBRATE)(*args))
+def calibrator() -> Calibrator:
+    """Raises HarnessError where a module that calibration needs is missing."""
+    ENGINES["offload"].require("harness calibrate")
+    return cast(Calibrator, importlib.import_module("engines.offload.calibrate.host"))
 
 
-def plan(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """engines.planning.plan.plan: the best policy for a machine, or what a given one will do."""
-    return cast(dict[str, Any], resolve(_PLAN)(*args, **kwargs))
+def planner() -> Planner:
+    return cast(Planner, importlib.import_module("engines.planning.plan"))
 
 
-def forecast(*args: Any) -> Forecast | None:
-    """engines.planning.forecast.forecast: what the performance model says of a launch."""
-    return cast("Forecast | None", resolve(_FORECAST)(*args))
+def simulator() -> Simulator:
+    return cast(Simulator, importlib.import_module("engines.planning.simulated"))
 
 
-def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
-    """engines.planning.simulated.simulate: one cell, predicted."""
-    return cast(RunRecord, resolve(_SIMULATE)(spec, profile, lengths))
+def forecaster() -> Forecaster:
+    return cast(Forecaster, importlib.import_module("engines.planning.forecast"))
 
 
-def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
-    """engines.planning.simulated.searched: the cell with the policy that is best for it on that machine."""
-    return cast(RunSpec, resolve(_SEARCH)(spec, model, profile, lengths))
+def published_figures() -> PublishedFigures:
+    return cast(PublishedFigures, importlib.import_module("engines.planning.published"))
 
 
-def nested_policy(policy: dict[str, Any]) -> dict[str, Any]:
-    """engines.planning.plan.nested: wg wc wd and so on as triples."""
-    return cast(dict[str, Any], resolve(_NESTED)(policy))
+def lm_eval() -> LmEval:
+    """Raises HarnessError where lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
+    return cast(LmEval, importlib.import_module("suites.lm_eval_models"))
 
 
-def published(*args: Any) -> list[dict[str, Any]]:
-    """engines.planning.published.table: published figures beside predictions."""
-    return cast(list[dict[str, Any]], resolve(_PUBLISHED)(*args))
-
-
-def shapes() -> dict[str, Any]:
-    """engines.models.shapes.CATALOGUE: built-in model shapes by id."""
-    return cast(dict[str, Any], resolve(_SHAPES))
+def _tasks() -> TaskCatalogue:
+    return cast(TaskCatalogue, importlib.import_module("suites.tasks"))

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lm_eval.models  # noqa: F401  (registers its own models; lm-eval leaves them out where it finds others)
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 
 from harness.api import GenerationRequest, HarnessError, Score, first_line
-from harness.api.task import Pair, Tokens
+from harness.api.services import LmEvalModel, OpenModel
+from harness.api.task import Pair
 from suites import lm_eval_local
 from suites.lm_eval_bridge import TokenModel
 
@@ -23,27 +24,6 @@ Q = TypeVar("Q")
 
 #: Questions that are answered, and then kept, at a time.
 _PIECE = 1024
-
-
-class Ready(Protocol):
-    """A model that can be asked. `fingerprint`: of all that decides its answers."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def tokens(self) -> Tokens: ...
-
-    @property
-    def context(self) -> int: ...
-
-    def score(self, pairs: Sequence[Pair]) -> Sequence[Score]: ...
-
-    def write(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]: ...
-
-
-#: Makes one from the words after `--model_args`.
-Opening = Callable[[Mapping[str, Any]], Ready]
 
 
 def run(words: Sequence[str]) -> int:
@@ -67,17 +47,17 @@ def write_local(data: Path, into: Path) -> None:
     lm_eval_local.write(data, into)
 
 
-def register(names: Sequence[str], opening: Callable[[str], Opening], kept: Path) -> None:
+def register(names: Sequence[str], opening: Callable[[str], OpenModel], kept: Path) -> None:
     """Makes engines known to lm-eval by their names; answers are kept in the folder `kept` for the next run."""
     for name in names:
         register_model(name)(_class_of(opening(name), kept))
 
 
-def _class_of(opening: Opening, kept: Path) -> type[TokenModel]:
+def _class_of(opening: OpenModel, kept: Path) -> type[TokenModel]:
     class EngineModel(TokenModel):
         """One engine behind lm-eval's interface."""
 
-        def __init__(self, ready: Ready) -> None:
+        def __init__(self, ready: LmEvalModel) -> None:
             super().__init__(ready.tokens, ready.context, 0)
             self._ready = ready
             self._kept = Kept(kept / f"{ready.fingerprint}.jsonl")

@@ -30,26 +30,44 @@ Bits = Literal[3, 4, 8, 16]
 #: How a cell's batch is settled: as given, the largest that survives, or by a plan, with
 #: its placement, and with its bits.
 Tune = Literal["none", "max_batch", "search", "search_bits"]
-#: What a cell runs in: a process of this interpreter, one of its engine's own environment, or a container of its image.
-Isolation = Literal["process", "venv", "docker"]
 
 FORBID = {"extra": "forbid"}  # read by pydantic where a suite file is validated; inert otherwise
 
 
 class HarnessError(Exception):
-    """An error the user can act on: its text is one line saying what, where and what to do."""
+    """An error the user can act on: its text is one line that says what is wrong, where, and what to do.
+
+    `status` is the status of a launch that the error ends.
+    """
+
+    status: Status = "error"
 
 
 def first_line(exc: BaseException) -> str:
-    """The first line of what an error says, or its type's name where it says nothing: for errors of one line."""
+    """The first line of an exception's text, or the name of its type where the text is empty."""
     return str(exc).strip().partition("\n")[0] or type(exc).__name__
+
+
+class Refusal(HarnessError):
+    """A launch, or a step that prepares one, ended without a result: the status and reason that its record gets."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+    @property
+    def reason(self) -> str:
+        """Why, in one line."""
+        return str(self)
 
 
 class InfeasibleError(HarnessError):
     """The budget cannot hold what the engine needs; the text carries the numbers, as does `lacking`.
 
-    `lacking`: bytes by tier, empty where something else than memory is short.
+    `lacking`: bytes by tier; empty where something else than memory is short.
     """
+
+    status = "infeasible"
 
     def __init__(self, text: str, lacking: Mapping[str, float] | None = None) -> None:
         super().__init__(text)
@@ -59,6 +77,10 @@ class InfeasibleError(HarnessError):
 class DiskFullError(HarnessError):
     """The disk cannot hold what has to be written; the text says where and how much."""
 
+    status = "disk_full"
+
 
 class UnsupportedError(HarnessError):
     """The engine cannot run this model, policy or host; the text says why."""
+
+    status = "unsupported"

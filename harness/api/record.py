@@ -1,13 +1,12 @@
-"""What a launch leaves behind, and the protocols that produce it."""
+"""What a launch leaves behind: its record, and the measurements in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from harness.api.common import SCHEMA_VERSION, Isolation, Status
+from harness.api.common import SCHEMA_VERSION, Status
 from harness.api.engine import LoadReport, TraceEvent
 from harness.api.machine import LocalModel, MachineRates
 from harness.api.spec import RunSpec
@@ -172,65 +171,3 @@ class RunRecord:
         "tuning",
         "trace",
     )
-
-
-@dataclass(frozen=True)
-class LaunchRequest:
-    """What a launcher needs for one launch: a cell with a settled policy, its model and its logs.
-
-    `data`: the folder of a task's data; None for the Hugging Face hub.
-    """
-
-    spec: RunSpec
-    repeat: int
-    model: LocalModel
-    workdir: Path
-    log: Path
-    data: Path | None = None
-
-
-class Launcher(Protocol):
-    """Runs work in isolation. Never raises for what the work did: that is a status and its reason."""
-
-    def ready(self, kinds: Iterable[Isolation]) -> None:
-        """Makes sure that cells of these kinds can be launched at all. Raises HarnessError with the remedy."""
-        ...
-
-    def environment(self, spec: RunSpec, log: Path, on_event: EventSink) -> Mapping[str, str] | tuple[Status, str]:
-        """What identifies the packages that a cell's engine runs with, or why it has none."""
-        ...
-
-    def prepare(self, spec: RunSpec, workdir: Path, log: Path, on_event: EventSink) -> LocalModel | tuple[Status, str]:
-        """Makes a cell's model ready, outside any limit and any timing."""
-        ...
-
-    def measure_machine(
-        self,
-        model: LocalModel,
-        rows: Sequence[int],
-        dtypes: Sequence[str],
-        threads: int | None,
-        gpu: bool,
-        workdir: Path,
-        log: Path,
-    ) -> MachineRates:
-        """Disk bandwidth on the model's files and GEMM rates at its shape, of this moment; `gpu`: the device's."""
-        ...
-
-    def calibrate(self, workdir: Path, log: Path, on_event: EventSink) -> None:
-        """Leaves a quick profile of this host in the cache. Raises HarnessError where it cannot."""
-        ...
-
-    def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord:
-        """One launch of one cell."""
-        ...
-
-    def scrub(self, text: str) -> str:
-        """`text` without the folders of this machine."""
-        ...
-
-
-class EventSink(Protocol):
-    """Receives progress: phase is startup, load, warmup or generate; tokens done and expected so far."""
-
-    def __call__(self, phase: str, done: int, total: int) -> None: ...

@@ -142,6 +142,8 @@ def _scalar(hint: Any) -> Converter:
         return lambda data, where: data
     if hint is float:
         return _number
+    if hint is Path:
+        return _path
 
     def convert(data: Any, where: str) -> Any:
         _require(hint, data, where)
@@ -156,6 +158,11 @@ def _number(data: Any, where: str) -> Any:
     if type(data) in (int, float):
         return float(data)
     raise HarnessError(f"{where}: expected a number, got {data!r}")
+
+
+def _path(data: Any, where: str) -> Any:
+    _require(str, data, where)
+    return Path(data)
 
 
 def _require(kind: Any, data: Any, where: str) -> None:

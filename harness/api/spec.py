@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from harness.api.common import FORBID, Bits, HarnessError, Isolation, Schedule, Status, Tune, UnsupportedError
+from harness.api.common import FORBID, Bits, HarnessError, Schedule, Status, Tune, UnsupportedError
 from harness.api.serial import to_json
 
 
@@ -174,7 +174,7 @@ class RunSpec:
     warmup: int = 1
     timeout_s: float = 1800.0
     latency_s: float | None = None  # of a block, from its first token to its last, where the policy is searched
-    launcher: Isolation = "process"
+    launcher: str = "process"
     image: str = ""  # of a container, where it is not the engine's own
     repeats: int = 3
     # labels: they change what is shown, never what is measured

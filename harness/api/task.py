@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from harness.api.engine import GenerationRequest, Score
 
@@ -38,6 +38,22 @@ class Tokens(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Without special tokens."""
+        ...
+
+
+class Text(Tokens, Protocol):
+    """A model's tokenizer as batch jobs use it."""
+
+    def problem(self) -> str:
+        """In what the tokenizer and the model disagree; empty where they agree."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """By the model's chat template, up to where the answer begins. Raises HarnessError."""
+        ...
+
+    def token(self, token: int) -> str:
+        """One token's text as in the middle of others, or its name where it is only a part of a character."""
         ...
 
 
@@ -114,6 +130,7 @@ class Circumstances:
     cache: Path | None = None
 
 
+@runtime_checkable
 class Task(Protocol):
     """Questions and what answers to them are worth. `protocol`: what a reader must know to compare its figures."""
 

@@ -241,8 +241,8 @@ def _engine_errors(engine: str) -> Iterator[None]:
     except HarnessError:
         raise
     except Exception as exc:
-        status, reason = classify(exc)
-        raise HarnessError(f"engine {engine} failed ({status}): {reason}") from exc
+        refusal = classify(exc)
+        raise HarnessError(f"engine {engine} failed ({refusal.status}): {refusal.reason}") from exc
 
 
 def _generate(

@@ -152,7 +152,7 @@ def _encoded(line: BatchLine, asked: str, shape: ModelShape, text: Text) -> Read
             GenerationRequest(f"{line.number}.{i}", tuple(ids), replace(sampling, seed=_seed(sampling.seed, i)))
             for i in range(line.samples)
         )
-        registry.check_request(requests[0], shape)
+        registry.request_checks().validate(requests[0], shape)
     except HarnessError as exc:
         return Refused(line.number, asked, line.id, str(exc).removeprefix(f"request {line.number}.0: "))
     return Ready(line, asked, requests)

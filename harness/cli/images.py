@@ -30,14 +30,15 @@ def images_build(names: tuple[str, ...], arguments: tuple[str, ...], wheels: Pat
       harness images build offload --build-arg BASE_IMAGE=python:3.12-slim --wheels ./wheels
     """
     with one_line_errors():
+        from harness import registry
+        from harness.common.words import nearest
         from harness.launchers import images as made
         from harness.suite.check import each
-        from harness.suite.yaml_node import nearest
 
         def say(text: str) -> None:
             click.echo(text, err=True)
 
-        known = made.environments()
+        known = registry.environments()
         if unknown := [name for name in names if name not in known]:
             raise click.UsageError(f"unknown environment {unknown[0]!r}; {nearest(unknown[0], known)}")
         for built in each(lambda name: (name, made.build(name, arguments, wheels, host_network, say)), names):

@@ -24,7 +24,7 @@ def engines(cache: Path) -> list[Row]:
     it lacks where it cannot; and what is not built at all."""
     venvs, of_image = VirtualEnvironments(cache), _images()
     rows = []
-    for name, entry in registry.ENGINES.items():
+    for name, entry in registry.engines().items():
         missing, own = entry.missing(), entry.environment
         pinned = registry.environment_pins(own).exists()
         rows.append(
@@ -51,7 +51,7 @@ def _images() -> dict[str, str]:
     try:
         return {row["environment"]: row["state"].replace("not built", "buildable") for row in images.built()}
     except HarnessError:
-        return dict.fromkeys(images.environments(), "no container engine")
+        return dict.fromkeys(registry.environments(), "no container engine")
 
 
 def suites() -> list[Row]:
@@ -78,7 +78,7 @@ def models() -> list[Row]:
             "parameters": f"{s.params_total / 1e9:.2f}B",
             "16-bit": f"{2 * s.params_total / 2**30:.1f} GiB",
         }
-        for name, s in registry.shapes().items()
+        for name, s in registry.shapes().CATALOGUE.items()
     ]
 
 
@@ -122,7 +122,7 @@ def diagnose(cache: Path) -> list[Row]:
     add("memory cap", state, detail.get(group.method, f"{group.method}, page cache counted"))
     rapl = any(os.access(p, os.R_OK) for p in Path("/sys/class/powercap").glob("intel-rapl:*/energy_uj"))
     add("energy", "ok" if rapl else "limited", "RAPL counters" if rapl else "no readable counter: energy is null")
-    compiler = shlex.join(registry.compiler())
+    compiler = shlex.join(registry.compiler().command())
     without = "none: engine offload works without its kernels, more slowly; install g++ or set CXX"
     add("C++ compiler", "ok" if compiler else "limited", compiler or without)
     with contextlib.suppress(StopIteration):
@@ -134,8 +134,7 @@ def diagnose(cache: Path) -> list[Row]:
             "ok" if writable else "problem",
             f"{cache}: {free:.0f} GiB free" + ("" if writable else ", not writable"),
         )
-    for name in registry.ENGINES:
-        entry = registry.engine_entry(name)
+    for name, entry in registry.engines().items():
         missing = entry.missing()
         state, detail_ = "limited" if missing else "ok", f"missing {', '.join(missing)}" if missing else entry.summary
         add(f"engine {name}", state, detail_)

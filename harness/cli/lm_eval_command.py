@@ -26,7 +26,7 @@ def main(arguments: Sequence[str], data: Path | None, cache: Path) -> int:
     """Hands `arguments` to lm-eval; returns its exit code. Raises HarnessError where it is not installed, and for data
     that are broken."""
     command = registry.lm_eval()
-    engines = [name for name, entry in registry.ENGINES.items() if not (entry.missing() or entry.builtin_model)]
+    engines = [name for name, entry in registry.engines().items() if not (entry.missing() or entry.builtin_model)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         words = list(arguments)
         if words and data is not None:

@@ -66,13 +66,12 @@ def validate(suites: tuple[str, ...], as_json: bool) -> None:
       harness validate suites/*.yaml
     """
     from harness.api import HarnessError
-    from harness.registry import ENGINES
     from harness.suite.config import load_suite
     from harness.suite.shipped import find_suite
 
     def check(name: str) -> bool:
         try:
-            suite = load_suite(find_suite(name), (), ENGINES)
+            suite = load_suite(find_suite(name))
             launches = sum(c.repeats for c in suite.cells)
             result: dict[str, Any] = {"file": name, "ok": True, "cells": len(suite.cells), "launches": launches}
             text = f"{name}: ok, {len(suite.cells)} cells, {launches} launches"

@@ -8,11 +8,10 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.api import Isolation
 from harness.cli.errors import EXIT_FAILED, EXIT_HARDWARE, EXIT_INTERRUPTED, interrupt, one_line_errors, say
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 @click.option("--cell", "names", multiple=True, metavar="NAME", help="Only this cell; may be repeated.")
 @click.option("--set", "overrides", multiple=True, metavar="K=V", help="Override in every cell: policy.schedule=row.")
 @click.option("--shard", metavar="I/N", help="Run the I-th of N disjoint parts of the suite (1-based).")
-@click.option("--launcher", type=click.Choice(get_args(Isolation)),
-              help="A process, one in an environment of the engine's own, or a container.")  # fmt: skip
+@click.option("--launcher", metavar="L", help="process, venv (the engine's environment), docker, or a plug-in's.")
 @click.option("--fresh", is_flag=True, help="Start over: earlier records are set aside, not resumed.")
 @click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
 @click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
@@ -59,13 +57,12 @@ def run(
         raise click.UsageError("--hardware goes with --simulate; a run is of the machine it runs on")
     with one_line_errors():
         from harness.api import HarnessError
-        from harness.registry import ENGINES
         from harness.suite.config import load_suite
         from harness.suite.shipped import find_suite
 
         path = find_suite(suite)
         overrides += (f"launcher={launcher}",) if launcher else ()
-        loaded = load_suite(path, overrides, ENGINES)
+        loaded = load_suite(path, overrides)
         cells = _select(loaded, engines, names, shard)
         if dry_run:
             _print_cells(cells, as_json)

@@ -35,11 +35,13 @@ def calibrate(
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise HarnessError(f"{cache}: {exc.strerror}; give another folder by --cache-dir") from None
-    found = registry.calibrate(cache, cache, quick, report)
+    found = registry.calibrator().measure(cache, cache, quick, report)
     dtype = found.host.dtype
-    probed = {str(k): registry.gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS}
+    probed = {
+        str(k): registry.machine_rates().gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS
+    }
     memory = min(found.host.memory, own_limit() or math.inf)
-    host = dataclasses.replace(found.host, probed={k: max(rates) for k, rates in probed.items()}, memory=memory)
+    host = dataclasses.replace(found.host, probed={k: max(samples) for k, samples in probed.items()}, memory=memory)
     profile = dataclasses.replace(found, host=host, host_id=provenance.machine_key())
     profile.validate()
     hardware.save(profile, path)

@@ -11,7 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,39 @@ import requests
 from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
-from harness import registry
-from harness.api import EventSink, RunSpec, Status, UnsupportedError
+from harness.api import (
+    EngineWork,
+    Exchange,
+    MeasureIdle,
+    Outcome,
+    Refusal,
+    RunSpec,
+    Status,
+    UnsupportedError,
+    Work,
+    WorkerRequest,
+)
 from harness.launchers import images
 from harness.launchers.images import engine_errors, reason
 from harness.launchers.memory import GroupReader
 from harness.launchers.protocol import REQUEST, WORKER
-from harness.launchers.sandbox import Outcome, Task, exchange, log_tail, result_of, settings, watch
+from harness.launchers.sandbox import log_tail, opened, read_result, settings, watch
 
-#: Who started a container: host, where its processes are numbered, process, and when that process began.
+#: The label of a container's owner: host, process namespace, process, and when that process began.
 OWNER = "offload-harness.owner"
 _OWNER = re.compile(r"(?P<host>.*)/(?P<space>.*)/(?P<pid>\d+)@(?P<began>.*)")
-#: Where things are in a container.
+#: Paths in a container: the exchange folder, the cache, the model's files, and other files that are read.
 _WORK, _CACHE, _MODEL, _INPUTS = "/harness/work", "/harness/cache", "/harness/model", "/harness/inputs"
-#: Of the worker, where the harness itself runs as root.
+#: The user and group of a worker whose harness runs as root.
 _UNPRIVILEGED = 1000
 _MAX_PROCESSES = 4096
 _GONE_TIMEOUT_S = 20.0
 
 
 class Containers:
-    """Sandboxes of one Docker engine, which answers. Raises HarnessError where none does.
+    """The launcher `docker`: containers of the Docker engine that answers. Raises HarnessError where none does.
 
-    Containers of harnesses that are gone are removed first: they were killed and could not clean up.
+    Containers of harnesses that were killed are removed first.
     """
 
     def __init__(self, cache: Path) -> None:
@@ -60,14 +70,14 @@ class Containers:
             rootless=any("rootless" in option for option in info.get("SecurityOptions") or ()),
         )
 
-    def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ContainerSandbox:
-        name = spec.image or images.name_of(registry.engine_entry(spec.engine).environment)
+    def sandbox(self, spec: RunSpec, exchange: Exchange) -> ContainerSandbox:
+        name = images.image_of(spec)
         if spec.limits.device_memory is not None and not self._engine.gives_gpus:
             raise UnsupportedError("Podman's API passes no GPU to a container: use Docker, or --launcher process")
         if spec.limits.host_memory is not None and not self._engine.limits_memory:
             raise UnsupportedError("this container engine cannot limit memory (no such cgroup): use --launcher process")
         with engine_errors(f"no image {name} ({images.remedy(spec)})"):
-            image = self._client.images.get(name)  # first, for a run would try to download what is missing
+            image = self._client.images.get(name)  # first: a run would try to download a missing one
         images.check(image, name, spec)
         return ContainerSandbox(self._client, self._engine, name, image.id, self._cache)
 
@@ -84,7 +94,7 @@ class _Engine:
 
 @dataclass
 class _Watched:
-    """What the threads beside a container found: its exit code, and what went wrong with the engine."""
+    """What the threads beside a container learn: its exit code, and why the engine was lost."""
 
     exit_code: int | None = None
     lost: str = ""
@@ -93,6 +103,8 @@ class _Watched:
 
 class ContainerSandbox:
     """Runs the worker that is in an image: no network, no privilege, not as root, the model read-only."""
+
+    inherits_environment = False
 
     def __init__(self, client: docker.DockerClient, engine: _Engine, name: str, image: str, cache: Path) -> None:
         self._client = client
@@ -105,54 +117,56 @@ class ContainerSandbox:
     def identity(self) -> Mapping[str, str]:
         return {"image": self._name, "image_digest": self._image, "container_engine": self._engine.name}
 
-    def run(self, task: Task, on_event: EventSink) -> Outcome:
+    def run(self, request: WorkerRequest) -> Outcome:
         user = os.getuid() or _UNPRIVILEGED
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
-        # a rootless engine's root is the user who runs it, and its other users own nothing on this host
+        # a rootless engine's root is the user who runs it; its other users own nothing on this host
         inside = "0:0" if self._engine.rootless else f"{user}:{group}"
-        if not self._engine.rootless and (unreadable := _unreadable(task, user, group)):
+        if not self._engine.rootless and (unreadable := _unreadable(request.work, user, group)):
             why = f"{unreadable} is not readable by the container's user {user}: chmod a+r it"
             return _refused("error", why)
-        body, mounts = _translated(task, self._cache)
+        work, mounts = _translated(request, self._cache)
 
         def attempt(log_start: int) -> Outcome:
             try:
-                container = self._create(task, mounts, inside)
+                container = self._create(request, mounts, inside)
             except (DockerException, requests.RequestException) as exc:
                 return _refused("error", f"the container engine refuses: {reason(exc)}")
             try:
-                return self._run(container, task, log_start, on_event)
+                return self._run(container, request, log_start)
             finally:
                 _remove(container)
 
         # the worker's parent is the container's init
-        with exchange(task, 1, body) as log_start:
+        with opened(request, 1, work) as log_start:
             self._cache.mkdir(parents=True, exist_ok=True)
             if os.getuid() == 0:
-                # only what is ours: what a container has left in the cache may be a link to anything
-                for path in (self._cache, task.workdir, task.workdir / REQUEST):
+                # these and nothing below them: a container may have left a link to anything in the cache
+                folder = request.exchange.folder
+                for path in (self._cache, folder, folder / REQUEST):
                     os.chown(path, user, group, follow_symlinks=False)
             outcome = attempt(log_start)
-            if self._locks_memory and outcome.refused and "rlimit" in outcome.refused[1]:
-                self._locks_memory = False  # an engine without root's rights cannot raise the limit: as it is, then
+            if self._locks_memory and outcome.refusal and "rlimit" in outcome.refusal.reason:
+                self._locks_memory = False  # an engine without root's rights cannot raise the limit
                 outcome = attempt(log_start)
             return outcome
 
-    def _create(self, task: Task, mounts: list[Mount], user: str) -> Any:
-        limit = {} if task.limit_bytes is None else {"mem_limit": task.limit_bytes, "memswap_limit": task.limit_bytes}
+    def _create(self, request: WorkerRequest, mounts: list[Mount], user: str) -> Any:
+        allowed = request.limit_bytes
+        limit = {} if allowed is None else {"mem_limit": allowed, "memswap_limit": allowed}
         cores: dict[str, Any] = {}
-        if task.threads is not None:
-            cores["nano_cpus"] = min(task.threads, os.cpu_count() or 1) * 10**9
+        if request.threads is not None:
+            cores["nano_cpus"] = min(request.threads, os.cpu_count() or 1) * 10**9
         if len(mine := os.sched_getaffinity(0)) < (os.cpu_count() or 1):  # a process would inherit it
             cores["cpuset_cpus"] = ",".join(map(str, sorted(mine)))
         # pinned buffers are locked memory; the cgroup bounds that too
         locked = [Ulimit(name="memlock", soft=-1, hard=-1)] if self._locks_memory else []
-        gpus = {"device_requests": [_devices()]} if task.gpu else {}
+        gpus = {"device_requests": [_devices()]} if request.gpu else {}
         return self._client.containers.create(
             self._image,
             entrypoint=["python", "-P", "-m", WORKER],
             command=[_WORK],
-            environment=settings(task.threads, task.gpu) | {"HOME": "/tmp"},
+            environment=settings(request.threads, request.gpu) | {"HOME": "/tmp"},
             labels={OWNER: _owner()},
             mounts=mounts,
             user=user,
@@ -169,7 +183,7 @@ class ContainerSandbox:
             **gpus,
         )
 
-    def _run(self, container: Any, task: Task, log_start: int, on_event: EventSink) -> Outcome:
+    def _run(self, container: Any, request: WorkerRequest, log_start: int) -> Outcome:
         try:
             container.start()
             container.reload()
@@ -180,8 +194,10 @@ class ContainerSandbox:
         pid = int(container.attrs["State"]["Pid"])
         group = GroupReader(pid, container.id)
         watched = _Watched()
+        log = request.exchange.log
         streams = [
-            threading.Thread(target=target, args=(container, task, watched), daemon=True) for target in (_log, _wait)
+            threading.Thread(target=_log, args=(container, log), daemon=True),
+            threading.Thread(target=_wait, args=(container, watched), daemon=True),
         ]
         for stream in streams:
             stream.start()
@@ -190,7 +206,7 @@ class ContainerSandbox:
             group.read()
             return watched.over.is_set()
 
-        timed_out = watch(task, ended, on_event)
+        timed_out = watch(request, ended)
         if timed_out:
             _kill(container, pid)
         for stream in streams:
@@ -198,17 +214,16 @@ class ContainerSandbox:
         killed = _killed_for_memory(container)
         if watched.lost and not killed:
             _kill(container, pid)
-        found = None if timed_out or watched.lost else result_of(task)
         return Outcome(
-            found,
+            None if timed_out or watched.lost else read_result(request.exchange.folder),
             _exit_code(watched.exit_code),
             timed_out,
             max(group.oom_kills, int(killed)),
             group.peak_bytes,
             f"container, {group.version}" if group.version else "container",
             True,
-            log_tail(task.log, log_start),
-            ("error", watched.lost) if watched.lost and not timed_out else None,
+            log_tail(log, log_start),
+            Refusal("error", watched.lost) if watched.lost and not timed_out else None,
         )
 
 
@@ -220,7 +235,7 @@ def _devices() -> DeviceRequest:
 
 
 def remove_abandoned(client: docker.DockerClient) -> list[str]:
-    """Removes containers of this host's harnesses that live no longer; their names."""
+    """Removes containers whose harness, on this host, is gone; returns their names."""
     removed = []
     for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         owner = _OWNER.fullmatch(container.labels[OWNER])
@@ -237,25 +252,25 @@ def _owner() -> str:
 
 
 def _space() -> str:
-    """Which process namespace this is: in another one, such as a container's, our numbers mean nothing."""
+    """This process's namespace of processes: in another one, such as a container's, its numbers mean nothing."""
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").readlink())
     return ""
 
 
 def _lives(pid: int, began: str) -> bool:
-    """Whether that process is still there; one that may not be signalled is another user's, and may be."""
+    """Whether a process that began then still runs; one that may not be signalled is another user's and counts."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    return _began(pid) in (began, "")  # nobody may look at it: then it may be
+    return _began(pid) in (began, "")  # it cannot be looked at, so it may be the same
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks of this boot: its number alone may be another's by now, and clocks are set."""
+    """When a process began, in ticks of this boot: numbers of processes are reused, and clocks are set."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
         return f"{boot}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
@@ -263,38 +278,44 @@ def _began(pid: int) -> str:
         return ""
 
 
-def _translated(task: Task, cache: Path) -> tuple[dict[str, Any], list[Mount]]:
-    """The request with a container's paths, and what has to be mounted there.
+def _translated(request: WorkerRequest, cache: Path) -> tuple[Work, list[Mount]]:
+    """The work with a container's paths, and the mounts that put its files there.
 
     A mount of type bind refuses a source that does not exist (`volumes=` would make it, as root), and takes sources
-    with colons and spaces. Of a model folder each file is mounted by itself, for a hub's are links to elsewhere.
+    with colons and spaces. Each file of a model folder is mounted by itself: a hub's are links to elsewhere.
     """
-    body = task.body | {"cache": _CACHE}
-    mounts = [Mount(_WORK, str(task.workdir), type="bind"), Mount(_CACHE, str(cache), type="bind")]
-    model = body.get("model")
-    if model and model["path"]:
-        folder = Path(model["path"])
-        body["model"] = model | {"path": f"{_MODEL}/{folder.name}"}
+    work = request.work
+    assert isinstance(work, EngineWork)
+    mounts = [Mount(_WORK, str(request.exchange.folder), type="bind"), Mount(_CACHE, str(cache), type="bind")]
+    spec, model = work.spec, work.model
+    if model and model.path:
+        folder = Path(model.path)
         mounts += [_read_only(f"{_MODEL}/{folder.name}/{f.name}", f) for f in sorted(folder.iterdir()) if f.exists()]
-    if "questions" in body:
-        mounts.append(_read_only(f"{_INPUTS}/questions", Path(body["questions"])))
-        body["questions"] = f"{_INPUTS}/questions"
-    if trace := body["spec"]["workload"]["trace"]:
+        model = replace(model, path=f"{_MODEL}/{folder.name}")
+    if trace := spec.workload.trace:
         mounts.append(_read_only(f"{_INPUTS}/trace", Path(trace)))
-        workload = body["spec"]["workload"] | {"trace": f"{_INPUTS}/trace"}
-        body["spec"] = body["spec"] | {"workload": workload}
-    return body, mounts
+        spec = replace(spec, workload=replace(spec.workload, trace=f"{_INPUTS}/trace"))
+    if isinstance(work, MeasureIdle):
+        return replace(work, spec=spec, model=model, cache=Path(_CACHE)), mounts
+    assert model is not None
+    questions = work.questions
+    if questions is not None:
+        mounts.append(_read_only(f"{_INPUTS}/questions", questions))
+        questions = Path(f"{_INPUTS}/questions")
+    return replace(work, spec=spec, model=model, cache=Path(_CACHE), questions=questions), mounts
 
 
-def _unreadable(task: Task, user: int, group: int) -> str:
-    """The name of a model's file that a container's user may not read, if there is one."""
-    folder = (task.body.get("model") or {}).get("path")
-    for file in sorted(Path(folder).iterdir()) if folder else ():
+def _unreadable(work: Work, user: int, group: int) -> str:
+    """The name of the first of a model's files that this user may not read, empty where there is none."""
+    assert isinstance(work, EngineWork)
+    if not (work.model and work.model.path):
+        return ""
+    for file in sorted(Path(work.model.path).iterdir()):
         if not file.exists():  # a link to nowhere
             continue
         status = file.stat()
-        own, ours = status.st_uid == user, status.st_gid == group
-        needed = stat.S_IRUSR if own else stat.S_IRGRP if ours else stat.S_IROTH
+        by_user, by_group = status.st_uid == user, status.st_gid == group
+        needed = stat.S_IRUSR if by_user else stat.S_IRGRP if by_group else stat.S_IROTH
         if not status.st_mode & needed:
             return file.name
     return ""
@@ -304,15 +325,15 @@ def _read_only(inside: str, source: Path) -> Mount:
     return Mount(inside, str(source.resolve()), type="bind", read_only=True)
 
 
-def _log(container: Any, task: Task, watched: _Watched) -> None:
+def _log(container: Any, log: Path) -> None:
     """Streams the container's output into the log. The stream ends silently when the engine dies: `_wait` notices."""
-    with contextlib.suppress(DockerException, requests.RequestException, OSError), task.log.open("ab", 0) as sink:
+    with contextlib.suppress(DockerException, requests.RequestException, OSError), log.open("ab", 0) as sink:
         for piece in container.logs(stream=True, follow=True):
             sink.write(piece)
 
 
-def _wait(container: Any, task: Task, watched: _Watched) -> None:
-    """Waits for the container's end. Without a timeout: the engine's death ends the connection."""
+def _wait(container: Any, watched: _Watched) -> None:
+    """Waits for the container's end, without a timeout: the engine's death ends the connection."""
     try:
         watched.exit_code = int(container.wait()["StatusCode"])
     except (DockerException, requests.RequestException) as exc:
@@ -322,14 +343,14 @@ def _wait(container: Any, task: Task, watched: _Watched) -> None:
 
 
 def _exit_code(status: int | None) -> int:
-    """As of a process: the container's init says 128 and the number where a signal ended the worker."""
+    """The exit code as of a process: the container's init adds 128 to the number of a signal that ended the worker."""
     if status is None:
         return -signal.SIGKILL
     return 128 - status if 128 < status < 128 + signal.NSIG else status
 
 
 def _kill(container: Any, pid: int) -> None:
-    """Really ends it: through the engine, and where that does not answer by the kernel."""
+    """Ends a container through the engine, or by the kernel where the engine does not answer."""
     with contextlib.suppress(DockerException, requests.RequestException):
         container.kill()
         return
@@ -340,12 +361,12 @@ def _kill(container: Any, pid: int) -> None:
 
 
 def _in_container(pid: int) -> bool:
-    """Whether a process is still one of a container's: its number may be another's by now."""
+    """Whether a process is in a container: its number may have been reused on this host."""
     return Path(f"/proc/{pid}/ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
 
 
 def _killed_for_memory(container: Any) -> bool:
-    """What the engine says; Podman never says yes."""
+    """Whether the engine reports an OOM kill; Podman never does."""
     with contextlib.suppress(DockerException, requests.RequestException):
         container.reload()
         return bool(container.attrs["State"].get("OOMKilled"))
@@ -353,7 +374,7 @@ def _killed_for_memory(container: Any) -> bool:
 
 
 def _remove(container: Any) -> None:
-    """Whatever became of it; an engine that is gone leaves it to the next run's clean-up."""
+    """Removes a container in any state; where the engine is gone the next run's clean-up does."""
     deadline = time.monotonic() + _GONE_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -361,11 +382,11 @@ def _remove(container: Any) -> None:
             return
         except NotFound:
             return
-        except APIError:  # its removal is under way, or a file of it is busy
+        except APIError:  # its removal is under way, or one of its files is busy
             time.sleep(0.2)
         except (DockerException, requests.RequestException):
             return
 
 
 def _refused(status: Status, reason: str) -> Outcome:
-    return Outcome(None, 1, False, 0, None, "container", True, "", (status, reason))
+    return Outcome(None, 1, cap_method="container", counts_page_cache=True, refusal=Refusal(status, reason))

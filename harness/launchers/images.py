@@ -72,18 +72,21 @@ def connect() -> docker.DockerClient:
     return client
 
 
-def environments() -> list[str]:
-    """All that can be built."""
-    return sorted({entry.environment for entry in registry.ENGINES.values() if entry.environment} | {"helm"})
-
-
 def name_of(environment: str) -> str:
     """The image of an environment."""
     return f"{_REPOSITORY}/{environment}"
 
 
+def image_of(spec: RunSpec) -> str:
+    """The image that a cell runs in. Raises HarnessError for an engine without one."""
+    environment = registry.engine_entry(spec.engine).environment
+    if not (spec.image or environment):
+        raise HarnessError(f"engine {spec.engine} has no image: name one by `image`, or use another launcher")
+    return spec.image or name_of(environment)
+
+
 def remedy(spec: RunSpec) -> str:
-    """How to come by a cell's image."""
+    """What makes a cell's image available."""
     if spec.image:
         return "build or pull it, or leave `image` out"
     return f"harness images build {registry.engine_entry(spec.engine).environment}"
@@ -94,7 +97,7 @@ def check(image: Any, name: str, spec: RunSpec) -> None:
     labels, wanted = image.labels, registry.engine_entry(spec.engine).environment
     if ENVIRONMENT not in labels:
         raise HarnessError(f"image {name} has no worker of this harness in it: {remedy(spec)}")
-    if labels[ENVIRONMENT] != wanted:
+    if wanted and labels[ENVIRONMENT] != wanted:
         raise HarnessError(
             f"image {name} holds environment {labels[ENVIRONMENT]}, and engine {spec.engine} needs {wanted}"
         )
@@ -150,7 +153,7 @@ def built() -> Iterator[dict[str, Any]]:
     client, now = connect(), code_digest()
     import docker
 
-    for environment in environments():
+    for environment in registry.environments():
         row = {"environment": environment, "image": name_of(environment)}
         try:
             with engine_errors("images"):

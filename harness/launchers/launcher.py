@@ -1,4 +1,4 @@
-"""Launches cells, each in a fresh sandbox of the kind it asks for, and judges them from evidence."""
+"""Launches cells, each in a fresh worker of the sandbox that it names, and judges how they ended from evidence."""
 
 from __future__ import annotations
 
@@ -6,46 +6,72 @@ import hashlib
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from harness import registry
 from harness.api import (
     Accuracy,
-    EventSink,
+    AskTask,
+    CalibrateHost,
+    CellResult,
+    Exchange,
     HarnessError,
-    Isolation,
+    IdleFootprint,
+    JudgeTask,
+    Launcher,
     LaunchRequest,
+    LaunchResult,
     LocalModel,
     MachineRates,
+    MeasureIdle,
+    MeasureMachine,
     MemoryLimit,
     ModelSpec,
-    RunRecord,
+    Outcome,
+    PrepareModel,
+    Refusal,
+    RunCell,
     RunSpec,
-    Status,
-    UnsupportedError,
+    Sandbox,
+    Work,
+    WorkerRequest,
     from_json,
+    ignore_events,
     to_json,
 )
+from harness.common.classify import classify
 from harness.hardware import provenance
-from harness.launchers import images
 from harness.launchers.kept import KeptAnswers
 from harness.launchers.memory import sweep_stale_groups
-from harness.launchers.process import Processes, ProcessSandbox
+from harness.launchers.process import ProcessSandbox
 from harness.launchers.protocol import EXIT_DISK_FULL
-from harness.launchers.sandbox import Outcome, Sandbox, Sandboxes, Task, ignore_events, settings
-from harness.launchers.venv import VirtualEnvironments
+from harness.launchers.sandbox import settings
 
 _HELPER_TIMEOUT_S = 600.0
 _PREPARE_TIMEOUT_S = 24 * 3600.0
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GemmProbe:
+    """Products to measure beside a launch: by rows and dtype, on so many threads or on the device."""
+
+    rows: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    threads: int | None = None
+    gpu: bool = False
+
 
 class CellLauncher:
-    """Launches cells. `places` maps folders to the names they have in records.
+    """Launches cells. `places` maps folders of this machine to the names that records have for them.
 
-    Only the engine runs in the cell's own sandbox; what surrounds a launch (models, probes of the machine, questions
-    of tasks and what answers are worth) is done by processes of this interpreter.
+    Only the engine runs in the cell's sandbox. Models, probes of the machine, questions of tasks and their judgement
+    are the work of processes of this interpreter. Methods raise Refusal for what a cell's record has to tell, and
+    HarnessError where the run cannot go on, such as for a full disk under the exchange folder.
     """
 
     def __init__(self, cache: Path, places: Mapping[str, str]) -> None:
@@ -53,191 +79,135 @@ class CellLauncher:
         self._places = places
         self._idle: dict[str, int] = {}
         self._helper = ProcessSandbox()
-        self._sandboxes: dict[Isolation, Sandboxes] = {}
-        self._sandbox: dict[str, Sandbox] = {}
+        self._launchers: dict[str, Launcher] = {}
+        self._sandboxes: dict[str, Sandbox] = {}
         sweep_stale_groups()
 
-    def ready(self, kinds: Iterable[Isolation]) -> None:
-        """Makes sure that cells of these kinds can be launched at all. Raises HarnessError with the remedy."""
-        for kind in kinds:
-            self._sandboxes[kind] = self._made(kind)
+    def ready(self, names: Iterable[str]) -> None:
+        """Makes the launchers of these names. Raises HarnessError with the remedy where one cannot work here."""
+        for name in names:
+            self._launchers[name] = registry.make_launcher(name, self._cache)
 
-    def _made(self, kind: Isolation) -> Sandboxes:
-        if kind == "docker":
-            images.require_sdk()
-            from harness.launchers.docker import Containers  # not at the top: the SDK may not be installed
+    def environment(self, spec: RunSpec, exchange: Exchange) -> Mapping[str, str]:
+        """What identifies the packages that a cell's engine runs with. Raises Refusal where it has none."""
+        sandbox = self._sandbox(spec, exchange)
+        versions = sandbox.identity() or provenance.package_versions(registry.engine_entry(spec.engine).requires)
+        return {**versions, **self._inherited(spec, sandbox)}
 
-            return Containers(self._cache)
-        return Processes() if kind == "process" else VirtualEnvironments(self._cache)
-
-    def environment(self, spec: RunSpec, log: Path, on_event: EventSink) -> Mapping[str, str] | tuple[Status, str]:
-        """What identifies the packages that a cell's engine runs with, or why it has none."""
-        try:
-            identity = self._of(spec, log, on_event).identity()
-        except HarnessError as exc:
-            return _refusal(exc), self.scrub(str(exc))
-        versions = identity or provenance.package_versions(registry.engine_entry(spec.engine).requires)
-        return {**versions, **self._inherited(spec)}
-
-    def _inherited(self, spec: RunSpec) -> Mapping[str, str]:
-        """Settings that reach the engine from the user's own environment, and are not the cell's."""
-        if spec.launcher == "docker":
+    def _inherited(self, spec: RunSpec, sandbox: Sandbox) -> Mapping[str, str]:
+        """Settings that reach the engine from the user's environment and that the cell does not decide."""
+        if not sandbox.inherits_environment:
             return {}
         ours = settings(spec.limits.threads, spec.limits.device_memory is not None)
         return {name: self.scrub(value) for name, value in provenance.settings().items() if name not in ours}
 
-    def _of(self, spec: RunSpec, log: Path, on_event: EventSink) -> Sandbox:
-        """The sandbox of a cell's engine, made ready once. Raises HarnessError."""
+    def _sandbox(self, spec: RunSpec, exchange: Exchange) -> Sandbox:
+        """The sandbox of a cell's engine, made ready once."""
         key = f"{spec.launcher} {spec.image} {spec.engine}"
-        if key not in self._sandbox:
-            self._sandbox[key] = self._sandboxes[spec.launcher].of(spec, log, on_event)
-        return self._sandbox[key]
+        if key not in self._sandboxes:
+            try:
+                self._sandboxes[key] = self._launchers[spec.launcher].sandbox(spec, exchange)
+            except HarnessError as exc:
+                raise self._scrubbed(classify(exc)) from exc
+        return self._sandboxes[key]
 
-    def launch(self, request: LaunchRequest, on_event: EventSink) -> RunRecord:
-        """One RunRecord, whatever the workload does. KeyboardInterrupt passes through once the worker is gone."""
-        spec = request.spec
+    def launch(self, request: LaunchRequest) -> LaunchResult:
+        """How one launch ended, whatever the engine did. KeyboardInterrupt passes once the worker is gone."""
         started_at = provenance.now()
         try:
-            sandbox = self._of(spec, request.log, on_event)
-        except HarnessError as exc:
-            return RunRecord(spec, "", request.repeat, _refusal(exc), self.scrub(str(exc)), started_at)
-        budget = spec.limits.host_memory
-        idle = self._idle_bytes(sandbox, request) if budget is not None else 0
-        if not isinstance(idle, int):
-            return RunRecord(spec, "", request.repeat, idle[0], self.scrub(idle[1]), started_at)
-        asked: Path | None = None
-        if spec.workload.kind == "task":
-            found = self._questions(request, on_event)
-            if not isinstance(found, Path):
-                return RunRecord(spec, "", request.repeat, found[0], self.scrub(found[1]), started_at)
-            asked = found
-        kept = KeptAnswers(request, asked)
-        record, answers = kept.read() or self._run(sandbox, request, asked, idle, on_event)
-        if record.status == "ok" and asked:
-            kept.write(record, answers)
-            status, reason, accuracy = self._judged(request, asked, answers, on_event)
-            record = replace(record, status=status, reason=self.scrub(reason), accuracy=accuracy)
-            if status == "ok":
-                kept.drop()
-        return record
+            sandbox = self._sandbox(request.spec, request.exchange)
+            idle = self._idle_bytes(sandbox, request) if request.spec.limits.host_memory is not None else 0
+            questions = self._questions(request) if request.spec.workload.kind == "task" else None
+        except Refusal as exc:
+            return LaunchResult(exc.status, exc.reason, started_at)
+        kept = KeptAnswers(request, questions)
+        launch = kept.read() or self._run(sandbox, request, questions, idle)
+        if launch.status != "ok" or questions is None:
+            return launch
+        kept.write(launch)
+        judge_task = JudgeTask(self._task(request, questions), launch.measured.answers)
+        try:
+            accuracy = self._help(Accuracy, judge_task, request.exchange, "no judgement")
+        except Refusal as exc:
+            reason = f"its answers were not judged, and are kept until it runs again: {exc.reason}"
+            return replace(launch, status=exc.status, reason=reason)
+        kept.drop()
+        return replace(launch, accuracy=accuracy)
 
-    def _run(
-        self, sandbox: Sandbox, request: LaunchRequest, asked: Path | None, idle: int, on_event: EventSink
-    ) -> tuple[RunRecord, object]:  # fmt: skip
-        """The launch itself: what it measured, and its answers to a task's questions."""
-        spec = request.spec
-        budget, gpu = spec.limits.host_memory, spec.limits.device_memory is not None
+    def _run(self, sandbox: Sandbox, request: LaunchRequest, questions: Path | None, idle: int) -> LaunchResult:
+        """The launch itself, within the cell's limits."""
+        spec, budget = request.spec, request.spec.limits.host_memory
         limit = None if budget is None else idle + budget
-        body = {
-            "kind": "run",
-            "spec": to_json(spec),
-            "model": to_json(request.model),
-            "launched": time.time(),
-            "cache": str(self._cache),
-        }
-        body |= {} if asked is None else {"questions": str(asked)}
-        task = Task(body, request.workdir, request.log, spec.timeout_s, limit, spec.limits.threads, gpu)
+        work = RunCell(spec, request.model, self._cache, time.time(), questions)
         started_at, start = provenance.now(), time.monotonic()
-        outcome = sandbox.run(task, on_event)
+        outcome = sandbox.run(self._engine_request(work, request.exchange, spec.timeout_s, limit))
         wall_s = round(time.monotonic() - start, 3)
-        status, reason = judge(outcome, spec.timeout_s, limit)
-        record = RunRecord(spec, "", request.repeat, status, self.scrub(reason), started_at)
-        result = outcome.result or {}
-        kept = ("load", "requests", "metrics", "measurements", "trace", "simulated")
-        record = replace(
-            from_json(RunRecord, to_json(record) | {k: result[k] for k in kept if k in result}),
-            memory=MemoryLimit(outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache),
-            provenance={"packages": result.get("packages", {}), "settings": self._inherited(spec)}
-            | ({"python": result["python"]} if "python" in result else {})
-            | dict(sandbox.identity()),
+        refusal = judge(outcome, spec.timeout_s, limit)
+        measured = CellResult()
+        if outcome.result and outcome.result.value is not None:
+            measured = from_json(CellResult, outcome.result.value)
+        return LaunchResult(
+            status=refusal.status if refusal else "ok",
+            reason=self.scrub(refusal.reason) if refusal else "",
+            started_at=started_at,
             wall_s=wall_s,
-        )
-        return record, result.get("answers")
+            measured=measured,
+            memory=MemoryLimit(
+                outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache
+            ),
+            provenance={"packages": measured.packages, "settings": self._inherited(spec, sandbox)}
+            | ({"python": measured.python} if measured.python else {})
+            | dict(sandbox.identity()),
+        )  # fmt: skip
 
     def scrub(self, text: str) -> str:
         """`text` without the folders of this machine."""
         return provenance.scrub(text, self._places)
 
-    def prepare(self, spec: RunSpec, workdir: Path, log: Path, on_event: EventSink) -> LocalModel | tuple[Status, str]:
-        """Makes the cell's model ready in a process of its own, or says why it cannot be."""
-        body = {"kind": "prepare", "spec": to_json(spec), "cache": str(self._cache)}
-        outcome = self._helper.run(Task(body, workdir, log, _PREPARE_TIMEOUT_S), on_event)
-        status, reason = _judge_helper(outcome, _PREPARE_TIMEOUT_S, "the model could not be prepared")
-        if outcome.result and status == "ok":
-            return from_json(LocalModel, outcome.result["found"]["model"])
-        return status, self.scrub(reason)
+    def _scrubbed(self, refusal: Refusal) -> Refusal:
+        return Refusal(refusal.status, self.scrub(refusal.reason))
 
-    def measure_machine(
-        self,
-        model: LocalModel,
-        rows: Sequence[int],
-        dtypes: Sequence[str],
-        threads: int | None,
-        gpu: bool,
-        workdir: Path,
-        log: Path,
-    ) -> MachineRates:
-        """Disk bandwidth on the model's own files and GEMM rates at its shape, now; empty where not measurable."""
-        body = {
-            "kind": "machine",
-            "folder": model.path,
-            "gemm_shape": (model.shape.hidden, model.shape.ffn),
-            "rows": rows,
-            "dtypes": sorted({"float32", model.dtype, *dtypes} - {"auto"}),
-            "threads": threads,
-            "gpu": gpu,
-        }
-        outcome = self._helper.run(Task(body, workdir, log, _HELPER_TIMEOUT_S, threads=threads, gpu=gpu))
-        found = (outcome.result or {}).get("found", {})
-        return from_json(MachineRates, found | {"measured_at": provenance.now()})
+    def prepare(self, engine: str, model: ModelSpec, exchange: Exchange) -> LocalModel:
+        """Makes a model ready, outside any limit and any timing. Raises Refusal where it cannot be."""
+        work = PrepareModel(engine, model, self._cache)
+        return self._help(LocalModel, work, exchange, "the model could not be prepared")
 
-    def calibrate(self, workdir: Path, log: Path, on_event: EventSink) -> None:
-        """Leaves a quick profile of this host in the cache. Raises HarnessError where it cannot."""
-        outcome = self._helper.run(
-            Task({"kind": "calibrate", "cache": str(self._cache)}, workdir, log, _HELPER_TIMEOUT_S), on_event
-        )
-        status, reason = judge(outcome, _HELPER_TIMEOUT_S, None)
-        if status != "ok":
-            raise HarnessError(f"this host could not be measured: {self.scrub(reason)}")
+    def measure_machine(self, model: LocalModel, probe: GemmProbe, exchange: Exchange) -> MachineRates:
+        """Disk bandwidth on the model's files and GEMM rates at its shape, now; empty where they cannot be measured."""
+        dtypes = sorted({"float32", model.dtype, *probe.dtypes} - {"auto"})
+        shape = (model.shape.hidden, model.shape.ffn)
+        work = MeasureMachine(Path(model.path), shape, probe.rows, tuple(dtypes), probe.threads, probe.gpu)
+        exchange = replace(exchange, on_event=ignore_events)
+        request = WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=probe.threads, gpu=probe.gpu)
+        result = self._helper.run(request).result
+        rates = from_json(MachineRates, result.value) if result and result.value is not None else MachineRates()
+        return replace(rates, measured_at=provenance.now())
 
-    def _questions(self, request: LaunchRequest, on_event: EventSink) -> Path | tuple[Status, str]:
+    def calibrate(self, exchange: Exchange) -> None:
+        """Leaves a quick profile of this host in the cache. Raises Refusal where it cannot."""
+        request = WorkerRequest(CalibrateHost(self._cache), exchange, _HELPER_TIMEOUT_S)
+        if refusal := judge(self._helper.run(request), _HELPER_TIMEOUT_S, None):
+            raise Refusal("error", f"this host could not be measured: {self.scrub(refusal.reason)}")
+
+    def _questions(self, request: LaunchRequest) -> Path:
         """The file of a task's questions, made once for all cells that ask the same model the same."""
         spec, model = request.spec, request.model
         key = json.dumps([to_json(spec.workload), spec.seed, model.digest, spec.engine, str(request.data)])
-        path = request.workdir.parent / "questions" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        path = request.exchange.folder.parent / "questions" / name
         if not path.exists():
-            body = {"kind": "ask", **self._task_body(request, path)}
-            outcome = self._helper.run(Task(body, request.workdir, request.log, _PREPARE_TIMEOUT_S), on_event)
-            status, reason = _judge_helper(outcome, _PREPARE_TIMEOUT_S, "the task could not be read")
-            if status != "ok":
-                return status, reason
+            self._help(type(None), self._task(request, path), request.exchange, "the task could not be read")
         return path
 
-    def _judged(
-        self, request: LaunchRequest, questions: Path, answers: object, on_event: EventSink
-    ) -> tuple[Status, str, Accuracy | None]:
-        """What a launch's answers are worth, with the launch's status."""
-        body = {"kind": "judge", "answers": answers, **self._task_body(request, questions)}
-        outcome = self._helper.run(Task(body, request.workdir, request.log, _PREPARE_TIMEOUT_S), on_event)
-        status, reason = _judge_helper(outcome, _PREPARE_TIMEOUT_S, "no judgement")
-        if status == "ok" and outcome.result:
-            return "ok", "", from_json(Accuracy, outcome.result["found"]["accuracy"])
-        return status, f"its answers were not judged, and are kept until it runs again: {reason}", None
+    def _task(self, request: LaunchRequest, questions: Path) -> AskTask:
+        data = None if request.data is None else request.data.resolve()
+        return AskTask(request.spec, request.model, self._cache, data, questions)
 
-    def _task_body(self, request: LaunchRequest, questions: Path) -> dict[str, object]:
-        return {
-            "spec": to_json(request.spec),
-            "model": to_json(request.model),
-            "data": None if request.data is None else str(request.data.resolve()),
-            "cache": str(self._cache),
-            "questions": str(questions),
-        }
-
-    def _idle_bytes(self, sandbox: Sandbox, request: LaunchRequest) -> int | tuple[Status, str]:
+    def _idle_bytes(self, sandbox: Sandbox, request: LaunchRequest) -> int:
         """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.
 
-        File-backed pages are left out: shared libraries already cached are not charged to the cell. An engine
-        that cannot run even that has no floor: its status and reason instead.
+        File-backed pages are left out: shared libraries that are cached already are not charged to the cell. Raises
+        Refusal for an engine that cannot run even a negligible model.
         """
         spec, model = request.spec, request.model
         engine = [
@@ -253,59 +223,62 @@ class CellLauncher:
         ]
         key = json.dumps([*engine, model.dtype, model.shape.family])
         if key not in self._idle:
-            measured = self._measure_idle(sandbox, request)
-            if not isinstance(measured, int):
-                return measured
-            self._idle[key] = measured
+            exchange = replace(request.exchange, on_event=ignore_events)
+            tiny = None
+            if model.path:
+                small = ModelSpec(registry.shapes().tiny(model.shape.family), "dummy", model.dtype)
+                tiny = self.prepare(spec.engine, small, exchange)
+            work = self._engine_request(MeasureIdle(spec, tiny, self._cache), exchange, _HELPER_TIMEOUT_S, None)
+            what = "its idle footprint could not be measured"
+            self._idle[key] = self._value(IdleFootprint, sandbox.run(work), work.timeout_s, what).anonymous_bytes
         return self._idle[key]
 
-    def _measure_idle(self, sandbox: Sandbox, request: LaunchRequest) -> int | tuple[Status, str]:
-        spec, model = request.spec, request.model
-        tiny: LocalModel | None = None
-        if model.path:
-            small = ModelSpec(registry.tiny_model(model.shape.family), "dummy", model.dtype)
-            made = self.prepare(replace(spec, model=small), request.workdir, request.log, ignore_events)
-            if not isinstance(made, LocalModel):
-                return made
-            tiny = made
-        body = {"kind": "idle", "spec": to_json(spec), "model": to_json(tiny), "cache": str(self._cache)}
-        gpu = spec.limits.device_memory is not None
-        threads = spec.limits.threads
-        task = Task(body, request.workdir, request.log, _HELPER_TIMEOUT_S, threads=threads, gpu=gpu)
-        outcome = sandbox.run(task, ignore_events)
-        status, reason = _judge_helper(outcome, _HELPER_TIMEOUT_S, "its idle footprint could not be measured")
-        if outcome.result and status == "ok":
-            return int(outcome.result["found"]["anonymous_bytes"])
-        return status, reason
+    @staticmethod
+    def _engine_request(
+        work: RunCell | MeasureIdle, exchange: Exchange, timeout_s: float, limit: int | None
+    ) -> WorkerRequest:
+        limits = work.spec.limits
+        return WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.device_memory is not None)
+
+    def _help(self, kind: type[T], work: Work, exchange: Exchange, failed: str) -> T:
+        """What a helper's work gives, of type `kind`. Raises Refusal, its reason beginning with `failed` where the
+        helper ran out of time or memory."""
+        outcome = self._helper.run(WorkerRequest(work, exchange, _PREPARE_TIMEOUT_S))
+        return self._value(kind, outcome, _PREPARE_TIMEOUT_S, failed)
+
+    def _value(self, kind: type[T], outcome: Outcome, timeout_s: float, failed: str) -> T:
+        if refusal := judge_helper(outcome, timeout_s, failed):
+            raise self._scrubbed(refusal)
+        assert outcome.result is not None
+        return from_json(kind, outcome.result.value)
 
 
-def _refusal(exc: HarnessError) -> Status:
-    return "unsupported" if isinstance(exc, UnsupportedError) else "error"
+def judge_helper(outcome: Outcome, timeout_s: float, failed: str) -> Refusal | None:
+    """As `judge`. A helper that takes too long or too much says nothing about the cell, which may be tried again."""
+    refusal = judge(outcome, timeout_s, None)
+    if refusal and refusal.status in ("timeout", "oom_host", "oom_device"):
+        return Refusal("error", f"{failed}: {refusal.reason}")
+    return refusal
 
 
-def _judge_helper(outcome: Outcome, timeout_s: float, what: str) -> tuple[Status, str]:
-    """As `judge`. That a helper took too long or too much says nothing about the cell, which may be tried again."""
-    status, reason = judge(outcome, timeout_s, None)
-    return ("error", f"{what}: {reason}") if status in ("timeout", "oom_host", "oom_device") else (status, reason)
+def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> Refusal | None:
+    """Why an outcome is no success, None where it is one.
 
-
-def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> tuple[Status, str]:
-    """Status and reason from the evidence: the kernel's OOM count, then the clock, the worker's word, the exit."""
-    if outcome.refused:
-        return outcome.refused
-    status: Status = "error" if outcome.result is None else outcome.result["status"]
-    reason: str = "" if outcome.result is None else outcome.result["reason"]
-    if outcome.oom_kills and status != "ok":
-        status = "oom_host"
+    From the evidence in this order: the kernel's count of OOM kills, the clock, the worker's word, its exit code.
+    """
+    if outcome.refusal:
+        return outcome.refusal
+    result = outcome.result
+    if outcome.oom_kills and (result is None or result.status != "ok"):
         where = "for want of memory outside the cell" if limit is None else f"at its limit of {limit / 2**20:.0f} MiB"
-        reason = f"killed {where} ({outcome.oom_kills} OOM kills)"
-    elif outcome.timed_out:
-        status, reason = "timeout", f"not done after {timeout_s:.0f} s"
-    elif outcome.result is None and outcome.exit_code == EXIT_DISK_FULL:
-        status, reason = "disk_full", "no space left for the worker's result; free space where the cache is"
-    elif outcome.result is None:
-        code = outcome.exit_code
-        died = -code in {s.value for s in signal.Signals}
-        end = f"died of {signal.Signals(-code).name}" if died else f"exited with {code}"
-        reason = f"worker {end}; last log lines: {outcome.log_tail}"
-    return status, reason
+        return Refusal("oom_host", f"killed {where} ({outcome.oom_kills} OOM kills)")
+    if outcome.timed_out:
+        return Refusal("timeout", f"not done after {timeout_s:.0f} s")
+    if result is not None:
+        return None if result.status == "ok" else Refusal(result.status, result.reason)
+    if outcome.exit_code == EXIT_DISK_FULL:
+        return Refusal("disk_full", "no space left for the worker's result; free space where the cache is")
+    code = outcome.exit_code
+    died = -code in {s.value for s in signal.Signals}
+    end = f"died of {signal.Signals(-code).name}" if died else f"exited with {code}"
+    return Refusal("error", f"worker {end}; last log lines: {outcome.log_tail}")

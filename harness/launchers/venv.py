@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness import registry
-from harness.api import EventSink, HarnessError, RunSpec
+from harness.api import Exchange, HarnessError, RunSpec
 from harness.launchers.process import ProcessSandbox
 
 #: Part of an environment's hash: raise it when the same pins are installed in another way.
@@ -27,12 +27,12 @@ _INSTALL_TIMEOUT_S = 3600.0
 
 
 class VirtualEnvironments:
-    """One environment for each of the lists of pins in engines/environments, under `cache`."""
+    """The launcher `venv`: an environment under `cache` for each list of pins."""
 
     def __init__(self, cache: Path) -> None:
         self._folder = cache.resolve() / "environments"
 
-    def of(self, spec: RunSpec, log: Path, on_event: EventSink) -> ProcessSandbox:
+    def sandbox(self, spec: RunSpec, exchange: Exchange) -> ProcessSandbox:
         name = registry.engine_entry(spec.engine).environment
         if not name:
             raise HarnessError(f"engine {spec.engine} has no environment of its own: use --launcher process")
@@ -41,7 +41,7 @@ class VirtualEnvironments:
         try:
             with _locked(home.with_suffix(".lock")) as lock:
                 if not (home / _READY).exists():
-                    self._build(name, home, log, on_event, lock)
+                    self._build(name, home, exchange, lock)
             return ProcessSandbox(str(home / "bin" / "python"), self._code(), identity)
         except (OSError, subprocess.CalledProcessError) as exc:
             why = exc.strerror if isinstance(exc, OSError) else "python -m venv failed: is python3-venv installed?"
@@ -49,7 +49,7 @@ class VirtualEnvironments:
 
     @staticmethod
     def identity(name: str) -> str:
-        """An environment's name and the hash of all that decides what is in it."""
+        """An environment's name and a hash of its pins, interpreter and platform."""
         pins = registry.environment_pins(name).read_bytes()
         parts = [_RECIPE.encode(), pins, sys.version.encode(), sysconfig.get_platform().encode()]
         return f"{name}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:12]}"
@@ -58,18 +58,18 @@ class VirtualEnvironments:
         """Whether an environment of these pins is there."""
         return (self._folder / self.identity(name) / _READY).exists()
 
-    def _build(self, name: str, home: Path, log: Path, on_event: EventSink, lock: int) -> None:
-        """Installs the pins into a new environment. One that was left unfinished is begun anew.
+    def _build(self, name: str, home: Path, exchange: Exchange, lock: int) -> None:
+        """Installs the pins into a new environment; an unfinished one is removed first.
 
-        pip holds `lock` too: it goes on when a harness is killed, and no other may begin beside it.
+        pip inherits `lock`: it goes on when the harness is killed, and no second build may begin beside it.
         """
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, symlinks=True, with_pip=True)
         steps = install_steps(registry.environment_pins(name))
         for done, step in enumerate(steps):
-            on_event(f"building environment {name}", done, len(steps))
+            exchange.on_event(f"building environment {name}", done, len(steps))
             command = [str(home / "bin" / "python"), "-I", "-m", "pip", "install", "--quiet", *step]
-            with log.open("ab") as sink:
+            with exchange.log.open("ab") as sink:
                 sink.write(f"=== pip install {' '.join(step)}\n".encode())
                 sink.flush()
                 try:
@@ -80,11 +80,11 @@ class VirtualEnvironments:
                 except subprocess.TimeoutExpired:
                     status = 1
             if status:
-                raise HarnessError(f"environment {name} could not be built: pip failed, see {log.name}")
+                raise HarnessError(f"environment {name} could not be built: pip failed, see {exchange.log.name}")
         (home / _READY).write_text(f"Python {platform.python_version()}\n")
 
     def _code(self) -> Path:
-        """A folder that holds this code's packages and nothing else: what else is beside them stays out."""
+        """A folder of links to this code's packages and to nothing else that is installed beside them."""
         roots = [Path(__file__).parents[2] / name for name in _PACKAGES]
         folder = self._folder / f"code-{hashlib.sha256(os.fsencode(roots[0])).hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,15 +97,15 @@ class VirtualEnvironments:
 
 
 def _for_pip() -> dict[str, str]:
-    """Our environment without what would make pip look for packages, or put them, elsewhere."""
+    """This process's environment without variables that make pip find or install packages elsewhere."""
     elsewhere = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX", "PIP_ROOT")
     return {name: value for name, value in os.environ.items() if name not in elsewhere}
 
 
 def install_steps(pins: Path) -> list[list[str]]:
-    """What pip is asked for, one after another: what is built needs torch and the build tools there before it.
+    """Arguments of the calls of `pip install`, in order: packages that are built need torch and the build tools first.
 
-    torch comes with what it requires: of CUDA's libraries nothing for a build for CPUs, all of them for one of CUDA.
+    torch is installed with its requirements: none of CUDA's libraries for a CPU build, all of them for a CUDA build.
     """
     first = [line for line in pins.read_text().splitlines() if line.startswith(("torch==", "setuptools==", "wheel=="))]
     rest = ["--no-build-isolation", "--no-deps", "-r", str(pins)]
@@ -114,7 +114,7 @@ def install_steps(pins: Path) -> list[list[str]]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """For one harness at a time; gives the lock's descriptor."""
+    """Holds a lock file, so that one harness builds at a time; gives the lock's descriptor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

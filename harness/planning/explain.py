@@ -67,7 +67,7 @@ def explain(path: Path, profile: str, cache: Path) -> list[Explanation]:
             problem = "a record has no throughput or no seconds"
             continue
         try:
-            forecast = record.predicted or registry.forecast(record, hardware.load(profile, cache))
+            forecast = record.predicted or registry.forecaster().forecast(record, hardware.load(profile, cache))
         except HarnessError as exc:
             problem = str(exc)
             continue

@@ -7,12 +7,12 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from harness import hardware, registry
-from harness.api import RESOURCE_WORDS, HarnessError, OffloadPolicy
+from harness.api import RESOURCE_WORDS, Bits, HarnessError, OffloadPolicy, Schedule
 from harness.common.tables import print_rows
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
@@ -28,10 +28,10 @@ def make(
 
     Raises HarnessError for what cannot be read.
     """
-    return registry.plan(
+    return registry.planner().plan(
         model, prompt_len, gen_len, hardware.load(profile, cache), engine,
-        schedules=schedules or ("row", "zigzag", "sweep"), bits=_bits(quantize), latency_s=latency_s,
-        policy=None if policy is None else _policy(policy), stages=stages, report=report,
+        schedules=cast(Sequence[Schedule], schedules or ("row", "zigzag", "sweep")), bits=_bits(quantize),
+        latency_s=latency_s, policy=None if policy is None else _policy(policy), stages=stages, report=report,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 def show_published(as_json: bool) -> None:
     """Prints published figures beside predictions, and the median error of each group that nothing was fitted on."""
-    found = registry.published({name: hardware.load(name) for name in hardware.names()})
+    found = registry.published_figures().table({name: hardware.load(name) for name in hardware.names()})
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -107,7 +107,7 @@ def _medians(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _bits(quantize: str) -> list[tuple[int, int]] | None:
+def _bits(quantize: str) -> list[tuple[Bits, Bits]] | None:
     """Of weights and cache, that may be chosen; None: any."""
     if quantize == "none":
         return [(16, 16)]
@@ -116,8 +116,7 @@ def _bits(quantize: str) -> list[tuple[int, int]] | None:
     match = _QUANTIZE.fullmatch(quantize)
     if not match:
         raise HarnessError(f"--quantize {quantize}: expected none, auto, bits (3, 4, 8 or 16), or two such as 4:16")
-    weights = int(match[1])
-    return [(weights, int(match[2] or weights))]
+    return [(cast(Bits, int(match[1])), cast(Bits, int(match[2] or match[1])))]
 
 
 def _policy(text: str) -> OffloadPolicy:
@@ -125,7 +124,7 @@ def _policy(text: str) -> OffloadPolicy:
     given = yaml_source.parse(text, "--policy", positions=False).plain()
     if not isinstance(given, dict):
         raise HarnessError(f"--policy: expected a JSON object, got {text[:64]!r}")
-    words = json.dumps(registry.nested_policy(given), ensure_ascii=False)
+    words = json.dumps(registry.planner().nested(given), ensure_ascii=False)
     return suite_check.policy(yaml_source.parse(words, "--policy", positions=False))
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,6 +21,24 @@ from harness.api import RunRecord
 from harness.run.steps import Step
 
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
+
+
+class Progress(Protocol):
+    """Where progress is shown. `done` launches come with the number of seconds they took."""
+
+    def planned(self, steps: Sequence[Step], already_done: int) -> None: ...
+
+    def started(self, step: Step, activity: str) -> None: ...
+
+    def event(self, phase: str, done: int, total: int) -> None: ...
+
+    def finished(self, step: Step, record: RunRecord) -> None: ...
+
+    def dropped(self, step: Step) -> None: ...
+
+    def added(self, steps: Sequence[Step]) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class Clock:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from harness import hardware, registry
 from harness.api import RunRecord, RunSpec
-from harness.hardware import provenance
+from harness.run.records import RecordBuilder
 from harness.run.store import Store, write_suite_copy
 
 
@@ -25,27 +24,20 @@ def simulate(
 
     `report` is told how many cells are done, and of how many.
 
-    Raises HarnessError for hardware that there is not, and for a folder that cannot be written.
+    Raises HarnessError for unknown hardware, and for a folder that cannot be written.
     """
     profile = hardware.load(name, cache)
-    store = Store(out)
+    store, builder = Store(out), RecordBuilder(command, {})
     store.open(fresh=True)
     try:
         write_suite_copy(suite_file, out)
-        known = {"hardware": profile.name, "harness": provenance.collect()["harness"]}
+        builder.collect_provenance()
         records = []
         for i, cell in enumerate(cells):
             report(i, len(cells))
-            record = replace(
-                registry.simulate(cell, profile, registry.lengths(cell.workload)),
-                spec=cell,
-                fingerprint=cell.fingerprint(),
-                started_at=provenance.now(),
-                provenance=known,
-                command=f"{command} --cell {cell.name}",
-            )
-            store.append(record)
-            records.append(record)
+            prediction = registry.simulator().simulate(cell, profile, registry.lengths(cell.workload))
+            records.append(builder.simulated(cell, prediction, profile.name))
+            store.append(records[-1])
         return records
     finally:
         store.close()

@@ -1,8 +1,8 @@
-"""The process inside the sandbox: one LaunchRequest in, one result file out.
+"""The process inside the sandbox: one request in, one result file out.
 
 `python -m harness.run.worker FOLDER` reads FOLDER/request.json and writes FOLDER/events.jsonl while it runs and
-FOLDER/result.json once, by rename, when it is done. What it cannot know (limits, exit status, provenance of the
-harness) the launcher adds. The log is this process's stdout and stderr.
+FOLDER/result.json once, by rename, when it is done. The launcher adds what the worker cannot know: limits, exit status,
+provenance of the harness. The log is this process's stdout and stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,23 +26,34 @@ from typing import Any
 
 from harness import registry
 from harness.api import (
+    AskTask,
+    CalibrateHost,
     Capabilities,
+    CellResult,
     Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
     HarnessError,
+    IdleFootprint,
     Job,
+    JudgeTask,
     LoadReport,
-    LocalModel,
+    MachineRates,
+    MeasureIdle,
+    MeasureMachine,
     Measurement,
     Phase,
+    PrepareModel,
     Probe,
+    Refusal,
     RequestTrace,
+    RunCell,
     RunSpec,
     Score,
-    Status,
     UnsupportedError,
+    Work,
+    WorkerResult,
     WorkloadSpec,
     from_json,
     to_json,
@@ -49,7 +61,7 @@ from harness.api import (
 from harness.api.task import Pair, Questions
 from harness.common.classify import DISK_FULL, classify
 from harness.hardware.provenance import package_versions
-from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT
+from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
 from harness.probes.cpu import CpuProbe
 from harness.probes.disk import DiskProbe, sequential_read_rates
 from harness.probes.energy import EnergyProbe
@@ -81,18 +93,15 @@ class Events:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the request in folder argv[0]; returns 0 if a result was written, else EXIT_DISK_FULL."""
+    """Does the work in folder argv[0]; returns 0 if a result was written, else EXIT_DISK_FULL."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     _die_with(request["parent"])
     _end_after(request["longest_s"])
-    if request["kind"] == "run":
-        result = _Run(folder, request).result()
-    else:
-        result = _help(_HELPERS[request["kind"]], folder, request)
+    result = _done(folder, request["kind"], request["work"])
     temporary = folder / (RESULT + ".tmp")
     try:
-        temporary.write_text(json.dumps(result, allow_nan=False))
+        temporary.write_text(json.dumps(to_json(result), allow_nan=False))
         temporary.rename(folder / RESULT)
     except OSError as exc:
         if exc.errno not in DISK_FULL:
@@ -102,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _end_after(seconds: float) -> None:
-    """Asks Linux to end this process by then: of a container whose harness was killed nobody else would."""
+    """Asks Linux to end this process by then: nothing else ends a container whose harness was killed."""
     signal.alarm(math.ceil(seconds))
 
 
@@ -110,7 +119,7 @@ def _die_with(parent: int) -> None:
     """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -119,187 +128,165 @@ def _check_device(engine: Engine, spec: RunSpec) -> None:
         raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device; limit host_memory")
 
 
-def _idle(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
     """The footprint of an engine's process that has loaded, run and closed a negligible model.
 
-    So everything that is imported or set up on first use is there, and no weight is.
+    All that is imported or set up on first use is in memory then, and no weights are.
     """
-    spec = from_json(RunSpec, request["spec"])
-    engine = registry.make_engine(spec.engine, dict(spec.options))
+    spec = work.spec
+    engine = registry.make_engine(spec.engine, spec.options)
     _check_device(engine, spec)
-    if request["model"] is not None:
+    if work.model is not None:
         scratch = folder / "scratch"
         scratch.mkdir()
-        model = from_json(LocalModel, request["model"])
         policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the same floor for every batch
-        job = Job(scratch, Path(request["cache"]), max_sequence=8, mean_sequence=6)
+        job = Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
         limits = HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
-        load = engine.load(model, policy, limits, job)
-        tiny = registry.make_workload("synthetic", prompt_len=4, gen_len=4)
+        load = engine.load(work.model, policy, limits, job)
+        tiny = registry.workload(WorkloadSpec(prompt_len=4, gen_len=4))
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
         gc.collect()
-    return {"anonymous_bytes": held_bytes(), "file_bytes": resident_bytes()[1]}
+    return IdleFootprint(held_bytes(), resident_bytes()[1])
 
 
-def _prepare(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint made ready, outside any limit and any timing."""
-    events = Events(folder)
-    spec = from_json(RunSpec, request["spec"])
-    model = registry.prepare_model(
-        spec.engine, spec.model, Path(request["cache"]), lambda done, total: events.emit("prepare", done, total)
-    )
-    return {"model": to_json(model)}
+def _measure_machine(work: MeasureMachine) -> MachineRates:
+    """Disk bandwidth and GEMM rates of this moment."""
+    disk, (k, n) = tuple(sequential_read_rates(work.folder)), work.gemm_shape
+    rates, h2d = registry.machine_rates(), tuple[float, ...]()
+    if work.gpu:
+        flops, copies = rates.device_rates(work.dtypes, work.rows, k, n)
+        h2d = tuple(copies)
+    else:
+        flops = rates.gemm_rates(work.dtypes, work.rows, k, n, work.threads)
+    samples = {dtype: {rows: tuple(each) for rows, each in curve.items()} for dtype, curve in flops.items()}
+    return MachineRates(disk, work.gemm_shape, samples, h2d=h2d)
 
 
-def _measure_machine(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Disk bandwidth and GEMM rates of this moment; see MachineRates."""
-    k, n = request["gemm_shape"]
-    disk = sequential_read_rates(Path(request["folder"]))
-    if request["gpu"]:
-        rates, h2d = registry.device_rates(request["dtypes"], request["rows"], k, n)
-        return {"disk_read": disk, "gemm_shape": [k, n], "gemm_flops": rates, "h2d": h2d}
-    rates = registry.gemm_rates(request["dtypes"], request["rows"], k, n, request["threads"])
-    return {"disk_read": disk, "gemm_shape": [k, n], "gemm_flops": rates}
-
-
-def _calibrate(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _calibrate(events: Events, cache: Path) -> None:
     """Writes a quick profile of this host into the cache."""
     from harness.hardware import calibration  # not at the top: no launch needs it
 
-    events = Events(folder)
-    calibration.calibrate(None, True, Path(request["cache"]), lambda what: events.emit(f"measuring {what}"))
-    return {}
+    calibration.calibrate(None, True, cache, lambda what: events.emit(f"measuring {what}"))
 
 
-def _ask(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Writes an accuracy task's questions for a model."""
-    ask(*_task_of(request), partial(Events(folder).emit, "reading the task"))
-    return {}
-
-
-def _judge(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """What a launch's answers to them are worth."""
-    return {"accuracy": to_json(judge(*_task_of(request), request["answers"]))}
-
-
-def _task_of(request: dict[str, Any]) -> tuple[RunSpec, LocalModel, Path | None, Path, Path]:
-    data = Path(request["data"]) if request["data"] else None
-    spec, model = from_json(RunSpec, request["spec"]), from_json(LocalModel, request["model"])
-    return spec, model, data, Path(request["cache"]), Path(request["questions"])
-
-
-_HELPERS: Mapping[str, Callable[[Path, dict[str, Any]], dict[str, Any]]] = {
-    "idle": _idle,
-    "prepare": _prepare,
-    "machine": _measure_machine,
-    "calibrate": _calibrate,
-    "ask": _ask,
-    "judge": _judge,
-}
-
-
-def _help(task: Callable[[Path, dict[str, Any]], dict[str, Any]], folder: Path, request: dict[str, Any]) -> Any:
-    """A helper's findings under `found`, with status and reason as for a run."""
+def _done(folder: Path, kind: str, body: object) -> WorkerResult:
+    """The result of work that is given as JSON, with status and reason where it ended in an error."""
     try:
-        return {"status": "ok", "reason": "", "found": task(folder, request)}
+        work = from_json(WORK[kind], body)
+        return (
+            _Run(folder, work).result() if isinstance(work, RunCell) else WorkerResult("ok", value=_help(folder, work))
+        )
     except Exception as exc:
         if not isinstance(exc, HarnessError):
             traceback.print_exc()
-        status, reason = classify(exc)
-        return {"status": status, "reason": reason}
+        refusal = classify(exc)
+        return WorkerResult(refusal.status, refusal.reason)
+
+
+def _help(folder: Path, work: Work) -> object:
+    """What a helper's work gives; see harness.api.launcher."""
+    match work:
+        case MeasureIdle():
+            return _idle(folder, work)
+        case PrepareModel():
+            show = partial(Events(folder).emit, "prepare")
+            return registry.prepare_model(work.engine, work.model, work.cache, show)
+        case MeasureMachine():
+            return _measure_machine(work)
+        case CalibrateHost():
+            _calibrate(Events(folder), work.cache)
+        case AskTask():
+            ask(work, partial(Events(folder).emit, "reading the task"))
+        case JudgeTask():
+            return judge(work)
+    return None
 
 
 class _Run:
     """One launch: load, warm up, generate under probes, check, and say how it ended."""
 
-    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, work: RunCell) -> None:
         self._folder = folder
-        self._spec = from_json(RunSpec, request["spec"])
-        self._gpu = self._spec.limits.device_memory is not None
-        self._model = from_json(LocalModel, request["model"])
-        self._launched = float(request["launched"])
-        self._cache = Path(request["cache"])
-        self._questions = Path(request["questions"]) if "questions" in request else None
+        self._work = work
+        self._spec = work.spec
+        self._gpu = work.spec.limits.device_memory is not None
         self._scored: tuple[int, int, float] | None = None  # pairs, tokens, seconds
         self._events = Events(folder)
         self._measurements: list[Measurement] = []
-        self._out: dict[str, Any] = {"status": "error", "reason": "", "metrics": {}, "requests": [], "load": None}
+        self._measured = CellResult()
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> WorkerResult:
         """Never raises for what the engine did; a kill leaves no result and the launcher classifies it."""
+        refusal = None
         try:
             self._run()
-            self._out["status"] = "ok"
         except KeyboardInterrupt:
-            self._fail("interrupted", "interrupted")
+            refusal = Refusal("interrupted", "interrupted")
         except Exception as exc:
             traceback.print_exc()
-            self._fail(*classify(exc))
-        self._out["measurements"] = to_json(self._measurements)
-        return self._out
+            refusal = classify(exc)
+        measured = replace(self._measured, measurements=tuple(self._measurements))
+        return WorkerResult(refusal.status, refusal.reason, measured) if refusal else WorkerResult("ok", value=measured)
 
-    def _fail(self, status: Status, reason: str) -> None:
-        self._out |= {"status": status, "reason": reason}
+    def _note(self, **measured: Any) -> None:
+        """Keeps what is known by now: a failure that follows does not lose it."""
+        self._measured = replace(self._measured, **measured)
 
     def _run(self) -> None:
         spec = self._spec
         self._events.emit("startup")
         started = time.time()
-        engine = registry.make_engine(spec.engine, dict(spec.options))
+        engine = registry.make_engine(spec.engine, spec.options)
         capabilities = engine.capabilities()
         imported = time.time()
-        self._out["packages"] = package_versions(capabilities.packages)
-        self._out["python"] = platform.python_version()
-        self._out["simulated"] = capabilities.simulated
+        self._note(
+            packages=package_versions(capabilities.packages),
+            python=platform.python_version(),
+            simulated=capabilities.simulated,
+        )
         scratch = self._folder / "scratch"
         scratch.mkdir()
-        try:
-            asked = None if self._questions is None else read_questions(self._questions)
-            load = self._load(engine, scratch, asked)
-            traces = self._work(engine, load, capabilities, asked)
-            own = engine.trace()
-        finally:
-            engine.close()
-        self._out["requests"] = to_json(traces)
-        self._out["trace"] = to_json(own.events)
+        with closing(engine):
+            questions = None if self._work.questions is None else read_questions(self._work.questions)
+            load = self._load(engine, scratch, questions)
+            traces = self._generate_and_score(engine, load, capabilities, questions)
+            engine_trace = engine.trace()
         generated = metrics(traces, capabilities.phased) if traces else {}
-        padding = own.metrics.get("scored_padding_tokens", 0.0)
-        self._out["metrics"] = (
-            (scored_metrics(*self._scored, padding) if self._scored else {})
-            | generated
-            | {
-                **own.metrics,
-                "launch_s": started - self._launched,
-                "import_s": imported - started,
-            }
+        padding = engine_trace.metrics.get("scored_padding_tokens", 0.0)
+        scored = scored_metrics(*self._scored, padding) if self._scored else {}
+        times = {"launch_s": started - self._work.launched, "import_s": imported - started}
+        self._note(
+            requests=tuple(traces),
+            trace=engine_trace.events,
+            metrics=scored | generated | dict(engine_trace.metrics) | times,
         )
 
-    def _load(self, engine: Engine, scratch: Path, asked: Questions | None) -> LoadReport:
+    def _load(self, engine: Engine, scratch: Path, questions: Questions | None) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
         _check_device(engine, spec)
         job = Job(
             scratch,
-            self._cache,
-            max_sequence=asked.max_sequence if asked else spec.workload.prompt_len + spec.workload.gen_len,
-            mean_sequence=asked.mean_sequence if asked else _mean_cached(spec.workload),
-            on_progress=lambda done, total: self._events.emit("load", done, total),
+            self._work.cache,
+            max_sequence=questions.max_sequence if questions else spec.workload.prompt_len + spec.workload.gen_len,
+            mean_sequence=questions.mean_sequence if questions else _mean_cached(spec.workload),
+            on_progress=partial(self._events.emit, "load"),
         )
         with _Probed(self._measurements, "load", self._gpu):
-            load = engine.load(self._model, spec.policy, spec.limits, job)
-        self._out["load"] = to_json(load)
+            load = engine.load(self._work.model, spec.policy, spec.limits, job)
+        self._note(load=load)
         return load
 
-    def _work(
-        self, engine: Engine, load: LoadReport, capabilities: Capabilities, asked: Questions | None
+    def _generate_and_score(
+        self, engine: Engine, load: LoadReport, capabilities: Capabilities, questions: Questions | None
     ) -> list[RequestTrace]:
         spec = self._spec.workload
-        requests = asked.prompts if asked else _requests(self._spec, load)
+        requests = questions.prompts if questions else _requests(self._spec, load)
         for round_ in range(self._spec.warmup):
             # One short request per warm-up: touches every layer once, reads every weight once.
             self._events.emit("warmup", round_, self._spec.warmup)
-            short = registry.make_workload("synthetic", prompt_len=min(8, spec.prompt_len), gen_len=1)
+            short = registry.workload(WorkloadSpec(prompt_len=min(8, spec.prompt_len), gen_len=1))
             list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
         results: list[GenerationResult] = []
         scores: list[Score] = []
@@ -308,11 +295,11 @@ class _Run:
             if requests:
                 self._generate(engine, requests, results)
             elapsed = time.perf_counter() - began
-            if asked and asked.pairs:
-                self._score(engine, asked.pairs, scores)
+            if questions and questions.pairs:
+                self._score(engine, questions.pairs, scores)
         traces = check(requests, results, load.vocab, None if capabilities.simulated else elapsed)
-        if asked:
-            self._out["answers"] = answers_of(requests, results, scores)
+        if questions:
+            self._note(answers=answers_of(requests, results, scores))
         return traces
 
     def _generate(self, engine: Engine, requests: Sequence[GenerationRequest], results: list[GenerationResult]) -> None:
@@ -324,39 +311,39 @@ class _Run:
             self._events.emit("generate", done, total)
 
     def _score(self, engine: Engine, pairs: Sequence[Pair], scores: list[Score]) -> None:
-        """In pieces that are large enough to be packed well, so that there is progress to show; the longest first, so
-        that an engine which pads has what is of a length together."""
+        """Scores pairs in pieces, large enough to be packed well and small enough to show progress; the longest first,
+        so that an engine that pads gets pairs of about one length together."""
         began = time.perf_counter()
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]) - len(pairs[i][1]), pairs[i]))
-        found: dict[int, Score] = {}
+        by_index: dict[int, Score] = {}
         for start in range(0, len(order), _SCORED):
             self._events.emit("score", start, len(pairs))
             piece = order[start : start + _SCORED]
-            found |= zip(piece, engine.score([pairs[i] for i in piece]), strict=True)
-        scores += [found[i] for i in range(len(pairs))]
+            by_index |= zip(piece, engine.score([pairs[i] for i in piece]), strict=True)
+        scores += [by_index[i] for i in range(len(pairs))]
         self._scored = (len(pairs), sum(len(context) + len(more) for context, more in pairs),
                         time.perf_counter() - began)  # fmt: skip
 
 
 def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
-    """Of a workload whose lengths the cell names: as many as are asked for, or what makes a steady state."""
-    job, wanted = spec.workload, spec.workload.num_requests
+    """The requests of a workload: as many as the cell names, or as a steady state takes with `auto`."""
+    job = spec.workload
     if job.prompt_len + job.gen_len > load.max_context:
         raise HarnessError(
             f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of {load.max_context}"
         )
-    count = load.block_size * load.steady_blocks if wanted == "auto" else wanted
+    count = load.block_size * load.steady_blocks if job.num_requests == "auto" else job.num_requests
     return registry.workload(job).requests(load.vocab, count, spec.seed)
 
 
 def _mean_cached(spec: WorkloadSpec) -> int:
-    """Tokens that are cached of a request on average: all of its prompt, and half of what it generates."""
+    """Cached tokens of a request, on average over its life: its prompt, and half of what it generates."""
     each = registry.lengths(spec) or [(spec.prompt_len, spec.gen_len)]
     return sum(prompt + generated // 2 for prompt, generated in each) // len(each)
 
 
 class _Probed:
-    """All probes around one phase, of the device too for a cell that has one."""
+    """All probes around one phase; those of the device with `gpu`."""
 
     def __init__(self, sink: list[Measurement], phase: Phase, gpu: bool) -> None:
         self._sink = sink

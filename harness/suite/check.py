@@ -27,8 +27,9 @@ from harness.api import (
 )
 from harness.common.published import PublishedTable
 from harness.common.units import MAX_SIZE
+from harness.common.words import nearest
 from harness.suite.cell_names import MAX_CELL_NAME, NAME_RULE, SAFE_NAME
-from harness.suite.yaml_node import Node, nearest, shown
+from harness.suite.yaml_node import Node, shown
 
 MAX_ERRORS = 20
 MAX_SUITE_NAME = 64
@@ -161,8 +162,7 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     except HarnessError as exc:
         field = re.search(r"(?<=policy\.)\w+", str(exc))
         raise node.find(("policy", field[0] if field else "")).error(str(exc)) from None
-    if spec.engine not in engines:
-        raise node.find(("engine",)).error(f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}")
+    _require_known(spec, node, engines)
     if spec.latency_s is not None and not spec.tune.startswith("search"):
         raise node.find(("latency_s",)).error(
             "latency goes with `policy: search` or `search_bits`: what is searched keeps it"
@@ -174,9 +174,6 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     job = spec.workload
     if (job.kind == "task") != bool(job.task):
         raise node.find(("workload", "task")).error("workload.task goes with `kind: task`, and that needs one by name")
-    if job.task and not registry.is_task(job.task):
-        hint = nearest(job.task, registry.task_names())
-        raise node.find(("workload", "task")).error(f"unknown task {shown(job.task)}; {hint}")
     if job.task and spec.tune.startswith("search"):
         raise node.find(("policy",)).error(
             "policy: a search needs the lengths of requests, which a task's cell does not name; give a policy"
@@ -190,6 +187,20 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     if "name" in node.entries:
         _require_name(spec.name, node, MAX_CELL_NAME)
     return spec
+
+
+def _require_known(spec: RunSpec, node: Node, engines: Collection[str]) -> None:
+    """Raises HarnessError for an engine, launcher or task that is unknown, or a plug-in whose name clashes."""
+    if spec.engine not in engines:
+        raise node.find(("engine",)).error(f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}")
+    if spec.launcher not in (launchers := registry.launchers()):
+        raise node.find(("launcher",)).error(
+            f"unknown launcher {shown(spec.launcher)}; {nearest(spec.launcher, launchers)}"
+        )
+    task = spec.workload.task
+    if task and not registry.is_task(task):
+        hint = nearest(task, registry.task_names())
+        raise node.find(("workload", "task")).error(f"unknown task {shown(task)}; {hint}")
 
 
 def _require_name(name: str, node: Node, longest: int) -> None:

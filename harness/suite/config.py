@@ -16,9 +16,9 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, get_args
 
+from harness import registry
 from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec, Tune
 from harness.common.units import parse_duration, parse_size
-from harness.registry import ENGINES
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
 from harness.suite.cell_names import Cell, find_twins, name_cells
@@ -42,8 +42,10 @@ CELL_KEYS = ("name", "limits", *_DEFAULTS)
 SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", "matrix", *_DEFAULTS)
 
 
-def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[str] = ENGINES) -> SuiteSpec:
+def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[str] | None = None) -> SuiteSpec:
     """The suite in `path`, expanded, with each `key=value` of `overrides` laid over every cell.
+
+    `engines`: names that cells may have; those of the registry by default.
 
     Cells come workload by workload, then model by model, then in the order of the matrix (its first axis
     outermost), so that engines to be compared are neighbours.
@@ -68,7 +70,7 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
 
     header = suite_check.header(_header(root, hardware))
     base = replace(root.only(*_DEFAULTS).merged(hardware.only("limits")), at=root.at)
-    cells = _expand(base, root.only("matrix"), suite_check.each(_override, overrides), engines)
+    cells = _expand(base, root.only("matrix"), suite_check.each(_override, overrides), engines or registry.engines())
     launches = sum(cell.spec.repeats for cell in cells)
     if launches > MAX_LAUNCHES:
         raise root.error(f"{len(cells):,} cells make {launches:,} launches; at most {MAX_LAUNCHES:,} are allowed")
@@ -82,7 +84,7 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
 def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
     """One cell from `settings` in the shape of a suite's, under `overrides`. Raises HarnessError as `load_suite`."""
     cell = _layer(yaml_source.parse(json.dumps(settings, ensure_ascii=False), "settings", positions=False))
-    return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell), ENGINES)
+    return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell), registry.engines())
 
 
 def _header(root: Node, hardware: Node) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,10 +113,3 @@ def shown(value: object) -> str:
             return f"{value[:TEXT_UNIT]!r}..."
         case _:
             return repr(value)
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """`did you mean 'x'?`, or the list of what is known."""
-    if close := difflib.get_close_matches(word[:TEXT_UNIT], known, n=1):
-        return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(known)}"

@@ -8,13 +8,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from engines.adapters.fake import MODEL
 from engines.environments.__main__ import WANTED
 from harness import registry
-from harness.api import HarnessError, ModelSpec, RunSpec, WorkloadSpec
+from harness.api import (
+    Exchange,
+    HarnessError,
+    ModelSpec,
+    Outcome,
+    RunCell,
+    RunSpec,
+    WorkerRequest,
+    WorkerResult,
+    WorkloadSpec,
+    to_json,
+)
 from harness.hardware import provenance
 from harness.launchers import images, sandbox
-from harness.launchers.launcher import CellLauncher, _judge_helper, judge
-from harness.launchers.sandbox import Task
+from harness.launchers.launcher import CellLauncher, judge, judge_helper
+from harness.launchers.process import ProcessSandbox
 from harness.launchers.venv import VirtualEnvironments, _for_pip, install_steps
 from harness.suite.config import load_cell
 
@@ -39,7 +51,7 @@ def test_an_image_goes_with_a_container():
 
 def test_every_environment_has_its_pins_and_is_built_torch_first():
     named = {entry.environment for entry in registry.ENGINES.values()} | {"helm"}
-    assert named == set(WANTED) == set(images.environments())
+    assert named == set(WANTED) == set(registry.environments())
     for name in sorted(named):
         pins = registry.environment_pins(name)
         lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
@@ -93,23 +105,19 @@ def test_requests_speak_of_a_container_s_paths(tmp_path):
     model.mkdir(parents=True)
     (blobs / "x").write_text("weights")
     (model / "model.safetensors").symlink_to("../../blobs/x")
-    body = {
-        "kind": "run",
-        "cache": str(tmp_path),
-        "model": {"path": str(model)},
-        "questions": str(tmp_path / "q" / "1.json"),
-        "spec": {"workload": {"trace": str(tmp_path / "trace.csv")}},
-    }
-    found, mounts = docker._translated(Task(body, tmp_path / "work", tmp_path / "log", 1.0), tmp_path / "cache")
-    assert found["model"]["path"] == "/harness/model/1"
-    assert found["questions"] == "/harness/inputs/questions"
-    assert found["spec"]["workload"]["trace"] == "/harness/inputs/trace"
-    assert str(tmp_path) not in json.dumps(found)
+    spec = replace(SPEC, workload=WorkloadSpec("trace", trace=str(tmp_path / "trace.csv")))
+    work = RunCell(spec, replace(MODEL, path=str(model)), tmp_path, 0.0, tmp_path / "q" / "1.json")
+    request = WorkerRequest(work, Exchange(tmp_path / "work", tmp_path / "log"), 1.0)
+    inside, mounts = docker._translated(request, tmp_path / "cache")
+    assert inside.model.path == "/harness/model/1"
+    assert inside.questions == Path("/harness/inputs/questions")
+    assert inside.spec.workload.trace == "/harness/inputs/trace"
+    assert str(tmp_path) not in json.dumps(to_json(inside))
     by_target = {m["Target"]: m for m in mounts}
     assert by_target["/harness/model/1/model.safetensors"]["Source"] == str(blobs / "x"), "a hub's files are links"
     assert {t for t, m in by_target.items() if not m["ReadOnly"]} == {"/harness/work", "/harness/cache"}
-    assert body["cache"] == str(tmp_path), "the task itself is left as it is"
-    assert body["spec"]["workload"]["trace"] == str(tmp_path / "trace.csv")
+    assert work.cache == tmp_path, "the request itself is left as it is"
+    assert work.spec.workload.trace == str(tmp_path / "trace.csv")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "broken", "list"])
@@ -123,15 +131,15 @@ def test_a_result_that_is_not_the_worker_s_is_none(tmp_path, kind):
         path.symlink_to(tmp_path / "other")
     else:
         path.write_text({"broken": '{"status"', "list": "[]"}[kind])
-    task = Task({}, tmp_path, tmp_path / "log", 1.0)
-    assert sandbox.result_of(task) is None
+    assert sandbox.read_result(tmp_path) is None
     (tmp_path / "events.jsonl").write_text('{"phase": "load", "done": 1, "total": 2}\nnonsense\n')
-    assert not sandbox.watch(task, lambda: True, sandbox.ignore_events)
+    request = WorkerRequest(RunCell(SPEC, MODEL, tmp_path, 0.0), Exchange(tmp_path, tmp_path / "log"), 1.0)
+    assert not sandbox.watch(request, lambda: True)
 
 
 def test_an_end_by_a_signal_without_a_name_is_told():
-    outcome = sandbox.Outcome(None, -42, False, 0, None, "none", False, "(none)")
-    assert judge(outcome, 1.0, None) == ("error", "worker exited with -42; last log lines: (none)")
+    refusal = judge(Outcome(None, -42), 1.0, None)
+    assert (refusal.status, refusal.reason) == ("error", "worker exited with -42; last log lines: (none)")
 
 
 def test_without_a_limit_of_device_memory_no_engine_sees_a_device():
@@ -149,15 +157,14 @@ def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
-        (sandbox.Outcome(None, -9, True, 0, None, "none", False, ""), ("error", "no floor: not done after 5 s")),
-        (sandbox.Outcome(None, -9, False, 1, None, "none", False, ""), ("error", "no floor: killed for want")),
-        (sandbox.Outcome({"status": "unsupported", "reason": "why"}, 0, False, 0, None, "none", False, ""),
-         ("unsupported", "why")),
+        (Outcome(None, -9, timed_out=True), ("error", "no floor: not done after 5 s")),
+        (Outcome(None, -9, oom_kills=1), ("error", "no floor: killed for want")),
+        (Outcome(WorkerResult("unsupported", "why"), 0), ("unsupported", "why")),
     ],
-)  # fmt: skip
+)
 def test_that_a_helper_took_too_much_says_nothing_about_the_cell(outcome, expected):
-    status, reason = _judge_helper(outcome, 5.0, "no floor")
-    assert status == expected[0] and reason.startswith(expected[1])
+    refusal = judge_helper(outcome, 5.0, "no floor")
+    assert refusal.status == expected[0] and refusal.reason.startswith(expected[1])
 
 
 def test_who_may_live_is_not_declared_dead(monkeypatch):
@@ -209,10 +216,11 @@ def test_settings_that_reach_an_engine_are_told(monkeypatch):
 def test_a_setting_that_the_cell_decides_is_not_the_environment_s(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    launcher = CellLauncher(tmp_path, {})
-    assert "CUDA_VISIBLE_DEVICES" not in launcher._inherited(SPEC) and "OMP_NUM_THREADS" in launcher._inherited(SPEC)
+    launcher, process = CellLauncher(tmp_path, {}), ProcessSandbox()
+    inherited = launcher._inherited(SPEC, process)
+    assert "CUDA_VISIBLE_DEVICES" not in inherited and "OMP_NUM_THREADS" in inherited
     limits = replace(SPEC.limits, threads=2)
-    assert "OMP_NUM_THREADS" not in launcher._inherited(replace(SPEC, limits=limits))
+    assert "OMP_NUM_THREADS" not in launcher._inherited(replace(SPEC, limits=limits), process)
 
 
 def test_a_model_file_that_a_containers_user_cannot_read_is_named(tmp_path):
@@ -222,7 +230,7 @@ def test_a_model_file_that_a_containers_user_cannot_read_is_named(tmp_path):
         (tmp_path / name).touch()
         (tmp_path / name).chmod(mode)
     (tmp_path / "nowhere").symlink_to("gone")
-    task = Task({"model": {"path": str(tmp_path)}}, tmp_path, tmp_path / "log", 1.0)
+    work = RunCell(SPEC, replace(MODEL, path=str(tmp_path)), tmp_path, 0.0)
     mine = (tmp_path / "config.json").stat()
-    assert docker._unreadable(task, mine.st_uid + 1, mine.st_gid + 1) == "model.safetensors"
-    assert docker._unreadable(task, mine.st_uid, mine.st_gid) == ""
+    assert docker._unreadable(work, mine.st_uid + 1, mine.st_gid + 1) == "model.safetensors"
+    assert docker._unreadable(work, mine.st_uid, mine.st_gid) == ""

@@ -1,11 +1,21 @@
 """The runner's own decisions, with launches that end as they are told to."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engines.adapters.fake import MODEL
-from harness.api import HarnessError, ModelSpec, OffloadPolicy, RunRecord, RunSpec, SuiteSpec, WorkloadSpec
+from harness.api import (
+    CellResult,
+    HarnessError,
+    LaunchResult,
+    ModelSpec,
+    OffloadPolicy,
+    RunSpec,
+    SuiteSpec,
+    WorkloadSpec,
+)
 from harness.run import runner
 from harness.run.store import Store
 
@@ -24,15 +34,14 @@ class Launcher:
         return {"package": "1"}
 
     def prepare(self, *_):
-        return runner.replace(MODEL, digest=self.digest)
+        return replace(MODEL, digest=self.digest)
 
-    def launch(self, request, on_event):
+    def launch(self, request):
         batch = request.spec.policy.gpu_batch_size
         self.launched.append(batch)
         status = self.survives(batch, self.launched.count(batch))
-        found = {"generation_throughput_tok_s": float(batch)} if status == "ok" else {}
-        return RunRecord(request.spec, "", request.repeat, status, "told", "2026-11-01", metrics=found, wall_s=1.0,
-                         model=request.model)  # fmt: skip
+        metrics = {"generation_throughput_tok_s": float(batch)} if status == "ok" else {}
+        return LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=CellResult(metrics=metrics))
 
 
 class Silent:
@@ -111,15 +120,15 @@ def test_only_what_cannot_end_otherwise_is_remembered(run, status, searches):
 
 
 def test_a_model_that_changed_since_the_first_repeat_is_told(run, tmp_path):
-    cell = runner.replace(CELL, tune="none", repeats=1)
+    cell = replace(CELL, tune="none", repeats=1)
     run(Launcher(lambda *_: "ok", "old"), cell)
     with pytest.raises(HarnessError, match=r"^model fake changed since cell was measured; --fresh"):
-        run(Launcher(lambda *_: "ok", "new"), runner.replace(cell, repeats=2))
+        run(Launcher(lambda *_: "ok", "new"), replace(cell, repeats=2))
 
 
 def test_a_model_s_own_folder_is_in_no_record(run, tmp_path: Path):
     folder = tmp_path / "models" / "mine"
     folder.mkdir(parents=True)
-    cell = runner.replace(CELL, model=ModelSpec(str(folder)), tune="none", repeats=1)
+    cell = replace(CELL, model=ModelSpec(str(folder)), tune="none", repeats=1)
     (record,), _ = run(Launcher(lambda *_: "ok"), cell)
     assert record.spec.model.id == "$MODELS/mine"

@@ -13,13 +13,14 @@ from harness.api import (
     GenerationResult,
     HarnessError,
     InfeasibleError,
+    Outcome,
     SamplingParams,
     UnsupportedError,
+    WorkerResult,
 )
 from harness.common.classify import classify
 from harness.launchers.launcher import judge
 from harness.launchers.protocol import EXIT_DISK_FULL
-from harness.launchers.sandbox import Outcome
 from harness.run import worker
 from harness.run.answers import check
 from suites.workloads import Synthetic
@@ -67,10 +68,11 @@ def test_times_that_the_clock_does_not_bear_out_are_refused():
 
 
 def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
-    (tmp_path / worker.REQUEST).write_text(json.dumps({"kind": "prepare", "parent": os.getppid(), "longest_s": 60}))
+    request = {"kind": "prepare", "work": {}, "parent": os.getppid(), "longest_s": 60}
+    (tmp_path / worker.REQUEST).write_text(json.dumps(request))
     monkeypatch.setattr(worker, "_die_with", lambda parent: None)
     monkeypatch.setattr(worker, "_end_after", lambda seconds: None)
-    monkeypatch.setattr(worker, "_help", lambda *_: {"status": "ok"})
+    monkeypatch.setattr(worker, "_done", lambda *_: WorkerResult("ok"))
 
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -117,13 +119,13 @@ def wrapped(inner):
     ],
 )
 def test_exceptions_have_a_status_and_one_line(exc, status):
-    found, reason = classify(exc)
-    assert found == status
-    assert "\n" not in reason
+    refusal = classify(exc)
+    assert refusal.status == status
+    assert "\n" not in refusal.reason
 
 
 def outcome(**changes):
-    base = Outcome({"status": "ok", "reason": ""}, 0, False, 0, 1, "cgroup-v1", True, "(none)")
+    base = Outcome(WorkerResult("ok"), 0, False, 0, 1, "cgroup-v1", True, "(none)")
     return dataclasses.replace(base, **changes)
 
 
@@ -132,7 +134,7 @@ def outcome(**changes):
     [
         (outcome(), "ok", ""),
         (outcome(result=None, exit_code=-9, oom_kills=1), "oom_host", "at its limit of 1 MiB"),
-        (outcome(result={"status": "error", "reason": "child died"}, oom_kills=1), "oom_host", "OOM"),
+        (outcome(result=WorkerResult("error", "child died"), oom_kills=1), "oom_host", "OOM"),
         (outcome(oom_kills=1), "ok", ""),  # a helper of the engine died and the engine coped
         (outcome(result=None, exit_code=-9), "error", "SIGKILL"),  # exit 137 alone is no evidence of memory
         (outcome(result=None, exit_code=-9, timed_out=True), "timeout", "after 5 s"),
@@ -141,9 +143,9 @@ def outcome(**changes):
     ],
 )
 def test_the_launcher_judges_from_evidence(ended, status, words):
-    found, reason = judge(ended, 5.0, 1 << 20)
-    assert found == status
-    assert words in reason
+    refusal = judge(ended, 5.0, 1 << 20)
+    assert (refusal.status if refusal else "ok") == status
+    assert words in (refusal.reason if refusal else "")
 
 
 def test_synthetic_requests_do_not_depend_on_how_many_are_asked_for():

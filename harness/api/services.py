@@ -1,0 +1,190 @@
+"""What the harness asks of engines' packages beside engines: modules that `harness.registry` imports by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.api.common import Bits, Schedule
+from harness.api.engine import GenerationRequest, Score
+from harness.api.hardware import HardwareProfile
+from harness.api.machine import LocalModel, ModelShape
+from harness.api.record import Forecast, RunRecord
+from harness.api.spec import ModelSpec, OffloadPolicy, RunSpec
+from harness.api.task import Pair, Task, Tokens
+
+#: Receives units of work done, and how many there are in all.
+OnProgress = Callable[[int, int], None]
+#: FLOP/s by dtype and rows, every sample.
+GemmRates = Mapping[str, Mapping[str, Sequence[float]]]
+#: Prompt and generated tokens of each request; empty where all have the workload's own.
+RequestLengths = Sequence[tuple[int, int]]
+
+
+class ModelStore(Protocol):
+    """Checkpoints on this machine."""
+
+    def prepare(self, model: ModelSpec, cache: Path, on_progress: OnProgress | None = None) -> LocalModel:
+        """Makes a checkpoint ready; `on_progress` gets bytes. Raises HarnessError for one that cannot be."""
+        ...
+
+    def content_digest(self, model: LocalModel, cache: Path, on_progress: OnProgress) -> str:
+        """A digest of weights, configuration, tokenizer and templates: of all that decides a model's answers."""
+        ...
+
+    def evict(self, path: str | Path) -> None:
+        """Drops a folder's files from the page cache. Raises OSError."""
+        ...
+
+
+class ModelShapes(Protocol):
+    """Built-in model shapes."""
+
+    @property
+    def CATALOGUE(self) -> Mapping[str, ModelShape]:
+        """By id."""
+        ...
+
+    def tiny(self, family: str) -> str:
+        """The id of a negligible model that runs the family's code."""
+        ...
+
+
+class RequestChecks(Protocol):
+    """What a model can be asked."""
+
+    def validate(self, request: GenerationRequest, shape: ModelShape) -> None:
+        """Raises HarnessError for a request that a model of this shape cannot run."""
+        ...
+
+
+class CompilerSearch(Protocol):
+    """The C++ compiler for kernels."""
+
+    def command(self) -> list[str]:
+        """Its command line, empty where there is none."""
+        ...
+
+
+class MachineRatesProbe(Protocol):
+    """Rates of matrix products on this machine, now."""
+
+    def gemm_rates(
+        self, dtypes: Sequence[str], rows: Sequence[int], k: int, n: int, threads: int | None = None
+    ) -> GemmRates:
+        """FLOP/s of x[rows, k] times the transpose of a weight [n, k] on the CPU."""
+        ...
+
+    def device_rates(
+        self, dtypes: Sequence[str], rows: Sequence[int], k: int, n: int
+    ) -> tuple[GemmRates, Sequence[float]]:
+        """The same on the CUDA device, and bytes/s of copies of pinned memory to it."""
+        ...
+
+
+class Calibrator(Protocol):
+    """Measures a hardware profile of this host."""
+
+    def measure(self, cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> HardwareProfile:
+        """`folder`: where the disk is measured; `report` is told what is measured next."""
+        ...
+
+
+class Planner(Protocol):
+    """The best policy for a machine, or what a given policy will do."""
+
+    def plan(
+        self, model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
+        schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]] | None, latency_s: float | None,
+        policy: OffloadPolicy | None, stages: int | None, report: OnProgress,
+    ) -> dict[str, Any]:  # fmt: skip
+        """A plan as plain data. Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits."""
+        ...
+
+    def nested(self, policy: Mapping[str, Any]) -> dict[str, Any]:
+        """A policy's wg wc wd and so on as triples."""
+        ...
+
+
+class Simulator(Protocol):
+    """Cells of a suite on a machine that is described by a profile."""
+
+    def simulate(self, spec: RunSpec, profile: HardwareProfile, lengths: RequestLengths) -> RunRecord:
+        """One cell, predicted."""
+        ...
+
+    def searched(
+        self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: RequestLengths
+    ) -> RunSpec:  # fmt: skip
+        """The cell with the best policy for it on that machine. Raises HarnessError."""
+        ...
+
+
+class Forecaster(Protocol):
+    """What the performance model says of launches that were measured."""
+
+    def forecast(self, record: RunRecord, profile: HardwareProfile) -> Forecast | None:
+        """None where the rates of the launch's dtype are unknown. Raises HarnessError for what cannot be planned."""
+        ...
+
+
+class PublishedFigures(Protocol):
+    """Figures of papers."""
+
+    def table(self, profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
+        """A row for each figure, with its prediction."""
+        ...
+
+
+class TaskCatalogue(Protocol):
+    """Accuracy tasks by name."""
+
+    def task(self, name: str) -> Task:
+        """Raises HarnessError for an unknown name."""
+        ...
+
+    def known(self, name: str) -> bool:
+        """Whether a suite may name it."""
+        ...
+
+    def names(self) -> list[str]:
+        """All names that can be listed."""
+        ...
+
+
+class LmEvalModel(Protocol):
+    """A model that lm-eval can ask. `fingerprint`: a digest of all that decides its answers; `context`: in tokens."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def context(self) -> int: ...
+
+    def score(self, pairs: Sequence[Pair]) -> Sequence[Score]: ...
+
+    def write(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]: ...
+
+
+#: Opens a model by the words after `--model_args`.
+OpenModel = Callable[[Mapping[str, Any]], LmEvalModel]
+
+
+class LmEval(Protocol):
+    """lm-eval's command line with our engines among its models."""
+
+    def run(self, words: Sequence[str]) -> int:
+        """Runs it; returns its exit code."""
+        ...
+
+    def write_local(self, data: Path, into: Path) -> None:
+        """Writes task files that read the folder `data`."""
+        ...
+
+    def register(self, names: Sequence[str], opening: Callable[[str], OpenModel], kept: Path) -> None:
+        """Makes engines known by their names; answers are kept in the folder `kept`."""
+        ...

@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HELM := .venv-helm
+DOCS := .venv-docs
 
-.PHONY: quickstart test test-full gpu-check gpu-wheels lint format schema architectures clean
+.PHONY: quickstart test test-full gpu-check gpu-wheels lint format schema architectures docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/harness run suites/quickstart.yaml
@@ -77,7 +78,16 @@ $(HELM)/.installed: constraints.txt
 
 # Which architectures the offload engine carries, each tried
 architectures: $(STAMP)
-	$(BIN)/python -m engines.offload.survey > docs/architectures.md
+	$(BIN)/python -m engines.offload.survey > docs/reference/architectures.md
+
+# The site, into ./site. An environment of its own keeps the quickstart's small; warnings and dead links fail
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
 
 clean:
-	rm -rf $(VENV) $(HELM) build *.egg-info
+	rm -rf $(VENV) $(HELM) $(DOCS) build site *.egg-info

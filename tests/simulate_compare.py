@@ -1,6 +1,6 @@
 """Simulated comparisons: how often `compare` cries wolf, and how often it sees a wolf.
 
-`python -m tests.simulate_compare` prints the table of docs/compare.md (minutes).
+`python -m tests.simulate_compare` prints the table of docs/guides/regressions.md (minutes).
 
 The noise is what shared machines do: heavy tails (Student's t with four degrees of freedom), half of the variance in a
 drift that launches share with those just before them (an autoregression of 0.9 a launch), a coefficient of variation of

@@ -1,6 +1,6 @@
 """Which of transformers' architectures the engine carries: each is tried, none listed by hand.
 
-`python -m engines.offload.survey > docs/architectures.md`, or `make architectures`.
+`python -m engines.offload.survey > docs/reference/architectures.md`, or `make architectures`.
 """
 
 from __future__ import annotations

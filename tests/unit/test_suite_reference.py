@@ -1,4 +1,4 @@
-"""docs/suites.md names every key that a suite may have."""
+"""docs/reference/suites.md names every key that a suite may have."""
 
 import re
 from dataclasses import fields
@@ -9,7 +9,7 @@ import pytest
 from harness.api import HardwareLimits, HardwareRequirements, ModelSpec, OffloadPolicy, WorkloadSpec
 from harness.suite.config import CELL_KEYS, SUITE_KEYS
 
-PAGE = Path(__file__).parents[2] / "docs" / "suites.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "suites.md"
 
 
 def section(title: str) -> set[str]:

@@ -37,6 +37,7 @@ class EngineEntry:
     summary: str
     builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
     builtin_text: str = ""  # and of what takes a tokenizer's place for them
+    longest: str = ""  # "module:function" that plans its longest sequence without loading it
     predicted: bool = False  # whether there is a performance model of it on a machine without a device
     environment: str = ""  # the list of pins, and the image target, for an environment of its own
     needs: str = ""  # what it cannot do without beside packages, in words
@@ -61,6 +62,7 @@ ENGINES: dict[str, EngineEntry] = {
         "deterministic tokens in virtual time; drives the harness's tests",
         "engines.adapters.fake:MODEL",
         "engines.adapters.fake:FakeText",
+        longest="engines.adapters.fake:longest_sequence",
         environment="harness",
     ),
     "transformers": EngineEntry(
@@ -126,6 +128,7 @@ ENGINES: dict[str, EngineEntry] = {
         ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
         "offload",
         "our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
+        longest="engines.planning.longest:longest_sequence",
         predicted=True,
         environment="offload",
     ),
@@ -263,6 +266,15 @@ def text(engine: str, model: LocalModel) -> Any:
 def check_request(request: GenerationRequest, shape: ModelShape) -> None:
     """engines.common.requests.validate: raises HarnessError for what cannot be run on a model of this shape."""
     resolve(_CHECK)(request, shape)
+
+
+def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | None:
+    """Tokens of the longest sequence that the engine's memory plan admits; None for an engine without such a plan.
+
+    Raises InfeasibleError where not even a sequence of `shortest` tokens fits.
+    """
+    planned = engine_entry(spec.engine).longest
+    return cast(int, resolve(planned)(spec, model, shortest)) if planned else None
 
 
 def device_rates(*args: Any) -> Any:

@@ -107,22 +107,22 @@ def test_each_line_of_a_text_file_is_a_prompt(files):
         ("not json", "is not JSON"),
         ("[1]", "expected a JSON object, got list"),
         ("[" * 100_000, "nested too deeply"),
-        ({"prmpt": "x"}, "prmpt is not a setting this job knows; did you mean 'prompt'"),
+        ({"prmpt": "x"}, "prmpt is not a known setting; did you mean 'prompt'"),
         ({"max_tokens": 3}, "prompt is missing"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": ["a", "b"]}, "prompt: expected a text or a list of token ids"),
+        ({"prompt": ["a", "b"]}, "prompt: expected a string or a list of token ids"),
         ({"prompt": [5, 5000]}, "token id 5000 is outside the vocabulary of 1000"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "x", "max_tokens": 5000}, "exceed the model's context of 4096"),
         ({"prompt": "x", "temperature": -1}, "temperature is -1"),
         ({"prompt": "x", "temperature": "hot"}, "temperature: input should be a valid number"),
         ('{"prompt": "x", "temperature": NaN}', "temperature is nan"),
-        ({"prompt": "x", "stop": ["a", ""]}, "stop: an empty text"),
-        ({"prompt": "x", "stop": [3]}, "stop: expected a text or a list of texts"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop: an empty string"),
+        ({"prompt": "x", "stop": [3]}, "stop: expected a string or a list of strings"),
         ({"prompt": "x", "n": 0}, "n: input should be greater than or equal to 1"),
         ({"prompt": "x", "stream": True}, "stream: input should be False"),
         ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty: input should be 0"),
-        ({"custom_id": 5, "prompt": "x"}, "custom_id: expected a text"),
+        ({"custom_id": 5, "prompt": "x"}, "custom_id: expected a string"),
         ({"custom_id": "good", "prompt": "x"}, "custom_id 'good' was used on line 1"),
         (batch("c", "/v1/embeddings", input="x"), "url: input should be '/v1/completions'"),
         (batch("c", CHAT, messages=[]), "body.messages: list should have at least 1 item"),
@@ -178,7 +178,7 @@ def test_an_interruption_is_one_line_and_goes_on(files):
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[1]
     assert process.returncode == 130
-    assert "run the same command again to go on" in told
+    assert "run the same command again to resume" in told
     assert "Traceback" not in told
     assert files().returncode == 0
     assert len(files.answers()) == 200
@@ -207,7 +207,7 @@ def test_answers_to_another_input_or_of_another_model_are_not_touched(files):
     assert "answers of another model" in refused(files)
     for mine in (b"something of mine\n", b"something of mine", b'{"a": 1}', b"\x00\x01\n\xff"):
         files.output.write_bytes(mine)
-        assert "out.jsonl:1 is no answer of a batch job" in refused(files)
+        assert "out.jsonl:1 is not an answer of a batch job" in refused(files)
         assert files.output.read_bytes() == mine
     assert files("--fresh").returncode == 0
     assert (files.output.parent / "out.1.jsonl").read_bytes() == mine

@@ -325,6 +325,9 @@ def test_a_line_that_was_refused_can_be_mended_in_place(files):
 
 def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in (50, 5, 300, 90, 91, 7, 200)))
+    dry = files("--set", "options.longest=100", "--dry-run")
+    assert (dry.returncode, "7 lines; 4 to run" in dry.stdout, "3 refused" in dry.stdout) == (1, True, True)
+    assert "in.jsonl:3: 310 tokens are too long for the memory" in dry.stderr
     done = files("--set", "options.longest=100")
     assert done.returncode == 1
     assert "7 lines; 4 answered" in done.stdout
@@ -334,6 +337,14 @@ def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     done = files("--set", "options.longest=500")
     assert done.returncode == 0, "with more memory they are run"
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
+
+
+def test_what_the_load_refuses_all_the_same_is_one_line(files):
+    files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
+    done = files("--set", "options.crash=infeasible")
+    assert (done.returncode, files.output.read_bytes()) == (4, b"")
+    assert "harness: cannot run 2 lines of up to 4 tokens: engine fake needs at least 2 bytes" in done.stderr
+    assert files("--set", "options.longest=2").stderr.count("holds 2 tokens of a sequence, not 3") == 1
 
 
 def test_what_an_answer_must_not_be_written_over(files):

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, Workload, WorkloadSpec
+from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec
 from harness.api.services import (
     Calibrator,
     CompilerSearch,
     Forecaster,
     LmEval,
+    LongestSequence,
     MachineRatesProbe,
     ModelShapes,
     ModelStore,
@@ -69,6 +70,7 @@ class EngineEntry(Entry):
     summary: str = ""
     builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
     builtin_text: str = ""  # "module:NAME" of the tokenizer of the built-in model
+    longest: str = ""  # "module:function" that plans its longest sequence without loading it
     predicted: bool = False  # whether there is a performance model of it on a machine without a device
     environment: str = ""  # name of its list of pins and of its image, for an environment of its own
     needs: str = ""  # what it needs beside packages, in words
@@ -84,6 +86,7 @@ ENGINES: Mapping[str, EngineEntry] = {
         "deterministic tokens in virtual time; drives the harness's tests",
         "engines.adapters.fake:MODEL",
         "engines.adapters.fake:FakeText",
+        longest="engines.adapters.fake:longest_sequence",
         environment="harness",
     ),
     "transformers": EngineEntry(
@@ -149,6 +152,7 @@ ENGINES: Mapping[str, EngineEntry] = {
         ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
         "offload",
         "our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
+        longest="engines.planning.longest:longest_sequence",
         predicted=True,
         environment="offload",
     ),
@@ -205,6 +209,15 @@ def make_engine(name: str, options: Mapping[str, Any]) -> Engine:
     if entry.plugin:
         plugins.require(entry.plugin, engine, Engine, "Engine")
     return cast(Engine, engine)
+
+
+def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | None:
+    """Tokens of the longest sequence that the engine's memory plan admits; None for an engine without such a plan.
+
+    Raises InfeasibleError where not even a sequence of `shortest` tokens fits.
+    """
+    planned = engine_entry(spec.engine).longest
+    return cast(LongestSequence, resolve(planned))(spec, model, shortest) if planned else None
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from harness.api import (
     LocalModel,
     ModelShape,
     OffloadPolicy,
+    RunSpec,
     Score,
     UnsupportedError,
 )
@@ -48,6 +49,18 @@ SHAPE = ModelShape(
 )
 #: What the model id `fake` stands for: no files.
 MODEL = LocalModel(path="", shape=SHAPE, weight_bytes=0, dtype="float32", digest="fake-0000000000000000")
+
+
+def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
+    """The option `longest`, or the model's context. Raises InfeasibleError where that is less than `shortest`."""
+    limit: int | None = spec.options.get("longest")
+    _require_length(limit, shortest)
+    return model.shape.max_context if limit is None else limit
+
+
+def _require_length(limit: int | None, tokens: int) -> None:
+    if limit is not None and tokens > limit:
+        raise InfeasibleError(f"engine fake holds {limit} tokens of a sequence, not {tokens}")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -107,8 +120,7 @@ class FakeEngine:
             raise UnsupportedError("engine fake was told to refuse this model")
         if self._crash == "infeasible":
             raise InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
-        if self._longest is not None and job.max_sequence > self._longest:
-            raise InfeasibleError(f"engine fake holds {self._longest} tokens of a sequence, not {job.max_sequence}")
+        _require_length(self._longest, job.max_sequence)
         policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
         if limits.disk_bandwidth is not None:
             raise UnsupportedError("engine fake reads no disk: it has no limits.disk_bandwidth")

@@ -107,6 +107,14 @@ class Planner(Protocol):
         ...
 
 
+class LongestSequence(Protocol):
+    """An engine's memory planner, asked how long a sequence may be."""
+
+    def __call__(self, spec: RunSpec, model: LocalModel, shortest: int) -> int:
+        """Tokens; raises InfeasibleError where not even `shortest` tokens fit."""
+        ...
+
+
 class Simulator(Protocol):
     """Cells of a suite on a machine that is described by a profile."""
 

@@ -1,4 +1,4 @@
-"""The output of a batch job: a line for each input line, and the model that gave them, across interruptions."""
+"""The output of a batch job: one line per input line, kept whole across interruptions, of one model only."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from typing import IO, Any
 from harness.api import HarnessError
 from harness.common.line_file import LineFile
 
-#: How every line of ours begins.
+#: The first bytes of every line that a batch job writes.
 _BEGINNING = b'{"line":'
 _ADVICE = "choose another --output, or --fresh to set it aside"
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A line that has its answer, or was refused; `asked` is a digest of what it asked for."""
+    """A line of the output, an answer or a refusal; `digest` identifies the input line that it belongs to."""
 
-    asked: str
+    digest: str
     refused: bool
 
 
 class AnswerFile:
-    """Appends answers to `path`, for one process at a time. `done`: what it answers already, by number of the line.
+    """Appends answers to `path`, for one process at a time; `answered` holds the lines it has so far, by number.
 
-    `model` is a digest of who answers: a file of another model's answers is refused, and so is, untouched, one of
-    anything else. Raises HarnessError for what cannot be read, written or locked.
+    `model` is a digest of the model that answers. A file of another model's answers, or of anything else, is refused
+    and left as it is. `fresh` sets an earlier file aside. With `dry_run` nothing is created, locked or written.
+    Raises HarnessError for a file that cannot be read, written or locked.
     """
 
-    def __init__(self, path: Path, model: str, fresh: bool) -> None:
+    def __init__(self, path: Path, model: str, fresh: bool, dry_run: bool = False) -> None:
         self._file = LineFile(path)
         self._model = model
         self._fresh = fresh
+        self._dry_run = dry_run
         self._lock: IO[bytes] | None = None
-        self.done: dict[int, Answered] = {}
+        self.answered: dict[int, Answered] = {}
 
     def __enter__(self) -> AnswerFile:
+        path = self._file.path
+        if self._dry_run:
+            self.answered = {} if self._fresh else _answered(path, self._model)
+            return self
         try:
-            self._open(self._file.path)
+            self._open(path)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -56,17 +62,17 @@ class AnswerFile:
         if self._lock is not None:
             self._lock.close()
 
-    def write(self, row: Mapping[str, Any], asked: str) -> None:
-        """Adds an answer durably, and what it answers."""
+    def write(self, row: Mapping[str, Any], digest: str) -> None:
+        """Appends an answer to the input line with this digest, and syncs it."""
         self._refuse_if_moved()
-        row = {**row, "line_digest": asked, "model_digest": self._model}
+        row = {**row, "line_digest": digest, "model_digest": self._model}
         try:
             self._file.append(_encoded(row))
         except OSError as exc:
             raise self._failed(exc) from exc
 
-    def forget(self, lines: Collection[int]) -> None:
-        """Takes the answers of `lines` out, all at once or not at all."""
+    def remove(self, lines: Collection[int]) -> None:
+        """Removes the answers of `lines`, all at once or not at all."""
         if not lines:
             return
         self._refuse_if_moved()
@@ -77,30 +83,30 @@ class AnswerFile:
                 new.writelines(line for line in old if json.loads(line)["line"] not in lines)
                 new.flush()
                 os.fsync(new.fileno())
-            self._take(temporary)
+            self._lock_file(temporary)
             temporary.replace(path)
         except OSError as exc:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise self._failed(exc) from exc
-        self.done = {number: answer for number, answer in self.done.items() if number not in lines}
+        self.answered = {number: answer for number, answer in self.answered.items() if number not in lines}
 
     def _open(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and (not path.is_file() or _is_stdout(path)):
                 raise HarnessError(f"{path} is not a regular file; choose another --output")
-            self._take(path)
+            self._lock_file(path)
             if self._fresh and path.stat().st_size:
                 self._file.set_aside()
-                self._take(path)
-            self.done = answered(path, self._model)
+                self._lock_file(path)
+            self.answered = _answered(path, self._model)
             self._file.mend()
         except OSError as exc:
             raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another --output") from exc
 
-    def _take(self, path: Path) -> None:
-        """Locks the file at `path`, in place of one that was locked before."""
+    def _lock_file(self, path: Path) -> None:
+        """Locks the file at `path` and releases the one locked before."""
         lock = path.open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,8 +118,8 @@ class AnswerFile:
         self._lock = lock
 
     def _refuse_if_moved(self) -> None:
-        """Raises HarnessError where the file was moved or removed under us: another job may write one in its place."""
-        assert self._lock is not None, "entered"
+        """Raises HarnessError if the file was moved or removed meanwhile: another job may write one in its place."""
+        assert self._lock is not None, "not entered, or in a dry run"
         path = self._file.path
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
             raise HarnessError(f"{path} was moved or removed while the job was running; the job ends here")
@@ -121,18 +127,18 @@ class AnswerFile:
     def _failed(self, exc: OSError) -> HarnessError:
         return HarnessError(
             f"cannot write {self._file.path}: {exc.strerror or exc}; "
-            f"free space, then run the same command again{' without --fresh' if self._fresh else ''} to go on"
+            f"free space, then run the same command again{' without --fresh' if self._fresh else ''} to resume"
         )
 
 
-def answered(path: Path, model: str) -> dict[int, Answered]:
-    """By number the lines that a file of answers holds; a truncated last one does not count.
+def _answered(path: Path, model: str) -> dict[int, Answered]:
+    """The lines of a file of answers, by number; a truncated last line does not count.
 
     Raises HarnessError for a file of anything else, or of another model's answers.
     """
-    done: dict[int, Answered] = {}
+    answers: dict[int, Answered] = {}
     if not path.exists():
-        return done
+        return answers
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -140,26 +146,26 @@ def answered(path: Path, model: str) -> dict[int, Answered]:
                     break
                 try:
                     row = json.loads(line)
-                    done[int(row["line"])] = Answered(row["line_digest"], row["error"] is not None)
+                    answers[int(row["line"])] = Answered(row["line_digest"], row["error"] is not None)
                     digest = row["model_digest"]
                 except (ValueError, KeyError, TypeError, RecursionError):
-                    raise HarnessError(f"{path}:{number} is no answer of a batch job; {_ADVICE}") from None
+                    raise HarnessError(f"{path}:{number} is not an answer of a batch job; {_ADVICE}") from None
                 if digest != model:
                     raise HarnessError(f"{path} holds answers of another model; {_ADVICE}")
     except OSError as exc:
         raise HarnessError(f"cannot read {path}: {exc.strerror or exc}; choose another --output") from exc
-    return done
+    return answers
 
 
 def _encoded(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only JSON's escapes can hold
+    except UnicodeEncodeError:  # a lone surrogate, which only JSON's escapes can hold
         return json.dumps(row, separators=(",", ":")).encode()
 
 
 def _is_stdout(path: Path) -> bool:
-    """Where answers and summary would overwrite each other."""
+    """Whether this process prints to the file: then answers and summary would overwrite each other."""
     with suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(1))
     return False

@@ -1,4 +1,4 @@
-"""The lines of a batch job: requests in OpenAI's batch format, plain prompts, and the answers to them."""
+"""The lines of a batch job: requests in OpenAI's batch format or as plain prompts, and the answers to them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
 
-#: OpenAI's limits on samples and alternatives; more would be mistakes.
-_MOST_SAMPLES, _MOST_ALTERNATIVES = 128, 20
+#: OpenAI's limits on `n` and `top_logprobs`.
+_MAX_SAMPLES, _MAX_ALTERNATIVES = 128, 20
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -22,7 +22,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request of a job: a prompt as text or token ids, or the messages of a chat (role and content each)."""
+    """A line of the input: a prompt as text or token ids, or a chat's messages, each with `role` and `content`."""
 
     number: int
     id: str | None
@@ -33,7 +33,7 @@ class BatchLine:
 
 
 class LineError(HarnessError):
-    """What is wrong with one line; `id` is its custom_id, where it has a usable one."""
+    """What is wrong with a line; `id` is its custom_id if that is valid."""
 
     def __init__(self, message: str, id_: str | None = None) -> None:
         super().__init__(message)
@@ -55,9 +55,9 @@ class _Message(_Strict):
 
 
 class _Body(_Strict):
-    """What both kinds of request share. What a job cannot honour is accepted at its neutral value only."""
+    """Settings of completions and chats. Those that a job does not support are accepted at their neutral value only."""
 
-    model: str | None = None  # the format asks for it; the job's --model is what runs
+    model: str | None = None  # part of the format; the job runs its own --model
     user: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -65,7 +65,7 @@ class _Body(_Strict):
     top_p: float | None = None
     top_k: int = 0
     min_p: float = 0.0
-    n: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_SAMPLES)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool = False
@@ -75,8 +75,8 @@ class _Body(_Strict):
 
 
 class _Completion(_Body):
-    prompt: Annotated[StrictStr | list[StrictInt], Field(description="a text or a list of token ids")]
-    logprobs: Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None = None
+    prompt: Annotated[StrictStr | list[StrictInt], Field(description="a string or a list of token ids")]
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
     echo: Literal[False] | None = None
 
 
@@ -84,7 +84,7 @@ class _Chat(_Body):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
 
 
 class _Row(_Strict):
@@ -97,21 +97,22 @@ class _Row(_Strict):
 
 
 def parse_line(raw: bytes, number: int, max_tokens: int, seed: int) -> BatchLine:
-    """The request on line `number`. `max_tokens` and `seed` are for lines that say nothing of them.
+    """Parses line `number`. `max_tokens` and `seed` are the defaults for lines without them.
 
-    Lines of OpenAI's batch format have its defaults (temperature 1); plain ones, objects with `prompt` or
-    `messages` and the same settings beside them, are greedy. Raises LineError.
+    A line in OpenAI's batch format has its defaults (temperature 1). A plain line, an object with `prompt` or
+    `messages` and the same settings beside it, decodes greedily. A request without a seed gets one derived from `seed`
+    and its line number, so that reruns are reproducible. Raises LineError.
     """
     data = _object(raw)
-    found = data.get("custom_id")
-    id_ = found if isinstance(found, str) and found else None
+    custom_id = data.get("custom_id")
+    id_ = custom_id if isinstance(custom_id, str) and custom_id else None
     try:
         if "body" in data:
             row = _checked(_Row, data, "")
             body, temperature = _body(row.body, row.url.endswith("/chat/completions"), "body."), 1.0
         else:
-            if found is not None and id_ is None:
-                raise LineError("custom_id: expected a text that is not empty")
+            if custom_id is not None and id_ is None:
+                raise LineError("custom_id: expected a string that is not empty")
             rest = {key: value for key, value in data.items() if key != "custom_id"}
             body, temperature = _body(rest, "messages" in rest, ""), 0.0
         return _line(body, number, id_, temperature, max_tokens, seed)
@@ -121,9 +122,9 @@ def parse_line(raw: bytes, number: int, max_tokens: int, seed: int) -> BatchLine
 
 def answer(line: BatchLine, model: str, results: Sequence[GenerationResult], texts: Sequence[str],
            token_text: Callable[[int], str]) -> dict[str, Any]:  # fmt: skip
-    """The output line for a request that was run, in OpenAI's batch format and with the number of its input line.
+    """The output line for a request that was run, in OpenAI's batch format with the number of the input line added.
 
-    `texts` are what was generated, one for each result; `token_text` gives a token's own.
+    `results` and `texts` hold one entry per sample; `token_text` decodes a single token.
     """
     make = _chat_choice if line.messages else _completion_choice
     prompt, generated = results[0].prompt_tokens, sum(len(r.tokens) for r in results)
@@ -137,7 +138,7 @@ def answer(line: BatchLine, model: str, results: Sequence[GenerationResult], tex
 
 
 def refusal(number: int, id_: str | None, message: str) -> dict[str, Any]:
-    """The output line for a request that was not run."""
+    """The output line for a line that was refused."""
     return _output(number, id_, None, {"code": "invalid_request", "message": message})
 
 
@@ -167,7 +168,7 @@ def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
         return kind.model_validate(data)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_input=False)
-    # a wrong name before what is missing because of it
+    # a misspelt key comes before the key that is missing because of it
     error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     key = str(error["loc"][0])
     path = where + (".".join(map(str, error["loc"])) if error["type"] != "union" else key)
@@ -175,17 +176,17 @@ def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
         known = list(kind.model_fields)
         near = difflib.get_close_matches(key, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise LineError(f"{path} is not a setting this job knows; {hint}")
+        raise LineError(f"{path} is not a known setting; {hint}")
     if error["type"] == "missing":
         raise LineError(f"{path} is missing")
     if key in ("prompt", "stop"):
-        wanted = "a text or a list of token ids" if key == "prompt" else "a text or a list of texts"
-        raise LineError(f"{where}{key}: expected {wanted}")
+        expected = "token ids" if key == "prompt" else "strings"
+        raise LineError(f"{where}{key}: expected a string or a list of {expected}")
     raise LineError(f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}")
 
 
 def _line(
-    body: _Completion | _Chat, number: int, id_: str | None, temperature: float, most: int, seed: int
+    body: _Completion | _Chat, number: int, id_: str | None, temperature: float, max_tokens: int, seed: int
 ) -> BatchLine:
     prompt: str | tuple[int, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
@@ -194,15 +195,15 @@ def _line(
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs and not body.logprobs:
             raise LineError("top_logprobs needs logprobs: true")
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        own_limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     else:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
-        alternatives, asked = body.logprobs, body.max_tokens
+        alternatives, own_limit = body.logprobs, body.max_tokens
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if "" in stop:
-        raise LineError("stop: an empty text would end every answer at once")
+        raise LineError("stop: an empty string would end every answer at once")
     sampling = SamplingParams(
-        max_tokens=most if asked is None else asked,
+        max_tokens=max_tokens if own_limit is None else own_limit,
         min_tokens=body.min_tokens,
         temperature=temperature if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -237,16 +238,16 @@ def _completion_choice(
         logprobs = {
             "tokens": [token_text(t) for t in result.tokens],
             "token_logprobs": [p.logprob for p in result.logprobs],
-            # falling, so that of tokens of the same text the likeliest stays
+            # in ascending order, so that among tokens with the same text the likeliest wins
             "top_logprobs": [{token_text(t): value for t, value in reversed(p.top)} for p in result.logprobs],
         }
     return {"index": index, "text": text, "finish_reason": result.finish_reason, "logprobs": logprobs}
 
 
 def _chat_choice(index: int, result: GenerationResult, text: str, token_text: Callable[[int], str]) -> dict[str, Any]:
-    def entry(token: int, found: TokenLogprob) -> dict[str, Any]:
-        top = [{"token": token_text(t), "logprob": value} for t, value in found.top]
-        return {"token": token_text(token), "logprob": found.logprob, "top_logprobs": top}
+    def entry(token: int, logprob: TokenLogprob) -> dict[str, Any]:
+        top = [{"token": token_text(t), "logprob": value} for t, value in logprob.top]
+        return {"token": token_text(token), "logprob": logprob.logprob, "top_logprobs": top}
 
     logprobs = None
     if result.logprobs:

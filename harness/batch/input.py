@@ -1,20 +1,21 @@
-"""The lines of a batch job's input: each a request ready to run, or the reason why it cannot be."""
+"""The input of a batch job: for each line its requests, or the reason why it cannot be run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from harness import registry
-from harness.api import GenerationRequest, HarnessError, ModelShape, RunSpec
+from harness.api import GenerationRequest, HarnessError, ModelShape
 from harness.batch.answer_file import Answered
 from harness.batch.format import BatchLine, LineError, parse_line
+from harness.batch.job import BatchJob, Progress
 
-#: So that the seeds of a request's samples are far apart.
+#: Between the seeds of a request's samples, so that they lie far apart: 2^64 divided by the golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 64
 
@@ -29,45 +30,22 @@ class Text(Protocol):
     def token(self, token: int) -> str: ...
 
 
-class Progress(Protocol):
-    """Who is told how a job goes; see job_progress.py."""
-
-    def note(self, text: str) -> None: ...
-    def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None: ...
-
-
-@dataclass(frozen=True)
-class BatchJob:
-    """What to generate and how: engine, model, policy and limits are the cell's.
-
-    `max_tokens` and `seed` are for lines that say nothing of them. `fresh` sets earlier answers aside.
-    """
-
-    cell: RunSpec
-    source: Path
-    output: Path
-    cache: Path
-    max_tokens: int
-    seed: int = 0
-    fresh: bool = False
-
-
 @dataclass(frozen=True)
 class Ready:
-    """A line ready to run: a request for each of its samples. `asked`: a digest of what it asks for."""
+    """A line that can be run: one request per sample. `digest` identifies the line's content and the job's defaults."""
 
     line: BatchLine
-    asked: str
+    digest: str
     requests: tuple[GenerationRequest, ...]
 
     @property
     def tokens(self) -> int:
-        """Those of one of its sequences, at most: prompt and new ones."""
+        """The most tokens of one of its sequences, prompt and new ones."""
         return len(self.requests[0].prompt) + self.requests[0].sampling.max_tokens
 
     def refused(self, reason: str) -> Refused:
-        """The line as one that cannot be run after all."""
-        return Refused(self.line.number, self.asked, self.line.id, reason)
+        """The same line, refused after all."""
+        return Refused(self.line.number, self.digest, self.line.id, reason)
 
 
 @dataclass(frozen=True)
@@ -75,44 +53,61 @@ class Refused:
     """A line that cannot be run, and why."""
 
     number: int
-    asked: str
+    digest: str
     id: str | None
     reason: str
 
 
-def read(
-    job: BatchJob, shape: ModelShape, text: Text, done: Mapping[int, Answered], progress: Progress
-) -> tuple[list[Ready], list[Refused]]:
-    """The lines that are not answered yet. Of those refused before, the ones that can be run now are ready.
+@dataclass
+class Lines:
+    """A job's lines: to run, newly refused, and settled by an earlier run (by line number).
 
-    Raises HarnessError where `done` are the answers of another input.
+    Lines that an earlier run refused are `ready` if they can be run now, else `settled`.
     """
-    ready: list[Ready] = []
-    refused: list[Refused] = []
+
+    ready: list[Ready] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    settled: dict[int, Answered] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are to run."""
+        return sum(len(item.requests) for item in self.ready)
+
+
+def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, Answered], progress: Progress) -> Lines:
+    """Reads the input and sorts its lines by what is to be done; `answered` are the lines of the output so far.
+
+    Raises HarnessError for an input that cannot be read, and where `answered` belongs to another input.
+    """
+    lines = Lines()
     ids: dict[str, int] = {}
     seen = set()
-    for number, raw, position, size in _lines(job.source):
+    for number, raw, position, size in _raw_lines(job.source):
         seen.add(number)
-        asked = hashlib.blake2b(f"{job.max_tokens} {job.seed} ".encode() + raw, digest_size=8).hexdigest()
-        before = done.get(number)
-        parsed = _parsed(job, number, raw, asked, ids)
+        digest = hashlib.blake2b(f"{job.max_tokens} {job.seed} ".encode() + raw, digest_size=8).hexdigest()
+        parsed = _parsed(job, number, raw, digest, ids)
+        before = answered.get(number)
         if before is not None and not before.refused:
-            if before.asked != asked:
+            if before.digest != digest:
                 raise HarnessError(_other_input(job, number))
+            lines.settled[number] = before
             continue
-        item = _encoded(parsed, asked, shape, text) if isinstance(parsed, BatchLine) else parsed
+        item = _tokenized(parsed, digest, shape, text) if isinstance(parsed, BatchLine) else parsed
         if isinstance(item, Ready):
-            ready.append(item)
+            lines.ready.append(item)
         elif before is None:
-            refused.append(item)
+            lines.refused.append(item)
+        else:
+            lines.settled[number] = before
         progress.advance("reading", position, size)
-    if missing := sorted(set(done) - seen):
+    if missing := sorted(set(answered) - seen):
         raise HarnessError(_other_input(job, missing[0]))
-    return ready, refused
+    return lines
 
 
-def _lines(source: Path) -> Iterator[tuple[int, bytes, int, int]]:
-    """Number, content, and position in the file and its size, of every line that is not blank."""
+def _raw_lines(source: Path) -> Iterator[tuple[int, bytes, int, int]]:
+    """Number, content, end position and file size for every line that is not blank."""
     try:
         with source.open("rb") as file:
             size, position = source.stat().st_size, 0
@@ -125,22 +120,22 @@ def _lines(source: Path) -> Iterator[tuple[int, bytes, int, int]]:
         raise HarnessError(f"{source} cannot be read: {exc.strerror or exc}") from exc
 
 
-def _parsed(job: BatchJob, number: int, raw: bytes, asked: str, ids: dict[str, int]) -> BatchLine | Refused:
-    """The request on a line; `ids` are those of earlier lines, to which its own is added."""
+def _parsed(job: BatchJob, number: int, raw: bytes, digest: str, ids: dict[str, int]) -> BatchLine | Refused:
+    """The request on a line; `ids` are the custom_ids of earlier lines, to which this line's is added."""
     try:
         if job.source.suffix == ".txt":
             raw = json.dumps({"prompt": raw.decode()}).encode()
         line = parse_line(raw, number, job.max_tokens, job.seed)
     except UnicodeDecodeError as exc:
-        return Refused(number, asked, None, f"is not UTF-8 text (byte {exc.start + 1})")
+        return Refused(number, digest, None, f"is not UTF-8 text (byte {exc.start + 1})")
     except LineError as exc:
-        return Refused(number, asked, exc.id, str(exc))
+        return Refused(number, digest, exc.id, str(exc))
     if line.id is not None and ids.setdefault(line.id, number) != number:
-        return Refused(number, asked, line.id, f"custom_id {line.id!r} was used on line {ids[line.id]}")
+        return Refused(number, digest, line.id, f"custom_id {line.id!r} was used on line {ids[line.id]}")
     return line
 
 
-def _encoded(line: BatchLine, asked: str, shape: ModelShape, text: Text) -> Ready | Refused:
+def _tokenized(line: BatchLine, digest: str, shape: ModelShape, text: Text) -> Ready | Refused:
     sampling = line.sampling
     try:
         ids = line.prompt
@@ -154,8 +149,8 @@ def _encoded(line: BatchLine, asked: str, shape: ModelShape, text: Text) -> Read
         )
         registry.request_checks().validate(requests[0], shape)
     except HarnessError as exc:
-        return Refused(line.number, asked, line.id, str(exc).removeprefix(f"request {line.number}.0: "))
-    return Ready(line, asked, requests)
+        return Refused(line.number, digest, line.id, str(exc).removeprefix(f"request {line.number}.0: "))
+    return Ready(line, digest, requests)
 
 
 def _seed(seed: int | None, sample: int) -> int | None:

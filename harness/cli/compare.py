@@ -1,4 +1,4 @@
-"""`harness compare`: whether a run is slower than its base, or an engine than another. Imports inside, as in cli.py."""
+"""`harness compare`: whether a run is slower than its base, or an engine slower than another."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from harness.cli.errors import EXIT_FAILED, EXIT_UNDECIDED, one_line_errors, say
+from harness.cli.errors import EXIT_FAILED, EXIT_UNDECIDED, say
 
 _FORMATS = ("text", "md", "json", "junit", "gab")
 
 
-def _share(context: click.Context, option: click.Parameter, value: float) -> float:
-    """A number between 0 and 1, which click's own range takes NaN for."""
+def _fraction(context: click.Context, option: click.Parameter, value: float) -> float:
+    """A number between 0 and 1; click's own range would accept NaN."""
     if not 0 < value < 1:
         raise click.BadParameter(f"{value} is not between 0 and 1", context, option)
     return value
@@ -24,26 +24,27 @@ def _share(context: click.Context, option: click.Parameter, value: float) -> flo
 @click.option("--format", "form", type=click.Choice(_FORMATS), default="text", show_default=True,
               help="gab is for github-action-benchmark.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file instead of printing.")
-@click.option(
-    "--metric", default="throughput", show_default=True, help="Or a speed or time of the records: ttft_p99_s."
-)
+@click.option("--metric", default="throughput", show_default=True,
+              help="Or another speed or time of the records, such as ttft_p99_s.")  # fmt: skip
 @click.option("--aa", type=click.Path(path_type=Path), metavar="DIR",
-              help="Another run of BASE's code: what differs between the two is noise.")  # fmt: skip
-@click.option("--allow", multiple=True, metavar="ITEM", help="May differ: packages, packages.torch, machine.os ...")
-@click.option("--against", metavar="CELL|ENGINE", help="Compare the cells of the DIRs with this one of theirs.")
-@click.option("--alpha", type=float, callback=_share, default=0.02, show_default=True,
-              help="Two-sided level of a whole suite.")  # fmt: skip
-@click.option("--margin", type=float, callback=_share, default=0.10, show_default=True,
-              help="`no change` promises that a slowdown of this is excluded.")  # fmt: skip
+              help="Another run of BASE's code; its differences from BASE measure the noise.")  # fmt: skip
+@click.option("--allow", multiple=True, metavar="ITEM",
+              help="What may differ between runs: packages, packages.torch, machine.os ...")  # fmt: skip
+@click.option("--against", metavar="CELL|ENGINE",
+              help="Compare the cells of each DIR with this cell, or this engine's fastest.")  # fmt: skip
+@click.option("--alpha", type=float, callback=_fraction, default=0.02, show_default=True,
+              help="Two-sided significance level for a whole suite.")  # fmt: skip
+@click.option("--margin", type=float, callback=_fraction, default=0.10, show_default=True,
+              help="`no change` means that a slowdown of this size is excluded.")  # fmt: skip
 def compare(
     dirs: tuple[Path, ...], form: str, out: Path | None, metric: str, aa: Path | None, allow: tuple[str, ...],
     against: str | None, alpha: float, margin: float,
 ) -> None:  # fmt: skip
-    """Compare each HEAD with BASE, all of them run directories, and say which cells became slower.
+    """Compare each run directory HEAD with BASE, and say which cells became slower.
 
     A regression needs a Hodges-Lehmann ratio whose bootstrap interval excludes 1, an effect above max(3 %, twice the
     A/A noise), and an exact Mann-Whitney p that survives Holm over the cells; a cell that newly fails is one as well.
-    A launch is the unit: with less than five on each side nothing can be told, and seven are a good number.
+    The unit is a launch: with fewer than five on each side nothing can be decided, and seven are a good number.
 
     \b
     Examples:
@@ -51,32 +52,30 @@ def compare(
       harness compare results/main results/branch --format md --out comment.md
       harness compare results/cpu_offload --against accelerate
 
-    Exit codes: 0 no regression; 1 a regression; 2 bad usage or records; 5 nothing regressed, but some cells could not
-    be decided (inconclusive, or not comparable). With --against a slower cell is no regression of anything, and 1 is
-    not used.
+    Exit codes: 0 no regression; 1 a regression; 2 bad usage or records; 5 no regression, but some cells could not be
+    decided (inconclusive, or not comparable). With --against a slower cell is not a regression, and 1 is not used.
     """
-    with one_line_errors():
-        from harness.api import HarnessError
-        from reports.compare import compare_engines, compare_runs
-        from reports.compare_formats import FORMATS
-        from reports.render import write
+    from harness.api import HarnessError
+    from reports.compare import compare_engines, compare_runs
+    from reports.compare_formats import FORMATS
+    from reports.render import write
 
-        if against is not None:
-            if aa or allow:
-                raise HarnessError("--aa and --allow go with BASE and HEAD, not with --against")
-            found = compare_engines(dirs, against, metric, alpha, margin)
-        else:
-            if len(dirs) < 2:
-                raise HarnessError("name BASE and at least one HEAD, or --against an engine of one run")
-            found = compare_runs(dirs[0], dirs[1:], metric, aa, allow, alpha, margin)
-        words = FORMATS[form](found)
-        if out is None:
-            say(words.rstrip("\n"))
-        else:
-            write(out, words)
-            for one in found:
-                click.echo(one.summary, err=True)
-        verdicts = {c.verdict for one in found for c in one.cells}
-        if "regression" in verdicts:
-            sys.exit(EXIT_FAILED)
-        sys.exit(EXIT_UNDECIDED if verdicts & {"inconclusive", "not comparable"} or not verdicts else 0)
+    if against is not None:
+        if aa or allow:
+            raise HarnessError("--aa and --allow go with BASE and HEAD, not with --against")
+        comparisons = compare_engines(dirs, against, metric, alpha, margin)
+    else:
+        if len(dirs) < 2:
+            raise HarnessError("name BASE and at least one HEAD, or --against an engine of one run")
+        comparisons = compare_runs(dirs[0], dirs[1:], metric, aa, allow, alpha, margin)
+    text = FORMATS[form](comparisons)
+    if out is None:
+        say(text.rstrip("\n"))
+    else:
+        write(out, text)
+        for comparison in comparisons:
+            click.echo(comparison.summary, err=True)
+    verdicts = {cell.verdict for comparison in comparisons for cell in comparison.cells}
+    if "regression" in verdicts:
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_UNDECIDED if verdicts & {"inconclusive", "not comparable"} or not verdicts else 0)

@@ -16,43 +16,37 @@ EXIT_FAILED, EXIT_USAGE, EXIT_HARDWARE, EXIT_INFEASIBLE, EXIT_UNDECIDED, EXIT_IN
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A HarnessError becomes its line on stderr and exit code 2; Ctrl-C exit code 130."""
+    """Turns a HarnessError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
     from harness.api import HarnessError
 
     try:
         yield
     except HarnessError as exc:
-        say(f"harness: {exc}", err=True)
-        sys.exit(EXIT_USAGE)
+        _exit_usage(str(exc))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         drop_stdout()
         sys.exit(0)
     except OverflowError as exc:
-        say(f"harness: a figure is out of range ({exc}): records or a history were changed by hand", err=True)
-        sys.exit(EXIT_USAGE)
-    except RuntimeError as exc:  # what Path.resolve says before Python 3.13
-        if "Symlink loop" not in str(exc):
+        _exit_usage(f"a figure is out of range ({exc}): records or a history were changed by hand")
+    except RuntimeError as exc:
+        if "Symlink loop" not in str(exc):  # Path.resolve before Python 3.13
             raise
-        say(f"harness: {exc}; choose another place", err=True)
-        sys.exit(EXIT_USAGE)
+        _exit_usage(f"{exc}; choose another place")
     except OSError as exc:
-        if isinstance(exc, FileNotFoundError) and exc.filename is None:  # of os.getcwd
-            say("harness: the current folder is gone; cd elsewhere", err=True)
-            sys.exit(EXIT_USAGE)
-        if exc.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # of a name that was given to us
-            say(f"harness: {exc.filename}: {exc.strerror}; choose another name", err=True)
-            sys.exit(EXIT_USAGE)
-        if exc.filename is not None or exc.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):  # not our stdout
+        if isinstance(exc, FileNotFoundError) and exc.filename is None:  # from os.getcwd
+            _exit_usage("the current folder is gone; cd elsewhere")
+        if exc.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # a name on the command line
+            _exit_usage(f"{exc.filename}: {exc.strerror}; choose another name")
+        if exc.filename is not None or exc.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):  # not stdout
             raise
         drop_stdout()
-        say(f"harness: cannot print: {exc.strerror or exc}", err=True)
-        sys.exit(EXIT_USAGE)
+        _exit_usage(f"cannot print: {exc.strerror or exc}")
 
 
 def say(text: str, err: bool = False) -> None:
-    """Prints what a command found, whose exit code does not depend on anybody reading it."""
+    """Prints what a command has to say; a closed pipe does not change its exit code."""
     try:
         click.echo(text, err=err)
     except BrokenPipeError:
@@ -63,21 +57,26 @@ def say(text: str, err: bool = False) -> None:
 
 
 def open_streams() -> None:
-    """Makes stdout and stderr fit to be written to, whatever the process was given for them."""
+    """Makes stdout and stderr writable, whatever the process was started with."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is None:  # closed: the next file to be opened would get its number, and what is meant for it
+        if stream is None:  # closed: the next file to be opened would get its number, and our output
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, os.fdopen(number, "w"))
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a report has signs that not every terminal knows
+            stream.reconfigure(errors="replace")  # reports have characters that not every encoding has
 
 
 def drop_stdout() -> None:
-    """Nobody reads it any more, or nobody can: what is left in it must not fail again at exit."""
+    """Sends the rest of stdout to /dev/null, so that flushing it at exit cannot fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def interrupt(signum: int, frame: object) -> NoReturn:
-    """A signal's handler: as Ctrl-C."""
+    """A signal handler that acts like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def _exit_usage(text: str) -> NoReturn:
+    say(f"harness: {text}", err=True)
+    sys.exit(EXIT_USAGE)

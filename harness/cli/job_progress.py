@@ -1,4 +1,4 @@
-"""Progress of a batch job on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a job on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 10.0
 
 
 class BarProgress:
-    """A bar for the phase in hand, with tokens per second and the time left."""
+    """A bar for the current phase, with tokens per second and the time left."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -53,7 +53,7 @@ class LineProgress:
 
     def __init__(self) -> None:
         self._phase = ""
-        self._began = self._said = 0.0
+        self._began = self._printed = 0.0
 
     def __enter__(self) -> LineProgress:
         return self
@@ -61,25 +61,25 @@ class LineProgress:
     def __exit__(self, *exc: object) -> None: ...
 
     def note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # as in progress.py
+        with contextlib.suppress(OSError):  # a full or closed log must not end the job
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
         now = time.monotonic()
         if phase != self._phase:
-            self._phase, self._began, self._said = phase, now, now
-        if now - self._said < _EVERY_S and done < total:
+            self._phase, self._began, self._printed = phase, now, now
+        if now - self._printed < _EVERY_S and done < total:
             return
         spent = now - self._began
         if done < total or spent > _EVERY_S or tokens:
             left = f", {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
             self.note(" ".join(f"{phase}: {done}/{total} {_rate(tokens, self._began)}".split()) + left)
-        self._said = now
+        self._printed = now
 
 
 def make_job_progress() -> BarProgress | LineProgress:
-    """A bar on a terminal, lines where stderr is none or CI is set."""
+    """A bar on a terminal; lines where stderr is not one, or where CI is set."""
     return BarProgress() if sys.stderr.isatty() and not os.environ.get("CI") else LineProgress()
 
 

@@ -1,16 +1,22 @@
-"""The commands about plans: plan, calibrate, check-model. Imports are made inside them, as in cli.py."""
+"""`harness plan`: the best policy for a machine, or where a run's time differs from its prediction."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
-import signal
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.errors import EXIT_INFEASIBLE, interrupt, one_line_errors
+from harness.cli.errors import EXIT_INFEASIBLE
+from harness.cli.options import cache_option, json_option
+from harness.cli.tables import print_rows
+
+if TYPE_CHECKING:
+    from harness.planning.explain import Explanation
 
 
 @click.command()
@@ -18,32 +24,25 @@ from harness.cli.errors import EXIT_INFEASIBLE, interrupt, one_line_errors
 @click.option("--prompt-len", type=click.IntRange(1), help="Tokens of each prompt.")
 @click.option("--gen-len", type=click.IntRange(1), help="Tokens that each request generates.")
 @click.option("--hardware", default="local", show_default=True, metavar="H",
-              help="A shipped profile (harness ls hardware), a file, or local: what was calibrated.")  # fmt: skip
-@click.option(
-    "--engine", default="offload", show_default=True, help="offload, flexgen_ref, accelerate, deepspeed_zero."
-)
+              help="A shipped profile (harness ls hardware), a file, or local, as measured by harness calibrate.",
+)  # fmt: skip
+@click.option("--engine", default="offload", show_default=True,
+              help="offload, flexgen_ref, accelerate or deepspeed_zero.")  # fmt: skip
 @click.option("--schedule", "schedules", multiple=True, type=click.Choice(["row", "zigzag", "sweep"]),
-              help="Only this order; may be repeated.")  # fmt: skip
+              help="Consider only this schedule; may be repeated.")  # fmt: skip
 @click.option("--quantize", default="none", show_default=True, metavar="Q",
-              help="none, auto (16, 8 or 4 bits), bits such as 4, or of weights and cache such as 4:16.")  # fmt: skip
-@click.option(
-    "--latency",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help="Most seconds a block may take (of a sweep, a sequence).",
-)
-@click.option("--stages", type=click.IntRange(1), help="Devices in a pipeline [default: those of the hardware].")
-@click.option("--policy", metavar="JSON", help="Predict this policy instead of looking for one.")
+              help="none, auto (16, 8 or 4 bits), bits such as 4, or bits of weights and KV cache such as 4:16.",
+)  # fmt: skip
+@click.option("--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="The most seconds that a block may take; with schedule sweep, a sequence.")  # fmt: skip
+@click.option("--stages", type=click.IntRange(1), help="Devices of a pipeline [default: those of the hardware].")
+@click.option("--policy", metavar="JSON", help="Predict this policy instead of searching for one.")
 @click.option("--explain", "run", type=click.Path(exists=True, path_type=Path), metavar="RECORD",
-              help="Say where a run's folder or records and their predictions part, instead of planning.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where the local profile is kept [$HARNESS_CACHE].")
-def plan(
-    model: str | None, prompt_len: int | None, gen_len: int | None, hardware: str, engine: str,
-    schedules: tuple[str, ...], quantize: str, latency: float | None, stages: int | None, policy: str | None,
-    run: Path | None, as_json: bool, cache_dir: Path | None,
-) -> None:  # fmt: skip
-    """Say what a machine will do with MODEL before anything is downloaded, and by which policy.
+              help="Compare a run (its folder or records) with its prediction, instead of planning.")  # fmt: skip
+@json_option("Print one JSON object.")
+@cache_option("Where the local profile is kept")
+def plan(run: Path | None, as_json: bool, **options: Any) -> None:
+    """Say which policy is best for MODEL on a machine, and how fast it will be, before anything is downloaded.
 
     \b
     Examples:
@@ -51,92 +50,104 @@ def plan(
       harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
       harness plan --explain results/quickstart
     """
-    from harness.api import HarnessError, InfeasibleError
+    from harness.api import InfeasibleError
+    from harness.cli.job_progress import make_job_progress
+    from harness.planning.explain import explain
+    from harness.planning.plan import PlanOptions, make_plan
 
-    with one_line_errors():
-        from harness.cli.job_progress import make_job_progress
-        from harness.common.files import default_cache
-        from harness.planning import explain as explanation
-        from harness.planning import plan as planning
-
-        cache = cache_dir or default_cache()
-        if run is not None:
-            explanation.show(explanation.explain(run, hardware, cache), as_json)
-            return
-        if latency is not None and math.isnan(latency):
-            raise HarnessError("--latency is not a number of seconds")
-        if policy is not None and (latency is not None or quantize != "none"):
-            raise HarnessError("--policy predicts that policy as it is: --latency and --quantize choose among others")
-        if model is None or prompt_len is None or gen_len is None:
-            raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
-        try:
-            with make_job_progress() as progress:
-                found = planning.make(
-                    model, prompt_len, gen_len, hardware, engine, schedules, quantize, latency, policy, stages, cache,
-                    lambda done, total: progress.advance("kinds of policies looked at", done, total),
-                )  # fmt: skip
-        except InfeasibleError as exc:
-            if as_json:
-                click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
-            click.echo(f"harness: {exc}", err=True)
-            sys.exit(EXIT_INFEASIBLE)
-        planning.show(found, as_json)
+    if run is not None:
+        print_explanations(explain(run, options["hardware"], options["cache"]), as_json)
+        return
+    if any(options[name] is None for name in ("model", "prompt_len", "gen_len")):
+        raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
+    try:
+        with make_job_progress() as progress:
+            made = make_plan(
+                PlanOptions(**options), lambda done, total: progress.advance("searching policies", done, total)
+            )
+    except InfeasibleError as exc:
+        if as_json:
+            click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
+        click.echo(f"harness: {exc}", err=True)
+        sys.exit(EXIT_INFEASIBLE)
+    if as_json:
+        click.echo(json.dumps(made))
+    else:
+        _print_plan(made)
 
 
-@click.command()
-@click.option("--out", type=click.Path(path_type=Path), help="The profile to write [default: the local one].")
-@click.option(
-    "--quick", is_flag=True, help="In under a minute (the first time kernels are compiled, too), with fewer rounds."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="The disk to measure, and compiled kernels.")
-def calibrate(out: Path | None, quick: bool, as_json: bool, cache_dir: Path | None) -> None:
-    """Measure this host for plans: memory, disk and arithmetic. Leave it alone meanwhile.
-
-    \b
-    Examples:
-      harness calibrate                    in a few minutes; `harness plan` uses it from then on
-      harness calibrate --quick --out here.yaml
-    """
-    with one_line_errors():
-        signal.signal(signal.SIGTERM, interrupt)
-        from harness.common.files import default_cache
-        from harness.hardware import calibration
-
-        cache = cache_dir or default_cache()
-        profile, path = calibration.calibrate(out, quick, cache, lambda what: click.echo(f"measuring {what}", err=True))
-        calibration.show_profile(profile, as_json)
-        click.echo(f"profile: {path}", err=True)
+# --------------------------------------------------------------------------- a plan
 
 
-@click.command("check-model")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check_model(as_json: bool) -> None:
-    """Compare the performance model with published figures: those it was fitted on, and those it never saw.
+def _print_plan(plan: Mapping[str, Any]) -> None:
+    from harness.api import RESOURCE_WORDS
 
-    \b
-    Example:
-      harness check-model
-    """
-    with one_line_errors():
-        from harness.planning import plan as planning
+    policy, predicted = plan["policy"], plan["predicted"]
+    lengths = f"{plan['prompt_len']} + {plan['gen_len']} tokens"
+    on = plan["hardware"] + (f" in {plan['stages']} stages, a device each" if plan["stages"] > 1 else "")
+    click.echo(f"{plan['model']} on {on}, {lengths}, engine {plan['engine']}\n")
+    batches = f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} sequences"
+    bits = f"weights {policy['weight_bits']} bit, cache {policy['kv_bits']} bit"
+    attention = f", attention on the {'host' if policy['cpu_attention'] else 'device'}" if plan["devices"] else ""
+    click.echo(f"  {policy['schedule']}, {batches}, {bits}{attention}")
+    if plan["stages"] > 1:
+        click.echo("  of each stage:")
+    print_rows(list(_placement(plan)))
+    rate = (
+        f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of what arithmetic and "
+        "disk allow for this batch"
+    )
+    unit = "a sequence" if policy["schedule"] == "sweep" else "a block"
+    click.echo(f"\n  {rate}; {unit} takes {_duration(predicted['block_latency_s'])}")
+    busy = (f"{RESOURCE_WORDS[name]} {share:.0%}" for name, share in predicted["busy"].items() if share >= 0.005)
+    click.echo(f"  limited by {RESOURCE_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
+    if plan["rejected"]:
+        click.echo("\nrejected:")
+        for other in plan["rejected"]:
+            rate = f"{other['throughput_tok_s']:.3g} token/s, " if "throughput_tok_s" in other else ""
+            click.echo(f"  {other['kind']}: {rate}{other['reason']}")
 
-        planning.show_published(as_json)
+
+def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Where weights, cache and activations are, and the bytes that each tier must have."""
+    policy, peak = plan["policy"], plan["predicted"]["peak_bytes"]
+    tiers = [("device", "g"), ("host", "c"), ("disk", "d")][0 if plan["devices"] else 1 :]
+    for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
+        yield {"": name} | {tier: f"{100 * policy[letter + suffix]:.0f} %" for tier, suffix in tiers}
+    yield {"": "needs"} | {tier: f"{peak[tier] / 2**30:.1f} GiB" for tier, _ in tiers}
 
 
-@click.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Data of its tasks [default: the hub].")
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="Models and known scores [$HARNESS_CACHE].")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def lm_eval(data_dir: Path | None, cache_dir: Path | None, arguments: tuple[str, ...]) -> None:
-    """lm-eval's own command line, with our engines among its models; --data-dir for hosts that reach no hub.
+def _duration(seconds: float) -> str:
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 3600:.3g} h"
 
-    \b
-    Example:
-      harness lm-eval run --model offload --model_args pretrained=./opt-6.7b,memory=4GiB --tasks lambada_openai
-    """
-    with one_line_errors():
-        from harness.cli import lm_eval_command
-        from harness.common.files import default_cache
 
-        sys.exit(lm_eval_command.main(arguments, data_dir, cache_dir or default_cache()))
+# --------------------------------------------------------------------------- an explanation
+
+
+def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> None:
+    """Prints a line for each launch and the median error, or one JSON object."""
+    from harness.planning.explain import median_error
+
+    median = median_error(explanations)
+    if as_json:
+        launches = [dataclasses.asdict(e) | {"error": e.error} for e in explanations]
+        click.echo(json.dumps({"launches": launches, "median_absolute_error": median}))
+        return
+    print_rows(
+        [
+            {
+                "cell": f"{e.cell} #{e.repeat}",
+                "predicted": f"{e.predicted_tok_s:.3g}",
+                "measured tok/s": f"{e.measured_tok_s:.3g}",
+                "error": f"{e.error:+.1%}",
+                "measured minus predicted": e.differences(),
+            }
+            for e in explanations
+        ]
+    )
+    errors = [abs(e.error) for e in explanations]
+    inside = sum(error <= 0.15 for error in errors)
+    click.echo(f"\nmedian error {median:.1%}, largest {max(errors):.1%}; {inside} of {len(errors)} within 15 %")

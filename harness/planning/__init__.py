@@ -1,1 +1,1 @@
-"""What `harness plan`, `--explain` and `check-model` take and print."""
+"""What `harness plan`, `plan --explain` and `check-model` compute."""

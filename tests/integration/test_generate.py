@@ -107,22 +107,22 @@ def test_each_line_of_a_text_file_is_a_prompt(files):
         ("not json", "is not JSON"),
         ("[1]", "expected a JSON object, got list"),
         ("[" * 100_000, "nested too deeply"),
-        ({"prmpt": "x"}, "prmpt is not a setting this job knows; did you mean 'prompt'"),
+        ({"prmpt": "x"}, "prmpt is not a known setting; did you mean 'prompt'"),
         ({"max_tokens": 3}, "prompt is missing"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": ["a", "b"]}, "prompt: expected a text or a list of token ids"),
+        ({"prompt": ["a", "b"]}, "prompt: expected a string or a list of token ids"),
         ({"prompt": [5, 5000]}, "token id 5000 is outside the vocabulary of 1000"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "x", "max_tokens": 5000}, "exceed the model's context of 4096"),
         ({"prompt": "x", "temperature": -1}, "temperature is -1"),
         ({"prompt": "x", "temperature": "hot"}, "temperature: input should be a valid number"),
         ('{"prompt": "x", "temperature": NaN}', "temperature is nan"),
-        ({"prompt": "x", "stop": ["a", ""]}, "stop: an empty text"),
-        ({"prompt": "x", "stop": [3]}, "stop: expected a text or a list of texts"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop: an empty string"),
+        ({"prompt": "x", "stop": [3]}, "stop: expected a string or a list of strings"),
         ({"prompt": "x", "n": 0}, "n: input should be greater than or equal to 1"),
         ({"prompt": "x", "stream": True}, "stream: input should be False"),
         ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty: input should be 0"),
-        ({"custom_id": 5, "prompt": "x"}, "custom_id: expected a text"),
+        ({"custom_id": 5, "prompt": "x"}, "custom_id: expected a string"),
         ({"custom_id": "good", "prompt": "x"}, "custom_id 'good' was used on line 1"),
         (batch("c", "/v1/embeddings", input="x"), "url: input should be '/v1/completions'"),
         (batch("c", CHAT, messages=[]), "body.messages: list should have at least 1 item"),
@@ -178,7 +178,7 @@ def test_an_interruption_is_one_line_and_goes_on(files):
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[1]
     assert process.returncode == 130
-    assert "run the same command again to go on" in told
+    assert "run the same command again to resume" in told
     assert "Traceback" not in told
     assert files().returncode == 0
     assert len(files.answers()) == 200
@@ -207,7 +207,7 @@ def test_answers_to_another_input_or_of_another_model_are_not_touched(files):
     assert "answers of another model" in refused(files)
     for mine in (b"something of mine\n", b"something of mine", b'{"a": 1}', b"\x00\x01\n\xff"):
         files.output.write_bytes(mine)
-        assert "out.jsonl:1 is no answer of a batch job" in refused(files)
+        assert "out.jsonl:1 is not an answer of a batch job" in refused(files)
         assert files.output.read_bytes() == mine
     assert files("--fresh").returncode == 0
     assert (files.output.parent / "out.1.jsonl").read_bytes() == mine
@@ -325,6 +325,9 @@ def test_a_line_that_was_refused_can_be_mended_in_place(files):
 
 def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in (50, 5, 300, 90, 91, 7, 200)))
+    dry = files("--set", "options.longest=100", "--dry-run")
+    assert (dry.returncode, "7 lines; 4 to run" in dry.stdout, "3 refused" in dry.stdout) == (1, True, True)
+    assert "in.jsonl:3: 310 tokens are too long for the memory" in dry.stderr
     done = files("--set", "options.longest=100")
     assert done.returncode == 1
     assert "7 lines; 4 answered" in done.stdout
@@ -334,6 +337,14 @@ def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     done = files("--set", "options.longest=500")
     assert done.returncode == 0, "with more memory they are run"
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
+
+
+def test_what_the_load_refuses_all_the_same_is_one_line(files):
+    files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
+    done = files("--set", "options.crash=infeasible")
+    assert (done.returncode, files.output.read_bytes()) == (4, b"")
+    assert "harness: cannot run 2 lines of up to 4 tokens: engine fake needs at least 2 bytes" in done.stderr
+    assert files("--set", "options.longest=2").stderr.count("holds 2 tokens of a sequence, not 3") == 1
 
 
 def test_what_an_answer_must_not_be_written_over(files):

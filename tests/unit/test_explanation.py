@@ -22,6 +22,7 @@ from harness.api import (
     RunSpec,
     WorkloadSpec,
 )
+from harness.cli.plan import print_explanations
 from harness.common.curve import interpolate
 from harness.planning import explain as explanation
 from harness.run.store import Store
@@ -68,11 +69,11 @@ def test_the_parts_add_up_to_the_difference_and_the_largest_is_told_first(tmp_pa
     assert one.error == pytest.approx(0.25)
     apart = {part: measured - predicted for part, (predicted, measured) in one.seconds.items()}
     assert sum(apart.values()) == pytest.approx(10.0 - 8.0)
-    assert one.words() == "products +2 s"
-    explanation.show([one], False)
+    assert one.differences() == "products +2 s"
+    print_explanations([one], False)
     assert "a #0" in (told := capsys.readouterr().out)
     assert "median error 25.0%" in told
-    explanation.show([one], True)
+    print_explanations([one], True)
     assert json.loads(capsys.readouterr().out)["median_absolute_error"] == pytest.approx(0.25)
 
 
@@ -84,7 +85,7 @@ def test_a_record_without_a_prediction_is_predicted_by_the_profile(tmp_path):
 
 def test_what_cannot_be_explained_says_why(tmp_path):
     out = saved(tmp_path, record(status="oom_host"))
-    with pytest.raises(HarnessError, match="none of an engine that is predicted on a host finished there"):
+    with pytest.raises(HarnessError, match="no finished launch of an engine with a performance model on a host"):
         explanation.explain(out, "laptop_cpu", tmp_path)
     with pytest.raises(HarnessError, match="run `harness calibrate`"):
         explanation.explain(saved(tmp_path, record()), "local", tmp_path)

@@ -1,4 +1,4 @@
-"""Rows of plain data as aligned columns on a terminal, or as JSON."""
+"""Prints rows of plain data: aligned columns on a terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import click
 Row = dict[str, Any]
 
 
-def print_rows(rows: Sequence[Row], as_json: bool) -> None:
-    """Prints rows as aligned columns, or one JSON list."""
+def print_rows(rows: Sequence[Row], as_json: bool = False) -> None:
+    """Prints rows that have the same keys as aligned columns, or all as one JSON list."""
     if as_json:
         click.echo(json.dumps(list(rows)))
         return

@@ -1,0 +1,110 @@
+"""The longest sequence that our engine's memory plan admits, told by a model's shape without loading anything.
+
+A shape leaves some things open that the loader counts: the true sizes of small tensors, the order of matrices in tiles,
+and which arithmetic is fastest on this CPU. So each of them is taken at its largest here, and a share of the limits is
+left free. The answer errs on the short side; where it does not, as where kernels cannot be compiled and attention
+needs more room, `load` raises InfeasibleError by its own count.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
+from engines.offload.memory.host import attention_memory, plan_host_memory
+from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
+from engines.offload.memory.plan import MemoryRequest, largest
+from engines.offload.memory.storage import Plain, Storage, storages
+from engines.planning.memory_request import demand
+from engines.planning.workload import Lengths
+from harness.api import (
+    DTYPE_BYTES,
+    Dtype,
+    HardwareLimits,
+    InfeasibleError,
+    LocalModel,
+    ModelShape,
+    OffloadPolicy,
+    RunSpec,
+)
+from harness.common.host_memory import free_memory
+
+#: The share of each limit that is left free for what a shape does not tell.
+_MARGIN = 1 / 32
+
+
+def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
+    """The most tokens (prompt and new) that a sequence may have under a policy and limits, up to the model's context.
+
+    Raises InfeasibleError, with the numbers, where not even a sequence of `shortest` tokens fits, and UnsupportedError
+    for a placement that the engine does not have.
+    """
+    planner = _Planner(model.shape, model.dtype, spec.policy, spec.limits)
+    planner.plan(shortest)
+    return largest(model.shape.max_context, planner.fits)
+
+
+class _Planner:
+    """Memory plans for one model, policy and limits by the length of the longest sequence."""
+
+    def __init__(self, shape: ModelShape, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits) -> None:
+        self._shape = shape
+        self._policy = policy
+        self._device = limits.device_memory
+        self._host = limits.host_memory
+        if self._device is not None and self._host is None:
+            self._host = int(PINNED_SHARE * free_memory())
+        layers, outside, self._cache = storages(dtype, policy)
+        dtypes = _compute_dtypes(dtype, policy, self._device is not None)
+        self._dtype = max(dtypes, key=lambda name: DTYPE_BYTES[name])
+        self._cast_bytes = sum(max(_cast_bytes(stored, name) for name in dtypes) for stored in {layers, outside})
+        self._tiles = _tiles(shape, layers, outside, self._device is not None)
+        threads = (policy.threads, limits.threads, len(os.sched_getaffinity(0)))
+        self._threads = min(count for count in threads if count is not None)
+
+    def plan(self, tokens: int) -> None:
+        """Raises InfeasibleError where sequences of so many tokens do not fit."""
+        if self._device is None:
+            plan_host_memory(self._request(tokens, self._host or 0), self._policy, self._host)
+        else:
+            assert self._host is not None
+            host = int(self._host * (1 - _MARGIN))
+            plan_device_memory(self._request(tokens, self._device), self._policy, self._device, host)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether sequences of so many tokens fit."""
+        try:
+            self.plan(tokens)
+        except InfeasibleError:
+            return False
+        return True
+
+    def _request(self, tokens: int, limit: int) -> MemoryRequest:
+        """The request for sequences of so many tokens, with the margin counted among the small tensors."""
+        request = demand(
+            self._shape, self._tiles, self._cache, self._dtype, [Lengths(tokens, 0)], reserved=tokens,
+            cast_bytes=self._cast_bytes,
+            attention=(0, 0) if self._device is not None else attention_memory(self._shape, tokens, self._threads),
+        )  # fmt: skip
+        return replace(request, small_bytes=request.small_bytes + int(limit * _MARGIN))
+
+
+def _compute_dtypes(dtype: Dtype, policy: OffloadPolicy, on_device: bool) -> list[Dtype]:
+    """The dtypes that activations may have; on a host `auto` is settled at load, by which is fastest there."""
+    if policy.compute_dtype != "auto":
+        return [policy.compute_dtype]
+    return [dtype] if on_device else [dtype, "float32"]
+
+
+def _cast_bytes(stored: Storage, dtype: Dtype) -> int:
+    """Bytes of the copies of a tile's value before its product, at most: as values of float32 and of `dtype`."""
+    if stored == Plain(dtype):
+        return 0
+    return DTYPE_BYTES["float32"] + (DTYPE_BYTES[dtype] if dtype != "float32" else 0)
+
+
+def _tiles(shape: ModelShape, layers: Storage, outside: Storage, on_device: bool) -> list[WeightTile]:
+    matrices = matrices_of(shape)
+    how = [layers if m.in_layer else outside for m in matrices]
+    return tiles_of(matrices, how, tile_values(shape) if on_device else None)

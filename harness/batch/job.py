@@ -1,0 +1,78 @@
+"""A batch job as its user gives it, and the cell it runs as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+from harness import registry
+from harness.api import HarnessError, RunSpec
+from harness.common.host_memory import free_memory
+from harness.suite.config import load_cell
+
+#: Sections of a cell that --set may override, and the share of free memory that is the default of --memory.
+_SECTIONS = ("model", "options", "policy", "limits")
+_FREE_SHARE = 0.8
+
+
+class Progress(Protocol):
+    """Shows how a job goes; see harness/cli/job_progress.py."""
+
+    def note(self, text: str) -> None: ...
+    def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None: ...
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The options of `harness generate`.
+
+    `memory` is a size such as 6GiB, None for most of what is free; `overrides` are `key=value` pairs over policy,
+    limits, options or model. `max_tokens` and `seed` apply to lines without their own. `fresh` sets earlier answers
+    aside; `dry_run` stops before anything is written or loaded.
+    """
+
+    model: str
+    engine: str
+    memory: str | None
+    overrides: tuple[str, ...]
+    source: Path
+    output: Path
+    cache: Path
+    max_tokens: int
+    seed: int = 0
+    fresh: bool = False
+    dry_run: bool = False
+
+
+def job_cell(
+    model: str, engine: str, memory: str | None, overrides: Sequence[str], note: Callable[[str], None]
+) -> RunSpec:
+    """The cell of a job: the engine's policy for batches, a memory limit, and the overrides.
+
+    `note` is told the limit where the user set none. Raises HarnessError for settings that are unknown, malformed or
+    without effect in a job.
+    """
+    for override in overrides:
+        section = override.partition("=")[0].partition(".")[0]
+        if section not in _SECTIONS:
+            raise HarnessError(f"--set {override}: a job has no {section!r}; it has {', '.join(_SECTIONS)}")
+    capabilities = registry.make_engine(engine, {}).capabilities()
+    policy = capabilities.batch_policy
+    if memory is None:
+        memory = f"{int(_FREE_SHARE * free_memory()) >> 20}MiB"
+        note(f"memory limit: {memory} (set it by --memory)")
+    settings = {
+        "engine": engine,
+        "model": {"id": model},
+        "policy": {f.name: value for f in fields(policy) if (value := getattr(policy, f.name)) != f.default},
+        "limits": {"host_memory": memory},
+        "workload": {"prompt_len": 1, "gen_len": 1},  # a cell needs one; a job's requests come from its input
+    }
+    cell = load_cell(settings, overrides)
+    if cell.tune != "none":
+        raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
+    if cell.limits.device_memory is not None and not capabilities.device:
+        raise HarnessError(f"limits.device_memory: engine {engine} uses no device; limit host_memory")
+    return cell

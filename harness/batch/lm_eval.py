@@ -1,0 +1,84 @@
+"""An engine and a model as lm-eval's command line asks for them: loaded on the first question, then kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harness import registry
+from harness.api import Engine, GenerationRequest, HarnessError, Job, Score, to_json
+from harness.api.task import Pair, Questions
+from harness.batch.job import Progress, job_cell
+
+#: Keys of `--model_args` that are not settings of the engine.
+_MODEL, _MEMORY = "pretrained", "memory"
+
+
+class EngineModel:
+    """Implements suites.lm_eval_models.Ready by an engine.
+
+    `settings` are the pairs of `--model_args`: the model, its memory, and overrides as of `harness generate --set`.
+    `progress` shows how the model is prepared, and `note` takes what the engine says when it loads. Raises HarnessError
+    for settings that are unknown or malformed.
+    """
+
+    def __init__(
+        self, engine: str, settings: Mapping[str, Any], cache: Path, progress: Progress, note: Callable[[str], None]
+    ) -> None:
+        if _MODEL not in settings:
+            raise HarnessError(f"--model_args: name the model, such as {_MODEL}=./opt-6.7b,{_MEMORY}=4GiB")
+        overrides = [f"{key}={value}" for key, value in settings.items() if key not in (_MODEL, _MEMORY)]
+        self._cell = job_cell(str(settings[_MODEL]), engine, settings.get(_MEMORY), overrides, progress.note)
+
+        def show(phase: str) -> Callable[[int, int], None]:
+            return lambda done, total: progress.advance(phase, done, total)
+
+        self._model = registry.prepare_model(engine, self._cell.model, cache, show("preparing"))
+        identity = registry.identity(engine, self._model, cache, show("reading the model"))
+        self.tokens = registry.text(engine, self._model)
+        self.context = self._model.shape.max_context
+        versions = {name: metadata.version(name) for name in ("torch", "transformers", "offload-harness")}
+        decisive = [engine, identity, to_json(self._cell.policy), to_json(self._cell.options), versions]
+        self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+        self._cache = cache
+        self._note = note
+        self._engine: Engine | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._longest = 0
+
+    def score(self, pairs: Sequence[Pair]) -> Sequence[Score]:
+        """Log-likelihoods of continuations."""
+        return self._loaded(Questions(pairs=tuple(pairs))).score(pairs)
+
+    def write(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
+        """The text generated after each prompt."""
+        engine = self._loaded(Questions(prompts=tuple(prompts)))
+        tokens = {result.id: result.tokens for result in engine.generate(prompts)}
+        return [self.tokens.decode(tokens[prompt.id]) for prompt in prompts]
+
+    def close(self) -> None:
+        """Frees the engine and what it has on disk. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    def _loaded(self, questions: Questions) -> Engine:
+        """The engine, loaded again where these questions are longer than those it was loaded for."""
+        if self._engine is not None and questions.max_sequence <= self._longest:
+            return self._engine
+        self.close()
+        self._scratch = tempfile.TemporaryDirectory(prefix="harness-lm-eval-", dir=self._cache)
+        job = Job(Path(self._scratch.name), self._cache, questions.max_sequence, max(1, questions.mean_sequence))
+        self._engine = engine = registry.make_engine(self._cell.engine, dict(self._cell.options))
+        for note in engine.load(self._model, self._cell.policy, self._cell.limits, job).notes:
+            self._note(note)
+        self._longest = questions.max_sequence
+        return engine

@@ -1,0 +1,48 @@
+"""`harness calibrate`: measures this host."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import click
+
+from harness.cli.errors import interrupt
+from harness.cli.options import cache_option, json_option
+from harness.cli.tables import print_rows
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), help="The profile to write [default: the local one].")
+@click.option("--quick", is_flag=True,
+              help="Fewer rounds, in under a minute (the first time also the time to compile kernels).")  # fmt: skip
+@json_option("Print the profile as JSON.")
+@cache_option("The disk to measure, and compiled kernels")
+def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path) -> None:
+    """Measure this host's memory, disk and arithmetic for plans. Run nothing else meanwhile.
+
+    \b
+    Examples:
+      harness calibrate                    takes a few minutes; `harness plan` uses it from then on
+      harness calibrate --quick --out here.yaml
+    """
+    signal.signal(signal.SIGTERM, interrupt)
+    from harness.api import to_json
+    from harness.hardware import calibration
+
+    profile, path = calibration.calibrate(out, quick, cache, lambda what: click.echo(f"measuring {what}", err=True))
+    if as_json:
+        click.echo(json.dumps(to_json(profile)))
+    else:
+        print_rows(
+            [
+                {"rate": rate.name, "median": f"{rate.median:.3g}", "lowest": f"{rate.lowest:.3g}",
+                 "highest": f"{rate.highest:.3g}"}
+                for rate in calibration.rates(profile)
+            ]
+        )  # fmt: skip
+        if noisy := [rate.name for rate in calibration.rates(profile) if rate.noisy]:
+            click.echo(f"\nnoisy: {', '.join(noisy)} varied by more than {calibration.NOISE:g} times; measure again "
+                       "with nothing else running", err=True)  # fmt: skip
+    click.echo(f"profile: {path}", err=True)

@@ -1,0 +1,57 @@
+"""`harness lm-eval`: lm-eval's own command line, with our engines among its models and a folder for its data."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from harness.cli.errors import say
+from harness.cli.options import cache_option
+
+if TYPE_CHECKING:
+    from harness.batch.lm_eval import EngineModel
+
+
+@click.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Data of its tasks [default: the hub].")
+@cache_option("Models and known scores")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def lm_eval(data_dir: Path | None, cache: Path, arguments: tuple[str, ...]) -> None:
+    """Run lm-eval's command line with our engines among its models; --data-dir is for hosts without the hub.
+
+    \b
+    Example:
+      harness lm-eval run --model offload --model_args pretrained=./opt-6.7b,memory=4GiB --tasks lambada_openai
+    """
+    from harness import registry
+    from harness.api import HarnessError
+
+    command = registry.lm_eval()
+    engines = [name for name, entry in registry.engines().items() if not (entry.missing() or entry.builtin_model)]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        words = list(arguments)
+        if words and data_dir is not None:
+            if any(word.startswith("--include_path") for word in words):
+                raise HarnessError("--include_path and --data-dir are both folders of tasks: give one of them")
+            command.write_local(data_dir, Path(folder))
+            words += ["--include_path", folder]
+
+        def opening(engine: str) -> Callable[[Mapping[str, Any]], EngineModel]:
+            return lambda settings: opened.enter_context(closing(_open(engine, settings, cache)))
+
+        command.register(engines, opening, cache / "scores")
+        sys.exit(int(command.run(words)))
+
+
+def _open(engine: str, settings: Mapping[str, Any], cache: Path) -> EngineModel:
+    from harness.batch.lm_eval import EngineModel
+    from harness.cli.job_progress import make_job_progress
+
+    with make_job_progress() as progress:
+        return EngineModel(engine, settings, cache, progress, lambda text: say(text, err=True))

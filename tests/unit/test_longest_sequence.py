@@ -1,0 +1,85 @@
+"""The planner's longest sequence, told by a shape alone, against what the engine's own load accepts and refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.models import checkpoints
+from engines.offload.engine import OffloadEngine
+from engines.planning.longest import longest_sequence
+from harness import registry
+from harness.api import (
+    HardwareLimits,
+    InfeasibleError,
+    LocalModel,
+    ModelShape,
+    ModelSpec,
+    OffloadPolicy,
+    RunSpec,
+    WorkloadSpec,
+)
+from tests.offload import load, save
+
+MIB, CONTEXT = 1 << 20, 1 << 16
+BUDGET = 400 * MIB
+WIDE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "intermediate_size": 512, "max_position_embeddings": CONTEXT}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def model(request, tmp_path_factory):
+    folder = save(tmp_path_factory.mktemp("long"), "llama", request.param, **WIDE)
+    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+
+
+def spec(policy, budget=BUDGET, **limits):
+    return RunSpec(
+        "offload", ModelSpec("m"), WorkloadSpec(), policy, limits=HardwareLimits(host_memory=budget, **limits)
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"schedule": "sweep", "gpu_batch_size": 64},
+        {"schedule": "row", "gpu_batch_size": 2, "weights": (0.0, 1.0, 0.0)},
+        {"schedule": "zigzag", "gpu_batch_size": 1, "num_gpu_batches": 2, "weight_bits": 4, "kv_bits": 8},
+    ],
+    ids=["sweep", "row", "zigzag"],
+)
+def test_load_takes_what_the_planner_admits_and_little_more(model, policy, tmp_path):
+    longest = longest_sequence(spec(OffloadPolicy(**policy)), model, 1)
+    assert 1000 < longest < CONTEXT, "the budget is what limits it"
+    engine, _ = load(model, tmp_path, budget=BUDGET, max_sequence=longest, **policy)
+    engine.close()
+    with pytest.raises(InfeasibleError):
+        load(model, tmp_path, budget=BUDGET, max_sequence=int(1.25 * longest), engine=OffloadEngine(), **policy)
+
+
+def test_more_memory_and_smaller_batches_admit_more():
+    model = LocalModel("", registry.shapes().CATALOGUE["facebook/opt-6.7b"], 0, "float16", "")
+    policy = OffloadPolicy(schedule="row", gpu_batch_size=8)
+    device = {"device_memory": 3000 * MIB}
+    for limits in ({}, device):
+        small, large = (longest_sequence(spec(policy, n * MIB, **limits), model, 1) for n in (1500, 3000))
+        assert small < large <= model.shape.max_context
+        assert small < longest_sequence(spec(replace(policy, gpu_batch_size=2), 1500 * MIB, **limits), model, 1)
+    assert longest_sequence(spec(policy, None), model, 1) == model.shape.max_context
+
+
+def test_what_not_even_the_shortest_fits_is_refused_with_the_numbers():
+    shape = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
+    with pytest.raises(InfeasibleError, match=r"sequences of 20 tokens .* the budget is 32 MiB") as caught:
+        longest_sequence(spec(OffloadPolicy(), 32 * MIB), LocalModel("", shape, 0, "float32", ""), 20)
+    assert caught.value.lacking["host"] > 0
+
+
+def test_an_engine_without_a_planner_gives_no_answer():
+    shape = registry.shapes().CATALOGUE["facebook/opt-125m"]
+    assert (
+        registry.longest_sequence(
+            replace(spec(OffloadPolicy()), engine="transformers"), LocalModel("", shape, 0, "float32", ""), 1
+        )
+        is None
+    )

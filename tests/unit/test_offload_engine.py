@@ -197,10 +197,10 @@ def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache):
         )
         list(engine.generate(requests))
         stream = engine._now.runtime._executor._stream
-        one_pass = sum(b.span for b in stream._order)
+        one_pass = sum(b.span for b in stream.tiles)
         passes = engine._now.runtime.timeline.passes
         assert report.weights_by_tier[1] == 0
-        assert 0 <= stream.bytes_read - passes * one_pass <= stream.slots * max(b.span for b in stream._order), (
+        assert 0 <= stream.bytes_read - passes * one_pass <= stream.slots * max(b.span for b in stream.tiles), (
             "what is read beyond is read ahead"
         )
         read[schedule] = passes * one_pass

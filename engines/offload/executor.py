@@ -79,12 +79,12 @@ class Executor:
         self._streamed = [i not in resident for i in range(len(tiles))]
         self._last = [a.matrix != b.matrix for a, b in pairwise(tiles)] + [True]
         self._outputs = {matrix.name: matrix.rows for matrix in model.matrices}
-        #: By matrix of an expert, the mixture it belongs to, and what each mixture has on disk: places in the stream.
+        #: By matrix of an expert, the mixture it belongs to, and what each mixture has on disk: (tile, matrix).
         self._mixture = {m.name: _module(m.parameter) for m in model.matrices if m.expert is not None}
         self._places: dict[str, list[tuple[int, str]]] = {}
-        for place, tile in enumerate(b for i, b in enumerate(tiles) if i not in resident):
-            if tile.matrix in self._mixture:
-                self._places.setdefault(self._mixture[tile.matrix], []).append((place, tile.matrix))
+        for tile in tiles:
+            if tile.matrix in self._mixture and tile.index not in resident:
+                self._places.setdefault(self._mixture[tile.matrix], []).append((tile.index, tile.matrix))
         self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._needed: set[str] = set()  # experts' matrices that some batch of this pass asks for
         self._decided: set[str] = set()  # mixtures whose experts are chosen in this pass
@@ -139,7 +139,7 @@ class Executor:
             tile = self._tiles[op.tile]
             if op.kind == "load":
                 if self._is_needed(tile):
-                    raw[op.tile] = self._stream.next(tile)
+                    raw[op.tile] = self._stream.next(op.tile)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":

@@ -12,7 +12,7 @@ import torch
 from engines.offload.device.protocol import Device
 from engines.offload.disk.throttle import Throttle
 from engines.offload.executor import Executor
-from engines.offload.kernels import AttentionKernel, Hadamard, Kernels, Quantizer
+from engines.offload.kernels import AttentionKernel, Hadamard, HostKernels, Quantizer
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
@@ -29,9 +29,9 @@ from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import ConvertedCheckpoint, convert
-from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing, Ring
 from engines.offload.weights.stream import WeightStream
+from engines.offload.weights.tile_reader import TileReader
 from harness.api import DTYPE_BYTES, Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy
 
 
@@ -54,7 +54,7 @@ class Loading:
         self.policy = policy
         self.limits = limits
         self.job = job
-        self.kernels = Kernels(job.cache, torch.get_num_threads())
+        self.kernels = HostKernels(job.cache, torch.get_num_threads())
         layers, outside, self.cached = storages(model.dtype, policy)
         self._ways = self._arithmetics(layers, outside)
         self._arithmetic = self._ways[layers]
@@ -80,7 +80,7 @@ class Loading:
             mean_sequence=job.mean_sequence,
         )
         self.plan = self._placed()
-        self.streamed = [b for i, b in enumerate(self.tiles) if i not in self.plan.resident]
+        self.streamed = [b for b in self.tiles if b.index not in self.plan.resident]
         self.notes = [self.plan.note, self._kernel_note(),
                       f"products by {self._arithmetic.name}, {self._arithmetic.flops / 1e9:.0f} GFLOP/s"]  # fmt: skip
 
@@ -89,13 +89,13 @@ class Loading:
         policy, plan, model, meta_model = self.policy, self.plan, self.model, self.meta_model
         converted = self._converted()
         meta_model.bind({name: converted.table(name) for name in meta_model.tables}, converted.small(), self.device)
-        resident = self._resident(converted)
         timeline, throttle = Timeline(self.device), Throttle(self.limits.disk_bandwidth)
-        files = WeightFiles(converted.folder, self.streamed, throttle)
-        parts.callback(files.close)
-        stream = WeightStream(self.streamed, self._ring(converted, files), timeline, policy.overlap)
+        reader = TileReader(converted.folder, self.tiles, throttle)
+        parts.callback(reader.close)
+        resident = self._resident(reader)
+        stream = WeightStream(self.streamed, self._ring(reader), timeline, policy.overlap)
         parts.callback(stream.close)
-        self._note_direct(files.direct, "weights pass")
+        self._note_direct(reader.direct or not self.streamed, "weights pass")
         products = {how: way.gemm for how, way in self._ways.items()}
         overlap_attention = policy.nano_batches > 1 and policy.nano_overlap
         cache = self._cache(timeline, throttle, parts)
@@ -197,12 +197,12 @@ class Loading:
     def _placed(self) -> Plan:
         return place(self._demand, self.policy, self.limits.host_memory)
 
-    def _resident(self, converted: ConvertedCheckpoint) -> dict[int, torch.Tensor]:
+    def _resident(self, reader: TileReader) -> dict[int, torch.Tensor]:
         """Stored bytes of the tiles that stay where they are multiplied."""
-        return converted.read(self.plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
+        return {i: reader.load(self.tiles[i]) for i in sorted(self.plan.resident)}
 
-    def _ring(self, converted: ConvertedCheckpoint, files: WeightFiles) -> Ring:
-        return HostRing(self.streamed, self.plan.slots, files)
+    def _ring(self, reader: TileReader) -> Ring:
+        return HostRing(self.streamed, self.plan.slots, reader)
 
     def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
         plan, shape = self.plan, self.model.shape

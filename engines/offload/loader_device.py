@@ -27,9 +27,8 @@ from engines.offload.memory.plan import Plan
 from engines.offload.memory.storage import Storage
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.convert import ConvertedCheckpoint
-from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import DeviceRing, Ring
+from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype, HardwareLimits, Job, LoadReport, LocalModel, OffloadPolicy, UnsupportedError
 from harness.common.host_memory import free_memory
 
@@ -92,26 +91,25 @@ class DeviceLoading(Loading):
         assert limits.device_memory is not None
         return place_on_device(self._demand, self.policy, limits.device_memory, host)
 
-    def _resident(self, converted: ConvertedCheckpoint) -> dict[int, torch.Tensor]:
+    def _resident(self, reader: TileReader) -> dict[int, torch.Tensor]:
         plan = self.plan
         room = torch.empty(sum(aligned(self.tiles[i].nbytes) for i in plan.resident), dtype=torch.uint8,
                            device=self.device.where)  # fmt: skip
         memory, start = self._pinned, 0
         self._passing = [memory.take(max(b.span for b in self.tiles)) for _ in range(READERS)]
+        resident = {}
+        for i in sorted(plan.resident):
+            tile = self.tiles[i]
+            resident[i] = room[start : start + tile.nbytes]
+            start += tile.span
+            self.device.copy([(resident[i], reader.load(tile, self._passing[0]))]).synchronize()
+        return resident
 
-        def keep(data: torch.Tensor) -> torch.Tensor:
-            nonlocal start
-            place = room[start : start + len(data)]
-            start += aligned(len(data))
-            self.device.copy([(place, data)]).synchronize()
-            return place
-
-        return converted.read(plan.resident, lambda nbytes: self._passing[0], keep)
-
-    def _ring(self, converted: ConvertedCheckpoint, files: WeightFiles) -> Ring:
-        pinned = converted.read(self.plan.pinned, self._pinned.take, lambda data: data)
-        held = {(self.tiles[i].file, self.tiles[i].offset): data for i, data in pinned.items()}
-        return DeviceRing(self.streamed, self.plan.slots, held, files, self.device, self._passing)
+    def _ring(self, reader: TileReader) -> Ring:
+        pinned = {
+            i: reader.load(self.tiles[i], self._pinned.take(self.tiles[i].span)) for i in sorted(self.plan.pinned)
+        }
+        return DeviceRing(self.streamed, self.plan.slots, pinned, reader, self.device, self._passing)
 
     def _cache(self, timeline: Timeline, throttle: Throttle, parts: ExitStack) -> PagedCache:
         plan, shape = self.plan, self.model.shape

@@ -1,4 +1,4 @@
-"""A disk made slower: what a slower one would have done with the same work."""
+"""Imitates a slower disk: delays transfers to a given rate."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import time
 
 
 class Throttle:
-    """Lets at most `rate` bytes/s pass, over all threads; None is no limit."""
+    """Limits transfers of all threads together to `rate` bytes/s; None is no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when the disk would have done all that was asked of it
+        self._free_at = 0.0  # when the slower disk would have finished all transfers so far
 
     def wait(self, nbytes: int, began: float) -> None:
-        """Called after a transfer that `began` at that time (`time.perf_counter`).
+        """Sleeps, after a transfer that `began` then (`time.perf_counter`), until a disk of `rate` would have done it.
 
-        It then has taken as long as on a disk of that rate which was asked for it at that time; never less than it
-        took. An idle disk does not save up.
+        Idle time earns no credit.
         """
         if self._rate is None:
             return

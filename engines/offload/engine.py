@@ -14,7 +14,7 @@ from engines.offload.backend.cuda import CudaBackend
 from engines.offload.backend.host import HostBackend
 from engines.offload.device.cuda import opened
 from engines.offload.device.host import HostDevice
-from engines.offload.kernels import Kernels
+from engines.offload.kernels import HostKernels
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.loader import load
 from engines.offload.model_runner import ModelRunner
@@ -84,7 +84,7 @@ class OffloadEngine:
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
                 resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(threads))
-            host_kernels = Kernels(job.cache, torch.get_num_threads())
+            host_kernels = HostKernels(job.cache, torch.get_num_threads())
             backend = self._backend(request, host_kernels, resources)
             loaded = load(request, backend, host_kernels, resources)
             self._loaded = _Loaded(loaded, ModelRunner(loaded))
@@ -137,7 +137,7 @@ class OffloadEngine:
         self._loaded = None  # its tensors must be gone when the device returns memory
         self._resources.close()
 
-    def _backend(self, request: LoadRequest, host_kernels: Kernels, resources: ExitStack) -> Backend:
+    def _backend(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> Backend:
         accelerator = opened(request.limits, self._attention_units)
         if accelerator is not None:
             resources.callback(accelerator.close)

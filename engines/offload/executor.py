@@ -124,7 +124,7 @@ class Executor:
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             if op.kind == "load":
                 if self._experts.needs(self._tiles[op.tile].matrix):
-                    in_ring[op.tile] = self._stream.next(self._tiles[op.tile])
+                    in_ring[op.tile] = self._stream.next(op.tile)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":

@@ -17,10 +17,10 @@ class ExpertRouting:
     def __init__(self, matrices: Sequence[Matrix], streamed: Sequence[WeightTile], stream: WeightStream) -> None:
         self._stream = stream
         self._mixture = {m.name: m.parameter.rpartition(".")[0] for m in matrices if m.expert is not None}
-        self._streamed: dict[str, list[tuple[int, str]]] = {}  # by mixture: position in the stream, matrix
-        for position, tile in enumerate(streamed):
+        self._streamed: dict[str, list[tuple[int, str]]] = {}  # by mixture: tile, matrix
+        for tile in streamed:
             if tile.matrix in self._mixture:
-                self._streamed.setdefault(self._mixture[tile.matrix], []).append((position, tile.matrix))
+                self._streamed.setdefault(self._mixture[tile.matrix], []).append((tile.index, tile.matrix))
         self._needed: set[str] = set()
         self._decided: set[str] = set()  # mixtures that all batches of this pass have routed
 
@@ -44,6 +44,6 @@ class ExpertRouting:
             return True
         if mixture not in self._decided:
             self._decided.add(mixture)
-            unneeded = [at for at, name in self._streamed.get(mixture, ()) if name not in self._needed]
+            unneeded = [index for index, name in self._streamed.get(mixture, ()) if name not in self._needed]
             self._stream.leave_out(unneeded)
         return matrix in self._needed

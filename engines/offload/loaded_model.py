@@ -55,4 +55,4 @@ class LoadedModel:
     @property
     def streamed(self) -> list[WeightTile]:
         """Tiles that come through the ring, in order of use."""
-        return [tile for i, tile in enumerate(self.tiles) if i not in self.plan.resident]
+        return [tile for tile in self.tiles if tile.index not in self.plan.resident]

@@ -11,7 +11,7 @@ import torch
 
 from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import Kernels
+from engines.offload.kernels import HostKernels
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, tiles_of
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
@@ -24,10 +24,11 @@ from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import ConvertedCheckpoint, convert
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
+from engines.offload.weights.tile_reader import TileReader
 from harness.api import DTYPE_BYTES, LoadReport, ModelShape, OffloadPolicy
 
 
-def load(request: LoadRequest, backend: Backend, host_kernels: Kernels, stack: ExitStack) -> LoadedModel:
+def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
     """Plans the memory, converts the checkpoint on first use, reads what stays resident and starts the stream.
 
     `host_kernels` convert checkpoints; `stack` ends what was started. Raises UnsupportedError for models and policies
@@ -71,8 +72,10 @@ def load(request: LoadRequest, backend: Backend, host_kernels: Kernels, stack: E
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights
-    weights = backend.weights(converted, tiles, throttle, stack)
-    streamed = [tile for i, tile in enumerate(tiles) if i not in plan.resident]
+    reader = TileReader(converted.folder, tiles, throttle)
+    stack.callback(reader.close)
+    weights = backend.weights(reader)
+    streamed = [tile for tile in tiles if tile.index not in plan.resident]
     stream = WeightStream(streamed, weights.ring, timeline, policy.overlap)
     stack.callback(stream.close)
 
@@ -92,7 +95,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: Kernels, stack: E
     notes = [
         *backend.notes(),
         f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s",
-        "" if weights.direct else _buffered("weights"),
+        "" if reader.direct or not streamed else _buffered("weights"),
         "" if kv.direct else _buffered("the KV cache"),
         "" if offload is None or offload.direct else _buffered("activations"),
     ]
@@ -130,7 +133,7 @@ def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[Storage, GemmBackend
 
 
 def _convert(
-    request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile], host_kernels: Kernels
+    request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile], host_kernels: HostKernels
 ) -> ConvertedCheckpoint:
     source = CheckpointReader(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
     quantizers = {stored: host_kernels.quantizer(stored) for stored in dict.fromkeys(tile.stored for tile in tiles)}

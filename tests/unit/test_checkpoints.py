@@ -305,3 +305,15 @@ def test_a_digest_of_contents_sees_weights_and_tokenizer(folder, tmp_path) -> No
     second = digest()
     (folder / "tokenizer.json").write_text("{}")
     assert len({first, second, digest()}) == 3
+
+
+def test_converted_folders_keep_their_names() -> None:
+    """Users' converted checkpoints are used again only as long as this key stays the same for the same layout."""
+    from engines.offload.memory.layout import Matrix, tiles_of
+    from engines.offload.memory.storage import Grouped, Plain
+    from engines.offload.weights.convert import folder_key
+
+    matrices = [Matrix("a.weight", 300, 200, "layer-00000"), Matrix("b", 128, 64, "layer-00001", expert=1)]
+    stored = (Plain("bfloat16"), Grouped(4, 64), Grouped(3, 32, group_axis=0))
+    keys = [folder_key(["x"], "bfloat16", tiles_of(matrices, [how] * 2, 20000), ["t"], ["s"]) for how in stored]
+    assert keys == ["8acd7c65f1432f32", "68e763adc3d345e3", "8b63a13c9cb0cb47"]

@@ -12,12 +12,11 @@ from engines.offload.kernels import AttentionMetadata, NoCompilerError, quantize
 from engines.offload.kernels.attention import compiled_attention, merge_attention_states, reference_attention
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import load, openmp
-from engines.offload.kernels.gemm import compiled_gemm
+from engines.offload.kernels.gemm import compiled_gemm, torch_gemm
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Grouped, Plain
-from engines.offload.weights.gemm import torch_gemm
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -58,16 +57,16 @@ def test_the_kernel_multiplies_weights_as_they_are_stored(cache, dtype):
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("group_axis", [0, 1])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize(("rows", "columns", "outputs"), [(50, 700, 90), (1, 2049, 33), (7, 1030, 16), (3, 5, 3)])
-def test_the_kernel_multiplies_quantized_weights(cache, bits, across, rows, columns, outputs):
+def test_the_kernel_multiplies_quantized_weights(cache, bits, group_axis, rows, columns, outputs):
     torch.manual_seed(0)
-    how = Grouped(bits, 64, across)
+    how = Grouped(bits, 64, group_axis)
     x, weight = torch.randn(rows, columns), torch.randn(outputs, columns)
-    packed = quantize.pack(weight.T if across else weight, how)
-    stored = quantize.unpack(packed, outputs if across else columns, how)
-    exact = x.double() @ (stored.T if across else stored).double().T
+    packed = quantize.pack(weight if group_axis else weight.T, how)
+    stored = quantize.unpack(packed, columns if group_axis else outputs, how)
+    exact = x.double() @ (stored if group_axis else stored.T).double().T
     start = torch.randn(rows, outputs)
     out = start.clone()
     compiled_gemm(how, cache, threads=2)(x, packed, out, out)
@@ -122,7 +121,7 @@ def by_hand(query, keys, values, segments, spec):
         for row in range(starts[i], starts[i + 1]):
             position = before + row - starts[i]
             first = max(0, position - spec.window + 1) if spec.window else 0
-            places = [(segments.table[i, t // BLOCK_SIZE], t % BLOCK_SIZE) for t in range(first, position + 1)]
+            places = [(segments.block_table[i, t // BLOCK_SIZE], t % BLOCK_SIZE) for t in range(first, position + 1)]
             for head in range(heads):
                 k, v = (torch.stack([c[p, head // group, t] for p, t in places]).double() for c in (keys, values))
                 scores = k @ query[head, row].double() * spec.scale
@@ -196,7 +195,7 @@ def test_a_prompt_may_be_cut_anywhere(compiled, length, window, data):
     whole = packed([(length, 0)], 40)
     together = compiled(query, blocks, whole, spec)
     for rows, before in ((slice(0, cut), 0), (slice(cut, length), cut)):
-        part = AttentionMetadata.of([rows.stop - rows.start], [before], whole.table)
+        part = AttentionMetadata.of([rows.stop - rows.start], [before], whole.block_table)
         assert torch.equal(compiled(query[:, rows], blocks, part, spec), together[rows])
 
 
@@ -233,7 +232,7 @@ def test_attention_reads_pages_where_they_are(cache):
     slots, room = torch.randperm(60), torch.empty(60, 3, 2, BLOCK_SIZE, 16)
     room[:, :2][slots] = blocks[40:]
     split = LayerBlocks(blocks[:40], room[:, :2])
-    moved = replace(segments, table=torch.cat([torch.arange(40), 40 + slots]).int()[segments.table.long()])
+    moved = replace(segments, block_table=torch.cat([torch.arange(40), 40 + slots]).int()[segments.block_table.long()])
     for kernel in (
         compiled_attention(Plain("float32"), cache, 2),
         reference_attention(plain_quantizer(Plain("float32"))),

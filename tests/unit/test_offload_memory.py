@@ -102,7 +102,7 @@ def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
     st.sampled_from(
         [(768, 3072, 12, 50272), (2048, 8192, 24, 50272), (4096, 11008, 32, 32000), (576, 1536, 30, 49152)]
     ),
-    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(8, 128, across=True)]),
+    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(8, 128, group_axis=0)]),
     st.floats(0, 1),
 )
 def test_the_part_of_the_weights_in_memory_is_the_one_asked_for_to_a_point(sizes, stored, share):

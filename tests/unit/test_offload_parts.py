@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.memory.layout import ALIGN, Matrix, tiles_of
 from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.pass_ops import ALL, attention_overlaps, matrix_spans, pass_ops
 from engines.offload.timeline import Timeline
-from engines.offload.weights.gemm import torch_gemm
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 
 # ------------------------------------------------------------------------------------------------ products
@@ -38,7 +38,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
 
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["a", "b"])), min_size=1, max_size=5),
-    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(3, 32, across=True)]),
+    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(3, 32, group_axis=0)]),
     st.integers(1, 20_000),
 )
 def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_values):
@@ -52,6 +52,7 @@ def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_
             assert tile.nbytes == stored.matrix_bytes(*tile.shape) > 0
             part += 1
         assert (covered == 1).all()
+    assert [tile.index for tile in tiles] == list(range(len(tiles))), "a tile's index is its place in the order of use"
     ends: dict[str, int] = {}
     for tile in tiles:
         assert tile.offset % ALIGN == 0

@@ -51,10 +51,10 @@ def test_values_come_back_as_near_as_the_step_allows(x, how):
 @given(rows(st.floats(-1e4, 1e4, width=32), sides=140), st.sampled_from(HOWS))
 def test_codes_are_the_nearest_in_float64(x, how):
     packed = quantize.pack(torch.from_numpy(x), how)
-    step, low = (part.numpy().astype(np.float64) for part in quantize.pairs(torch.from_numpy(x), how))
+    scale, minimum = (part.numpy().astype(np.float64) for part in quantize.scales_and_minima(torch.from_numpy(x), how))
     found = quantize.unpack(packed, x.shape[1], how).numpy()
     for i, columns in groups_of(x, how):
-        s, least = step[i, columns.start // how.group], low[i, columns.start // how.group]
+        s, least = scale[i, columns.start // how.group], minimum[i, columns.start // how.group]
         codes = np.rint((x[i, columns] - least) / s).clip(0, (1 << how.bits) - 1) if s else 0.0
         np.testing.assert_allclose(found[i, columns], least + codes * s, rtol=1e-6, atol=1e-6 * max(abs(least), s))
 

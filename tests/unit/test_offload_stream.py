@@ -10,12 +10,10 @@ from engines.offload.disk.throttle import Throttle
 from engines.offload.memory.layout import Matrix, tiles_of
 from engines.offload.memory.storage import Plain
 from engines.offload.timeline import Timeline
-from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing
 from engines.offload.weights.stream import WeightStream
-from harness.api import (
-    HarnessError,
-)
+from engines.offload.weights.tile_reader import TileReader, page_aligned
+from harness.api import HarnessError
 
 
 @pytest.fixture(params=["neighbours", "scattered"])
@@ -32,15 +30,15 @@ def files(tmp_path, request):
 
 
 def stream_of(files, slots=3, ahead=True):
-    ring = HostRing(files[1], slots, WeightFiles(files[0], files[1], Throttle(None)))
-    return WeightStream(files[1], ring, Timeline(), ahead)
+    reader = TileReader(files[0], files[1], Throttle(None))
+    return WeightStream(files[1], HostRing(files[1], slots, reader), Timeline(), ahead)
 
 
 def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
     stream = stream_of(files)
     for _ in range(5):
         for i, tile in enumerate(files[1]):
-            data = stream.next(tile)
+            data = stream.next(tile.index)
             assert data.shape == (tile.nbytes,)
             assert (data == i + 1).all()
             stream.release()
@@ -53,7 +51,7 @@ def test_a_stream_of_any_depth_goes_on(files, slots):
     stream = stream_of(files, slots)
     assert stream.measure() > 0
     for i, tile in enumerate(files[1] * 3):
-        assert (stream.next(tile) == i % 10 + 1).all()
+        assert (stream.next(tile.index) == i % 10 + 1).all()
         stream.release()
     stream.close()
 
@@ -62,13 +60,13 @@ def test_a_stream_reads_no_further_than_its_slots(files):
     stream = stream_of(files, slots=4)
     stream.measure()
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
-    first = stream.next(files[1][0])
-    stream.next(files[1][1])
+    first = stream.next(files[1][0].index)
+    stream.next(files[1][1].index)
     time.sleep(0.1)
     assert (first == 1).all(), "a tile stays until it is released"
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     stream.release()
-    stream.next(files[1][2])
+    stream.next(files[1][2].index)
     stream.close()
 
 
@@ -83,7 +81,7 @@ def test_what_is_skipped_is_not_waited_for_and_never_mistaken(files):
             if i not in needed:
                 stream.skip()
                 continue
-            assert (stream.next(tile) == i + 1).all()
+            assert (stream.next(tile.index) == i + 1).all()
             stream.release()
     stream.close()
 
@@ -94,7 +92,7 @@ def test_what_is_left_out_is_not_read(files):
     count = len(files[1])
     for _ in range(50):
         stream.leave_out(list(range(1, count)))
-        stream.next(files[1][0])
+        stream.next(files[1][0].index)
         stream.release()
         for _ in range(1, count):
             stream.skip()
@@ -110,7 +108,7 @@ def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
     stream = stream_of(files)
     with pytest.raises(HarnessError, match=rf"group0.bin ends at byte {last.offset + 100}, {last.matrix} reaches"):
         for tile in tiles:
-            stream.next(tile)
+            stream.next(tile.index)
             stream.release()
     stream.close()
 
@@ -118,13 +116,13 @@ def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
 def test_a_pass_that_was_broken_off_does_not_shift_the_next(files):
     stream = stream_of(files)
     for tile in files[1][:7]:
-        stream.next(tile)
+        stream.next(tile.index)
         stream.release()
-    stream.next(files[1][7])
+    stream.next(files[1][7].index)
     with pytest.raises(HarnessError, match="the stream has"):
-        stream.next(files[1][0])
+        stream.next(files[1][0].index)
     stream.align()
-    assert (stream.next(files[1][0]) == 1).all()
+    assert (stream.next(files[1][0].index) == 1).all()
     stream.close()
 
 
@@ -132,10 +130,10 @@ def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("engines.offload.weights.files.os.preadv", broken)
+    monkeypatch.setattr("engines.offload.weights.tile_reader.os.preadv", broken)
     stream = stream_of(files)
     with pytest.raises(HarnessError, match=r"reading group[01].bin at byte \d+ \(m\d\): Input/output error"):
-        stream.next(files[1][0])
+        stream.next(files[1][0].index)
     stream.close()
 
 
@@ -147,7 +145,7 @@ def test_closing_wakes_whoever_waits(files, monkeypatch):
     threading.Timer(0.1, lambda: (gate.set(), stream.close())).start()
     with pytest.raises(HarnessError, match="closed"):
         for tile in files[1] * 100:
-            stream.next(tile)
+            stream.next(tile.index)
             stream.release()
 
 
@@ -156,7 +154,7 @@ def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(fi
     stream, tiles = stream_of(files, slots, ahead=False), files[1]
     stream.measure()
     for i, tile in enumerate(tiles * 2):
-        stream.next(tile)
+        stream.next(tile.index)
         with stream._lock:
             assert stream.bytes_read == sum(b.span for b in (tiles * 2)[: stream._next])
             assert stream._next <= max(i + 1, stream.slots)
@@ -172,7 +170,34 @@ def test_all_slots_may_be_held_but_one(files, slots):
         for first in range(0, len(tiles), slots):
             held = tiles[first : first + slots]
             for tile in held:
-                assert stream.next(tile)[0] == tiles.index(tile) + 1, rounds
+                assert stream.next(tile.index)[0] == tiles.index(tile) + 1, rounds
             for _ in held:
                 stream.release()
+    stream.close()
+
+
+def test_a_tile_is_loaded_by_the_reader_that_streams(files):
+    """Into new memory or into the caller's, not at the throttle's rate; and a reader closes its files once."""
+    folder, tiles = files
+    reader = TileReader(folder, tiles, Throttle(1))
+    buffer = page_aligned(max(tile.span for tile in tiles))
+    for i, tile in enumerate(tiles):
+        assert (reader.load(tile) == i + 1).all()
+        assert (reader.load(tile, buffer) == i + 1).all()
+        assert reader.load(tile, buffer).shape == (tile.nbytes,)
+    reader.close()
+    reader.close()
+
+
+def test_tiles_are_named_by_their_index_in_the_model_not_in_the_stream(files):
+    """Some of the model's tiles are resident; the stream has the others, by the same numbers."""
+    streamed = [tile for tile in files[1] if tile.index % 3]
+    stream = stream_of((files[0], streamed))
+    stream.leave_out([streamed[1].index])
+    for tile in streamed:
+        if tile is streamed[1]:
+            stream.skip()
+            continue
+        assert (stream.next(tile.index) == tile.index + 1).all()
+        stream.release()
     stream.close()

@@ -30,13 +30,13 @@ def shared(kernel, types, constants, capability):
     return compiled.metadata.shared
 
 def attend(query, rows, itemsize, bits, dim, group, prompts, capability):
-    pointers = dict(query=query, rows=rows, staged=rows, sinks="fp32", out=query, lse="fp32", starts="i32",
-                    cached="i32", table="i32", owner="i32", first="i32")
-    numbers = ("query_head", "query_row", "query_column", "own", "row_block", "staged_block", "row_which", "row_head",
-               "row_token", "table_row", "out_row", "out_head", "window", "code_bytes", "groups")
+    pointers = dict(query=query, resident=rows, staged=rows, sinks="fp32", out=query, lse="fp32", starts="i32",
+                    cached="i32", table="i32", segments="i32", firsts="i32")
+    numbers = ("query_head", "query_row", "query_column", "resident_blocks", "resident_block", "staged_block",
+               "kv_value", "kv_head", "kv_token", "table_row", "out_row", "out_head", "window", "code_bytes", "groups")
     types = {k: "*" + v for k, v in pointers.items()} | dict.fromkeys(numbers, "i32") | {"scale": "fp32", "cap": "fp32"}
     constants = triton_attention.tile(dim, itemsize, group, prompts) | dict(
-        PAGE=8, STAGED=True, WINDOW=True, CAP=True, SINKS=True, LSE=True, BITS=bits, VALUES=0 if bits == 16 else 64,
+        BLOCK=8, STAGED=True, WINDOW=True, CAP=True, SINKS=True, LSE=True, BITS=bits, GROUP=0 if bits == 16 else 64,
         PRECISION="ieee" if itemsize == 4 else "tf32")
     return shared(triton_attention._attend, types, constants, capability)
 

@@ -14,14 +14,13 @@ from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import KernelSet
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
-from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
-from engines.offload.weights.convert import ConvertedCheckpoint
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.ring import Ring
+from engines.offload.weights.tile_reader import TileReader
 from harness.api import HardwareLimits, Job, LocalModel, OffloadPolicy
 
 
@@ -37,14 +36,10 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tiles that stay where they are multiplied (stored bytes by index), and the ring for all others.
-
-    `direct`: whether the disk is read past the page cache.
-    """
+    """Tiles that stay where they are multiplied (stored bytes by index), and the ring for all others."""
 
     resident: Mapping[int, torch.Tensor]
     ring: Ring
-    direct: bool
 
 
 @dataclass(frozen=True)
@@ -100,10 +95,8 @@ class Backend(Protocol):
         """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
         ...
 
-    def weights(
-        self, converted: ConvertedCheckpoint, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack
-    ) -> Weights:
-        """Reads the resident ones of `tiles` and opens the ring for the others; `stack` closes it."""
+    def weights(self, reader: TileReader) -> Weights:
+        """Reads the planned tiles that stay resident, and makes the ring for the others, which `reader` will fill."""
         ...
 
     def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:

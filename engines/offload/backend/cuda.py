@@ -10,7 +10,7 @@ from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weight
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import AttentionMetadata, Kernels
+from engines.offload.kernels import AttentionMetadata, HostKernels
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.kernels.layer_blocks import LayerBlocks
@@ -19,15 +19,14 @@ from engines.offload.kv_cache.host_blocks import HostBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
 from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
-from engines.offload.memory.layout import READERS, WeightTile, aligned
+from engines.offload.memory.layout import READERS
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.convert import ConvertedCheckpoint
-from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import DeviceRing
+from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype, UnsupportedError
 from harness.common.host_memory import free_memory
 
@@ -37,7 +36,7 @@ class CudaBackend:
     be run with a device."""
 
     def __init__(
-        self, load: LoadRequest, host_kernels: Kernels, device: Accelerator, kernels: DeviceKernels | None = None
+        self, load: LoadRequest, host_kernels: HostKernels, device: Accelerator, kernels: DeviceKernels | None = None
     ) -> None:
         if load.policy.cpu_attention and load.policy.value_sparsity < 1:
             raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
@@ -78,31 +77,19 @@ class CudaBackend:
         self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host)
         return self._plan
 
-    def weights(
-        self, converted: ConvertedCheckpoint, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack
-    ) -> Weights:
-        plan = self._plan
+    def weights(self, reader: TileReader) -> Weights:
+        plan, tiles = self._plan, self._request.tiles
         self._pinned = PinnedMemory(pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks), self.device.pinned)
         staging = [self._pinned.take(max(tile.span for tile in tiles)) for _ in range(READERS)]
-        room = torch.empty(
-            sum(aligned(tiles[i].nbytes) for i in plan.resident), dtype=torch.uint8, device=self.device.where
-        )
-        start = 0
-
-        def upload(data: torch.Tensor) -> torch.Tensor:
-            nonlocal start
-            tile = room[start : start + len(data)]
-            start += aligned(len(data))
-            self.device.copy([(tile, data)]).synchronize()
-            return tile
-
-        resident = converted.read(plan.resident, lambda nbytes: staging[0], upload)
-        pinned = converted.read(plan.pinned, self._pinned.take, lambda data: data)
-        streamed = [tile for i, tile in enumerate(tiles) if i not in plan.resident]
-        files = WeightFiles(converted.folder, streamed, throttle)
-        stack.callback(files.close)
-        held = {(tiles[i].file, tiles[i].offset): data for i, data in pinned.items()}
-        return Weights(resident, DeviceRing(streamed, plan.slots, held, files, self.device, staging), files.direct)
+        room = torch.empty(sum(tiles[i].span for i in plan.resident), dtype=torch.uint8, device=self.device.where)
+        resident, start = {}, 0
+        for i in sorted(plan.resident):
+            resident[i] = room[start : start + tiles[i].nbytes]
+            start += tiles[i].span
+            self.device.copy([(resident[i], reader.load(tiles[i], staging[0]))]).synchronize()
+        pinned = {i: reader.load(tiles[i], self._pinned.take(tiles[i].span)) for i in sorted(plan.pinned)}
+        streamed = [tile for tile in tiles if tile.index not in plan.resident]
+        return Weights(resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging))
 
     def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache

@@ -9,20 +9,18 @@ import torch
 from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import Kernels
+from engines.offload.kernels import HostKernels
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
-from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.convert import ConvertedCheckpoint
-from engines.offload.weights.files import WeightFiles
 from engines.offload.weights.ring import HostRing
+from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype
 
 
@@ -31,7 +29,7 @@ class HostBackend:
 
     tile_values = None
 
-    def __init__(self, load: LoadRequest, kernels: Kernels, device: HostDevice) -> None:
+    def __init__(self, load: LoadRequest, kernels: HostKernels, device: HostDevice) -> None:
         self._load = load
         self.kernels = kernels
         self.device = device
@@ -58,14 +56,11 @@ class HostBackend:
         self._plan = plan_host_memory(request, self._load.policy, self._load.limits.host_memory)
         return self._plan
 
-    def weights(
-        self, converted: ConvertedCheckpoint, tiles: list[WeightTile], throttle: Throttle, stack: ExitStack
-    ) -> Weights:
-        resident = converted.read(self._plan.resident, lambda n: torch.empty(n, dtype=torch.uint8), lambda data: data)
-        streamed = [tile for i, tile in enumerate(tiles) if i not in self._plan.resident]
-        files = WeightFiles(converted.folder, streamed, throttle)
-        stack.callback(files.close)
-        return Weights(resident, HostRing(streamed, self._plan.slots, files), files.direct)
+    def weights(self, reader: TileReader) -> Weights:
+        tiles, plan = self._request.tiles, self._plan
+        streamed = [tile for tile in tiles if tile.index not in plan.resident]
+        resident = {i: reader.load(tiles[i]) for i in sorted(plan.resident)}
+        return Weights(resident, HostRing(streamed, plan.slots, reader))
 
     def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache

@@ -19,7 +19,7 @@ import torch
 from engines.offload.calibrate import device as calibrate_device
 from engines.offload.calibrate import engine as calibrate_engine
 from engines.offload.device import cuda
-from engines.offload.kernels import Kernels, stored_view
+from engines.offload.kernels import HostKernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.memory.layout import TILE_VALUES
@@ -63,7 +63,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
     samples: dict[str, list[float]] = {}
     rounds = 3 if quick else 7
     threads = torch.get_num_threads()
-    kernels = Kernels(cache, threads)
+    kernels = HostKernels(cache, threads)
     with torch.inference_mode():
         report("memory")
         samples["host.bandwidth"] = _copies(rounds)
@@ -161,19 +161,19 @@ def _copies(rounds: int) -> list[float]:
     return [source.nbytes / s for s in seconds_of(lambda: target.copy_(source), rounds)]
 
 
-def _chosen(kernels: Kernels) -> gemm.GemmBackend:
+def _chosen(kernels: HostKernels) -> gemm.GemmBackend:
     """How the engine would multiply weights in 16 bits here."""
     dtypes: Sequence[Dtype] = ("bfloat16", "float32")
     return gemm.choose_gemm(Plain("bfloat16"), _WIDTH, dtypes, kernels)
 
 
-def _products(way: gemm.GemmBackend, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
     """FLOP/s with weights in 16 bits."""
     seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
     return [2 * rows * TILE_VALUES / s for s in seconds]
 
 
-def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: Kernels, rounds: int) -> list[float]:
+def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
     """Seconds a tile, of tiles that take turns, as none comes from a cache when a model runs."""
     height = TILE_VALUES // _WIDTH
     raw = kernels.quantizer(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
@@ -190,7 +190,7 @@ def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: Kern
     return [s / _TILES for s in seconds_of(some, rounds)]
 
 
-def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
+def _attention(stored: Storage, kernels: HostKernels, rounds: int) -> list[float]:
     """Bytes/s of keys and values as they are stored."""
     sequences, _, kv_heads, context = _ATTENTION
     nbytes = 2 * sequences * kv_heads * context * stored.row_bytes(64)
@@ -198,7 +198,7 @@ def _attention(stored: Storage, kernels: Kernels, rounds: int) -> list[float]:
     return [nbytes / s for s in seconds_of(work, rounds)]
 
 
-def _unpacking(way: gemm.GemmBackend, flops: float, kernels: Kernels, rounds: int) -> list[float]:
+def _unpacking(way: gemm.GemmBackend, flops: float, kernels: HostKernels, rounds: int) -> list[float]:
     """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
     seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
     arithmetic = 2 * _FEW * TILE_VALUES / flops
@@ -209,7 +209,7 @@ def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[floa
     """FLOP/s at 256 rows on so many threads."""
     torch.set_num_threads(count)
     try:
-        kernels = Kernels(cache, count)
+        kernels = HostKernels(cache, count)
         return _products(_chosen(kernels), 256, kernels, rounds)
     finally:
         torch.set_num_threads(threads)

@@ -1,1 +1,1 @@
-"""Direct I/O, at most as fast as a throttle allows."""
+"""Direct I/O, at most at a throttle's rate."""

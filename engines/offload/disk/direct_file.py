@@ -1,4 +1,4 @@
-"""An unnamed file for direct I/O: reserved as a whole, at most as fast as a throttle allows."""
+"""Unnamed scratch files with direct I/O, whose transfers are complete or raise, at most at a throttle's rate."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 class DiskFile:
-    """`nbytes` of disk in `folder`, freed by `close` or the end of the process. Messages call its content `what`.
+    """An unnamed file of `nbytes` bytes in `folder`; it is freed by `close` or when the process ends.
 
-    `direct`: whether I/O bypasses the page cache. Where the file system refuses that, what was transferred is dropped
-    from the page cache after each transfer. Raises DiskFullError where the disk has no room.
+    `what`: its name in messages. `direct`: whether I/O bypasses the page cache; where the file system refuses that, the
+    cache is dropped after each transfer. Raises DiskFullError where there is no space.
     """
 
     def __init__(self, folder: Path, nbytes: int, what: str, throttle: Throttle) -> None:
@@ -37,15 +37,15 @@ class DiskFile:
             raise DiskFullError(f"{folder}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fills `view`, aligned like `offset`. Raises HarnessError."""
+        """Fills `view` from byte `offset`, both page-aligned. Raises HarnessError."""
         self._move("read", os.preadv, view, offset)
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Writes all of `view`, aligned like `offset`. Raises HarnessError."""
+        """Writes all of `view` at byte `offset`, both page-aligned. Raises HarnessError."""
         self._move("write", os.pwritev, view, offset)
 
     def close(self) -> None:
-        """Frees the disk space. Idempotent."""
+        """Frees the file. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -56,7 +56,7 @@ class DiskFile:
             while view:
                 count = move(self._descriptor, [view], offset)
                 if count <= 0:
-                    raise HarnessError(f"{self._what} on disk: {verb} of {size} bytes at byte {start} ended early")
+                    raise HarnessError(f"{self._what} on disk: {verb} of {size} bytes at byte {start} came to an end")
                 view, offset = view[count:], offset + count
             if not self.direct:
                 os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
@@ -66,7 +66,7 @@ class DiskFile:
 
 
 def reads_directly(path: Path) -> bool:
-    """Whether reads of a file can bypass the page cache; tried, because some file systems refuse at the first read."""
+    """Whether reads of a file can bypass the page cache. Tries one: some file systems refuse not `open`, but `read`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
@@ -81,7 +81,7 @@ def reads_directly(path: Path) -> bool:
 
 
 def _unnamed(folder: Path, what: str) -> tuple[int, bool]:
-    """A descriptor of an empty file without a name, and whether its I/O is direct."""
+    """A descriptor of an empty unnamed file, and whether its I/O is direct."""
     path = folder / f"{what}.probe"
     try:
         path.write_bytes(bytes(mmap.PAGESIZE))

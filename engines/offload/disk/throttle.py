@@ -1,4 +1,4 @@
-"""Slows a disk down to what a slower one would have done with the same work."""
+"""Imitates a slower disk: delays transfers to a given rate."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import time
 
 
 class Throttle:
-    """At most `rate` bytes/s over all threads; None: no limit."""
+    """Limits transfers of all threads together to `rate` bytes/s; None is no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when the slower disk would have finished all requests
+        self._free_at = 0.0  # when the slower disk would have finished all transfers so far
 
     def wait(self, nbytes: int, began: float) -> None:
-        """Call after a transfer that `began` then (`time.perf_counter`): sleeps until a disk of the given rate would
-        have finished it. An idle disk saves nothing up."""
+        """Sleeps, after a transfer that `began` then (`time.perf_counter`), until a disk of `rate` would have done it.
+
+        Idle time earns no credit.
+        """
         if self._rate is None:
             return
         with self._lock:

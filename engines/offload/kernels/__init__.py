@@ -1,11 +1,11 @@
-"""Kernels that torch has not: in C++, built once with the host's compiler, with a reference in their place."""
+"""The engine's kernels: per operation one interface, a reference in torch, implementations in C++ and Triton."""
 
 from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata, merge_attention_states, unmoved
 from engines.offload.kernels.base import KernelSet
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard
-from engines.offload.kernels.host import Kernels
+from engines.offload.kernels.host import HostKernels
 from engines.offload.kernels.quantizer import Quantizer, stored_view
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "AttentionMetadata",
     "Gemm",
     "Hadamard",
+    "HostKernels",
     "KernelSet",
-    "Kernels",
     "NoCompilerError",
     "Quantizer",
     "merge_attention_states",

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: the compiled kernel, and the reference it is tested against."""
+"""Attention over the paged KV cache: the kernels' interface, the reference in torch, and the compiled kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.offload.kernels.attention_spec import AttentionSpec, attend, attend_with_lse
-from engines.offload.kernels.build import function
+from engines.offload.kernels.build import CSRC, function
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -22,25 +22,25 @@ from harness.api import ModelShape
 
 
 def unmoved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: where a host computes, nothing need be brought anywhere."""
+    """The upload of a host that computes itself: the tensor as it is."""
     return tensor
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Who owns the rows of a packed batch, as the host knows it and as int32 tensors for kernels.
+    """The segments of a packed batch, each a run of tokens of one sequence: for the host, and as int32 for kernels.
 
-    Segment i has `counts[i]` rows, from `starts[i]` to `starts[i + 1]`, which follow `before[i]` others of its sequence
-    (`cached`); their keys and values are on the blocks of row i of `table` [segments, max_blocks]. `put` brings a host
-    tensor to where the others are.
+    Segment i has `counts[i]` tokens, rows `starts[i]` to `starts[i + 1]` of the batch. They follow `before[i]` earlier
+    tokens of the sequence (`cached` on the device), on the KV blocks of row i of `block_table` [segments, max_blocks].
+    `upload` copies a host tensor to the device of the others.
     """
 
     counts: Sequence[int]
     before: Sequence[int]
     starts: torch.Tensor
     cached: torch.Tensor
-    table: torch.Tensor
-    put: Callable[[torch.Tensor], torch.Tensor]
+    block_table: torch.Tensor
+    upload: Callable[[torch.Tensor], torch.Tensor]
     _tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -48,38 +48,37 @@ class AttentionMetadata:
         cls,
         counts: Sequence[int],
         before: Sequence[int],
-        table: torch.Tensor,
-        put: Callable[[torch.Tensor], torch.Tensor] = unmoved,
+        block_table: torch.Tensor,
+        upload: Callable[[torch.Tensor], torch.Tensor] = unmoved,
     ) -> AttentionMetadata:
-        """From what the host knows; `table` is int32 there."""
+        """Uploads what the host knows; `block_table` is int32 in host memory."""
         starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         cached = torch.tensor(before, dtype=torch.int32)
-        return cls(tuple(counts), tuple(before), put(starts), put(cached), put(table), put)
+        return cls(tuple(counts), tuple(before), upload(starts), upload(cached), upload(block_table), upload)
 
-    def tiles(self, each: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The segment and the first row of every `each` rows, int32: made once for all layers of a pass."""
-        if each not in self._tiles:
-            places = [(i, first) for i, count in enumerate(self.counts) for first in range(0, count, each)]
-            owner, first = self.put(torch.tensor(places, dtype=torch.int32).T.contiguous())
-            self._tiles[each] = owner, first
-        return self._tiles[each]
+    def tiles(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cuts segments into tiles of `tokens` tokens: each tile's segment and first token, int32. Made once a pass."""
+        if tokens not in self._tiles:
+            tiles = [(i, first) for i, count in enumerate(self.counts) for first in range(0, count, tokens)]
+            segment, first = self.upload(torch.tensor(tiles, dtype=torch.int32).T.contiguous())
+            self._tiles[tokens] = segment, first
+        return self._tiles[tokens]
 
 
 class AttentionKernel(Protocol):
-    """Attention of a packed batch."""
+    """Attention of a packed batch over one layer's KV blocks."""
 
     def __call__(
         self,
         query: torch.Tensor,
         blocks: KVBlocks,
-        segments: AttentionMetadata,
+        metadata: AttentionMetadata,
         spec: AttentionSpec,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Query [heads, tokens, dim] to [tokens, heads, dim].
+        """Query [heads, tokens, dim] to output [tokens, heads, dim].
 
-        `lse` [tokens, heads] float32 takes the logarithms of the sums that probabilities are of: see
-        `merge_attention_states`.
+        `lse` float32 [tokens, heads], if given, receives the log-sum-exps for `merge_attention_states`.
         """
         ...
 
@@ -87,48 +86,48 @@ class AttentionKernel(Protocol):
 def merge_attention_states(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> torch.Tensor:
-    """Attention to two parts of what is seen, [rows, heads, dim] and lse [rows, heads] each, as one.
+    """Merges attention to two parts of a context, outputs [rows, heads, dim] with log-sum-exps [rows, heads].
 
-    Source: FlashAttention (Dao et al. 2022), section 3.1, between blocks. One of two lse may be minus infinity.
+    At most one log-sum-exp of a row may be minus infinity. Source: FlashAttention (Dao et al. 2022), section 3.1.
     """
-    top = torch.maximum(lse, other_lse)
-    one, two = ((part - top).exp()[..., None] for part in (lse, other_lse))
-    return ((out * one + other * two) / (one + two)).to(out.dtype)
+    maximum = torch.maximum(lse, other_lse)
+    weight, other_weight = ((part - maximum).exp()[..., None] for part in (lse, other_lse))
+    return ((out * weight + other * other_weight) / (weight + other_weight)).to(out.dtype)
 
 
 def reference_attention(quantizer: Quantizer) -> AttentionKernel:
-    """The definition, in torch, one segment at a time: by torch's fused attention where that can follow the spec."""
+    """The reference in torch, segment by segment; by torch's fused attention where the spec allows it."""
 
-    def wide(stored: torch.Tensor, seen: int, like: torch.Tensor) -> torch.Tensor:
-        """[n, kv_heads, block, ...] as values [kv_heads, seen, dim] of the query's dtype."""
-        found = stored.transpose(0, 1).flatten(1, 2)[:, :seen]
+    def dequantized(stored: torch.Tensor, seen: int, like: torch.Tensor) -> torch.Tensor:
+        """Blocks [n, kv_heads, block, ...] as values [kv_heads, seen, dim] in the query's dtype."""
+        rows = stored.transpose(0, 1).flatten(1, 2)[:, :seen]
         packed = stored.dtype == torch.uint8
         dtype = torch.float32 if packed else like.dtype
-        out = torch.empty(found.shape[0] * seen, like.shape[2], dtype=dtype, device=like.device)
-        quantizer.unpack(found.flatten(0, 1).contiguous(), out)
-        return out.view(found.shape[0], seen, like.shape[2]).to(like.dtype)
+        out = torch.empty(rows.shape[0] * seen, like.shape[2], dtype=dtype, device=like.device)
+        quantizer.unpack(rows.flatten(0, 1).contiguous(), out)
+        return out.view(rows.shape[0], seen, like.shape[2]).to(like.dtype)
 
     def attention(
         query: torch.Tensor,
         blocks: KVBlocks,
-        segments: AttentionMetadata,
+        metadata: AttentionMetadata,
         spec: AttentionSpec,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads, dim)
         start = 0
-        for i, (first, count) in enumerate(zip(segments.before, segments.counts, strict=True)):
-            own, seen = slice(start, start + count), first + count
+        for i, (first, count) in enumerate(zip(metadata.before, metadata.counts, strict=True)):
+            rows, seen = slice(start, start + count), first + count
             start += count
-            keys, values = blocks.gather(segments.table[i].long()).unbind(1)
-            operands = query[:, own], wide(keys, seen, query), wide(values, seen, query)
+            keys, values = blocks.gather(metadata.block_table[i].long()).unbind(1)
+            operands = query[:, rows], dequantized(keys, seen, query), dequantized(values, seen, query)
             if lse is None:
                 attended = _attend(*operands, spec, first)
             else:
-                attended, sums = attend_with_lse(*operands, spec, first)
-                lse[own] = sums.T
-            out[own] = attended.transpose(0, 1)
+                attended, segment_lse = attend_with_lse(*operands, spec, first)
+                lse[rows] = segment_lse.T
+            out[rows] = attended.transpose(0, 1)
         return out
 
     return attention
@@ -140,20 +139,34 @@ def _attend(
     if spec.softcap is not None or spec.sinks is not None or spec.value_topk < 1:
         return attend(query, key, value, spec, first)
     rows, seen = query.shape[1], key.shape[1]
-    plain = not first and (spec.window is None or spec.window >= seen)
+    causal = not first and (spec.window is None or spec.window >= seen)
     return scaled_dot_product_attention(
         query[None],
         key[None],
         value[None],
-        attn_mask=None if plain else spec.visible(first, rows, seen, query.device),
-        is_causal=plain,
+        attn_mask=None if causal else spec.visible(first, rows, seen, query.device),
+        is_causal=causal,
         scale=spec.scale,
         enable_gqa=key.shape[0] != query.shape[0],
     )[0]
 
 
+def reference_memory(
+    shape: ModelShape, longest: int, stored: Storage, compute_bytes: int, sparse: bool
+) -> tuple[int, int]:
+    """The reference's working memory in bytes, fixed and per prompt row; see KernelSet.attention_memory.
+
+    Fixed: one sequence's keys and values as stored, in float32 and in the compute dtype. Per row: scores, a mask, and
+    for sparse values two sort orders of the scores.
+    """
+    values = shape.num_kv_heads * (stored.row_bytes(shape.head_dim) + shape.head_dim * (4 + compute_bytes))
+    of_score = 3 * compute_bytes + (2 * 8 + compute_bytes if sparse else 0)  # a softmax, beside a copy with sinks
+    scores = shape.num_heads // shape.num_kv_heads * of_score
+    return longest * 2 * values, longest * (scores + compute_bytes + 2)
+
+
 def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionKernel:
-    """The C++ kernel on `threads` threads, in float32 arithmetic whatever the cache and the queries are in.
+    """The C++ kernel on `threads` threads, in float32 arithmetic whatever the dtypes of cache and query.
 
     Raises NoCompilerError where it cannot be built.
     """
@@ -161,14 +174,13 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
     arguments = [pointer, number, number, pointer, number, *[pointer] * 4, *[number] * 4, small, number, number,
                  ctypes.c_float, ctypes.c_float, ctypes.c_double, pointer, small, number, small]  # fmt: skip
     assert BLOCK_SIZE % 8 == 0 and BLOCK_SIZE & (BLOCK_SIZE - 1) == 0  # the kernel takes eight rows at a time
-    source, name = Path(__file__).with_name("csrc") / "attention.cpp", stored.name
-    kernel = function(source, f"attend_{name}", arguments, cache, f"STORED_{name}")
-    shift = _log2(stored.grain)
+    kernel = function(CSRC / "attention.cpp", f"attend_{stored.name}", arguments, cache, f"STORED_{stored.name}")
+    log2_group = _log2(stored.grain)
 
     def attention(
         query: torch.Tensor,
         blocks: KVBlocks,
-        segments: AttentionMetadata,
+        metadata: AttentionMetadata,
         spec: AttentionSpec,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -176,7 +188,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         wide = wide if wide.stride(2) == 1 else wide.contiguous()
         heads, tokens, dim = query.shape
         _, _, kv_heads, block, width = blocks.rows.shape
-        cached, starts, table = segments.cached, segments.starts, blocks.addresses(segments.table)
+        cached, starts, table = metadata.cached, metadata.starts, blocks.addresses(metadata.block_table)
         assert all(t.is_contiguous() for t in (blocks.rows[:1], table, cached, starts))
         assert width * blocks.rows.itemsize == stored.row_bytes(dim)
         assert lse is None or (lse.is_contiguous() and lse.shape == (tokens, heads) and lse.dtype == torch.float32)
@@ -187,7 +199,7 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
             None if lse is None else lse.data_ptr(),
             len(cached), heads, kv_heads, dim, _log2(block), table.shape[1], spec.window or 0, spec.scale,
             spec.softcap or 0.0, spec.value_topk, None if spec.sinks is None else spec.sinks.data_ptr(), threads, width,
-            shift,
+            log2_group,
         )  # fmt: skip
         return out.to(query.dtype)
 
@@ -196,14 +208,3 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
 
 def _log2(number: int) -> int:
     return number.bit_length() - 1
-
-
-def reference_memory(
-    shape: ModelShape, longest: int, stored: Storage, compute_bytes: int, sparse: bool
-) -> tuple[int, int]:
-    """As `tiers.attention_memory`, for the reference: one sequence's keys and values as stored, in float32 and as
-    attended to, scores, a mask, and for sparse values two orders of the scores."""
-    values = shape.num_kv_heads * (stored.row_bytes(shape.head_dim) + shape.head_dim * (4 + compute_bytes))
-    of_score = 3 * compute_bytes + (2 * 8 + compute_bytes if sparse else 0)  # a softmax, beside a copy with sinks
-    scores = shape.num_heads // shape.num_kv_heads * of_score
-    return longest * 2 * values, longest * (scores + compute_bytes + 2)

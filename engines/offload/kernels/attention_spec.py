@@ -1,4 +1,4 @@
-"""How a layer attends beyond being causal, and the definition of it in torch."""
+"""What a layer's attention does beyond causal softmax, and the reference implementation in torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 class AttentionSpec:
     """What attention does with a layer's scores.
 
-    `window`: a token sees itself and the `window` - 1 before it. `softcap` c: a score s becomes c * tanh(s / c).
-    `sinks` [heads] float32: a score in each head's softmax that belongs to no token (gpt-oss). `value_topk`: the part
-    of the values it sees, rounded up, that a row takes: those with the largest probabilities (FlexGen, section 5,
-    sparse attention). They grow to the sum that all probabilities had, which FlexGen's do not.
+    `window`: a token sees itself and the `window` - 1 tokens before it. `softcap` c: a score s becomes c * tanh(s / c).
+    `sinks` [heads] float32: one extra score per head in the softmax's denominator, with no value (gpt-oss).
+    `value_topk`: the fraction of visible values, rounded up, that a row takes, those of the largest probabilities
+    (FlexGen, section 5, sparse attention). Unlike FlexGen's, they are then scaled up to the sum of all probabilities.
     """
 
     scale: float
@@ -24,7 +24,7 @@ class AttentionSpec:
     value_topk: float = 1.0
 
     def visible(self, first: int, rows: int, seen: int, device: torch.device | None = None) -> torch.Tensor:
-        """Whether each of `rows` tokens from position `first` on sees each of `seen` tokens: bool [rows, seen]."""
+        """The mask bool [rows, seen]: which of `seen` tokens each of `rows` tokens from position `first` on sees."""
         mask = torch.ones(rows, seen, dtype=torch.bool, device=device).tril(first)
         return mask if self.window is None else mask.triu(first - self.window + 1)
 
@@ -32,9 +32,9 @@ class AttentionSpec:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
 ) -> torch.Tensor:
-    """Attention of query [heads, rows, dim] at positions from `first` on to key, value [kv_heads, seen, dim].
+    """Attention of query [heads, rows, dim], at positions from `first` on, to key and value [kv_heads, seen, dim].
 
-    Returns [heads, rows, dim] in the query's dtype. Scores of one key/value head at a time are held.
+    Returns [heads, rows, dim] in the query's dtype. Holds the scores of one key/value head at a time.
     """
     return attend_with_lse(query, key, value, spec, first)[0]
 
@@ -42,32 +42,34 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the logarithms float32 [heads, rows] of the sums that probabilities are of: minus infinity where a
-    row sees nothing, whose output is zero."""
+    """As `attend`, with the log-sum-exp of each row's scores, float32 [heads, rows].
+
+    A row that sees nothing has output zero and log-sum-exp minus infinity.
+    """
     heads, rows, _ = query.shape
     group = heads // key.shape[0]
     mask = spec.visible(first, rows, key.shape[1], query.device)
     out = query.new_empty(heads, rows, value.shape[2])
     lse = out.new_empty(heads, rows, dtype=torch.float32)
     for i, (k, v) in enumerate(zip(key.to(query.dtype), value.to(query.dtype), strict=True)):
-        own = slice(i * group, (i + 1) * group)
-        scores = query[own] @ k.T * spec.scale
+        group_heads = slice(i * group, (i + 1) * group)
+        scores = query[group_heads] @ k.T * spec.scale
         if spec.softcap is not None:
             scores = (scores / spec.softcap).tanh() * spec.softcap
         scores = scores.masked_fill(~mask, -torch.inf)
         if spec.sinks is not None:
-            sinks = spec.sinks[own].to(scores.dtype).view(-1, 1, 1).expand(-1, rows, 1)
+            sinks = spec.sinks[group_heads].to(scores.dtype).view(-1, 1, 1).expand(-1, rows, 1)
             scores = torch.cat([scores, sinks], -1)
-        lse[own] = scores.logsumexp(-1).float() if scores.shape[-1] else -torch.inf
+        lse[group_heads] = scores.logsumexp(-1).float() if scores.shape[-1] else -torch.inf
         probabilities = scores.softmax(-1)[..., : len(k)]
         if spec.value_topk < 1:
-            probabilities = _largest(probabilities, spec, first)
-        out[own] = probabilities @ v
+            probabilities = _top_values(probabilities, spec, first)
+        out[group_heads] = probabilities @ v
     return out, lse
 
 
-def _largest(probabilities: torch.Tensor, spec: AttentionSpec, first: int) -> torch.Tensor:
-    """The probabilities [heads, rows, seen] of rows from position `first` on that they take values for, and zeros."""
+def _top_values(probabilities: torch.Tensor, spec: AttentionSpec, first: int) -> torch.Tensor:
+    """Probabilities [heads, rows, seen] of rows from position `first` on: the largest of each row rescaled, else 0."""
     limit = spec.window or first + probabilities.shape[1]
     sees = torch.arange(first + 1, first + 1 + probabilities.shape[1], device=probabilities.device).clamp(max=limit)
     counts = (spec.value_topk * sees.double()).ceil().view(-1, 1)

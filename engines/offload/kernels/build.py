@@ -1,4 +1,4 @@
-"""Builds C++ sources with the host's compiler, once per source, compiler and CPU, and loads them."""
+"""Builds C++ sources with the host's compiler, once per source, compiler and CPU, and loads the libraries."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from engines.common.compiler import command
 from engines.common.folders import build_once
 from harness.api import HarnessError
 
-#: Sums value_topk their order, so that a result depends on its own operands and on nothing that shares the call.
+CSRC = Path(__file__).with_name("csrc")
+#: Without -ffast-math sums keep their order, so a result depends on its own operands and not on what shares the call.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _BYTES = 1 << 20
 _OPENMP = re.compile(r"/lib(?:gomp|omp|iomp5)[^/]*\.so[^/]*$")
 
 
 class NoCompilerError(Exception):
-    """The host cannot build a kernel; the text says why."""
+    """The host cannot build a kernel; the message says why."""
 
 
 def load(source: Path, cache: Path, define: str = "") -> ctypes.CDLL:
-    """The shared library of `source`, compiled with the macro `define` if there is one.
-
-    Raises NoCompilerError; the caller has another way.
-    """
+    """The shared library of `source`, compiled with the macro `define` if given. Raises NoCompilerError."""
     compiler = command()
     if not compiler:
         raise NoCompilerError("no C++ compiler found")
@@ -59,31 +57,31 @@ def _load(source: Path, cache: Path, compiler: Sequence[str], macros: Sequence[s
 
 
 def function(source: Path, name: str, arguments: Sequence[Any], cache: Path, define: str = "") -> Any:
-    """A source's function of that name, which returns nothing. Raises as `load`."""
-    found = getattr(load(source, cache, define), name)
-    found.argtypes = list(arguments)
-    found.restype = None
-    return found
+    """The function `name`(`arguments`) -> void of a source's library. Raises NoCompilerError."""
+    kernel = getattr(load(source, cache, define), name)
+    kernel.argtypes = list(arguments)
+    kernel.restype = None
+    return kernel
 
 
 def openmp(maps: str) -> str:
-    """What to link with: the OpenMP library that torch has loaded, by /proc/self/maps, else the compiler's own.
+    """The OpenMP library to link with: the one that torch has loaded, read from /proc/self/maps, else -fopenmp.
 
-    With two of them each one's threads would spin on the CPUs while the other's have work: products between
-    torch's operations then took twice as long.
+    With two libraries the idle threads of one spin on the CPUs that the other needs: GEMMs between torch's operations
+    took twice as long.
     """
     mapped = (line.split(maxsplit=5)[5:] for line in maps.splitlines())  # a path may hold spaces
     return next((path for (path,) in filter(None, mapped) if _OPENMP.search(path)), "-fopenmp")
 
 
 def _reason(exc: Exception) -> str:
-    """The compiler's first error, where it has said one."""
-    said = exc.stderr.decode(errors="replace") if isinstance(exc, subprocess.CalledProcessError) else ""
-    return next((line for line in said.splitlines() if "error" in line), str(exc))
+    """The compiler's first error line, if there is one."""
+    output = exc.stderr.decode(errors="replace") if isinstance(exc, subprocess.CalledProcessError) else ""
+    return next((line for line in output.splitlines() if "error" in line), str(exc))
 
 
 def _cpu() -> bytes:
-    """What -march=native depends on."""
+    """Identifies the CPU, on which the code of -march=native depends."""
     lines = Path("/proc/cpuinfo").read_bytes().split(b"\n")
-    found = [line for line in lines if line.startswith((b"flags", b"Features", b"isa", b"cpu\t", b"features"))]
-    return found[0] if found else platform.processor().encode() + platform.node().encode()
+    features = [line for line in lines if line.startswith((b"flags", b"Features", b"isa", b"cpu\t", b"features"))]
+    return features[0] if features else platform.processor().encode() + platform.node().encode()

@@ -1,10 +1,10 @@
-"""Spreads what is large in a few columns over all of them, before keys and values are quantized.
+"""Rotates keys and values by a Hadamard matrix before they are quantized, so that outlier columns spread over all.
 
-Keys have columns that are many times as large as the others, and so would decide the steps of their groups. Turned by
-an orthogonal matrix all columns are about as large, and nothing else changes: a product of two turned vectors is that
-of the vectors, and a sum of turned values is turned back. What a cache of few bits then costs a real model is held by
-tests/integration/test_smollm2_quantized.py. Source: QuaRot (Ashkboos et al. 2024), section 4, at run time and without a
-change of weights.
+Keys have a few columns many times as large as the rest, and these would set the scale of their groups. After an
+orthogonal rotation all columns are about equally large. It changes nothing else: the dot product of two rotated vectors
+is that of the originals, and a weighted sum of rotated values is rotated back once. What a cache of few bits then costs
+a real model, tests/integration/test_smollm2_quantized.py holds. Source: QuaRot (Ashkboos et al. 2024), section 4, done
+at run time, without changing weights.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from pathlib import Path
 
 import torch
 
-from engines.offload.kernels.build import function
+from engines.offload.kernels.build import CSRC, function
 
-#: x [..., columns] -> as many values in float32, turned.
+#: x [..., columns] -> the rotated rows, same shape, float32.
 Hadamard = Callable[[torch.Tensor], torch.Tensor]
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """x [..., columns] times a Walsh-Hadamard matrix, in float32; the same again turns back.
+    """x [..., columns] times a normalized Walsh-Hadamard matrix, in float32; applied twice it is the identity.
 
-    Of columns that are no power of two, parts as large as the largest power that divides them are turned. Sums of
-    pairs are all it takes, so a row's result does not depend, in bits, on what is turned with it.
+    If `columns` is no power of two, the matrix is block-diagonal with blocks of the largest power of two that divides
+    it. It takes sums of pairs only, so a row's result does not depend, bit for bit, on the other rows.
     """
     columns = x.shape[-1]
-    size = _power(columns)
-    turned = x.float().reshape(-1, columns // size, size)
+    size = _block_size(columns)
+    rotated = x.float().reshape(-1, columns // size, size)
     half = 1
     while half < size:
-        a, b = turned.view(-1, size // (2 * half), 2, half).unbind(2)
-        turned = torch.stack([a + b, a - b], 2)
+        a, b = rotated.view(-1, size // (2 * half), 2, half).unbind(2)
+        rotated = torch.stack([a + b, a - b], 2)
         half *= 2
-    return turned.mul(_scale(size)).view(x.shape)
+    return rotated.mul(_scale(size)).view(x.shape)
 
 
 def compiled_hadamard(cache: Path, threads: int) -> Hadamard:
-    """The same, to the bit, by the C++ kernel. Raises NoCompilerError where it cannot be built."""
+    """`hadamard` by the C++ kernel, to the same bits. Raises NoCompilerError where it cannot be built."""
     arguments = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_float, ctypes.c_int]
-    kernel = function(Path(__file__).with_name("csrc") / "rotation.cpp", "turn", arguments, cache)
+    kernel = function(CSRC / "hadamard.cpp", "hadamard", arguments, cache)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=torch.float32).copy_(x)
-        size = _power(x.shape[-1])
+        size = _block_size(x.shape[-1])
         kernel(out.data_ptr(), out.numel() // size, size, _scale(size), threads)
         return out
 
-    return turned
+    return rotate
 
 
-def _power(columns: int) -> int:
-    """The largest power of two that divides a number."""
+def _block_size(columns: int) -> int:
+    """The largest power of two that divides `columns`."""
     return columns & -columns
 
 

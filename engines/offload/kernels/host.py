@@ -1,8 +1,10 @@
-"""The kernels of this host: compiled where there is a compiler, else what stands in for them."""
+"""The host's kernels: compiled where there is a C++ compiler, else their substitutes in numba and torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from engines.offload.kernels.attention import (
     AttentionKernel,
@@ -24,9 +26,11 @@ from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
+_Kernel = TypeVar("_Kernel")
 
-class Kernels:
-    """Kernels on `threads` threads, built under `cache` on first use. `note` says what is missing and why."""
+
+class HostKernels:
+    """Kernels on `threads` threads, built under `cache` on first use; see KernelSet."""
 
     def __init__(self, cache: Path, threads: int) -> None:
         self._cache = cache
@@ -34,56 +38,39 @@ class Kernels:
         self.note = ""
 
     def quantizer(self, stored: Storage) -> Quantizer:
-        """How values become what is stored, and back."""
         if isinstance(stored, Plain):
             return plain_quantizer(stored)
-        if not self.note:
-            try:
-                return compiled_quantizer(stored, self._cache, self._threads)
-            except NoCompilerError as exc:
-                self._miss(exc)
+        if compiled := self._compiled(lambda: compiled_quantizer(stored, self._cache, self._threads)):
+            return compiled
         try:
             return numba_quantizer(stored, self._threads)
         except ImportError:
             return reference_quantizer(stored)
 
     def gemm(self, stored: Storage) -> Gemm | None:
-        """Products in float32 with weights as they are stored, if there is a kernel."""
-        if not self.note:
-            try:
-                return compiled_gemm(stored, self._cache, self._threads)
-            except NoCompilerError as exc:
-                self._miss(exc)
-        return None
+        return self._compiled(lambda: compiled_gemm(stored, self._cache, self._threads))
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
-        """Attention over a cache that is `stored` so; both kernels also serve `sparse` values."""
-        if not self.note:
-            try:
-                return compiled_attention(stored, self._cache, self._threads)
-            except NoCompilerError as exc:
-                self._miss(exc)
-        return reference_attention(self.quantizer(stored))
+        """As KernelSet says; these kernels are the same, `sparse` or not."""
+        compiled = self._compiled(lambda: compiled_attention(stored, self._cache, self._threads))
+        return compiled or reference_attention(self.quantizer(stored))
 
     def attention_memory(
         self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
     ) -> tuple[int, int]:
-        """Bytes that `attention`, asked for before, holds beside its operands: fixed, and for each prompt row.
-
-        For sequences of up to `longest` tokens. `sparse`: rows take a part of the values only.
-        """
         if self.note:
             return reference_memory(shape, longest, stored, compute_bytes, sparse)
         return attention_memory(shape, longest, self._threads)
 
     def hadamard(self) -> Hadamard:
-        """What spreads large columns of keys and values."""
-        if not self.note:
-            try:
-                return compiled_hadamard(self._cache, self._threads)
-            except NoCompilerError as exc:
-                self._miss(exc)
-        return hadamard
+        return self._compiled(lambda: compiled_hadamard(self._cache, self._threads)) or hadamard
 
-    def _miss(self, exc: NoCompilerError) -> None:
-        self.note = f"no kernels of our own, which are faster: {exc}"
+    def _compiled(self, build: Callable[[], _Kernel]) -> _Kernel | None:
+        """What `build` gives, or None where nothing can be built: after the first failure it is not tried again."""
+        if self.note:
+            return None
+        try:
+            return build()
+        except NoCompilerError as exc:
+            self.note = f"slower kernels, because the compiled ones are missing: {exc}"
+            return None

@@ -1,4 +1,4 @@
-"""Values to what is stored and back, by the fastest way there is: C++, else numba, else torch; all to the same bits."""
+"""Quantizers: values to what is stored and back, in C++, numba or torch, all to the same bits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 import torch
 
 from engines.offload.kernels import quantize
-from engines.offload.kernels.build import function
+from engines.offload.kernels.build import CSRC, function
 from engines.offload.memory.storage import Grouped, Plain, Storage
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Of one kind of storage. `pack`: float rows [..., columns] to what is stored, [..., columns] in the stored dtype
-    or uint8 [..., row_bytes]. `unpack`: stored rows [rows, ...] into [rows, columns], contiguous, float32 where they
-    are packed.
+    """Converts values to one storage and back.
+
+    `pack`: float rows [..., columns] to [..., columns] in the stored dtype, or to packed rows uint8 [..., row_bytes].
+    `unpack`: stored rows [rows, ...] into a contiguous [rows, columns]; packed rows into float32.
     """
 
     pack: Callable[[torch.Tensor], torch.Tensor]
@@ -26,59 +27,60 @@ class Quantizer:
 
 
 def stored_view(raw: torch.Tensor, stored: Storage, rows: int, columns: int) -> torch.Tensor:
-    """The stored bytes uint8 [...] of a weight W[rows, columns] as what kernels and quantizers take."""
+    """The stored bytes uint8 [...] of a weight W[rows, columns], viewed as kernels and quantizers take it."""
     if isinstance(stored, Plain):
         return raw.view(getattr(torch, stored.dtype)).view(rows, columns)
-    return raw.view(-1, stored.row_bytes(rows if stored.across else columns))
-
-
-def _copy(stored: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(stored)
+    return raw.view(-1, stored.row_bytes(columns if stored.group_axis else rows))
 
 
 def plain_quantizer(stored: Plain) -> Quantizer:
-    """Of values that are stored one by one."""
+    """Casts to the stored dtype, and copies back."""
     dtype = getattr(torch, stored.dtype)
-    return Quantizer(lambda x: x.to(dtype), _copy)
+
+    def unpack(values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values)
+
+    return Quantizer(lambda x: x.to(dtype), unpack)
 
 
-def reference_quantizer(how: Grouped) -> Quantizer:
-    """quantize.py's."""
+def reference_quantizer(stored: Grouped) -> Quantizer:
+    """The reference of quantize.py, in torch."""
 
     def unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(quantize.unpack(packed, out.shape[1], how))
+        out.copy_(quantize.unpack(packed, out.shape[1], stored))
 
-    return Quantizer(lambda x: quantize.pack(x, how), unpack)
+    return Quantizer(lambda x: quantize.pack(x, stored), unpack)
 
 
-def numba_quantizer(how: Grouped, threads: int) -> Quantizer:
-    """numba's, on `threads` threads. Raises ImportError where that is not installed."""
-    from engines.offload.kernels import numba_quantizer as compiled  # it is optional
+def numba_quantizer(stored: Grouped, threads: int) -> Quantizer:
+    """Compiled by numba, on `threads` threads. Raises ImportError where numba is not installed."""
+    from engines.offload.kernels import numba_quantizer as compiled  # numba is optional
 
     return Quantizer(
-        lambda x: compiled.pack(x, how, threads), lambda packed, out: compiled.unpack(packed, out, how, threads)
+        lambda x: compiled.pack(x, stored, threads), lambda packed, out: compiled.unpack(packed, out, stored, threads)
     )
 
 
-def compiled_quantizer(how: Grouped, cache: Path, threads: int) -> Quantizer:
+def compiled_quantizer(stored: Grouped, cache: Path, threads: int) -> Quantizer:
     """The C++ kernels on `threads` threads. Raises NoCompilerError where they cannot be built."""
     pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     arguments = [pointer, number, number, small, pointer, number, small]
-    source = Path(__file__).with_name("csrc") / "pack.cpp"
-    packing, unpacking = (function(source, f"{verb}_{how.name}", arguments, cache) for verb in ("pack", "unpack"))
-    shift = how.group.bit_length() - 1
+    pack_rows, unpack_rows = (
+        function(CSRC / "quantizer.cpp", f"{verb}_{stored.name}", arguments, cache) for verb in ("pack", "unpack")
+    )
+    log2_group = stored.group.bit_length() - 1
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         rows = x.float().contiguous()
-        columns, width = x.shape[-1], how.row_bytes(x.shape[-1])
+        columns, width = x.shape[-1], stored.row_bytes(x.shape[-1])
         packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8)
-        packing(rows.data_ptr(), rows.numel() // columns, columns, shift, packed.data_ptr(), width, threads)
+        pack_rows(rows.data_ptr(), rows.numel() // columns, columns, log2_group, packed.data_ptr(), width, threads)
         return packed
 
     def unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
         rows, columns = out.shape
-        assert packed.shape == (rows, how.row_bytes(columns))
+        assert packed.shape == (rows, stored.row_bytes(columns))
         assert packed.is_contiguous() and out.is_contiguous() and out.dtype == torch.float32
-        unpacking(packed.data_ptr(), rows, columns, shift, out.data_ptr(), packed.shape[1], threads)
+        unpack_rows(packed.data_ptr(), rows, columns, log2_group, out.data_ptr(), packed.shape[1], threads)
 
     return Quantizer(pack, unpack)

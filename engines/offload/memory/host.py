@@ -23,7 +23,7 @@ from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 _KEPT_WORK = 3 / 4
 #: Prompt tokens of a batch and pass where the policy does not say.
 _CHUNK = (32, 512)
-#: As in kernels/attention.cpp: rows whose scores are held together, and columns of a panel.
+#: As in kernels/csrc/attention.cpp: kScoreRows, prompt rows whose scores are held at once, and a panel's kWidth.
 _BLOCK, _WIDTH = 48, 16
 
 

@@ -1,12 +1,12 @@
-"""How many rows are multiplied where there are some: in 16 bits one of few numbers."""
+"""Row padding of GEMMs in 16 bits, so that oneDNN compiles code for few shapes."""
 
 from __future__ import annotations
 
 
 def padded_rows(rows: int, value_bytes: int) -> int:
-    """`rows`, or somewhat more; `value_bytes`: of a value that is multiplied.
+    """`rows`, or, for values of at most 2 bytes (`value_bytes`), rounded up to one of few sizes.
 
-    In 16 bits oneDNN makes code for each number of rows it meets, up to half a megabyte, and the process keeps it.
+    In 16 bits oneDNN generates code for each number of rows, up to half a megabyte that the process never frees.
     """
     if value_bytes > 2 or rows < 2:
         return rows

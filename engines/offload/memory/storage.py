@@ -1,4 +1,4 @@
-"""How a row of values is stored, one by one or quantized in groups: sizes only, without torch."""
+"""How rows of values are stored, plain or quantized in groups, and what that takes in bytes; without torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from harness.api import DTYPE_BYTES, Dtype, OffloadPolicy, UnsupportedError
 
-#: Bits of a quantized value, and values of a group, that there are kernels for.
+#: Bits per quantized value, and values per group, that the kernels support.
 BITS, GROUPS = (3, 4, 8), (32, 64, 128)
-#: Values whose codes fill whole bytes at any number of bits.
-EIGHT = 8
+#: Values that are packed together: the codes of eight fill whole bytes at any number of bits.
+CODES_PER_WORD = 8
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Values one by one in `dtype`."""
+    """Values in `dtype`, one after the other."""
 
     dtype: Dtype
 
@@ -24,7 +24,7 @@ class Plain:
 
     @property
     def grain(self) -> int:
-        """Between so many values a row can be cut."""
+        """A row can be cut at multiples of so many values."""
         return 1
 
     def row_bytes(self, columns: int) -> int:
@@ -38,20 +38,20 @@ class Plain:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Codes of `bits` in groups of `group` values, each with its step and its least value in float16.
+    """Codes of `bits` bits in groups of `group` values, each group with a scale and a minimum in float16.
 
-    quantize.py says what they mean. `across`: of weights W[outputs, inputs], the rows that are stored are W's columns,
-    so that groups run along the outputs, as FlexGen has them.
+    kernels/quantize.py defines them. `group_axis`: the axis of a weight W[outputs, inputs] that groups run along. 1
+    stores the rows of W; 0, FlexGen's choice, stores the rows of W^T.
     """
 
     bits: int
     group: int
-    across: bool = False
+    group_axis: int = 1
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.group not in GROUPS:
             raise UnsupportedError(
-                f"{self.bits} bits in groups of {self.group} are not quantized to; bits are one of "
+                f"cannot quantize to {self.bits} bits in groups of {self.group}; bits are one of "
                 f"{', '.join(map(str, BITS))}, groups of {', '.join(map(str, GROUPS))}"
             )
 
@@ -61,16 +61,16 @@ class Grouped:
 
     @property
     def grain(self) -> int:
-        """Between so many values a row can be cut."""
+        """A row can be cut at multiples of so many values."""
         return self.group
 
     def groups(self, columns: int) -> int:
-        """Groups of a row of `columns` values; the last one may lack some."""
+        """Groups in a row of `columns` values; the last may be shorter."""
         return -(-columns // self.group)
 
     def code_bytes(self, columns: int) -> int:
-        """Bytes of a row's codes, which come first."""
-        return -(-columns // EIGHT) * self.bits
+        """Bytes of the codes of a row, which precede its scales and minima."""
+        return -(-columns // CODES_PER_WORD) * self.bits
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of `columns` values."""
@@ -78,20 +78,20 @@ class Grouped:
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a weight W[rows, columns]."""
-        return columns * self.row_bytes(rows) if self.across else rows * self.row_bytes(columns)
+        return rows * self.row_bytes(columns) if self.group_axis else columns * self.row_bytes(rows)
 
 
 Storage = Plain | Grouped
 
 
 def storages(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Storage]:
-    """How the decoder layers' weights are stored, those outside of them, and keys and values.
+    """The storage of the decoder layers' weights, of weights outside them, and of keys and values.
 
-    The head keeps the checkpoint's precision, as embeddings do: it is small beside the layers, and what is lost there
-    is in every logit.
+    The head keeps the checkpoint's precision, as embeddings do: it is small beside the layers, and an error there is in
+    every logit.
     """
     plain = Plain(dtype)
     layers: Storage = plain
     if policy.weight_bits != 16:
-        layers = Grouped(policy.weight_bits, policy.group_size, across=policy.weight_groups == "output")
+        layers = Grouped(policy.weight_bits, policy.group_size, group_axis=0 if policy.weight_groups == "output" else 1)
     return layers, plain, plain if policy.kv_bits == 16 else Grouped(policy.kv_bits, policy.group_size)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors under the names and in the shapes that the model's parameters have, read a part at a time."""
+"""Reads a checkpoint's tensors, whole or in part, by the names and shapes of the model's parameters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from harness.api import HarnessError, LocalModel, UnsupportedError
 class CheckpointReader:
     """The tensors of a folder of safetensors.
 
-    `aliases` are pairs of tied parameters, of which a checkpoint may hold either; `prefix` is the base model's,
-    which checkpoints of the bare model lack; `transforms` are transformers' own from a checkpoint's names to the
-    model's. Raises UnsupportedError for a transform that is more than a new name or a stack of experts.
+    `aliases`: pairs of tied parameters; a checkpoint may hold either. `prefix`: the base model's, which checkpoints of
+    the bare model lack. `transforms`: transformers' conversions from a checkpoint's names to the model's. Raises
+    UnsupportedError for a transform other than renaming and stacking experts.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CheckpointReader:
         self.shards = [self._folder / name for name in shard_names(self._folder)]
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
-        self._files: dict[str, tuple[Any, str]] = {}  # by parameter: file and the name in it
+        self._files: dict[str, tuple[Any, str]] = {}  # by parameter: (file, name in the file)
         self._stacks: dict[str, dict[str, list[tuple[Any, str]]]] = defaultdict(lambda: defaultdict(list))
         for shard in self.shards:
             file = safe_open(shard, framework="pt")
@@ -52,14 +52,14 @@ class CheckpointReader:
         self._parts = {name: self._ordered(name, parts, converters) for name, parts in self._stacks.items()}
 
     def view(self, parameter: str, shape: tuple[int, ...]) -> Any:
-        """A lazy view of a tensor: indexing reads that part only. Raises HarnessError where it does not fit."""
+        """A lazy view of a tensor: indexing it reads that part. Raises HarnessError if it is missing or misshaped."""
         file, key = self._find(parameter, self._files)
         view = file.get_slice(key)
         self._require(key, tuple(view.get_shape()), shape)
         return view
 
     def whole(self, parameter: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor, in the dtype it is stored in. Raises as `view`."""
+        """A tensor in its stored dtype. Raises as `view`."""
         file, key = self._find(parameter, self._files)
         tensor = torch.as_tensor(file.get_tensor(key))
         self._require(key, tuple(tensor.shape), shape)
@@ -68,7 +68,7 @@ class CheckpointReader:
     def read(
         self, parameter: str, expert: int | None, shape: tuple[int, int], rows: slice, columns: slice
     ) -> torch.Tensor:
-        """A part of a matrix of `shape`, or of one expert's in a stack of them. Raises as `view`."""
+        """A part of a matrix of `shape`, or of one expert's matrix in a stack. Raises as `view`."""
         if expert is None:
             view = self.view(parameter, shape)
             return torch.as_tensor(view[rows, columns])
@@ -82,11 +82,11 @@ class CheckpointReader:
     def _from_parts(
         self, parameter: str, expert: int, shape: tuple[int, int], rows: slice, columns: slice
     ) -> torch.Tensor:
-        """From an expert that the checkpoint keeps by itself, in one piece or as gate above up."""
-        found = self._find(parameter, self._parts)
-        if any(len(experts) <= expert for experts in found):
-            raise HarnessError(f"{self._folder} holds no tensor for expert {expert} of {parameter}; is it whole?")
-        pieces = [experts[expert] for experts in found]
+        """A part of the matrix of an expert that the checkpoint keeps apart, whole or as gate and up to be joined."""
+        stacks = self._find(parameter, self._parts)
+        if any(len(experts) <= expert for experts in stacks):
+            raise HarnessError(f"{self._folder} holds no tensor for expert {expert} of {parameter}; is it complete?")
+        pieces = [experts[expert] for experts in stacks]
         views = [file.get_slice(key) for file, key in pieces]
         heights = [view.get_shape()[0] for view in views]
         self._require(pieces[0][1], (sum(heights), views[0].get_shape()[1]), shape)
@@ -101,33 +101,31 @@ class CheckpointReader:
     def _ordered(
         self, name: str, parts: Mapping[str, list[tuple[Any, str]]], converters: Sequence[WeightConverter]
     ) -> list[list[tuple[Any, str]]]:
-        """By piece and expert where the tensors are; the pieces in the order of the transform's patterns."""
+        """Where the tensors are, by piece and expert; pieces in the order of the transform's patterns."""
         converter = next((c for c in converters if set(parts) <= set(c.source_patterns)), None)
         if converter is None:
-            raise UnsupportedError(f"{self._folder}: {name} is made from the checkpoint in two ways at once")
+            raise UnsupportedError(f"{self._folder}: {name} matches two conversions of the checkpoint")
         stack = [isinstance(op, MergeModulelist) and op.dim == 0 for op in converter.operations[:1]]
         join = [isinstance(op, Concatenate) and op.dim == 1 for op in converter.operations[1:]]
         if stack != [True] or join not in ([], [True]):
-            words = ", ".join(type(op).__name__ for op in converter.operations)
-            raise UnsupportedError(
-                f"{self._folder}: {name} is made from the checkpoint by {words}, which is not done here"
-            )
+            names = ", ".join(type(op).__name__ for op in converter.operations)
+            raise UnsupportedError(f"{self._folder}: {name} needs the conversion {names}, which is not supported")
         pieces = [sorted(parts[p], key=lambda part: _natural(part[1])) for p in converter.source_patterns if p in parts]
         for piece in pieces:
             numbers = zip(*(map(int, re.findall(r"\d+", key)) for _, key in piece), strict=True)
             if not any(column == tuple(range(len(piece))) for column in numbers):
-                raise HarnessError(f"{self._folder} lacks an expert between others for {name}; is it whole?")
+                raise HarnessError(f"{self._folder} lacks an expert between others for {name}; is it complete?")
         return pieces
 
     def _find(self, parameter: str, where: Mapping[str, Any]) -> Any:
-        found = next((where[name] for name in self._candidates(parameter) if name in where), None)
-        if found is None:
-            raise HarnessError(f"{self._folder} holds no tensor for {parameter}; is it a checkpoint of this model?")
-        return found
+        for name in self._candidates(parameter):
+            if name in where:
+                return where[name]
+        raise HarnessError(f"{self._folder} holds no tensor for {parameter}; is it a checkpoint of this model?")
 
-    def _require(self, key: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
-        if got != shape:
-            raise HarnessError(f"{self._folder}: tensor {key} has shape {list(got)}, the model needs {list(shape)}")
+    def _require(self, key: str, actual: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if actual != shape:
+            raise HarnessError(f"{self._folder}: tensor {key} has shape {list(actual)}, the model needs {list(shape)}")
 
     def _candidates(self, parameter: str) -> list[str]:
         names = [parameter, *([self._aliases[parameter]] if parameter in self._aliases else [])]
@@ -135,5 +133,5 @@ class CheckpointReader:
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sorts layer 10 after layer 9."""
+    """A sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", key)]

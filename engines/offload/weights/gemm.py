@@ -1,7 +1,7 @@
-"""Products with freshly loaded weight tiles, in whichever way and dtype is fastest on this CPU, or on a device.
+"""Chooses how weight tiles are multiplied: the fastest GEMM and dtype on this CPU, or a device's library.
 
-Which is fastest depends on the CPU and its maker: bfloat16 where the CPU has instructions for it, else float32; by
-torch's library after a cast, or by our kernel (kernels/product.cpp), which needs none. So it is measured, at load.
+Which is fastest depends on the CPU: bfloat16 where it has instructions for that, else float32; torch's library after a
+cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at load.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from dataclasses import dataclass
 import torch
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import Gemm, Kernels, Quantizer, stored_view
+from engines.offload.kernels import Gemm, KernelSet, Quantizer, stored_view
+from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import DTYPE_BYTES, Dtype
 
-#: Rows at which the choice is made: a pass of some prompts and many decoding sequences; and of a device's pass.
+#: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
 _ROWS, _DEVICE_ROWS = 256, 2048
 _ROUNDS = 12
-#: Of a tile that is measured the most rows; the tiles of narrow models are small.
-_HEIGHT = 4096
-#: Values between the rows of a product. Rows a power of two apart, as most models' are, fall into few sets of the
-#: CPU's caches: MKL multiplied 300 rows 15 % slower into such a matrix.
+#: Most columns and rows of a tile that is measured.
+_WIDTH, _HEIGHT = 2048, 4096
+#: Values between the rows of an output. Rows a power of two apart, as in most models, map to few sets of the CPU's
+#: caches: MKL wrote a product of 300 rows 15 % slower into such a matrix.
 _ROW_PAD = 16
 
 
 @dataclass(frozen=True)
 class GemmBackend:
-    """How this engine multiplies with weights that are stored in one way. `dtype`: of activations.
+    """How weights of one storage are multiplied. `dtype`: of activations.
 
-    `cast_bytes`: of the copies that are made of a tile's value before its product; 0 where there are none. `flops`:
-    FLOP/s measured, with that copying.
+    `cast_bytes`: bytes per value of a tile for the copies made before its GEMM; 0 for none. `flops`: measured FLOP/s,
+    the copies' time included.
     """
 
     name: str
@@ -46,7 +47,7 @@ class GemmBackend:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A way to multiply: `gemm` makes it, with buffers of its own."""
+    """A GEMM to measure; `gemm` makes one with its own buffers."""
 
     name: str
     dtype: Dtype
@@ -54,21 +55,23 @@ class _Candidate:
     cast_bytes: int
 
 
-def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: Kernels) -> GemmBackend:
-    """The fastest way with weights that are `stored` so, about `hidden` wide, and activations in one of `dtypes`."""
-    ways = [_by_library(stored, kernels.quantizer(stored), dtype) for dtype in dtypes]
+def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: KernelSet) -> GemmBackend:
+    """The fastest GEMM for weights `stored` so, about `hidden` wide, and activations in one of `dtypes`; measured."""
+    candidates = [_torch_candidate(stored, kernels.quantizer(stored), dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
-        ways.append(_Candidate("kernel", "float32", lambda: compiled, 0))
-    tiles = _tiles(stored, kernels.quantizer(stored), min(hidden, 2048))
-    times = _timed([_Trial(way, tiles, min(hidden, 2048)) for way in ways])
-    best, way = min(zip(times, ways, strict=True), key=lambda pair: pair[0])
-    return GemmBackend(way.name, way.dtype, way.gemm(), way.cast_bytes, 1 / best)
+        candidates.append(_Candidate("kernel", "float32", lambda: compiled, 0))
+    width = min(hidden, _WIDTH)
+    tiles = _tiles(stored, kernels.quantizer(stored), width)
+    seconds = _seconds_per_flop([_Trial(candidate, tiles, width) for candidate in candidates])
+    fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])
+    return GemmBackend(best.name, best.dtype, best.gemm(), best.cast_bytes, 1 / fastest)
 
 
 def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Device) -> GemmBackend:
-    """As `choose`, of a device: what its library does with values that were unpacked or cast there."""
-    way = _by_library(stored, quantizer, dtype, at_once=True)
-    trial = _Trial(way, _tiles(stored, quantizer, min(hidden, 2048), device.where), min(hidden, 2048), _DEVICE_ROWS)
+    """The GEMM of a device's library, with weights dequantized or cast there first; its rate is measured."""
+    candidate = _torch_candidate(stored, quantizer, dtype, unpacks_to_dtype=True)
+    width = min(hidden, _WIDTH)
+    trial = _Trial(candidate, _tiles(stored, quantizer, width, device.where), width, _DEVICE_ROWS)
     with torch.inference_mode():
         stamps = [device.stamp()]
         for i in range(_ROUNDS):
@@ -76,102 +79,95 @@ def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer
             stamps.append(device.stamp())
     times = device.seconds(stamps)
     seconds = min(b - a for a, b in itertools.pairwise(times))
-    return GemmBackend(f"{way.name} on {device.where.type}", dtype, way.gemm(), way.cast_bytes,
-                      trial.flops / max(seconds, 1e-9))  # fmt: skip
+    return GemmBackend(f"{candidate.name} on {device.where.type}", dtype, candidate.gemm(), candidate.cast_bytes,
+                       trial.flops / max(seconds, 1e-9))  # fmt: skip
 
 
 def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
-    """Room for a product [rows, outputs], its rows a little apart, of the same dtype as `like`."""
+    """An uninitialized matrix [rows, outputs] in the dtype of `like`, with padding between its rows."""
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
 
 
-def torch_gemm(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
-    """With the library that torch carries."""
-    if start is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(start, x, weight.t(), out=out)
+def _torch_candidate(stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False) -> _Candidate:
+    """torch's GEMM, after dequantizing or casting the weight where its storage needs that.
 
-
-def _by_library(stored: Storage, quantizer: Quantizer, dtype: Dtype, at_once: bool = False) -> _Candidate:
-    """With the library that torch carries, after unpacking or a cast where there is something to unpack or to cast.
-
-    `at_once`: the quantizer unpacks to what is multiplied, not to float32.
+    `unpacks_to_dtype`: the quantizer can unpack to `dtype`; otherwise it unpacks to float32.
     """
     if stored == Plain(dtype):
         return _Candidate("torch", dtype, lambda: torch_gemm, 0)
-    unpacked: Dtype = dtype if at_once or isinstance(stored, Plain) else "float32"
+    unpacked: Dtype = dtype if unpacks_to_dtype or isinstance(stored, Plain) else "float32"
     copies = DTYPE_BYTES[dtype] + (DTYPE_BYTES[unpacked] if unpacked != dtype else 0)
-    return _Candidate("torch", dtype, lambda: _Widened(stored, quantizer, dtype, unpacked), copies)
+    return _Candidate("torch", dtype, lambda: _DequantizingGemm(stored, quantizer, dtype, unpacked), copies)
 
 
-class _Widened:
-    """A product with a tile that is first unpacked, and copied as values of the multiplied dtype."""
+class _DequantizingGemm:
+    """Unpacks a tile to the dtype `unpacked`, casts it to `dtype` if that is another, and multiplies by torch."""
 
     def __init__(self, stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacked: Dtype) -> None:
         self._quantizer = quantizer
-        self._across = _is_across(stored)
-        self._multiplied, self._unpacked = getattr(torch, dtype), getattr(torch, unpacked)
-        # for the largest tile so far
-        self._room = torch.empty(0, dtype=self._unpacked)
-        self._narrow = torch.empty(0, dtype=self._multiplied)
+        self._transposed = _is_transposed(stored)
+        self._dtype, self._unpacked_dtype = getattr(torch, dtype), getattr(torch, unpacked)
+        # buffers, as large as the largest tile so far
+        self._unpacked = torch.empty(0, dtype=self._unpacked_dtype)
+        self._cast = torch.empty(0, dtype=self._dtype)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
-        shape = (x.shape[1], out.shape[1]) if self._across else (out.shape[1], x.shape[1])
+        shape = (x.shape[1], out.shape[1]) if self._transposed else (out.shape[1], x.shape[1])
         count = shape[0] * shape[1]
-        if self._room.numel() < count:
-            self._room = self._narrow = torch.empty(0)  # before there are others
-            narrow = count if self._unpacked != self._multiplied else 0
-            self._room = torch.empty(count, dtype=self._unpacked, device=x.device)
-            self._narrow = torch.empty(narrow, dtype=self._multiplied, device=x.device)
-        values = self._room[:count].view(shape)
+        if self._unpacked.numel() < count:
+            self._unpacked = self._cast = torch.empty(0)  # frees the old buffers first
+            cast = count if self._unpacked_dtype != self._dtype else 0
+            self._unpacked = torch.empty(count, dtype=self._unpacked_dtype, device=x.device)
+            self._cast = torch.empty(cast, dtype=self._dtype, device=x.device)
+        values = self._unpacked[:count].view(shape)
         self._quantizer.unpack(weight, values)
-        if self._narrow.numel():
-            values = self._narrow[:count].view(shape).copy_(values)
-        torch_gemm(x, values.t() if self._across else values, start, out)
+        if self._cast.numel():
+            values = self._cast[:count].view(shape).copy_(values)
+        torch_gemm(x, values.t() if self._transposed else values, start, out)
 
 
 def _tiles(stored: Storage, quantizer: Quantizer, width: int, device: torch.device | None = None) -> list[torch.Tensor]:
     height = _height(width)
-    values = torch.full((width, height) if _is_across(stored) else (height, width), 0.01, device=device)
+    values = torch.full((width, height) if _is_transposed(stored) else (height, width), 0.01, device=device)
     raw = quantizer.pack(values).view(torch.uint8)
     return [stored_view(raw.flatten().clone(), stored, height, width) for _ in range(4)]
 
 
 def _height(width: int) -> int:
-    """Rows of a tile that is so wide."""
+    """Rows of a tile of this width."""
     return min(TILE_VALUES // width, _HEIGHT)
 
 
 class _Trial:
-    """One way with tiles that are multiplied in turn, with other work between them."""
+    """One candidate with tiles that take turns, and torch work in between."""
 
-    def __init__(self, way: _Candidate, tiles: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
+    def __init__(self, candidate: _Candidate, tiles: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
         height = _height(width)
         self._tiles = tiles
-        self._x = torch.full((rows, width), 0.01, dtype=getattr(torch, way.dtype), device=tiles[0].device)
+        self._x = torch.full((rows, width), 0.01, dtype=getattr(torch, candidate.dtype), device=tiles[0].device)
         self._out = torch.empty(rows, height, dtype=self._x.dtype, device=self._x.device)
-        self._gemm = way.gemm()
+        self._gemm = candidate.gemm()
         self.flops = 2 * rows * width * height
 
     def seconds(self, turn: int) -> float:
-        """A product, by operation."""
+        """One GEMM's seconds per FLOP."""
         began = time.perf_counter()
         self.multiply(turn)
         return (time.perf_counter() - began) / self.flops
 
     def multiply(self, turn: int) -> None:
-        """Once."""
+        """One GEMM."""
         self._gemm(self._x, self._tiles[turn % len(self._tiles)], None, self._out)
-        self._out += 1  # with torch's threads, which must not be in the way
+        self._out += 1  # on torch's threads: a GEMM whose own threads get in their way measures slower
 
 
 @torch.inference_mode()
-def _timed(trials: Sequence[_Trial]) -> list[float]:
-    """Seconds of each by operation, the best of some rounds that take all in turn: what disturbs one disturbs all."""
+def _seconds_per_flop(trials: Sequence[_Trial]) -> list[float]:
+    """Each trial's best of several rounds; a round runs all in turn, so a disturbance meets all alike."""
     rounds = [[trial.seconds(i) for trial in trials] for i in range(_ROUNDS)]
     return [min(column) for column in zip(*rounds, strict=True)]
 
 
-def _is_across(stored: Storage) -> bool:
-    return not isinstance(stored, Plain) and stored.across
+def _is_transposed(stored: Storage) -> bool:
+    """Whether the rows that are stored are those of W^T."""
+    return not isinstance(stored, Plain) and stored.group_axis == 0

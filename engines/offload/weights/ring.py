@@ -1,4 +1,4 @@
-"""Where streamed weight tiles arrive: slots in RAM, filled from disk, or slots on a device, filled through RAM."""
+"""Where streamed weight tiles arrive: slots in host memory, filled from disk, or on a device, filled by way of it."""
 
 from __future__ import annotations
 
@@ -10,105 +10,97 @@ import torch
 
 from engines.offload.device.protocol import Accelerator, Event
 from engines.offload.memory.layout import WeightTile
-from engines.offload.weights.files import WeightFiles
-from harness.common.buffers import direct_buffer
+from engines.offload.weights.tile_reader import TileReader, page_aligned
 
 
 class Ring(Protocol):
-    """`slots` places for a tile each."""
+    """`slots` buffers, each for one tile."""
 
     slots: int
 
     def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:
-        """Fills slots with tiles that are neighbours in their file, and waits for that; of any thread."""
+        """Fills slots with tiles that follow each other in their file, and returns when they are there; for any thread.
+
+        Raises HarnessError or OSError, as TileReader.read.
+        """
         ...
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:
         """The bytes uint8 [nbytes] of the tile in a slot."""
         ...
 
-    def leave(self, slot: int) -> None:
-        """All work with what is in a slot has been asked for: the next tile may take its place once that is done."""
-        ...
-
-    def close(self) -> None:
-        """Idempotent."""
+    def free(self, slot: int) -> None:
+        """All work on a slot's tile has been issued: the slot may be overwritten when that work is done."""
         ...
 
 
 class HostRing:
-    """Slots in RAM, which the disk fills; see Ring. `files` are closed with it."""
+    """Slots in host memory, filled by `reader`; see Ring."""
 
-    def __init__(self, tiles: Sequence[WeightTile], slots: int, files: WeightFiles) -> None:
+    def __init__(self, tiles: Sequence[WeightTile], slots: int, reader: TileReader) -> None:
         self.slots = min(slots, len(tiles))
-        self._slot_bytes = max((b.span for b in tiles), default=0)
-        buffer = direct_buffer(max(1, self._slot_bytes * self.slots))
-        self._memory = memoryview(buffer)
-        self._tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._files = files
+        self._slot_bytes = max((tile.span for tile in tiles), default=0)
+        self._tensor = page_aligned(max(1, self._slot_bytes * self.slots))
+        self._memory = memoryview(cast(Any, self._tensor.numpy()))
+        self._reader = reader
 
     def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:
         starts = [slot * self._slot_bytes for slot in slots]
-        self._files.read(tiles, [self._memory[s : s + b.span] for s, b in zip(starts, tiles, strict=True)])
+        self._reader.read(tiles, [self._memory[a : a + tile.span] for a, tile in zip(starts, tiles, strict=True)])
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:
         return self._tensor[slot * self._slot_bytes :][:nbytes]
 
-    def leave(self, slot: int) -> None:
-        """The work is done when it has been asked for."""
-
-    def close(self) -> None:
-        self._files.close()
+    def free(self, slot: int) -> None:
+        """On the host, work is done when it has been issued."""
 
 
 class DeviceRing:
-    """Slots on a device; see Ring. A tile comes from `held`, in pinned memory, or from disk by way of pinned memory.
+    """Slots on a device; see Ring. A tile comes from `pinned` host memory (by index), or from disk through a staging
+    buffer.
 
-    As many threads as there are `passing` buffers, pinned and of the largest tile's span, may fetch at once.
+    As many threads may fetch at once as there are `staging` buffers, pinned and of the largest tile's span.
     """
 
     def __init__(
         self,
         tiles: Sequence[WeightTile],
         slots: int,
-        held: Mapping[tuple[str, int], torch.Tensor],
-        files: WeightFiles,
+        pinned: Mapping[int, torch.Tensor],
+        reader: TileReader,
         device: Accelerator,
-        passing: Sequence[torch.Tensor],
+        staging: Sequence[torch.Tensor],
     ) -> None:
         self.slots = min(slots, len(tiles))
-        self._held = held
-        self._files = files
+        self._pinned = pinned
+        self._reader = reader
         self._device = device
-        largest = max((b.span for b in tiles), default=0)
+        largest = max((tile.span for tile in tiles), default=0)
         self._tensor = torch.empty(self.slots, largest, dtype=torch.uint8, device=device.where)
-        self._left: list[Sequence[Event]] = [()] * self.slots
-        self._passing: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in passing:
-            self._passing.put(buffer)
+        self._freed: list[Sequence[Event]] = [()] * self.slots  # by slot, when it may be overwritten
+        self._staging: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for buffer in staging:
+            self._staging.put(buffer)
 
     def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:
         for tile, slot in zip(tiles, slots, strict=True):
-            if (source := self._held.get((tile.file, tile.offset))) is not None:
-                self._copy(source, tile, slot)
+            if (pinned := self._pinned.get(tile.index)) is not None:
+                self._copy(pinned, tile, slot)
                 continue
-            staged = self._passing.get()
+            staged = self._staging.get()
             try:
-                self._files.read([tile], [memoryview(cast(Any, staged[: tile.span].numpy()))])
+                self._reader.read([tile], [memoryview(cast(Any, staged[: tile.span].numpy()))])
                 self._copy(staged, tile, slot)
             finally:
-                self._passing.put(staged)
+                self._staging.put(staged)
 
     def _copy(self, source: torch.Tensor, tile: WeightTile, slot: int) -> None:
         pair = self._tensor[slot, : tile.nbytes], source[: tile.nbytes]
-        event = self._device.copy([pair], self._left[slot])
-        event.synchronize()  # of this copy alone: whoever computes meanwhile is not disturbed
+        event = self._device.copy([pair], self._freed[slot])
+        event.synchronize()  # waits for this copy only: work that is queued goes on
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:
         return self._tensor[slot, :nbytes]
 
-    def leave(self, slot: int) -> None:
-        self._left[slot] = (self._device.mark(),)
-
-    def close(self) -> None:
-        self._files.close()
+    def free(self, slot: int) -> None:
+        self._freed[slot] = (self._device.mark(),)

@@ -1,103 +1,109 @@
-// Attention of a packed batch over a paged key/value cache, in float32 arithmetic whatever the cache holds.
+// Attention of a packed batch over a paged KV cache, in float32 arithmetic whatever the cache holds.
 //
-// q is [heads, tokens, dim] and out [tokens, heads, dim]. Segment i has the tokens starts[i] to starts[i + 1], which
-// follow `cached[i]` others of its sequence on the pages of row i of table [segments, max_pages]: addresses of keys
-// [kv_heads, page, dim], with as many values `values_after` bytes behind; packed, a row is `row_bytes` in the place of
-// dim values. `page` is a binary logarithm. Zero is no window, no soft-capping; null no sinks [heads]; `keep` of one all
-// values. What they mean is in rule.py. `logs` [tokens, heads] or null takes the logarithms of the sums that shares are
-// of, by which parts that were attended to elsewhere are put together.
+// q is [heads, tokens, dim], out is [tokens, heads, dim]. Segment i owns the tokens starts[i] to starts[i + 1], which
+// follow `cached[i]` tokens of the same sequence. Row i of table [segments, max_blocks] holds the addresses of its KV
+// blocks: keys [kv_heads, block, dim], and the values `values_after` bytes behind them. In a packed cache a row takes
+// `row_bytes` bytes instead of dim values. `block` is log2 of the tokens in a block. window = 0 and softcap = 0 turn
+// these off, sinks [heads] may be null, and value_topk = 1 takes all values; attention_spec.py defines them. lse
+// [tokens, heads], or null, receives log-sum-exps, by which the attention states of two parts of a cache are merged.
 //
-// The heads of one token read what is stored, page by page and many at once; the rows of a prompt are two products with
-// keys and values as panels. A row's result depends on its own query and what it sees, in bits, as long as values are finite: not on where a prompt was cut, but where that leaves a row by itself.
-// Rows that take a part of the values are done one by one, and large groups of heads as the rows of a prompt are.
+// Decode tokens: decode_attention.h reads the stored rows block by block, many heads at once. Prompt rows: two GEMMs
+// with keys and values as float32 panels. As long as values are finite, a row's result depends, bit for bit, only on
+// its query and what it sees, not on where the prompt was cut; the exception is a cut that leaves one row alone, which
+// the decode path computes. Rows with value_topk < 1 take the decode path one by one; groups of many heads take the
+// prompt path.
 
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-#include "few.h"
-#include "rule.h"
+#include "decode_attention.h"
+#include "softmax.h"
 
 namespace {
 
-constexpr int64_t kBlock = 8 * kRows;  // rows whose scores are held together
-constexpr int64_t kMany = 16;          // heads in a group for which panels are worth while
-constexpr int64_t kScores = 1 << 17;   // of rows that are done together: half of a second-level cache
-constexpr int64_t kShare = 4;          // pieces of work that each thread should find
+constexpr int64_t kScoreRows = 8 * kRows;  // prompt rows whose scores are held at once
+constexpr int64_t kManyHeads = 16;         // from so many heads in a group, panels beat the decode path
+constexpr int64_t kScores = 1 << 17;       // scores of the rows of one work item: half of an L2 cache
+constexpr int64_t kItems = 4;              // work items per thread to aim for
 
-// A few rows of queries: row i is at `query + i * apart`, position `first + i * step`, and of head `head + i * (1 - step)`.
-struct Rows {
+// Query rows: row i is at `query + i * apart`, at position `first + i * step`, of head `head + i * (1 - step)`. So they
+// are the tokens of one head (step = 1) or the heads of one token (step = 0).
+struct QueryRows {
   const float* query;
   int64_t apart, count, first, step, head;
   float* out;
   int64_t out_apart;
-  float* logs;
-  int64_t logs_apart;
+  float* lse;
+  int64_t lse_apart;
 };
 
-// Makes room for `count` floats; what was there need not be kept, nor be there beside it.
+// Makes room for `count` floats; drops the old contents first, so that old and new are never held together.
 float* room(std::vector<float>& held, int64_t count) {
   if (held.capacity() < static_cast<size_t>(count)) std::vector<float>().swap(held);
   held.resize(count);
   return held.data();
 }
 
-// What one thread holds while it works.
+// A thread's buffers.
 struct Scratch {
-  std::vector<float> scores, sorted, shares;
-  std::vector<int32_t> chosen;
+  std::vector<float> scores, sorted, probabilities;
+  std::vector<int32_t> kept;
 };
 
-// Where the pages of a segment are. Those of one head after the other lie `head_bytes` apart.
-struct Pages {
+// A segment's blocks. The rows of consecutive heads are `head_bytes` apart.
+struct BlockTable {
   const int64_t* table;
-  int64_t keys, values, head_bytes;  // bytes from the begin of a page to its first head's
-  int page;
+  int64_t keys, values, head_bytes;  // keys, values: byte offset in a block of the first head's rows
+  int block;                         // log2 of the tokens in a block
 
   const uint8_t* operator()(int64_t t, int64_t offset) const {
-    return reinterpret_cast<const uint8_t*>(table[t >> page] + offset);
+    return reinterpret_cast<const uint8_t*>(table[t >> block] + offset);
   }
-  int64_t rest(int64_t t) const { return (int64_t{1} << page) - in_page(t); }  // rows from t on
-  int64_t in_page(int64_t t) const { return t & ((int64_t{1} << page) - 1); }
+  int64_t rest(int64_t t) const { return (int64_t{1} << block) - in_block(t); }  // rows in the block from t on
+  int64_t in_block(int64_t t) const { return t & ((int64_t{1} << block) - 1); }
 };
 
-// One token's rows of some key/value heads, next to each other: on a page their keys are, and so are their values.
+// The query rows of one token and some consecutive key/value heads, whose keys (and values) are adjacent in a block.
 template <typename Stored>
-class Token {
+class DecodeToken {
  public:
-  // For up to `kv_heads` of them with `group` rows each; `alone`: rows do not share what is read.
-  Token(const Stored& stored, int page, int64_t kv_heads, int64_t group, bool alone)
+  // For up to `kv_heads` heads with `group` query rows each. `alone`: each row reads its values by itself.
+  DecodeToken(const Stored& stored, int block, int64_t kv_heads, int64_t group, bool alone)
       : bytes_(stored.row_bytes), group_(group), fours_(alone ? 0 : group / 4), twos_(alone ? 0 : group % 4 / 2),
-        four_(kv_heads * fours_, {stored, int64_t{1} << page}), two_(kv_heads * twos_, {stored, int64_t{1} << page}),
-        one_(kv_heads * (group - 4 * fours_ - 2 * twos_), {stored, int64_t{1} << page}) {}
+        four_(kv_heads * fours_, {stored, int64_t{1} << block}), two_(kv_heads * twos_, {stored, int64_t{1} << block}),
+        one_(kv_heads * (group - 4 * fours_ - 2 * twos_), {stored, int64_t{1} << block}) {}
 
-  // Row r is at `query + r * apart`, what it gets goes to `out + r * out_apart` and `logs + r`. It is of head `head` + r.
-  void attend(const float* query, int64_t apart, float* out, int64_t out_apart, float* logs, int64_t position,
-              int64_t kv_heads, int64_t head, const Pages& pages, const Rule& rule, Scratch& scratch) {
-    const int64_t low = begin(rule, position), base = low / kLanes * kLanes, rows = kv_heads * group_;
+  // Row r is at `query + r * apart` and of head `head` + r; its output goes to `out + r * out_apart` and `lse + r`.
+  void attend(const float* query, int64_t apart, float* out, int64_t out_apart, float* lse, int64_t position,
+              int64_t kv_heads, int64_t head, const BlockTable& blocks, const AttentionSpec& spec, Scratch& scratch) {
+    const int64_t low = first_seen(spec, position), base = low / kLanes * kLanes, rows = kv_heads * group_;
     const int64_t count = (position + kLanes) / kLanes * kLanes - base;
     float* scores = room(scratch.scores, rows * count);
     each(0, kv_heads, [&](auto& work, int64_t row) { work.begin(query + row * apart, apart); });
-    each_page(pages, pages.keys, low, position, kv_heads, [&](int64_t h, int64_t t, const uint8_t* from, int64_t size) {
+    each_block(blocks, blocks.keys, low, position, kv_heads, [&](int64_t h, int64_t t, auto from, int64_t size) {
       each(h, h + 1, [&](auto& work, int64_t row) { work.score(from, size, scores + row * count + t - base, count); });
     });
     for (int64_t row = 0; row < rows; ++row) {
-      const float log = softmax(scores + row * count, low - base, position + 1 - base, count, rule, head + row);
-      if (logs) logs[row] = log;
+      const float row_lse = softmax(scores + row * count, low - base, position + 1 - base, count, spec, head + row);
+      if (lse) lse[row] = row_lse;
     }
-    if (rule.keep < 1)
+    if (spec.value_topk < 1)
       for (int64_t row = 0; row < rows; ++row)
-        take_part(one_[row], pages, row / group_, scores + row * count + low - base, low, position, rule.keep, scratch);
+        accumulate_top(one_[row], blocks, row / group_, scores + row * count + low - base, low, position,
+                       spec.value_topk, scratch);
     else
-      each_page(pages, pages.values, low, position, kv_heads, [&](int64_t h, int64_t t, const uint8_t* from, int64_t size) {
+      each_block(blocks, blocks.values, low, position, kv_heads, [&](int64_t h, int64_t t, auto from, int64_t size) {
         const auto at = [=](int64_t k) { return from + k * bytes_; };
-        each(h, h + 1, [&](auto& work, int64_t row) { work.take(at, size, scores + row * count + t - base, count); });
+        each(h, h + 1, [&](auto& work, int64_t row) {
+          work.accumulate(at, size, scores + row * count + t - base, count);
+        });
       });
     each(0, kv_heads, [&](auto& work, int64_t row) { work.end(out + row * out_apart, out_apart); });
   }
 
  private:
-  // visit(work, first row of it) for the rows of heads from `first` to `last`.
+  // visit(decode rows, index of the first) for the heads from `first` up to `last`.
   template <typename Visit>
   void each(int64_t first, int64_t last, Visit visit) {
     const int64_t ones = group_ - 4 * fours_ - 2 * twos_;
@@ -109,21 +115,22 @@ class Token {
     }
   }
 
-  // visit(head, position, its row, rows that follow) page by page, each page's heads in turn; what comes next is fetched.
+  // visit(head, position, its stored row, number of rows) block by block, in a block head by head, with prefetching.
   template <typename Visit>
-  void each_page(const Pages& pages, int64_t offset, int64_t low, int64_t position, int64_t kv_heads, Visit visit) const {
-    const int64_t last = position >> pages.page;
-    int64_t page = low >> pages.page, head = 0;  // what is fetched next
+  void each_block(const BlockTable& blocks, int64_t offset, int64_t low, int64_t position, int64_t kv_heads,
+                  Visit visit) const {
+    const int64_t last = position >> blocks.block;
+    int64_t block = low >> blocks.block, head = 0;  // the next to prefetch
     const auto fetch_next = [&] {
-      if (page > last) return;
-      fetch(pages(page << pages.page, offset + head * pages.head_bytes), pages.head_bytes);
-      if (++head == kv_heads) head = 0, ++page;
+      if (block > last) return;
+      fetch(blocks(block << blocks.block, offset + head * blocks.head_bytes), blocks.head_bytes);
+      if (++head == kv_heads) head = 0, ++block;
     };
     for (int64_t i = 0; i < kFetch; ++i) fetch_next();
     for (int64_t t = low; t <= position;) {
-      const int64_t size = std::min(pages.rest(t), position + 1 - t);
-      const uint8_t* from = pages(t, offset) + pages.in_page(t) * bytes_;
-      for (int64_t h = 0; h < kv_heads; ++h, from += pages.head_bytes) {
+      const int64_t size = std::min(blocks.rest(t), position + 1 - t);
+      const uint8_t* from = blocks(t, offset) + blocks.in_block(t) * bytes_;
+      for (int64_t h = 0; h < kv_heads; ++h, from += blocks.head_bytes) {
         fetch_next();
         visit(h, t, from, size);
       }
@@ -131,35 +138,37 @@ class Token {
     }
   }
 
-  // Takes a part of the values, those with the largest of `shares`, which are from position `low` on.
-  void take_part(Few<1, Stored>& work, const Pages& pages, int64_t kv_head, const float* shares, int64_t low,
-                 int64_t position, double keep, Scratch& scratch) const {
-    const int64_t seen = position + 1 - low, offset = pages.values + kv_head * pages.head_bytes;
-    const auto at = [&](int64_t t) { return pages(t, offset) + pages.in_page(t) * bytes_; };
-    std::vector<int32_t>& chosen = scratch.chosen;
-    if (std::isnan(shares[0])) chosen.resize(seen), std::iota(chosen.begin(), chosen.end(), 0);
-    else choose(shares, seen, keep, scratch.sorted, chosen);
-    scratch.shares.clear();
-    for (const int32_t t : chosen) scratch.shares.push_back(shares[t]);
-    const float all = std::accumulate(shares, shares + seen, 0.0f);
-    const float grown = all / std::accumulate(scratch.shares.begin(), scratch.shares.end(), 0.0f);
-    for (float& share : scratch.shares) share *= grown;
-    for (size_t k = 0, end = 0; k < chosen.size(); k = end) {  // page by page
-      const int64_t t = low + chosen[k];
-      while (end < chosen.size() && low + chosen[end] < t + pages.rest(t)) ++end;
-      const auto row = [&, k](int64_t n) { return at(low + chosen[k + n]); };
-      work.take(row, end - k, scratch.shares.data() + k, 0);
+  // Accumulates only the values with the largest `probabilities`, which start at position `low`, scaled up so that they
+  // sum to what all did.
+  void accumulate_top(DecodeRows<1, Stored>& work, const BlockTable& blocks, int64_t kv_head,
+                      const float* probabilities, int64_t low, int64_t position, double value_topk,
+                      Scratch& scratch) const {
+    const int64_t seen = position + 1 - low, offset = blocks.values + kv_head * blocks.head_bytes;
+    const auto at = [&](int64_t t) { return blocks(t, offset) + blocks.in_block(t) * bytes_; };
+    std::vector<int32_t>& kept = scratch.kept;
+    if (std::isnan(probabilities[0])) kept.resize(seen), std::iota(kept.begin(), kept.end(), 0);
+    else top_values(probabilities, seen, value_topk, scratch.sorted, kept);
+    scratch.probabilities.clear();
+    for (const int32_t t : kept) scratch.probabilities.push_back(probabilities[t]);
+    const float all = std::accumulate(probabilities, probabilities + seen, 0.0f);
+    const float growth = all / std::accumulate(scratch.probabilities.begin(), scratch.probabilities.end(), 0.0f);
+    for (float& probability : scratch.probabilities) probability *= growth;
+    for (size_t k = 0, end = 0; k < kept.size(); k = end) {  // block by block
+      const int64_t t = low + kept[k];
+      while (end < kept.size() && low + kept[end] < t + blocks.rest(t)) ++end;
+      const auto row = [&, k](int64_t n) { return at(low + kept[k + n]); };
+      work.accumulate(row, end - k, scratch.probabilities.data() + k, 0);
     }
   }
 
   int64_t bytes_, group_, fours_, twos_;
-  std::vector<Few<4, Stored>> four_;
-  std::vector<Few<2, Stored>> two_;
-  std::vector<Few<1, Stored>> one_;
+  std::vector<DecodeRows<4, Stored>> four_;
+  std::vector<DecodeRows<2, Stored>> two_;
+  std::vector<DecodeRows<1, Stored>> one_;
 };
 
-// Keys and values of positions `low`, a multiple of kWidth, up to `high` as panels: keys by kWidth positions, [dim]
-// each, values by kWidth columns, [positions] each.
+// Keys and values of the positions from `low`, a multiple of kWidth, up to `high` as float32 panels: keys in panels of
+// kWidth positions by dim, values in panels of kWidth columns by positions.
 struct Panels {
   int64_t low, high, dim;
   std::vector<float> keys, values;
@@ -182,48 +191,49 @@ struct Panels {
   }
 };
 
-// Several rows of one key/value head against its panels.
-void many(const Rows& rows, const Panels& panels, const Rule& rule, Scratch& scratch) {
+// Attention of several rows of one key/value head to its panels.
+void attend_rows(const QueryRows& rows, const Panels& panels, const AttentionSpec& spec, Scratch& scratch) {
   const int64_t dim = panels.dim, count = panels.high - panels.low;
-  for (int64_t from = 0; from < rows.count; from += kBlock) {
-    const int64_t size = std::min(kBlock, rows.count - from), earliest = rows.first + from * rows.step;
-    const int64_t low = begin(rule, earliest) / kWidth * kWidth, high = earliest + (size - 1) * rows.step + 1;
+  for (int64_t from = 0; from < rows.count; from += kScoreRows) {
+    const int64_t size = std::min(kScoreRows, rows.count - from), earliest = rows.first + from * rows.step;
+    const int64_t low = first_seen(spec, earliest) / kWidth * kWidth, high = earliest + (size - 1) * rows.step + 1;
     const int64_t wide = (high - low + kWidth - 1) / kWidth * kWidth;
-    float* scores = room(scratch.scores, kBlock * wide);
+    float* scores = room(scratch.scores, kScoreRows * wide);
     for (int64_t t = 0; t < wide; t += kWidth)
       for (int64_t i = 0; i < size; i += kRows)
         last_tile<kRows>(std::min(kRows, size - i), rows.query + (from + i) * rows.apart, rows.apart,
-                         panels.keys.data() + (low - panels.low + t) * dim, dim, nullptr, 0, scores + i * wide + t, wide,
-                         kWidth);
+                         panels.keys.data() + (low - panels.low + t) * dim, dim, nullptr, 0, scores + i * wide + t,
+                         wide, kWidth);
     for (int64_t i = 0; i < size; ++i) {
       const int64_t position = earliest + i * rows.step;
-      const float log = softmax(scores + i * wide, begin(rule, position) - low, position + 1 - low, wide, rule,
+      const float lse = softmax(scores + i * wide, first_seen(spec, position) - low, position + 1 - low, wide, spec,
                                 rows.head + (from + i) * (1 - rows.step));
-      if (rows.logs) rows.logs[(from + i) * rows.logs_apart] = log;
+      if (rows.lse) rows.lse[(from + i) * rows.lse_apart] = lse;
     }
     for (int64_t j = 0; j < dim; j += kWidth)
       for (int64_t i = 0; i < size; i += kRows)
         last_tile<kRows>(std::min(kRows, size - i), scores + i * wide, wide,
-                         panels.values.data() + (j / kWidth * count + low - panels.low) * kWidth, high - low, nullptr, 0,
-                         rows.out + (from + i) * rows.out_apart + j, rows.out_apart, std::min(kWidth, dim - j));
+                         panels.values.data() + (j / kWidth * count + low - panels.low) * kWidth, high - low, nullptr,
+                         0, rows.out + (from + i) * rows.out_apart + j, rows.out_apart, std::min(kWidth, dim - j));
   }
 }
 
 template <typename Stored>
 void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored, const int64_t* table,
-            int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, float* logs,
-            int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page, int64_t max_pages, const Rule& rule, int threads) {
+            int64_t values_after, const int32_t* cached, const int32_t* starts, float* out, float* lse,
+            int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int block, int64_t max_blocks,
+            const AttentionSpec& spec, int threads) {
   const int64_t group = heads / kv_heads;
-  const bool sparse = rule.keep < 1, wide = group >= kMany && !sparse;
-  // pieces of work: a segment's key/value heads from one to another
+  const bool sparse = spec.value_topk < 1, wide = group >= kManyHeads && !sparse;
+  // key/value heads [first, last) of a segment
   struct Item {
     int64_t segment, first, last;
   };
   std::vector<Item> items;
-  // of one token many heads at once, since what they read lies in one piece
-  const int64_t longest = max_pages << page, rows = std::min(kBlock, kScores / longest);
-  const int64_t several = std::max<int64_t>(1, std::min(rows / group, segments * kv_heads / (kShare * threads)));
-  for (int64_t segment = segments - 1; segment >= 0; --segment) {  // prompts, which take longest, come last
+  // a decode item takes several heads, whose rows are adjacent in memory
+  const int64_t longest = max_blocks << block, rows = std::min(kScoreRows, kScores / longest);
+  const int64_t several = std::max<int64_t>(1, std::min(rows / group, segments * kv_heads / (kItems * threads)));
+  for (int64_t segment = segments - 1; segment >= 0; --segment) {  // prompts come last in a batch and take longest
     const int64_t size = wide || starts[segment + 1] - starts[segment] > 1 ? 1 : several;
     for (int64_t h = 0; h < kv_heads; h += size) items.push_back({segment, h, std::min(kv_heads, h + size)});
   }
@@ -231,29 +241,34 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
   {
     Panels panels;
     Scratch scratch;
-    Token<Stored> token(stored, page, several, group, sparse);
+    DecodeToken<Stored> token(stored, block, several, group, sparse);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) {
       const auto [segment, kv_head, last] = items[i];
       const int64_t count = starts[segment + 1] - starts[segment], first = cached[segment], head = kv_head * group;
-      const int64_t bytes = stored.row_bytes, of_head = bytes << page, first_row = kv_head * of_head;
-      const Pages pages{table + segment * max_pages, first_row, first_row + values_after, of_head, page};
+      const int64_t bytes = stored.row_bytes, head_bytes = bytes << block, first_row = kv_head * head_bytes;
+      const BlockTable blocks{table + segment * max_blocks, first_row, first_row + values_after, head_bytes, block};
       const float* query = q + head * q_head + starts[segment] * q_row;
       float* result = out + (starts[segment] * heads + head) * dim;
-      float* log = logs ? logs + starts[segment] * heads + head : nullptr;
+      float* row_lse = lse ? lse + starts[segment] * heads + head : nullptr;
       if (!wide && (sparse || count == 1)) {
-        for (int64_t k = 0; k < count; ++k, query += q_row, result += heads * dim, log += log ? heads : 0)
-          token.attend(query, q_head, result, dim, log, first + k, last - kv_head, head, pages, rule, scratch);
+        for (int64_t k = 0; k < count; ++k, query += q_row, result += heads * dim, row_lse += row_lse ? heads : 0)
+          token.attend(query, q_head, result, dim, row_lse, first + k, last - kv_head, head, blocks, spec, scratch);
         continue;
       }
-      const auto key = [=](int64_t t) { return stored.place(pages(t, pages.keys) + pages.in_page(t) * bytes); };
-      const auto value = [=](int64_t t) { return stored.place(pages(t, pages.values) + pages.in_page(t) * bytes); };
-      panels.fill(begin(rule, first), first + count, dim, key, value);
-      if (count == 1) many({query, q_head, group, first, 0, head, result, dim, log, 1}, panels, rule, scratch);
+      const auto key = [=](int64_t t) {
+        return stored.cursor(blocks(t, blocks.keys) + blocks.in_block(t) * bytes);
+      };
+      const auto value = [=](int64_t t) {
+        return stored.cursor(blocks(t, blocks.values) + blocks.in_block(t) * bytes);
+      };
+      panels.fill(first_seen(spec, first), first + count, dim, key, value);
+      if (count == 1)
+        attend_rows({query, q_head, group, first, 0, head, result, dim, row_lse, 1}, panels, spec, scratch);
       else
-        for (int64_t g = 0; g < group; ++g)  // a prompt's rows head by head
-          many({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim,
-                log ? log + g : nullptr, heads}, panels, rule, scratch);
+        for (int64_t g = 0; g < group; ++g)  // prompt rows, head by head
+          attend_rows({query + g * q_head, q_row, count, first, 1, head + g, result + g * dim, heads * dim,
+                       row_lse ? row_lse + g : nullptr, heads}, panels, spec, scratch);
     }
   }
 }
@@ -263,15 +278,15 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
 #define ATTEND(name, type, ...)                                                                                       \
   extern "C" void attend_##name(const float* q, int64_t q_head, int64_t q_row, const int64_t* table,                  \
                                 int64_t values_after, const int32_t* cached, const int32_t* starts, float* out,       \
-                                float* logs, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim, int page,             \
-                                int64_t max_pages, int64_t window, float scale, float softcap, double keep,           \
-                                const float* sinks, int threads, [[maybe_unused]] int64_t row_bytes,                  \
-                                [[maybe_unused]] int group) {                                                         \
-    attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, logs, segments, heads,     \
-           kv_heads, dim, page, max_pages, {window, scale, softcap, keep, sinks}, threads);                                     \
+                                float* lse, int64_t segments, int64_t heads, int64_t kv_heads, int64_t dim,           \
+                                int block, int64_t max_blocks, int64_t window, float scale, float softcap,            \
+                                double value_topk, const float* sinks, int threads,                                   \
+                                [[maybe_unused]] int64_t row_bytes, [[maybe_unused]] int group) {                     \
+    attend(q, q_head, q_row, type{__VA_ARGS__}, table, values_after, cached, starts, out, lse, segments, heads,       \
+           kv_heads, dim, block, max_blocks, {window, scale, softcap, value_topk, sinks}, threads);                   \
   }
 
-// One kind at a time: all of them take a compiler a quarter of a minute.
+// One storage a library, chosen at build time: compiling all of them takes a quarter of a minute.
 #if defined(STORED_float32)
 ATTEND(float32, PlainRows<float>, dim)
 #elif defined(STORED_bfloat16)

@@ -1,11 +1,12 @@
-// Rows of values times a Walsh-Hadamard matrix, in place: sums and differences of pairs, in rotation.py's order.
+// Multiplies rows by a normalized Walsh-Hadamard matrix in place: butterflies in the order of hadamard.py, so that both
+// give the same bits.
 
-#include "lanes.h"
+#include "simd.h"
 
 namespace {
 
-// The lanes of two by two values: of pairs that are 1, 2 and 4 apart in a register.
-inline Lanes within(Lanes x) {
+// Three butterfly stages inside a register: pairs 1, 2 and 4 lanes apart.
+inline Lanes butterflies(Lanes x) {
   const Lanes one = SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
   x = one + x * Lanes{1, -1, 1, -1, 1, -1, 1, -1};
   const Lanes two = SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
@@ -14,10 +15,10 @@ inline Lanes within(Lanes x) {
   return four + x * Lanes{1, 1, 1, 1, -1, -1, -1, -1};
 }
 
-inline void turn_part(float* x, int64_t size, float scale) {
+inline void transform(float* x, int64_t size, float scale) {
   int64_t half = 1;
   if (size >= kLanes) {
-    for (int64_t i = 0; i < size; i += kLanes) store(x + i, within(load(x + i)));
+    for (int64_t i = 0; i < size; i += kLanes) store(x + i, butterflies(load(x + i)));
     half = kLanes;
   }
   for (; half < size; half *= 2)
@@ -32,8 +33,8 @@ inline void turn_part(float* x, int64_t size, float scale) {
 
 }  // namespace
 
-// x holds `parts` times `size` values, size a power of two; each part is turned by itself.
-extern "C" void turn(float* x, int64_t parts, int64_t size, float scale, int threads) {
+// x is [parts, size] with size a power of two; each row is transformed on its own.
+extern "C" void hadamard(float* x, int64_t parts, int64_t size, float scale, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t i = 0; i < parts; ++i) turn_part(x + i * size, size, scale);
+  for (int64_t i = 0; i < parts; ++i) transform(x + i * size, size, scale);
 }

@@ -1,4 +1,4 @@
-// Eight float32 lanes, and how each stored type is widened into them; GCC's vector extension, on any CPU.
+// Vectors of eight float32 lanes, and the conversion of each stored type to them: GCC's vector extension, on any CPU.
 
 #pragma once
 
@@ -14,7 +14,7 @@ constexpr int64_t kLanes = 8;
 
 typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
-typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));  // AVX2 makes floats of signed ones only
+typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));  // AVX2 converts only signed integers to float
 typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
 
 #ifdef __clang__
@@ -38,23 +38,23 @@ inline void store(float* x, Lanes lanes) { std::memcpy(x, &lanes, sizeof lanes);
 
 inline Lanes widen(const float* x) { return load(x); }
 
-inline Lanes widen(const BFloat16* x) {  // the upper half of a float32
+inline Lanes widen(const BFloat16* x) {  // bfloat16 is the upper half of a float32
   HalfBits half;
   std::memcpy(&half, x, sizeof half);
-#ifdef __AVX2__  // GCC 12 converts the two halves one by one
+#ifdef __AVX2__  // the portable form below compiles to two half-width conversions in GCC 12
   return (Lanes)((Bits)_mm256_cvtepu16_epi32((__m128i)half) << 16);
 #else
   return (Lanes)(__builtin_convertvector(half, Bits) << 16);
 #endif
 }
 
-// Eight float16 numbers.
+// Eight float16 values.
 inline Lanes widen(HalfBits half) {
 #if defined(__F16C__) && defined(__AVX2__)
   return (Lanes)_mm256_cvtph_ps((__m128i)half);
-#else  // the exponent is moved by a product, which makes subnormal numbers right too
+#else  // a multiplication rebiases the exponent, which also normalizes subnormal numbers
   const Bits bits = __builtin_convertvector(half, Bits);
-  const Bits special = (Bits)((bits & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity and NaN
+  const Bits special = (Bits)((bits & 0x7c00) == 0x7c00) & 0x7f800000;  // infinity or NaN
   const Lanes moved = (Lanes)((bits & 0x7fff) << 13) * 0x1p112f;
   return (Lanes)((Bits)moved | special | (bits & 0x8000) << 16);
 #endif
@@ -66,7 +66,7 @@ inline Lanes widen(const Float16* x) {
   return widen(half);
 }
 
-// The first `count` < kLanes values, and zeros.
+// The first `count` < kLanes values, padded with zeros.
 template <typename T>
 inline Lanes widen(const T* x, int64_t count) {
   T padded[kLanes] = {};
@@ -74,13 +74,14 @@ inline Lanes widen(const T* x, int64_t count) {
   return widen(padded);
 }
 
+// Horizontal sum.
 inline float add_up(Lanes lanes) {
   lanes += SHUFFLE(lanes, lanes, 4, 5, 6, 7, 0, 1, 2, 3);
   lanes += SHUFFLE(lanes, lanes, 2, 3, 0, 1, 6, 7, 4, 5);
   return lanes[0] + lanes[1];
 }
 
-// The sums of eight vectors.
+// Horizontal sums of eight vectors.
 inline Lanes add_up(const Lanes* v) {
   Lanes s[4], t[2];
   for (int i = 0; i < 4; ++i, v += 2)
@@ -92,10 +93,10 @@ inline Lanes add_up(const Lanes* v) {
   return SHUFFLE(t[0], t[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(t[0], t[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// e^x to a unit in the last place, for x <= 0; what would be subnormal is zero, and NaN stays NaN.
-// Source: the polynomial of Cephes' expf (Moshier), reduced by multiples of ln 2 in two parts.
+// e^x for x <= 0, within one unit in the last place. Subnormal results are flushed to zero; NaN stays NaN.
+// Source: Cephes' expf (Moshier): range reduction by ln 2 in two parts, then a polynomial.
 inline Lanes exp(Lanes x) {
-  constexpr float whole = 12582912.0f;  // added and taken off again, it rounds to an integer
+  constexpr float whole = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
   const Lanes n = (x * 1.44269504088896341f + whole) - whole;
   const Lanes r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   Lanes y = 1.9875691500e-4f + 0.0f * r;

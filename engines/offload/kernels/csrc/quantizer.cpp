@@ -1,14 +1,14 @@
-// Float32 rows to packed ones and back, bit for bit as quantize.py does it.
+// Packs float32 rows and unpacks them, bit for bit as quantize.py does.
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "packed.h"
+#include "packed_rows.h"
 
 namespace {
 
-// To float16, to the nearest, ties to even.
+// Rounds to float16, ties to even.
 uint16_t narrow(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -19,7 +19,7 @@ uint16_t narrow(float x) {
     half = 0x7e00;
   } else if (bits >= 0x47800000u) {
     half = 0x7c00;
-  } else if (bits < 0x38800000u) {  // subnormal: the sum rounds it where it must be
+  } else if (bits < 0x38800000u) {  // subnormal: adding 0.5 rounds it at the right bit
     float moved;
     std::memcpy(&moved, &bits, sizeof moved);
     moved += 0.5f;
@@ -37,7 +37,7 @@ void pack_row(const float* x, int64_t columns, int group, uint8_t* row) {
   constexpr float half_max = 65504.0f;
   constexpr uint16_t nan = 0x7e00;
   const int64_t groups = ((columns - 1) >> group) + 1, size = int64_t{1} << group;
-  uint8_t *steps = row + (columns + 7) / 8 * kBits, *lows = steps + 2 * groups;
+  uint8_t *scales = row + (columns + 7) / 8 * kBits, *minima = scales + 2 * groups;
   for (int64_t g = 0; g < groups; ++g) {
     const float* from = x + g * size;
     const int64_t count = std::min(size, columns - g * size);
@@ -48,15 +48,15 @@ void pack_row(const float* x, int64_t columns, int group, uint8_t* row) {
       least = std::min(least, from[i]), most = std::max(most, from[i]);
     }
     const double range = static_cast<double>(most) - least;
-    const uint16_t step = broken ? nan : narrow(std::min(static_cast<float>(range / top), half_max));
-    const uint16_t low = broken ? nan : narrow(std::clamp(least + 0.0f, -half_max, half_max));  // there is a -0
-    std::memcpy(steps + 2 * g, &step, 2);
-    std::memcpy(lows + 2 * g, &low, 2);
-    const double s = widen_one(steps + 2 * g), l = widen_one(lows + 2 * g);
+    const uint16_t scale = broken ? nan : narrow(std::min(static_cast<float>(range / top), half_max));
+    const uint16_t minimum = broken ? nan : narrow(std::clamp(least + 0.0f, -half_max, half_max));  // turns -0 into 0
+    std::memcpy(scales + 2 * g, &scale, 2);
+    std::memcpy(minima + 2 * g, &minimum, 2);
+    const double s = widen_one(scales + 2 * g), low = widen_one(minima + 2 * g);  // rounded to float16
     for (int64_t i = 0; i < count; i += kLanes) {
       uint64_t word = 0;
       for (int64_t j = i; j < std::min(i + kLanes, count); ++j) {
-        const double q = broken || s == 0 ? 0 : std::clamp(std::nearbyint((from[j] - l) / s), 0.0, top);
+        const double q = broken || s == 0 ? 0 : std::clamp(std::nearbyint((from[j] - low) / s), 0.0, top);
         word |= static_cast<uint64_t>(q) << (j - i) * kBits;
       }
       std::memcpy(row + (g * size + i) / 8 * kBits, &word, kBits);
@@ -66,9 +66,9 @@ void pack_row(const float* x, int64_t columns, int group, uint8_t* row) {
 
 template <int kBits>
 void unpack_row(const uint8_t* row, int64_t columns, int group, float* out) {
-  Packed<kBits> place(row, columns, group);
-  for (int64_t j = 0; j < columns; j += kLanes, place.at += kLanes) {
-    const Lanes values = widen(place);
+  Packed<kBits> cursor(row, columns, group);
+  for (int64_t j = 0; j < columns; j += kLanes, cursor.at += kLanes) {
+    const Lanes values = widen(cursor);
     if (j + kLanes <= columns) store(out + j, values);
     else std::memcpy(out + j, &values, (columns - j) * sizeof *out);
   }
@@ -76,7 +76,7 @@ void unpack_row(const uint8_t* row, int64_t columns, int group, float* out) {
 
 }  // namespace
 
-#define CODEC(bits)                                                                                                    \
+#define QUANTIZER(bits)                                                                                                \
   extern "C" void pack_bits##bits(const float* x, int64_t rows, int64_t columns, int group, uint8_t* out,              \
                                   int64_t row_bytes, int threads) {                                                    \
     _Pragma("omp parallel for schedule(static) num_threads(threads)")                                                  \
@@ -88,6 +88,6 @@ void unpack_row(const uint8_t* row, int64_t columns, int group, float* out) {
     for (int64_t i = 0; i < rows; ++i) unpack_row<bits>(packed + i * row_bytes, columns, group, out + i * columns);    \
   }
 
-CODEC(3)
-CODEC(4)
-CODEC(8)
+QUANTIZER(3)
+QUANTIZER(4)
+QUANTIZER(8)

@@ -1,35 +1,38 @@
-// A few rows of queries, all of one position, against keys and values of one head as they are stored, page by page.
+// Decode attention: R query rows at one position against the stored keys and values of one head, block by block.
 //
-// Sixteen columns are a unit: two vectors of what is stored, in whatever order it unpacks fastest, which queries are
-// brought into once and sums out of. Steps and lows of groups meet sums, not values: a dot product is the sum over
-// groups of step * (codes . query) + low * (sum of query).
+// The kernel dots the query with the packed codes and applies each group's scale and minimum to the partial sums, so
+// keys are never dequantized: q . k = sum over groups of scale * (codes . q) + minimum * (sum of q). Nor are values:
+// their codes are weighted by probability * scale, and probability * minimum is summed apart.
+//
+// Columns are handled in units of sixteen: two vectors of codes or values, in whatever order they unpack fastest. The
+// query is permuted into that order once (`begin`), and the output back out of it (`end`).
 
 #pragma once
 
 #include <vector>
 
-#include "packed.h"
+#include "packed_rows.h"
 
 namespace {
 
 constexpr int64_t kUnit = 2 * kLanes;
-constexpr int64_t kFetch = 4;  // parts ahead, of a page those of one head
+constexpr int64_t kFetch = 4;  // how many (block, head) pieces are prefetched ahead
 
 struct Unit {
   Lanes a, b;
 };
 
-// Rows stored value by value.
+// The layout of a row of plain values.
 template <typename T>
 struct PlainRows {
   static constexpr bool grouped = false;
   static constexpr int64_t unit_bytes = kUnit * sizeof(T);
-  int64_t dim, row_bytes, groups = 1, units_of_group, steps = 0, lows = 0;
+  int64_t dim, row_bytes, groups = 1, units_of_group, scales = 0, minima = 0;
 
   explicit PlainRows(int64_t d) : dim(d), row_bytes(d * sizeof(T)), units_of_group((d + kUnit - 1) / kUnit) {}
 
   static constexpr int64_t column(int64_t i) { return i; }
-  static constexpr float scale(int64_t) { return 1; }
+  static constexpr float code_factor(int64_t) { return 1; }
   static Unit unit(const uint8_t* at) {
     const T* from = reinterpret_cast<const T*>(at);
     return {widen(from), widen(from + kLanes)};
@@ -39,24 +42,25 @@ struct PlainRows {
     std::memcpy(padded, at, columns * sizeof(T));
     return unit(reinterpret_cast<const uint8_t*>(padded));
   }
-  const T* place(const uint8_t* row) const { return reinterpret_cast<const T*>(row); }
+  const T* cursor(const uint8_t* row) const { return reinterpret_cast<const T*>(row); }
 };
 
-// Rows quantized in groups.
+// The layout of a row quantized in groups; `scales` and `minima` are byte offsets in the row.
 template <int kBits>
 struct GroupedRows {
   static constexpr bool grouped = true;
   static constexpr int64_t unit_bytes = kUnit / 8 * kBits;
-  int64_t dim, row_bytes, groups, units_of_group, steps, lows;
-  int group;  // its binary logarithm
+  int64_t dim, row_bytes, groups, units_of_group, scales, minima;
+  int group;  // log2 of the group size
 
   GroupedRows(int64_t d, int64_t bytes, int g)
       : dim(d), row_bytes(bytes), groups(((d - 1) >> g) + 1), units_of_group((int64_t{1} << g) / kUnit),
-        steps((d + 7) / 8 * kBits), lows(steps + 2 * groups), group(g) {}
+        scales((d + 7) / 8 * kBits), minima(scales + 2 * groups), group(g) {}
 
-  // Nibbles: the lower ones of eight bytes, then the upper ones, as multiples of 16.
+  // Nibbles unpack to the low ones of eight bytes, then the high ones, which stay multiplied by 16: `code_factor` takes
+  // that out of the query and the output instead.
   static constexpr int64_t column(int64_t i) { return kBits != 4 ? i : i % kLanes * 2 + i / kLanes; }
-  static constexpr float scale(int64_t i) { return kBits == 4 && i >= kLanes ? 1.0f / 16 : 1.0f; }
+  static constexpr float code_factor(int64_t i) { return kBits == 4 && i >= kLanes ? 1.0f / 16 : 1.0f; }
   static Unit unit(const uint8_t* at) {
     if constexpr (kBits != 4) return {codes_at<kBits>(at), codes_at<kBits>(at + kBits)};
     const Integers wide = widen_bytes(at);
@@ -67,24 +71,25 @@ struct GroupedRows {
     std::memcpy(padded, at, (columns + 7) / 8 * kBits);
     return unit(padded);
   }
-  Packed<kBits> place(const uint8_t* row) const { return {row, dim, group}; }
+  Packed<kBits> cursor(const uint8_t* row) const { return {row, dim, group}; }
 };
 
-// Into the cache.
+// Prefetches `bytes` bytes.
 inline void fetch(const uint8_t* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-  asm volatile("");  // GCC would leave out calls of what has no effect
+  asm volatile("");  // without it GCC drops calls of this function, which has no visible effect
 }
 
-// Registers hold what one of the functions below works on, but only where it is compiled by itself.
-#define BY_ITSELF __attribute__((noinline))
+// The accumulators of the functions below stay in registers only if each is compiled on its own.
+#define NOT_INLINED __attribute__((noinline))
 
 template <int R, typename Stored>
-class Few {
+class DecodeRows {
  public:
-  Few(const Stored& stored, int64_t page_rows)
-      : stored_(stored), page_rows_(page_rows), units_((stored.dim + kUnit - 1) / kUnit), queries_(units_ * R * kUnit),
-        sums_(units_ * R * kUnit), weights_(stored.groups * R * page_rows), low_sums_(stored.groups * R) {
+  DecodeRows(const Stored& stored, int64_t block_rows)
+      : stored_(stored), block_rows_(block_rows), units_((stored.dim + kUnit - 1) / kUnit),
+        queries_(units_ * R * kUnit), sums_(units_ * R * kUnit), weights_(stored.groups * R * block_rows),
+        minimum_sums_(stored.groups * R) {
     const int64_t whole = stored.dim / kUnit;
     for (int64_t u = 0; u < units_;) {
       const int64_t left = std::min(whole - u, stored.units_of_group - u % stored.units_of_group);
@@ -95,10 +100,10 @@ class Few {
     query_sums_.resize(spans_.size() * R);
   }
 
-  // Takes R queries [dim], `apart` from each other; sums are zero.
+  // Loads R queries [dim], `apart` floats apart, and resets the sums.
   void begin(const float* query, int64_t apart) {
     std::fill(sums_.begin(), sums_.end(), 0.0f);
-    std::fill(low_sums_.begin(), low_sums_.end(), Lanes{});
+    std::fill(minimum_sums_.begin(), minimum_sums_.end(), Lanes{});
     for (size_t s = 0; s < spans_.size(); ++s)
       for (int64_t r = 0; r < R; ++r) {
         float sum = 0;
@@ -106,79 +111,80 @@ class Few {
           for (int64_t i = 0; i < kUnit; ++i) {
             const int64_t j = u * kUnit + Stored::column(i);
             const float x = j < stored_.dim ? query[r * apart + j] : 0;
-            queries_[(u * R + r) * kUnit + i] = x * Stored::scale(i);
+            queries_[(u * R + r) * kUnit + i] = x * Stored::code_factor(i);
             sum += x;
           }
         query_sums_[s * R + r] = sum;
       }
   }
 
-  // scores[r * apart + t] = row t . query r.
-  BY_ITSELF void score(const uint8_t* rows, int64_t count, float* scores, int64_t apart) const {
+  // scores[r * apart + t] = key t . query r.
+  NOT_INLINED void score(const uint8_t* rows, int64_t count, float* scores, int64_t apart) const {
     for (int64_t t = 0; t < count; t += kLanes, rows += kLanes * stored_.row_bytes) {
       const int64_t size = std::min(kLanes, count - t);
       const auto row = [&](int64_t i) { return rows + i * stored_.row_bytes; };
-      Lanes found[R];
-      for (int64_t r = 0; r < R; ++r) found[r] = Lanes{};  // as an initializer it would be a slow instruction
+      Lanes score[R];
+      for (int64_t r = 0; r < R; ++r) score[r] = Lanes{};  // an initializer would compile to a slow instruction
       for (size_t s = 0; s < spans_.size(); ++s) {
         const Span& span = spans_[s];
         Lanes sums[R][kLanes];
-        if (span.units == 4) products<4>(span.first, rows, size, sums);
-        else if (span.units == 1) products<1>(span.first, rows, size, sums);
-        else products<0>(span.first, rows, size, sums);
+        if (span.units == 4) dot<4>(span.first, rows, size, sums);
+        else if (span.units == 1) dot<1>(span.first, rows, size, sums);
+        else dot<0>(span.first, rows, size, sums);
         if constexpr (Stored::grouped) {
-          const Lanes steps = eight(stored_.steps, span.group, row, size), lows = eight(stored_.lows, span.group, row, size);
-          for (int64_t r = 0; r < R; ++r) found[r] += add_up(sums[r]) * steps + query_sums_[s * R + r] * lows;
+          const Lanes scales = halves(stored_.scales, span.group, row, size);
+          const Lanes minima = halves(stored_.minima, span.group, row, size);
+          for (int64_t r = 0; r < R; ++r) score[r] += add_up(sums[r]) * scales + query_sums_[s * R + r] * minima;
         } else {
-          for (int64_t r = 0; r < R; ++r) found[r] += add_up(sums[r]);
+          for (int64_t r = 0; r < R; ++r) score[r] += add_up(sums[r]);
         }
       }
       for (int64_t r = 0; r < R; ++r) {
-        if (size == kLanes) store(scores + r * apart + t, found[r]);
-        else std::memcpy(scores + r * apart + t, &found[r], size * sizeof(float));
+        if (size == kLanes) store(scores + r * apart + t, score[r]);
+        else std::memcpy(scores + r * apart + t, &score[r], size * sizeof(float));
       }
     }
   }
 
-  // Adds shares[r * apart + i] times row(i), for `count` rows, no more than a page has.
+  // Adds probabilities[r * apart + i] times value row(i) for `count` rows, at most a block's.
   template <typename Row>
-  void take(Row row, int64_t count, const float* shares, int64_t apart) {
+  void accumulate(Row row, int64_t count, const float* probabilities, int64_t apart) {
     for (int64_t i = 0; i < count; i += kLanes) {
       const int64_t size = std::min(kLanes, count - i);
       for (int64_t g = 0; g < stored_.groups; ++g) {
         const auto rest = [&](int64_t k) { return row(i + k); };
-        const Lanes steps = Stored::grouped ? eight(stored_.steps, g, rest, size) : spread(1);
-        const Lanes lows = Stored::grouped ? eight(stored_.lows, g, rest, size) : Lanes{};
+        const Lanes scales = Stored::grouped ? halves(stored_.scales, g, rest, size) : spread(1);
+        const Lanes minima = Stored::grouped ? halves(stored_.minima, g, rest, size) : Lanes{};
         for (int64_t r = 0; r < R; ++r) {
-          const float* from = shares + r * apart + i;
-          const Lanes share = size == kLanes ? load(from) : widen(from, size);
-          low_sums_[g * R + r] += share * lows;
-          store(&weights_[(g * R + r) * page_rows_ + i], share * steps);
+          const float* from = probabilities + r * apart + i;
+          const Lanes probability = size == kLanes ? load(from) : widen(from, size);
+          minimum_sums_[g * R + r] += probability * minima;
+          store(&weights_[(g * R + r) * block_rows_ + i], probability * scales);
         }
       }
     }
     for (const Span& span : spans_) {
-      if (span.units == 4) columns<4>(span, row, count);
-      else if (span.units == 1) columns<1>(span, row, count);
-      else columns<0>(span, row, count);
+      if (span.units == 4) add_columns<4>(span, row, count);
+      else if (span.units == 1) add_columns<1>(span, row, count);
+      else add_columns<0>(span, row, count);
     }
   }
 
-  // The sums [dim], `apart` from each other.
+  // Writes the R outputs [dim], `apart` floats apart.
   void end(float* out, int64_t apart) const {
     for (int64_t u = 0; u < units_; ++u)
       for (int64_t r = 0; r < R; ++r) {
-        const float low = add_up(low_sums_[u / stored_.units_of_group * R + r]);
+        const float minimum = add_up(minimum_sums_[u / stored_.units_of_group * R + r]);
         for (int64_t i = 0; i < kUnit; ++i) {
           const int64_t j = u * kUnit + Stored::column(i);
           if (j >= stored_.dim) continue;
-          out[r * apart + j] = sums_[(u * R + r) * kUnit + i] * Stored::scale(i) + low;
+          out[r * apart + j] = sums_[(u * R + r) * kUnit + i] * Stored::code_factor(i) + minimum;
         }
       }
   }
 
  private:
-  // Units of one group: four, one, or none: then the last one, which is not whole.
+  // Consecutive units of one group: four, or one, or (units = 0) the incomplete last one.
   struct Span {
     int64_t first, units, group;
 
@@ -191,9 +197,9 @@ class Few {
     return Stored::unit(at + u * Stored::unit_bytes);
   }
 
-  // The numbers in float16 of a group that `size` <= 8 rows have, steps or lows; zeros where there is no row.
+  // The float16 scales or minima, which start at byte `begin` of a row, of one group in `size` <= 8 rows; zeros beyond.
   template <typename Row>
-  static Lanes eight(int64_t begin, int64_t group, Row row, int64_t size) {
+  static Lanes halves(int64_t begin, int64_t group, Row row, int64_t size) {
     const auto half = [&](int64_t i) {
       uint16_t bits;
       std::memcpy(&bits, row(i) + begin + 2 * group, sizeof bits);
@@ -205,9 +211,9 @@ class Few {
     return widen(bits);
   }
 
-  // sums[r][i] adds up to codes of row i . query r, in a span from unit `first` on.
+  // Lane sums of codes of row i . query r into sums[r][i], over the span that starts at unit `first`.
   template <int U>
-  BY_ITSELF void products(int64_t first, const uint8_t* row, int64_t count, Lanes (*sums)[kLanes]) const {
+  NOT_INLINED void dot(int64_t first, const uint8_t* row, int64_t count, Lanes (*sums)[kLanes]) const {
     constexpr int64_t kUnits = U ? U : 1;
     const float* query = &queries_[first * R * kUnit];
     const uint8_t* at = row + first * Stored::unit_bytes;
@@ -227,11 +233,11 @@ class Few {
     }
   }
 
-  // Adds rows by their weights in a span, as many units at a time as eight sums are enough for.
+  // Adds the rows, times their weights, to the span's columns: as many units at a time as eight accumulators allow.
   template <int U, typename Row>
-  BY_ITSELF void columns(const Span& span, Row row, int64_t count) {
+  NOT_INLINED void add_columns(const Span& span, Row row, int64_t count) {
     constexpr int64_t kUnits = U == 4 ? 4 / R : 1;
-    const float* weights = &weights_[span.group * R * page_rows_];
+    const float* weights = &weights_[span.group * R * block_rows_];
     for (int64_t first = span.first; first < span.end(); first += kUnits) {
       float* sums = &sums_[first * R * kUnit];
       Lanes a[kUnits][R], b[kUnits][R];
@@ -247,7 +253,7 @@ class Few {
           const Unit values = unit<U>(at, first, u);
 #pragma GCC unroll 4
           for (int64_t r = 0; r < R; ++r) {
-            const Lanes weight = spread(weights[r * page_rows_ + i]);
+            const Lanes weight = spread(weights[r * block_rows_ + i]);
             a[u][r] += weight * values.a, b[u][r] += weight * values.b;
           }
         }
@@ -261,10 +267,10 @@ class Few {
   }
 
   Stored stored_;
-  int64_t page_rows_, units_;
+  int64_t block_rows_, units_;
   std::vector<Span> spans_;
   std::vector<float> queries_, query_sums_, sums_, weights_;
-  std::vector<Lanes> low_sums_;
+  std::vector<Lanes> minimum_sums_;
 };
 
 }  // namespace

@@ -1,17 +1,19 @@
-// A few rows of float32 times a panel of widened values, in registers: what products and attention are made of.
+// The GEMM micro-kernel: a few float32 rows times a panel of float32 values, in registers. gemm.cpp and the prompt path
+// of attention.cpp are built from it.
 
 #pragma once
 
 #include <algorithm>
 
-#include "lanes.h"
+#include "simd.h"
 
 namespace {
 
-constexpr int64_t kRows = 6;             // by two vectors: twelve sums, which with two weights and an x fill AVX2
+constexpr int64_t kRows = 6;             // times two vectors: twelve accumulators, two weights and an x fill AVX2
 constexpr int64_t kWidth = 2 * kLanes;   // rows of W in a panel
-constexpr int64_t kAhead = 8;            // columns of a panel that are fetched before they are needed
+constexpr int64_t kAhead = 8;            // columns of a panel to prefetch ahead
 
+// Transposes eight vectors in place.
 void transpose(Lanes* r) {
   Lanes s[8], t[8];
   for (int i = 0; i < 8; i += 2) {
@@ -28,8 +30,8 @@ void transpose(Lanes* r) {
   }
 }
 
-// panel[depth][kWidth] from `rows` <= kWidth rows of stored values, where `row(i)` points to one; rows that are not
-// there are zeros.
+// Transposes and widens `rows` <= kWidth rows of stored values, `row(i)` each, into panel[depth][kWidth]; missing rows
+// become zeros.
 template <typename Row>
 void unpack(int64_t rows, int64_t depth, float* panel, Row row) {
   for (int64_t j = 0; j < kWidth; j += kLanes)
@@ -45,7 +47,7 @@ void unpack(int64_t rows, int64_t depth, float* panel, Row row) {
     }
 }
 
-// R rows of x times a panel, into R x `width` of out.
+// out[R, width] = start[R, width] + x[R, depth] times a panel; null `start` is zeros.
 template <int64_t R>
 void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start, int64_t lds, float* out,
           int64_t ldo, int64_t width) {
@@ -53,11 +55,11 @@ void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const 
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     __builtin_prefetch(panel + (k + kAhead) * kWidth);
-    const Lanes low = load(panel + k * kWidth), high = load(panel + k * kWidth + kLanes);
+    const Lanes left = load(panel + k * kWidth), right = load(panel + k * kWidth + kLanes);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < R; ++i) {
-      sum[i][0] += x[i * ldx + k] * low;
-      sum[i][1] += x[i * ldx + k] * high;
+      sum[i][0] += x[i * ldx + k] * left;
+      sum[i][1] += x[i * ldx + k] * right;
     }
   }
   for (int64_t i = 0; i < R; ++i) {
@@ -72,7 +74,7 @@ void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const 
   }
 }
 
-// `tile` for the `rows` <= R that are left at the end of x.
+// `tile` for `rows` <= R rows: the end of x may have fewer than R.
 template <int64_t R>
 void last_tile(int64_t rows, const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start,
                int64_t lds, float* out, int64_t ldo, int64_t width) {

@@ -156,7 +156,7 @@ _CALIBRATE = "engines.offload.calibrate.host:measure"
 _PLAN = "engines.planning.plan:plan"
 _SIMULATE = "engines.planning.simulated:simulate"
 _FORECAST = "engines.planning.forecast:forecast"
-_SEARCH = "engines.planning.simulated:searched"
+_SEARCH = "engines.planning.simulated:search_policy"
 _NESTED = "engines.planning.plan:nested"
 _TASK = "suites.tasks:task"
 _TASK_NAMES = "suites.tasks:names"
@@ -312,7 +312,7 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
 
 
 def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
-    """engines.planning.simulated.searched: the cell with the policy that is best for it on that machine."""
+    """engines.planning.simulated.search_policy: the cell with the policy that is best for it on that machine."""
     return cast(RunSpec, resolve(_SEARCH)(spec, model, profile, lengths))
 
 

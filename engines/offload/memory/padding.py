@@ -1,12 +1,12 @@
-"""How many rows are multiplied where there are some: in 16 bits one of few numbers."""
+"""Rounds the rows of a product up to one of few sizes, so that oneDNN compiles few kernels."""
 
 from __future__ import annotations
 
 
 def rows_for(rows: int, value_bytes: int) -> int:
-    """`rows`, or somewhat more; `value_bytes`: of a value that is multiplied.
+    """Rows to multiply for `rows` rows of data in a dtype of `value_bytes` bytes.
 
-    In 16 bits oneDNN makes code for each number of rows it meets, up to half a megabyte, and the process keeps it.
+    In 16 bits oneDNN compiles a kernel of up to half a megabyte for every new number of rows and never frees it.
     """
     if value_bytes > 2 or rows < 2:
         return rows

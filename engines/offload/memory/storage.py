@@ -1,4 +1,4 @@
-"""How a row of values is stored, one by one or quantized in groups: sizes only, without torch."""
+"""How a row of values is stored: plain, or quantized in groups. Sizes only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from harness.api import DTYPE_BYTES, Dtype, OffloadPolicy, UnsupportedError
 
-#: Bits of a quantized value, and values of a group, that there are kernels for.
+#: Bits of a code and values of a group for which there are kernels.
 BITS, GROUPS = (3, 4, 8), (32, 64, 128)
-#: Values whose codes fill whole bytes at any number of bits.
+#: So many codes fill whole bytes at any number of bits.
 EIGHT = 8
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Values one by one in `dtype`."""
+    """Values in `dtype`, not quantized."""
 
     dtype: Dtype
 
@@ -24,7 +24,7 @@ class Plain:
 
     @property
     def grain(self) -> int:
-        """Between so many values a row can be cut."""
+        """A row can be cut at multiples of so many values."""
         return 1
 
     def row_bytes(self, columns: int) -> int:
@@ -38,10 +38,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Codes of `bits` in groups of `group` values, each with its step and its least value in float16.
+    """Codes of `bits` bits in groups of `group` values; each group has a scale and a minimum in float16.
 
-    quantize.py says what they mean. `across`: of weights W[outputs, inputs], the rows that are stored are W's columns,
-    so that groups run along the outputs, as FlexGen has them.
+    The quantizer defines the codes. `across`: the stored rows are the columns of W[outputs, inputs], so that groups run
+    along the outputs, as in FlexGen.
     """
 
     bits: int
@@ -61,15 +61,15 @@ class Grouped:
 
     @property
     def grain(self) -> int:
-        """Between so many values a row can be cut."""
+        """A row can be cut at multiples of so many values."""
         return self.group
 
     def groups(self, columns: int) -> int:
-        """Groups of a row of `columns` values; the last one may lack some."""
+        """Groups of a row of `columns` values; the last may be shorter."""
         return -(-columns // self.group)
 
     def code_bytes(self, columns: int) -> int:
-        """Bytes of a row's codes, which come first."""
+        """Bytes of a row's codes; scales and minima follow them."""
         return -(-columns // EIGHT) * self.bits
 
     def row_bytes(self, columns: int) -> int:
@@ -85,10 +85,10 @@ Storage = Plain | Grouped
 
 
 def storages(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Storage]:
-    """How the decoder layers' weights are stored, those outside of them, and keys and values.
+    """How weights of decoder layers, weights outside of them, and the KV cache are stored.
 
-    The head keeps the checkpoint's precision, as embeddings do: it is small beside the layers, and what is lost there
-    is in every logit.
+    The head keeps the checkpoint's precision, as embeddings do: it is small beside the layers, and its quantization
+    error would be in every logit.
     """
     plain = Plain(dtype)
     layers: Storage = plain

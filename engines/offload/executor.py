@@ -15,9 +15,10 @@ from engines.offload.expert_routing import ExpertRouting
 from engines.offload.kernels import stored_view
 from engines.offload.kv_cache.attention import AttentionTask
 from engines.offload.loaded_model import LoadedModel
+from engines.offload.memory.layout import matrix_spans
 from engines.offload.model.activation_offload import PAUSED, pause
 from engines.offload.model.meta_model import MetaModel, PackedBatch
-from engines.offload.pass_ops import ALL, Op, matrix_spans, pass_ops
+from engines.offload.pass_ops import ALL, Op, pass_ops
 from engines.offload.timeline import AWAITING, BETWEEN, Timeline
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 from harness.api import HarnessError

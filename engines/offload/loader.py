@@ -13,19 +13,20 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
 from engines.offload.loaded_model import LoadedModel
-from engines.offload.memory.layout import WeightTile, tiles_of
+from engines.offload.memory.balance import io_compute_balance_rows
+from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
-from engines.offload.pass_ops import AttentionOverlap, attention_overlaps, matrix_spans
+from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import ConvertedCheckpoint, convert
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import DTYPE_BYTES, LoadReport, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, LoadReport, OffloadPolicy
 
 
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
@@ -45,8 +46,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     meta_model = MetaModel(Path(model.path), model.shape, getattr(torch, gemm.dtype))
     backend.require(meta_model)
     offloaded_layers = meta_model.layers() if on_disk else ()
-    tiles = tiles_of(meta_model.matrices, [layers if m.in_layer else outside for m in meta_model.matrices],
-                     backend.tile_values)  # fmt: skip
+    tiles = model_tiles(meta_model.matrices, layers, outside, backend.tile_values)
     kernel = backend.kernels.attention(cached, sparse)
 
     # what goes where
@@ -91,6 +91,9 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         )
         stack.callback(offload.close)
 
+    streamed_bytes = sum(tile.nbytes for tile in streamed)
+    load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
+    balance = io_compute_balance_rows(streamed_bytes, load_rate, gemm.flops, model.shape)
     overlaps = _overlaps(policy, meta_model, tiles, plan, stream.slots)
     notes = [
         *backend.notes(),
@@ -118,7 +121,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         hadamard=None if policy.kv_bits == 16 else backend.kernels.hadamard(),
         host_attention=kv.host_attention,
         activation_offload=offload,
-        io_compute_balance_rows=_balance(model.shape, streamed, stream, gemm.flops),
+        io_compute_balance_rows=balance,
         timeline=timeline,
         report=_report(replace(request, policy=realised), plan, backend.placement(), gemm, notes),
     )
@@ -150,14 +153,6 @@ def _overlaps(
     streamed = [i not in plan.resident for i in range(len(tiles))]
     groups = [matrix.group for matrix in meta_model.matrices]
     return attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, streamed, slots)
-
-
-def _balance(shape: ModelShape, streamed: Sequence[WeightTile], stream: WeightStream, flops: float) -> int:
-    """Rows at which a pass computes as long as its weights take to stream; waits until the ring is full."""
-    if not streamed:
-        return 1
-    seconds = sum(tile.nbytes for tile in streamed) / stream.measure()
-    return int(seconds * flops / shape.flops(1, 0, 0))
 
 
 def _report(

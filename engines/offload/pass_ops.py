@@ -14,10 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
-
-from engines.offload.memory.layout import WeightTile
 
 #: `Op.batch` of an operation that is for all batches of the pass together.
 ALL = -1
@@ -44,12 +41,6 @@ class AttentionOverlap:
 
     before: range
     after: range
-
-
-def matrix_spans(tiles: Sequence[WeightTile]) -> list[range]:
-    """For each matrix, in order of use, the indices of its tiles."""
-    starts = [i for i, tile in enumerate(tiles) if not i or tiles[i - 1].matrix != tile.matrix]
-    return [range(start, stop) for start, stop in pairwise([*starts, len(tiles)])]
 
 
 def attention_overlaps(

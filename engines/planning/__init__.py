@@ -1,6 +1,7 @@
 """What a machine will do with a model: a performance model, a search for policies, predictions of published figures.
 
-No torch here: a plan is made in a second, on any machine. Layers, bottom up: machine.py (seconds that a
-machine takes), work.py (what a pass asks for), memory.py (what must fit), style.py (how engines work), closed_form.py
-(a policy's throughput), search.py (the best policy). For our engine with_device.py and host_only.py place as it does.
+No torch here: a plan takes seconds on any machine. Modules from the bottom up: machine.py (rates of a machine),
+workload.py (what a job asks of it), memory.py (what must fit), engine_cost_models.py (how engines overlap),
+closed_form.py and closed_form_planner.py (a policy's throughput), simulator.py (the engine's schedule in simulated
+time), search.py (the best policy). device_planner.py and host_planner.py plan memory as our engine does.
 """

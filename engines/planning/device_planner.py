@@ -1,4 +1,4 @@
-"""Plans for our engine on one device: what it would place where by its own arithmetic, and what that does."""
+"""Plans for our engine on one device: its own memory plan, costed by the closed form."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from functools import lru_cache
 
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
-from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
+from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Storage, storages
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
-from engines.planning.memory import Peak
-from engines.planning.memory_request import SYSTEM_BYTES, demand
+from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.memory import TierBytes
+from engines.planning.memory_request import SYSTEM_BYTES, memory_request
 from engines.planning.workload import Fractions, Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
-#: Of memory what a search leaves free: a shape does not tell all that the engine counts.
+#: Share of memory that a search leaves free, for what the engine counts and a model's shape does not tell.
 _MARGIN = 1 / 32
-#: Parts of the cache on the device and in host memory that are tried where the host attends, beside as much on the
-#: device as there is room for.
-_CACHES: tuple[Fractions, ...] = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0))
+#: Fractions of the KV cache tried where the host attends, beside as much on the device as fits.
+_CACHE_FRACTIONS: tuple[Fractions, ...] = ((0.5, 0.5, 0.0), (0.0, 1.0, 0.0))
 _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 
 
 class DevicePlanner(ClosedFormPlanner):
-    """As ClosedFormPlanner, with the memory of the engine instead of FlexGen's: what a plan says can be run as it
-    stands.
+    """A ClosedFormPlanner with the engine's memory plan in place of FlexGen's, so that its policies run as they stand.
 
-    `each`, `dtype`, `reserved`: as HostPlanner. `budget`: bytes of pinned memory; None for what the engine takes of a
-    host by itself.
+    each: lengths of the requests, if they differ from `lengths`, their mean.
+    dtype: of the weights in the checkpoint.
+    budget: bytes of pinned memory; None for what the engine takes without a limit.
+    reserved: tokens that each sequence may grow to; None for the longest request.
     """
 
     def __init__(
-        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, *, each: Sequence[Lengths] = (),
-        dtype: Dtype = "float16", budget: float | None = None, reserved: int | None = None,
+        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, *,
+        each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None,
+        reserved: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(shape, lengths, profile, "offload")
+        super().__init__(shape, lengths, profile, engine)
         assert profile.device is not None
         self._device = int(profile.device.memory)
         self._host = int(PINNED_SHARE * (profile.host.memory - SYSTEM_BYTES) if budget is None else budget)
@@ -48,47 +50,46 @@ class DevicePlanner(ClosedFormPlanner):
         self._plans: dict[tuple[OffloadPolicy, float], MemoryPlan] = {}
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy with the fractions of the engine's own placement, the fastest of a few; None where none fits."""
-        found = []
-        for cache in self._caches(policy):
+        """The policy with the fractions of the engine's memory plan, the fastest of a few; None if none fits."""
+        fitting = []
+        for cache in self._cache_fractions(policy):
             with suppress(InfeasibleError):
-                one = self._realised(replace(policy, cache=cache), _MARGIN)
-                prediction = self.estimate(one)
-                if not self.lacking(prediction):
-                    found.append((prediction.throughput_tok_s, one))
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+                realised = self._realised(replace(policy, cache=cache), _MARGIN)
+                prediction = self.estimate(realised)
+                if not self.missing(prediction):
+                    fitting.append((prediction.throughput_tok_s, realised))
+        return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
-    def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
+    def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
         if policy.weights and policy.cache and policy.activations:
             self._plan(policy)
             return policy
         return self._realised(policy)
 
     def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
-        """Of a policy that names all fractions. Raises InfeasibleError where the engine would."""
+        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
         plan = self._plan(policy)
         if policy.schedule == "sweep":
             policy = replace(policy, gpu_batch_size=plan.sequences)
-        found = super().predict(policy, page_cache)
+        prediction = super().predict(policy, page_cache)
         tiles = self._tiles(policy)
         on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
-        return replace(
-            found, peak=Peak(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
-        )
+        peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
+        return replace(prediction, peak=peak)
 
     estimate = predict
 
-    def _caches(self, policy: OffloadPolicy) -> Iterator[Fractions | None]:
+    def _cache_fractions(self, policy: OffloadPolicy) -> Iterator[Fractions | None]:
         yield policy.cache
         if policy.cache is None and policy.cpu_attention:
-            yield from _CACHES
+            yield from _CACHE_FRACTIONS
 
     def _realised(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
         plan = self._plan(policy, margin)
         tiles = self._tiles(policy)
-        whole = sum(b.nbytes for b in tiles)
-        resident, pinned = (sum(tiles[i].nbytes for i in chosen) / whole for chosen in (plan.resident, plan.pinned))
+        total = sum(tile.nbytes for tile in tiles)
+        resident, pinned = (sum(tiles[i].nbytes for i in chosen) / total for chosen in (plan.resident, plan.pinned))
         blocks = plan.kv_blocks + plan.host_kv_blocks
         return replace(
             policy,
@@ -98,16 +99,16 @@ class DevicePlanner(ClosedFormPlanner):
         )
 
     def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
-        """The engine's own. Raises InfeasibleError, and UnsupportedError for what has no place there, as it does."""
+        """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""
         if (policy, margin) not in self._plans:
             dtype = self._dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-            packed = policy.weight_bits != 16
-            wanted = demand(
+            request = memory_request(
                 self.shape, self._tiles(policy), storages(self._dtype, policy)[2], dtype, self._each,
-                reserved=self._reserved, cast_bytes=DTYPE_BYTES[dtype] if packed else 0, attention=(0, 0),
+                reserved=self._reserved, cast_bytes=0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype],
+                attention_bytes=(0, 0),
             )  # fmt: skip
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))
-            self._plans[policy, margin] = plan_device_memory(wanted, policy, device, host)
+            self._plans[policy, margin] = plan_device_memory(request, policy, device, host)
         return self._plans[policy, margin]
 
     def _tiles(self, policy: OffloadPolicy) -> Sequence[WeightTile]:
@@ -116,6 +117,4 @@ class DevicePlanner(ClosedFormPlanner):
 
 @lru_cache(maxsize=64)
 def _tiles(shape: ModelShape, layers: Storage, outside: Storage) -> Sequence[WeightTile]:
-    """The tiles of a model whose layers and whose other matrices are stored so."""
-    matrices = matrices_of(shape)
-    return tiles_of(matrices, [layers if m.in_layer else outside for m in matrices], tile_values(shape))
+    return model_tiles(matrices_of(shape), layers, outside, tile_values(shape))

@@ -1,86 +1,106 @@
-"""How engines work: what they overlap, copy and unpack when. Constants of software, the same on every machine."""
+"""Engine cost models: what an engine overlaps, copies and unpacks when. The same on every machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 from engines.planning.workload import Fractions, Sublayer, by_whole_matrices, sublayers, weight_bytes
-from harness.api import ModelShape, OffloadPolicy, Schedule
+from harness.api import HarnessError, ModelShape, OffloadPolicy, Schedule
 
-#: How transfers meet arithmetic. `turns`: not at all. `slot`: a transfer runs beside one batch's half layer, and all
-#: wait for each other after it (FlexGen). `layer`: a layer's beside that layer's arithmetic. `pass`: whatever is next,
-#: as far ahead as a ring reaches: the slowest resource sets the pace.
-Overlap = Literal["turns", "slot", "layer", "pass"]
+#: How transfers overlap with arithmetic. `none`: not at all. `sublayer`: a transfer runs beside one batch's sublayer,
+#: then all synchronise (FlexGen). `layer`: a layer's transfers run beside that layer's arithmetic. `pass`:
+#: transfers run ahead as far as a ring reaches, so the slowest resource sets the pace.
+Overlap = Literal["none", "sublayer", "layer", "pass"]
+_FILE = Path(__file__).with_name("engine_cost_models.yaml")
 
 
 @dataclass(frozen=True)
 class EngineCostModel:
-    """An engine's way of working.
+    """One engine's way of working, and the constants of its software.
 
-    `pinned_weights`, `pinned_cache`: whether they are copied from pinned memory. `direct`: whether the disk is read
-    past the page cache; `uncached_share`: of the disk's rate that an engine reaches that counts on the page cache where
-    there is none. `unpack_each_batch`: weights of fewer bits are unpacked for each batch, not once a pass.
-    `packed_attention`: the host's attention takes a cache of fewer bits. `parallel_attention`: it runs while the device
-    multiplies for another batch.
+    pinned_weights, pinned_cache: whether these are copied from pinned memory.
+    direct_io: whether the disk is read past the page cache.
+    unpack_each_batch: quantized weights are unpacked for each batch, not once a pass.
+    packed_attention: the host attends to a quantized cache.
+    parallel_attention: the host attends while the device multiplies for another batch.
+    whole_matrices: a matrix is never divided between tiers, whatever the fractions.
 
-    `whole_matrices`: whether a matrix is in one place, whatever fractions are asked for.
-
-    `link_share`: of the link's bandwidth that its copies reach. `packed_load`: bytes/s at which weights of fewer bits
-    reach the device, if something slower than the link stands between. `unpack_bytes`, `cache_bytes`: bytes of memory
-    traffic to unpack a value of weights and of the cache; None where a kernel does it. `attention_bytes`: bytes of
-    memory traffic of the device's attention for each byte of the cache in 16 bits. `slot_s`: seconds around each
-    batch's half layer.
+    link_share: share of the link's bandwidth that copies reach.
+    page_cache_miss_share: share of the disk's rate that an engine without direct I/O reaches where there is no page
+        cache.
+    packed_load_rate: bytes/s at which quantized weights reach the device, if something slower than the link limits it.
+    weight_unpack_traffic, cache_unpack_traffic: bytes of device memory traffic to unpack one value; None for the rate
+        of a fused kernel.
+    attention_traffic: bytes of device memory traffic for each byte of the 16-bit cache that attention reads.
+    sublayer_overhead_s: seconds of launches and synchronisation around each batch's sublayer.
     """
 
+    name: str
     overlap: Overlap
     schedules: tuple[Schedule, ...] = ("row",)
     pinned_weights: bool = True
     pinned_cache: bool = True
-    direct: bool = True
-    uncached_share: float = 1.0
+    direct_io: bool = True
     unpack_each_batch: bool = False
     packed_attention: bool = True
     parallel_attention: bool = False
     whole_matrices: bool = False
     link_share: float = 1.0
-    packed_load: float | None = None
-    unpack_bytes: float | None = None
-    cache_bytes: float | None = None
-    attention_bytes: float = 1.0
-    slot_s: float = 0.0
+    page_cache_miss_share: float = 1.0
+    packed_load_rate: float | None = None
+    weight_unpack_traffic: float | None = None
+    cache_unpack_traffic: float | None = None
+    attention_traffic: float = 1.0
+    sublayer_overhead_s: float = 0.0
+
+    def placed_fractions(self, sublayer: Sublayer, fractions: Fractions) -> Fractions:
+        """Where the engine puts a sublayer's weights for requested fractions."""
+        return by_whole_matrices(sublayer, fractions) if self.whole_matrices else fractions
+
+    def placed_weights(self, shape: ModelShape, policy: OffloadPolicy) -> Fractions:
+        """The fractions of all weights that the engine realises for a policy."""
+        assert policy.weights is not None
+        sizes = [(part, weight_bytes(part, policy) * part.count) for part in sublayers(shape)]
+        placed = [[size * f for f in self.placed_fractions(part, policy.weights)] for part, size in sizes]
+        device, host, disk = (sum(tier) / sum(size for _, size in sizes) for tier in zip(*placed, strict=True))
+        return device, host, disk
 
 
-# load_weight, load_cache, store_cache and compute of one batch's half layer, then a synchronisation; copies of what is
-# not pinned through a buffer; packed weights unpacked by every batch (flexgen/flex_opt.py)
-_FLEXGEN = EngineCostModel(
-    "slot", ("row", "zigzag"), pinned_cache=False, direct=False, unpack_each_batch=True, packed_attention=False,
-    packed_load=1.71e9,
-    whole_matrices=True, uncached_share=0.6, unpack_bytes=1.16, cache_bytes=37.3, attention_bytes=3.0, slot_s=9.0e-5,
-)  # fmt: skip
-
-#: Constants are fitted on the cells that docs/model.md names; the rest is how each engine's code works.
-ENGINE_COST_MODELS: Mapping[str, EngineCostModel] = {
-    "offload": EngineCostModel("pass", ("row", "zigzag", "sweep"), parallel_attention=True, slot_s=2e-5),
-    "flexgen_ref": _FLEXGEN,
-    # FlexGen with quantization of its own, and with threads that its model allots; what is unpacked waits for its copy
-    "lm_offload": replace(_FLEXGEN, overlap="turns", unpack_bytes=28.2, cache_bytes=33.1, packed_load=None),
-    # hooks copy a layer's weights when the layer is called
-    "accelerate": EngineCostModel("turns", pinned_weights=False, direct=False, attention_bytes=4.0, slot_s=9.0e-5),
-    "deepspeed_zero": EngineCostModel("layer", link_share=0.772, attention_bytes=4.0, slot_s=9.0e-5, unpack_bytes=4.0),
-}
+@cache
+def engine_cost_models() -> Mapping[str, EngineCostModel]:
+    """The shipped cost models by engine."""
+    return {name: _model(name, entry) for name, entry in _entries().items()}
 
 
-def realised(part: Sublayer, fractions: Fractions, style: EngineCostModel) -> Fractions:
-    """Where an engine puts a part's weights that is asked for these fractions."""
-    return by_whole_matrices(part, fractions) if style.whole_matrices else fractions
+def engine_cost_model(engine: str) -> EngineCostModel:
+    """An engine's cost model. Raises HarnessError if it has none."""
+    models = engine_cost_models()
+    if engine not in models:
+        raise HarnessError(f"no plans are made for engine {engine!r}, which has no performance model "
+                           f"(known: {', '.join(models)})")  # fmt: skip
+    return models[engine]
 
 
-def realised_weights(shape: ModelShape, policy: OffloadPolicy, style: EngineCostModel) -> Fractions:
-    """Where an engine puts all weights together."""
-    assert policy.weights is not None
-    sizes = [(part, weight_bytes(part, policy) * part.count) for part in sublayers(shape)]
-    placed = [[size * f for f in realised(part, policy.weights, style)] for part, size in sizes]
-    device, host, disk = (sum(tier) / sum(size for _, size in sizes) for tier in zip(*placed, strict=True))
-    return device, host, disk
+def constant_sources() -> dict[str, dict[str, Mapping[str, Any]]]:
+    """By engine and constant: `value`, `source`, and `fitted_on` where it was fitted."""
+    return {name: dict(entry["constants"]) for name, entry in _entries().items()}
+
+
+def _entries() -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text())
+    return entries
+
+
+def _model(name: str, entry: Mapping[str, Any]) -> EngineCostModel:
+    settings: dict[str, Any] = {key: value for key, value in entry.items() if key != "constants"}
+    settings["schedules"] = tuple(settings.get("schedules", ("row",)))
+    settings |= {key: constant["value"] for key, constant in entry["constants"].items()}
+    unknown = settings.keys() - {f.name for f in fields(EngineCostModel)}
+    assert not unknown, f"{_FILE.name}: {name} has unknown keys {unknown}"
+    return EngineCostModel(name, **settings)

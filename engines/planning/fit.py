@@ -1,112 +1,108 @@
-"""Fits the constants of hardware profiles and of engines' styles on the published cells named in published.FITTED.
+"""Fits constants of a hardware profile and of engine cost models to published cells, and validates by leave-one-out.
 
-Constants start from data sheets and from what the paper states; how far a fit may carry them is their spread, as a
-standard deviation of the logarithm. Prints what it finds, to be written into the profiles and styles by hand.
+fits.yaml names the cells and the constants. A fit is regularised: every constant has a start from a data sheet or a
+paper and a prior spread, so there may be more constants than cells.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from scipy.optimize import least_squares
 
-from engines.planning import closed_form_planner, published
-from engines.planning.engine_cost_models import ENGINE_COST_MODELS
-from harness import hardware
+from engines.planning import published
+from engines.planning.engine_cost_models import EngineCostModel, engine_cost_models
+from engines.planning.published import Cell, Outcome
 from harness.api import HardwareProfile
 
-#: A figure is trusted to so much of itself.
-_TRUST = 0.05
+#: Relative standard deviation of a published figure.
+_FIGURE_SPREAD = 0.05
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A figure to fit, by its path in the profile, or in styles; equal to it are those at `same`."""
+    """A constant to fit, by its path in the profile or as `engine.constant`; those at `same` get the same value.
+
+    start: the prior's median; spread: the standard deviation of its logarithm.
+    """
 
     path: str
     start: float
     spread: float
+    source: str
     same: tuple[str, ...] = ()
 
 
-T4 = (
-    Constant("device.flops.1024", 20.6e12, 0.1),  # table 8: 2220 s for the prefill of 256 x 512 tokens of OPT-175B
-    Constant("device.bandwidth", 260e9, 0.1),  # data sheet: 320e9; copies reach four fifths
-    Constant("link.h2d", 12e9, 0.1, ("link.d2h",)),  # PCIe 3 x16
-    Constant("link.h2d_pageable", 4.5e9, 0.5, ("link.d2h_pageable",)),
-    Constant("host.attention.16", 11e9, 0.5),
-    Constant("host.attention_call_s", 2e-6, 1.5),
-    Constant("disk.read", 2.65e9, 0.1),  # four local NVMe disks, as 1.5 TB are; the paper's 1.6e9 is one stream's
-    Constant("flexgen_ref.uncached_share", 0.6, 0.5),
-    Constant("flexgen_ref.slot_s", 2e-4, 1.5, ("accelerate.slot_s", "deepspeed_zero.slot_s")),
-    Constant("flexgen_ref.unpack_bytes", 4, 1.0),
-    Constant("flexgen_ref.cache_bytes", 38, 0.7),
-    Constant("flexgen_ref.packed_load", 1.5e9, 0.7),
-    Constant("deepspeed_zero.link_share", 0.7, 0.4),
-)
-A100 = (
-    Constant("device.flops.1024", 200e12, 0.2),  # data sheet: 312e12
-    Constant("device.bandwidth", 1.3e12, 0.1),  # data sheet: 1.555e12
-    Constant("link.h2d", 24e9, 0.1, ("link.d2h",)),  # PCIe 4 x16
-    Constant("link.h2d_pageable", 10e9, 0.5, ("link.d2h_pageable",)),
-    Constant("host.attention.16", 17e9, 0.5),
-    Constant("host.attention_call_s", 5e-6, 1.0),
-    Constant("lm_offload.unpack_bytes", 45, 0.5),
-    Constant("lm_offload.cache_bytes", 80, 0.7),
-)
+@dataclass(frozen=True)
+class Fitted:
+    """A profile and cost models with fitted constants, and these by path."""
+
+    profile: HardwareProfile
+    cost_models: Mapping[str, EngineCostModel]
+    values: Mapping[str, float]
+
+    def outcomes(self, cells: Sequence[Cell]) -> list[Outcome]:
+        """The predictions of cells."""
+        return published.evaluate(cells, {self.profile.name: self.profile}, self.cost_models)
 
 
-def main() -> None:
-    """`python docs/model/fit.py [t4_gcp|a100_40g]`."""
-    for name, constants in (("t4_gcp", T4), ("a100_40g", A100)):
-        if len(sys.argv) == 1 or name in sys.argv[1:]:
-            fit(name, constants)
+@cache
+def fitted_constants(hardware: str) -> tuple[Constant, ...]:
+    """The constants that are fitted for a hardware profile."""
+    entries = yaml.safe_load(Path(published.FITS).read_text())[hardware]["constants"]
+    return tuple(Constant(path, **(entry | {"same": tuple(entry.get("same", ()))})) for path, entry in entries.items())
 
 
-def fit(name: str, constants: tuple[Constant, ...]) -> None:
-    """Prints the constants of one profile and of the engines that ran there."""
-    profile = hardware.load(name)
-    cells = [c for c in published.cells() if c.hardware == name and c.fitted and not c.repeated and c.figure]
-    start = np.log([c.start for c in constants])
-    spread = np.array([c.spread for c in constants])
-
-    def residuals(x: Any) -> Any:
-        with_constants = _profile(profile, constants, np.exp(x))
-        errors = [o.error or 0.0 for o in published.evaluate(cells, {name: with_constants})]
-        return np.concatenate([np.log1p(errors) / _TRUST, (x - start) / spread])
-
-    found = least_squares(residuals, start, loss="soft_l1")
-    sys.stdout.write(f"{name}: {len(cells)} cells\n")
-    for constant, value in zip(constants, np.exp(found.x), strict=True):
-        sys.stdout.write(f"  {constant.path}: {value:.3g}\n")
+def fitted_cells(hardware: str) -> list[Cell]:
+    """The published cells that the profile's fit uses."""
+    return [cell for cell in published.cells() if cell.hardware == hardware and cell.fitted and not cell.repeated]
 
 
-def _profile(profile: HardwareProfile, constants: tuple[Constant, ...], values: Any) -> HardwareProfile:
-    """The profile with other constants; those of styles are put into ENGINE_COST_MODELS."""
-    for constant, value in zip(constants, values, strict=True):
+def fit(profile: HardwareProfile, cells: Sequence[Cell]) -> Fitted:
+    """Fits the profile's constants to some cells, by least squares in logarithms with a soft L1 loss."""
+    constants = fitted_constants(profile.name)
+    start = np.log([constant.start for constant in constants])
+    spread = np.array([constant.spread for constant in constants])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        outcomes = _with_values(profile, constants, np.exp(x)).outcomes(cells)
+        errors = [outcome.error or 0.0 for outcome in outcomes]
+        return np.concatenate([np.log1p(errors) / _FIGURE_SPREAD, (x - start) / spread])
+
+    return _with_values(profile, constants, np.exp(least_squares(residuals, start, loss="soft_l1").x))
+
+
+def leave_one_out(profile: HardwareProfile) -> list[tuple[Cell, Outcome, Outcome]]:
+    """By cell of the profile's fit: its prediction with constants fitted on all cells, and on all others."""
+    cells = fitted_cells(profile.name)
+    all_cells = fit(profile, cells).outcomes(cells)
+    others = [fit(profile, [c for c in cells if c is not cell]).outcomes([cell])[0] for cell in cells]
+    return list(zip(cells, all_cells, others, strict=True))
+
+
+def _with_values(profile: HardwareProfile, constants: Sequence[Constant], values: Sequence[float]) -> Fitted:
+    """The profile and the cost models with these constants."""
+    cost_models = dict(engine_cost_models())
+    for constant, value in zip(constants, map(float, values), strict=True):
         for path in (constant.path, *constant.same):
-            head, *rest = path.split(".")
-            if head in ENGINE_COST_MODELS:
-                closed_form_planner.ENGINE_COST_MODELS = {
-                    **closed_form_planner.ENGINE_COST_MODELS,
-                    head: dataclasses.replace(closed_form_planner.ENGINE_COST_MODELS[head], **{rest[0]: float(value)}),
-                }
+            owner, _, name = path.partition(".")
+            if owner in cost_models:
+                cost_models[owner] = _replaced(cost_models[owner], [name], value)
             else:
-                profile = _with(profile, [head, *rest], float(value))
-    return profile
+                profile = _replaced(profile, path.split("."), value)
+    return Fitted(profile, cost_models, {c.path: float(v) for c, v in zip(constants, values, strict=True)})
 
 
-def _with(part: Any, path: list[str], value: float) -> Any:
+def _replaced(part: Any, path: list[str], value: float) -> Any:
+    """A dataclass or mapping with the value at `path` replaced."""
+    name, *rest = path
     if isinstance(part, dict):
-        return {**part, path[0]: value}
-    if len(path) == 1:
-        return dataclasses.replace(part, **{path[0]: value})
-    return dataclasses.replace(part, **{path[0]: _with(getattr(part, path[0]), path[1:], value)})
-
-
-if __name__ == "__main__":
-    main()
+        return {**part, name: value}
+    return dataclasses.replace(part, **{name: _replaced(getattr(part, name), rest, value) if rest else value})

@@ -1,4 +1,4 @@
-"""Plans for machines without a device: the engine's own placement, and its schedule in virtual time."""
+"""Plans for machines without a device: the engine's own memory plan, and its schedule in simulated time."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engines.offload.memory.host import attention_memory, plan_host_memory
-from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
+from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduler import steady_blocks
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, bound, require_modelled
-from engines.planning.engine_cost_models import ENGINE_COST_MODELS
+from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import Machine
-from engines.planning.memory import Peak
-from engines.planning.memory_request import SYSTEM_BYTES, demand, longest
+from engines.planning.memory import TierBytes
+from engines.planning.memory_request import SYSTEM_BYTES, longest, memory_request
 from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
-#: Matrices of a layer that come before its attention: queries, keys and values.
-BEFORE_ATTENTION = 3
-#: Tiles of weights in a pass that are simulated one by one; those of larger models are simulated in larger pieces.
+#: Matrices of a layer before its attention: queries, keys and values.
+MATRICES_BEFORE_ATTENTION = 3
+#: Tiles of a pass that are simulated. Large models are cut into fewer, larger tiles than the engine's.
 _TILES = 256
-#: Sequences that a plan has room for.
-_MOST = 1024
+#: Sequences of a block at most: a host's products reach their best rate long before.
+_MAX_SEQUENCES = 1024
 
 
 class HostPlanner:
-    """Predictions for one model, job and machine without a device; our engine only.
+    """Predictions of our engine for one model, job and machine without a device.
 
-    `requests`: how many; None for as many as the engine itself takes to be enough. `each`: their lengths, over and
-    over, where they differ from `lengths`, their mean. `reserved`: tokens that each may grow to, if not the most of
-    these. `budget`: bytes for the model's work, None for all that the system leaves.
-    `dtype`: of the weights in the checkpoint.
+    requests: how many requests the job has; None for the engine's own steady-state number.
+    each: their lengths, repeated as needed, if they differ from `lengths`, their mean.
+    budget: bytes for the engine; None for all that the system leaves.
+    dtype: of the weights in the checkpoint.
+    reserved: tokens that each sequence may grow to; None for the longest request.
     """
 
     def __init__(
@@ -48,37 +49,34 @@ class HostPlanner:
         self.shape = shape
         self.lengths = lengths
         self.profile = profile
-        self.style = ENGINE_COST_MODELS["offload"]
+        self.engine = engine_cost_model("offload")
         self._requests = requests
         self._each = each or [lengths]
-        self._found: dict[OffloadPolicy, PlacedModel] = {}
+        self._placements: dict[OffloadPolicy, PlacedModel] = {}
         self._dtype = dtype
         self._reserved = reserved
         self._budget = int(budget if budget is not None else profile.host.memory - SYSTEM_BYTES)
         if self._budget <= 0:
-            short = -self._budget
             raise InfeasibleError(
                 f"infeasible on {profile.name}: the system alone takes {SYSTEM_BYTES:,.0f} bytes of the host's "
                 f"{profile.host.memory:,.0f}",
-                {"host": short},
+                {"host": -self._budget},
             )
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy itself, if it fits. Of more sequences than `_MOST` no plan is made: a host's products are at their
-        best rate long before."""
-        if policy.block_size > _MOST:
+        """The policy itself if it fits memory and disk and has at most _MAX_SEQUENCES sequences."""
+        if policy.block_size > _MAX_SEQUENCES:
             return None
         try:
-            found = self._placed(policy)
+            placed = self._placed(policy)
         except InfeasibleError:
             return None
-        return policy if found.on_disk <= self.profile.disk.capacity else None
+        return policy if placed.disk_bytes <= self.profile.disk.capacity else None
 
-    def placed(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """The policy with the fractions that the engine would realise. Raises InfeasibleError as it does."""
-        found = self._placed(policy)
-        whole = sum(tile.nbytes for tile in found.tiles)
-        on_disk = sum(b.nbytes for b, streamed in zip(found.tiles, found.streamed, strict=True) if streamed) / whole
+    def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
+        placed = self._placed(policy)
+        on_disk = placed.streamed_bytes / sum(tile.nbytes for tile in placed.tiles)
         return replace(
             policy,
             weights=(0.0, 1 - on_disk, on_disk),
@@ -87,50 +85,50 @@ class HostPlanner:
         )
 
     def estimate(self, policy: OffloadPolicy) -> Prediction:
-        """In closed form. Raises InfeasibleError for a policy that does not fit."""
-        closed_form = ClosedFormPlanner(self.shape, self.lengths, self._profile_for(policy), "offload")
-        realised = self.placed(policy)
+        """By the closed form. Raises InfeasibleError for a policy that does not fit."""
+        closed_form = ClosedFormPlanner(self.shape, self.lengths, self._profile_for(policy), self.engine)
+        realised = self.with_fractions(policy)
         if policy.schedule == "sweep":
             realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
-        found = closed_form.predict(realised)
+        prediction = closed_form.predict(realised)
         # the closed form's device is what multiplies: here the host, which attends too
-        used = {"host": found.used["device"] + found.used["host"], "disk": found.used["disk"]}
-        return replace(found, used=used, bottleneck=max(used, key=lambda name: used[name]))
+        used = {"host": prediction.used["device"] + prediction.used["host"], "disk": prediction.used["disk"]}
+        return replace(prediction, used=used, bottleneck=max(used, key=lambda name: used[name]))
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
-        """By running the job in virtual time. Raises InfeasibleError for a policy that does not fit."""
-        found = self._placed(policy)
+        """By running the job in simulated time. Raises InfeasibleError for a policy that does not fit."""
+        placed = self._placed(policy)
         machine = Machine(self._profile_for(policy))
-        simulator = Simulator(found, policy, machine, BEFORE_ATTENTION)
-        count = self._requests or found.plan.sequences * steady_blocks(policy)
+        simulator = Simulator(placed, policy, machine, MATRICES_BEFORE_ATTENTION)
+        count = self._requests or placed.plan.sequences * steady_blocks(policy)
         requests = list(itertools.islice(itertools.cycle(self._each), count))
-        sequences = sequences_of(requests)
+        sequences = simulated_sequences(requests)
         simulator.run(sequences)
-        whole = max(s.times[-1] for s in sequences)
-        prefill, block = _of_sweep(sequences) if policy.schedule == "sweep" else _of_blocks(sequences, policy)
+        total = max(s.times[-1] for s in sequences)
+        prefill, block = _sweep_times(sequences) if policy.schedule == "sweep" else _block_times(sequences, policy)
         timeline = simulator.timeline
         busy = timeline.tasks["task_products"] + timeline.tasks["task_attention"]
         return Prediction(
             requests=count,
-            together=found.plan.sequences,
-            throughput_tok_s=sum(r.generated for r in requests) / whole,
+            together=placed.plan.sequences,
+            throughput_tok_s=sum(r.generated for r in requests) / total,
             prefill_s=prefill,
-            decode_s=whole - prefill,
+            decode_s=total - prefill,
             block_latency_s=block,
             bottleneck="host" if busy > timeline.load_s else "disk",
-            bound=bound(self.shape, self.lengths, policy, machine, found.plan.sequences),
-            peak=Peak(0.0, float(found.plan.total_bytes), float(found.on_disk)),
+            bound=bound(self.shape, self.lengths, policy, machine, placed.plan.sequences),
+            peak=TierBytes(0.0, float(placed.plan.total_bytes), float(placed.disk_bytes)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
         )
 
-    def lacking(self, prediction: Prediction) -> Mapping[str, float]:
-        """Bytes that the disk is short of: what does not fit the memory is not placed."""
+    def missing(self, prediction: Prediction) -> Mapping[str, float]:
+        """Bytes that the disk is short of. What does not fit the memory was refused before."""
         short = prediction.peak.disk - self.profile.disk.capacity
         return {"disk": short} if short > 0 else {}
 
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
-        """The machine with the threads of a policy."""
+        """The machine on the policy's threads."""
         host = self.profile.host
         return self.profile if policy.threads is None else replace(self.profile, host=on_threads(host, policy.threads))
 
@@ -139,56 +137,57 @@ class HostPlanner:
         if policy.compute_dtype not in ("auto", self.profile.host.dtype):
             rates = f"hardware {self.profile.name} has rates in {self.profile.host.dtype}"
             raise HarnessError(f"policy.compute_dtype {policy.compute_dtype}: {rates}")
-        if policy not in self._found:
+        if policy not in self._placements:
             threads = policy.threads or self.profile.host.cores
-            self._found[policy] = placed(self.shape, policy, self._each, self._budget, threads, self._dtype,
-                                         self.profile.host.dtype, self._reserved)  # fmt: skip
-        return self._found[policy]
+            self._placements[policy] = place_model(self.shape, policy, self._each, self._budget, threads, self._dtype,
+                                                   self.profile.host.dtype, self._reserved)  # fmt: skip
+        return self._placements[policy]
 
 
-def placed(
+def place_model(
     shape: ModelShape, policy: OffloadPolicy, requests: Sequence[Lengths], budget: int | None, threads: int,
     dtype: Dtype, compute_dtype: Dtype, reserved: int | None = None,
 ) -> PlacedModel:  # fmt: skip
-    """What the engine would place where for such requests within `budget` bytes, if each may grow to `reserved`
-    tokens. Raises InfeasibleError as it does."""
+    """Places a model as the engine would for such requests within `budget` bytes (None: unlimited).
+
+    reserved: tokens that each sequence may grow to; None for the longest request. Raises InfeasibleError as the engine
+    does.
+    """
     layers, outside, cache = storages(dtype, policy)
-    tiles, experts = _pieces(shape, layers, outside)
-    kernel = compute_dtype == "float32"
-    wanted = demand(
+    tiles, experts = _tiles(shape, layers, outside)
+    fused = compute_dtype == "float32"  # the kernel dequantizes in registers
+    request = memory_request(
         shape, tiles, cache, compute_dtype, requests, reserved=reserved,
-        cast_bytes=0 if kernel or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
-        attention=attention_memory(shape, reserved or longest(requests), threads),
+        cast_bytes=0 if fused or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
+        attention_bytes=attention_memory(shape, reserved or longest(requests), threads),
     )  # fmt: skip
-    return PlacedModel(shape, tiles, cache, plan_host_memory(wanted, policy, budget), experts)
+    return PlacedModel(shape, tiles, cache, plan_host_memory(request, policy, budget), experts)
 
 
 @lru_cache(maxsize=64)
-def _pieces(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Sequence[WeightTile], frozenset[str]]:
-    """The tiles of a model whose layers and whose other matrices are stored so, and which matrices are experts'."""
+def _tiles(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Sequence[WeightTile], frozenset[str]]:
+    """A model's tiles, and the names of its experts' matrices."""
     matrices = matrices_of(shape)
-    how = [layers if m.in_layer else outside for m in matrices]
-    tiles = tiles_of(matrices, how)
+    tiles = model_tiles(matrices, layers, outside)
     if len(tiles) > _TILES:
-        tiles = tiles_of(matrices, how, sum(m.rows * m.columns for m in matrices) // _TILES)
+        tiles = model_tiles(matrices, layers, outside, sum(m.rows * m.columns for m in matrices) // _TILES)
     return tiles, frozenset(m.name for m in matrices if m.expert is not None)
 
 
-def _of_blocks(sequences: Sequence[SimulatedSequence], policy: OffloadPolicy) -> tuple[float, float]:
-    """Seconds of prompts, of all blocks that follow each other, and of the block in the middle as a whole."""
+def _block_times(sequences: Sequence[SimulatedSequence], policy: OffloadPolicy) -> tuple[float, float]:
+    """Seconds of prefill over all blocks, and the median of the blocks' own times."""
     size = policy.block_size
     blocks = [sequences[i : i + size] for i in range(0, len(sequences), size)]
     ends = [0.0, *(max(s.times[-1] for s in block) for block in blocks)]
-    prefill = sum(max(s.times[0] for s in block) - began for block, began in zip(blocks, ends, strict=False))
+    prefill = sum(max(s.times[0] for s in block) - start for block, start in zip(blocks, ends, strict=False))
     return prefill, statistics.median(after - before for before, after in itertools.pairwise(ends))
 
 
-def _of_sweep(sequences: Sequence[SimulatedSequence]) -> tuple[float, float]:
-    """No seconds of prompts alone, and those of a sequence from its admission, for which the first one's prompt stands
-    in."""
+def _sweep_times(sequences: Sequence[SimulatedSequence]) -> tuple[float, float]:
+    """No prefill phase, and the median time of a sequence, whose prompt is taken to last as long as the first one's."""
     return 0.0, statistics.median(s.times[-1] - s.times[0] for s in sequences) + sequences[0].times[0]
 
 
-def sequences_of(requests: Sequence[Lengths]) -> list[SimulatedSequence]:
-    """Requests as numbers; no two begin alike."""
+def simulated_sequences(requests: Sequence[Lengths]) -> list[SimulatedSequence]:
+    """Sequences for the simulator; no two share a prefix."""
     return [SimulatedSequence([i + 1] * r.prompt, r.generated) for i, r in enumerate(requests)]

@@ -16,7 +16,7 @@ from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
 from engines.offload.memory.plan import MemoryRequest, largest
 from engines.offload.memory.storage import Plain, Storage, storages
-from engines.planning.memory_request import demand
+from engines.planning.memory_request import memory_request
 from engines.planning.workload import Lengths
 from harness.api import (
     DTYPE_BYTES,
@@ -82,10 +82,11 @@ class _Planner:
 
     def _request(self, tokens: int, limit: int) -> MemoryRequest:
         """The request for sequences of so many tokens, with the margin counted among the small tensors."""
-        request = demand(
+        request = memory_request(
             self._shape, self._tiles, self._cache, self._dtype, [Lengths(tokens, 0)], reserved=tokens,
             cast_bytes=self._cast_bytes,
-            attention=(0, 0) if self._device is not None else attention_memory(self._shape, tokens, self._threads),
+            attention_bytes=(0, 0) if self._device is not None else attention_memory(self._shape, tokens,
+            self._threads),
         )  # fmt: skip
         return replace(request, small_bytes=request.small_bytes + int(limit * _MARGIN))
 

@@ -1,7 +1,7 @@
-"""The memory that a policy needs on each tier, as rows that are linear in its fractions.
+"""The memory that a policy needs on each tier, as constraints that are linear in its fractions.
 
-Source: FlexGen (Sheng et al. 2023), appendix A.3: what stays at home, and the working set of the phase that needs
-more; in the decoding phase activations are one token's.
+Source: FlexGen (Sheng et al. 2023), appendix A.3: what stays in each tier, and the working set of prefill or decode,
+whichever is larger. In decode activations are those of one token, where the paper keeps the prompt's.
 """
 
 from __future__ import annotations
@@ -9,29 +9,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engines.planning.workload import VALUE_BYTES, Fractions, Lengths, cache_bytes, sublayers, weight_bytes
+from engines.planning.workload import (
+    VALUE_BYTES,
+    Fractions,
+    Lengths,
+    kv_bytes,
+    model_weight_bytes,
+    sublayers,
+    weight_bytes,
+)
 from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
 TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
-class Peak:
+class TierBytes:
     """Bytes of each tier."""
 
     device: float
     host: float
     disk: float
 
-    def lacking(self, room: Peak) -> Mapping[str, float]:
-        """Bytes that each tier is short of, of those that are."""
-        pairs = ((tier, getattr(self, tier) - getattr(room, tier)) for tier in TIERS)
+    def missing(self, available: TierBytes) -> Mapping[str, float]:
+        """By tier the bytes by which this exceeds what is available, where it does."""
+        pairs = ((tier, getattr(self, tier) - getattr(available, tier)) for tier in TIERS)
         return {tier: short for tier, short in pairs if short > 0}
 
 
 @dataclass(frozen=True)
-class Row:
-    """Bytes that a tier must have: `constant`, and by device, host and disk for the fractions of each kind."""
+class MemoryConstraint:
+    """Bytes that a tier must have: a constant, plus coefficients for each kind's device, host and disk fractions."""
 
     tier: str
     constant: float
@@ -39,51 +47,58 @@ class Row:
     cache: Fractions
     activations: Fractions
 
-    def at(self, weights: Fractions, cache: Fractions, activations: Fractions) -> float:
-        """Its value for a placement."""
+    def needed(self, weights: Fractions, cache: Fractions, activations: Fractions) -> float:
+        """Bytes for a placement."""
         kinds = ((self.weights, weights), (self.cache, cache), (self.activations, activations))
         return self.constant + sum(a * b for row, part in kinds for a, b in zip(row, part, strict=True))
 
 
-def capacity(profile: HardwareProfile) -> Peak:
-    """What each tier of a machine holds."""
+def capacity(profile: HardwareProfile) -> TierBytes:
+    """Bytes that each tier of a machine holds."""
     device = profile.device.memory if profile.device else 0.0
-    return Peak(device, profile.host.memory, profile.disk.capacity)
+    return TierBytes(device, profile.host.memory, profile.disk.capacity)
 
 
-def rows(shape: ModelShape, policy: OffloadPolicy, lengths: Lengths) -> list[Row]:
-    """What each tier must have, of a machine with a device, whatever the policy's fractions are."""
+def memory_constraints(shape: ModelShape, policy: OffloadPolicy, lengths: Lengths) -> list[MemoryConstraint]:
+    """The constraints of a machine with a device for the policy's batches and bits, whatever its fractions."""
     batch, block, hidden = policy.gpu_batch_size, policy.block_size, shape.hidden
-    pieces = sublayers(shape)
-    weights = sum(weight_bytes(part, policy) * part.count for part in pieces)
-    layer = sum(weight_bytes(part, policy) for part in pieces if not part.last)
+    weights = model_weight_bytes(shape, policy)
+    layer = sum(weight_bytes(part, policy) for part in sublayers(shape) if not part.is_head)
     sweep = policy.schedule == "sweep"
-    # sequences of all ages hold as much as one of middle age each
-    held = lengths.prompt + lengths.generated / 2 if sweep else lengths.longest
-    of_layer = block * held * cache_bytes(shape, policy)
-    cache = of_layer * shape.num_layers
-    # a sweep's pass has a token of each sequence, and of prompts as many as keep their number
+    # sequences of mixed ages hold their mean length on average
+    held = lengths.mean_cached if sweep else lengths.max_cached
+    layer_cache = block * held * kv_bytes(shape, policy)
+    cache = layer_cache * shape.num_layers
+    # a sweep's pass has one token of each sequence, and prompts at the rate at which sequences end
     first = 1 + lengths.prompt / lengths.generated if sweep else lengths.prompt
-    kept = VALUE_BYTES * first * hidden * block
+    block_inputs = VALUE_BYTES * first * hidden * block
     prompts = VALUE_BYTES * first * hidden * batch
-    found = []
-    for new, seen in ((first, lengths.prompt), (1, lengths.longest)):
+    constraints = []
+    for new, seen in ((first, lengths.prompt), (1, lengths.max_cached)):
         inputs = VALUE_BYTES * new * hidden * batch
         scores = batch * (4 * seen * hidden + 2 * shape.num_heads * new * seen)
-        largest = max(4 * inputs, VALUE_BYTES * batch * new * (hidden + shape.ffn))
-        # two layers' weights that are not at home, a batch's inputs, and the most that a layer makes of them
-        for constant, attended in ((largest, 0.0), (0.0, scores)):
-            found.append(Row("device", constant, (weights, 2 * layer, 2 * layer), (cache + attended, 0.0, 0.0),
-                             (kept, inputs, inputs)))  # fmt: skip
-    # beside what is at home what is on its way: a layer's weights and a batch's inputs, or what comes from disk
-    found.append(Row("host", 0.0, (0.0, weights + layer, layer), (0.0, cache, 0.0), (0.0, kept + prompts, prompts)))
-    staged = 2 * of_layer / policy.num_gpu_batches
-    found.append(Row("host", 0.0, (0.0, weights, layer), (0.0, cache, staged), (0.0, kept, 0.0)))
-    found.append(Row("disk", 0.0, (0.0, 0.0, weights), (0.0, 0.0, cache), (0.0, 0.0, kept)))
-    return found
+        widest = max(4 * inputs, VALUE_BYTES * batch * new * (hidden + shape.ffn))
+        # two layers' weights in flight, a batch's inputs, and the widest intermediate of a layer
+        for constant, attended in ((widest, 0.0), (0.0, scores)):
+            constraints.append(
+                MemoryConstraint("device", constant, (weights, 2 * layer, 2 * layer), (cache + attended, 0.0, 0.0),
+                                 (block_inputs, inputs, inputs))
+            )  # fmt: skip
+    # in flight through host memory: a layer's weights and a batch's inputs, or a layer's cache from disk
+    staged = 2 * layer_cache / policy.num_gpu_batches
+    return [
+        *constraints,
+        MemoryConstraint("host", 0.0, (0.0, weights + layer, layer), (0.0, cache, 0.0),
+                         (0.0, block_inputs + prompts, prompts)),
+        MemoryConstraint("host", 0.0, (0.0, weights, layer), (0.0, cache, staged), (0.0, block_inputs, 0.0)),
+        MemoryConstraint("disk", 0.0, (0.0, 0.0, weights), (0.0, 0.0, cache), (0.0, 0.0, block_inputs)),
+    ]  # fmt: skip
 
 
-def peak(needs: Sequence[Row], weights: Fractions, cache: Fractions, activations: Fractions) -> Peak:
-    """The largest of each tier's rows."""
-    by_tier = {tier: max(row.at(weights, cache, activations) for row in needs if row.tier == tier) for tier in TIERS}
-    return Peak(**by_tier)
+def peak_memory(
+    constraints: Sequence[MemoryConstraint], weights: Fractions, cache: Fractions, activations: Fractions
+) -> TierBytes:
+    """The largest constraint of each tier, for a placement."""
+    return TierBytes(**{
+        tier: max(c.needed(weights, cache, activations) for c in constraints if c.tier == tier) for tier in TIERS
+    })  # fmt: skip

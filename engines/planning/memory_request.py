@@ -1,4 +1,4 @@
-"""What our engine is to place for a job, told by a model's shape alone."""
+"""Builds the memory planner's request for a job from a model's shape alone, without its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, ModelShape
+from harness.common.sizes import mean_cached_length
 
-#: Of the host's memory what the system and idle processes take.
+#: Bytes of host memory that the operating system and idle processes take.
 SYSTEM_BYTES = 1.5e9
-#: Small tensors of a layer, norms and biases, in hidden sizes.
+#: Norms and biases of a layer, in multiples of the hidden size.
 _SMALL = 16
 
 
-def demand(
+def memory_request(
     shape: ModelShape, tiles: Sequence[WeightTile], cache: Storage, compute_dtype: Dtype, requests: Sequence[Lengths],
-    *, reserved: int | None, cast_bytes: int, attention: tuple[int, int],
+    *, reserved: int | None, cast_bytes: int, attention_bytes: tuple[int, int],
 ) -> MemoryRequest:  # fmt: skip
-    """For such requests, each of which may grow to `reserved` tokens, if not to as many as the longest has.
+    """The request for a job of such requests.
 
-    `cast_bytes`: of each value of a tile that is unpacked. `attention`: see MemoryRequest.
+    reserved: tokens that each sequence may grow to; None for the longest request.
+    cast_bytes: bytes of the temporary copy that a product makes of each value of a tile.
+    attention_bytes: as in MemoryRequest.
     """
     value = DTYPE_BYTES[compute_dtype]
     return MemoryRequest(
@@ -30,14 +33,14 @@ def demand(
         tiles=tiles,
         cache=cache,
         compute_bytes=value,
-        cast_bytes=cast_bytes * max(b.shape[0] * b.shape[1] for b in tiles),
+        cast_bytes=cast_bytes * max(tile.shape[0] * tile.shape[1] for tile in tiles),
         small_bytes=_SMALL * shape.hidden * shape.num_layers * value,
-        attention_bytes=attention,
+        attention_bytes=attention_bytes,
         max_sequence=reserved or longest(requests),
-        mean_sequence=sum(r.prompt + r.generated // 2 for r in requests) // len(requests),
+        mean_sequence=mean_cached_length((r.prompt, r.generated) for r in requests),
     )
 
 
 def longest(requests: Sequence[Lengths]) -> int:
-    """Tokens of the longest."""
+    """Tokens of the longest request."""
     return max(r.prompt + r.generated for r in requests)

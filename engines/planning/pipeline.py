@@ -1,4 +1,4 @@
-"""Predictions for a model cut into stages of layers, a device each, through which batches pass one after the other.
+"""Predictions for a pipeline: stages of consecutive layers, one device each, through which batches pass in turn.
 
 Source: FlexGen (Sheng et al. 2023), section 4.4 and table 3.
 """
@@ -11,29 +11,32 @@ from dataclasses import replace
 
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.device_planner import DevicePlanner
-from engines.planning.workload import Lengths
+from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.workload import VALUE_BYTES, Lengths
 from harness.api import Dtype, HardwareProfile, ModelShape, OffloadPolicy
 
 
 class PipelinePlanner(ClosedFormPlanner):
-    """Plans the longest stage; the others keep its pace. A policy is one stage's: its placement, and all batches.
+    """Plans the longest stage, which sets the pace. A policy is one stage's placement, and all stages' batches.
 
-    A profile with as many devices has one host for all of them, and each stage its part; one with a single device is
-    each stage's own machine.
+    The devices of one profile share its host. If the profile has a single device, each stage has its own machine.
     """
 
-    def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int) -> None:
+    def __init__(
+        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, stages: int
+    ) -> None:
         layers = math.ceil(shape.num_layers / stages)
         idle = shape.params_idle * layers // shape.num_layers
-        super().__init__(replace(shape, num_layers=layers, params_idle=idle), lengths, _part(profile, stages), engine)
+        stage_shape = replace(shape, num_layers=layers, params_idle=idle)
+        super().__init__(stage_shape, lengths, _stage_profile(profile, stages), engine)
         self.stages = stages
         self._between = profile.between
 
     def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
-        """Of a block, with what it takes until the last stage has something to do.
+        """For one block, with the time until the last stage gets its first batch.
 
-        A token's pass begins when the last one's batch has come through all stages: with fewer batches than stages
-        some wait.
+        A batch starts its next pass when it has left the last stage, so with fewer batches than stages some stages
+        idle.
         """
         stage = super().predict(policy, page_cache)
         batches = policy.num_gpu_batches
@@ -54,25 +57,25 @@ class PipelinePlanner(ClosedFormPlanner):
     estimate = predict
 
     def _hop_s(self, policy: OffloadPolicy) -> float:
-        """Seconds that a batch's activations, a token of each sequence, take from one stage to the next."""
-        nbytes = policy.gpu_batch_size * self.shape.hidden * 2
+        """Seconds to send one token of each of a batch's sequences to the next stage."""
+        nbytes = policy.gpu_batch_size * self.shape.hidden * VALUE_BYTES
         return nbytes / self._between if self._between else 0.0
 
 
 def planner_for(
-    shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int, *,
+    shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, stages: int, *,
     each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None, reserved: int | None = None,
 ) -> ClosedFormPlanner:  # fmt: skip
-    """Of one device, or of a pipeline of them. The job's particulars are for our engine on one: see DevicePlanner."""
+    """The planner for one device, or a pipeline of several. Keywords apply to our engine on one: see DevicePlanner."""
     if stages > 1:
         return PipelinePlanner(shape, lengths, profile, engine, stages)
-    if engine == "offload":
-        return DevicePlanner(shape, lengths, profile, each=each, dtype=dtype, budget=budget, reserved=reserved)
+    if engine.name == "offload":
+        return DevicePlanner(shape, lengths, profile, engine, each=each, dtype=dtype, budget=budget, reserved=reserved)
     return ClosedFormPlanner(shape, lengths, profile, engine)
 
 
-def _part(profile: HardwareProfile, stages: int) -> HardwareProfile:
-    """What a stage has of a host that all of them share."""
+def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:
+    """One stage's share of the host."""
     parts = min(stages, max(1, profile.devices))
     host, disk = profile.host, profile.disk
     shared = replace(

@@ -1,58 +1,48 @@
-"""Published throughputs, and how far the model is from them.
+"""Published throughputs, and the model's error on each.
 
-The figures are those of harness.common.published: FlexGen (Sheng et al. 2023), tables 4, 14 to 16 and 21; LM-Offload
-(Wu et al. 2024), table 3. A figure counts as an interval of half its last digit to both sides. Cells that constants
-were fitted on are marked: they are no evidence.
+Sources: FlexGen (Sheng et al. 2023), tables 3, 4, 14 to 16, 21 and 24; LM-Offload (Wu et al. 2024), table 3 and its
+comparison of quantization; from harness.common.published. A figure counts as an interval of half its last digit to both
+sides. Cells that constants were fitted on are marked: they are no evidence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from engines.models.shapes import shape
 from engines.planning import nanoflow
 from engines.planning.closed_form_planner import ClosedFormPlanner
+from engines.planning.engine_cost_models import EngineCostModel, engine_cost_models
 from engines.planning.pipeline import planner_for
 from engines.planning.search import SearchSpace, search
 from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
 from harness.common.published import published_rows
 
-#: LM-Offload's host has 240 GB beside the device's 40: what its table says used more cannot have run there.
+#: LM-Offload's machine has 280 GB, 240 of the host and 40 of the device: rows that need more cannot have run there.
 _LM_OFFLOAD_GB = 280
-#: Its GPU batches, of which it gives only the product with their number.
+#: Its batch size: the table gives only the product with the number of batches.
 _LM_OFFLOAD_BATCH = 64
-#: The cells that constants were fitted on, by label.
-FITTED: frozenset[str] = frozenset({
-    "14-16 flexgen 6.7b 512+32 2x1 w100/0 c100/0",
-    "14-16 flexgen 30b 512+32 64x2 w20/80 c0/100",
-    "14-16 flexgen 175b 512+32 32x8 w0/50 c0/0",
-    "14-16 flexgen_c 6.7b 512+32 72x1 w100/0 c100/0",
-    "14-16 flexgen_c 30b 512+32 16x20 w20/80 c0/100",
-    "14-16 flexgen_c 175b 512+32 48x3 w0/100 c0/100",
-    "14-16 accelerate 30b 512+32 8x1 w0/100 c100/0",
-    "14-16 deepspeed 30b 512+32 4x1 w0/100 c100/0",
-    "4 no CPU compute (30b) 30b 512+32 48x3 w20/80 c0/100",
-    "21 grid 30b 512+32 48x1 w20/80 c0/100",
-    "21 grid 30b 512+32 32x8 w0/0 c0/0",
-    "LM-Offload 3 flexgen 30b 64+8 64x28 w55/45 c0/100",
-    "LM-Offload 3 flexgen 30b 64+128 64x10 w55/45 c0/100",
-    "LM-Offload 3 lm_offload 30b 64+32 64x21 w55/45 c0/100",
-    "LM-Offload 3 lm_offload 66b 64+8 65x12 w23/77 c0/100",
-    "LM-Offload 3 zero_inference 30b 64+32 64x1 w100/0 c0/100",
-    "LM-Offload 1 device attention 30b 64+128 64x10 w55/45 c0/100",
-    "LM-Offload 1 device attention, weights in 4 bits 30b 64+128 64x10 w55/45 c0/100",
-})  # fmt: skip
+#: The fits of constants, with the labels of the cells that each used.
+FITS = Path(__file__).with_name("fits.yaml")
+FITTED: frozenset[str] = frozenset(label for fit in yaml.safe_load(FITS.read_text()).values() for label in fit["cells"])
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One published figure, as text: its last digit says how exact it is. None: out of memory.
+    """One published run.
 
-    A policy without fractions is to be searched. `disk`: bytes/s read and written, of another one than the machine's.
-    `repeated`: the same run's figure stands in an earlier table, too.
+    figure: its throughput in token/s, as text, whose last digit tells the precision; None if it ran out of memory.
+    policy: searched if it has no fractions.
+    disk: bytes/s read and written, if not by the machine's own disk.
+    stages: of a pipeline, one machine each.
+    fitted: constants were fitted on it.
+    repeated: an earlier table has the same run.
     """
 
     table: str
@@ -71,12 +61,12 @@ class Cell:
 
     @property
     def unseen(self) -> bool:
-        """Whether it is evidence: nothing was fitted on it, and it is no other cell again."""
+        """Whether it is evidence: nothing was fitted on it, and no earlier cell is the same run."""
         return not (self.fitted or self.repeated)
 
     @property
     def label(self) -> str:
-        """What tells it from the others: table, system, model, lengths, batches and what is not on disk."""
+        """Its unique name: table, system, model, lengths, batches, and percents on device/host of weights and cache."""
         policy = self.policy
         size = self.model.rpartition("-")[2]
         lengths = f"{self.lengths.prompt}+{self.lengths.generated}"
@@ -90,8 +80,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A figure and its prediction. `error`: relative, from the nearer end of the figure's interval; None where the
-    figure is that there was not enough memory. `fits`: whether the model says that there is enough."""
+    """The prediction for a cell.
+
+    predicted: token/s.
+    error: relative to the nearer end of the figure's interval; None if the run was out of memory.
+    fits: whether the model says that the memory suffices.
+    """
 
     cell: Cell
     predicted: float
@@ -99,31 +93,35 @@ class Outcome:
     fits: bool
 
 
-def evaluate(cells: list[Cell], profiles: Mapping[str, HardwareProfile]) -> list[Outcome]:
-    """Each cell's prediction on its machine."""
-    found = []
+def evaluate(
+    cells: Sequence[Cell], profiles: Mapping[str, HardwareProfile],
+    cost_models: Mapping[str, EngineCostModel] | None = None,
+) -> list[Outcome]:  # fmt: skip
+    """Each cell's prediction on its machine. `cost_models`: of engines, if not the shipped ones."""
+    cost_models = cost_models or engine_cost_models()
+    outcomes = []
     for cell in cells:
         profile = profiles[cell.hardware]
         if cell.disk:
             profile = replace(profile, disk=replace(profile.disk, read=cell.disk[0], write=cell.disk[1]))
-        planner = planner_for(shape(cell.model), cell.lengths, profile, cell.engine, cell.stages)
-        prediction = planner.predict(_searched(planner, cell.policy), cell.page_cache)
+        planner = planner_for(shape(cell.model), cell.lengths, profile, cost_models[cell.engine], cell.stages)
+        prediction = planner.predict(_complete(planner, cell.policy), cell.page_cache)
         error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
-        found.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.lacking(prediction)))
-    return found
+        outcomes.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.missing(prediction)))
+    return outcomes
 
 
-def _searched(planner: ClosedFormPlanner, policy: OffloadPolicy) -> OffloadPolicy:
-    """The policy, or the best of its kind where it names no placement."""
+def _complete(planner: ClosedFormPlanner, policy: OffloadPolicy) -> OffloadPolicy:
+    """The policy, or the best of its schedule and bits if it has no fractions."""
     if policy.weights:
         return policy
-    found = search(planner, SearchSpace([policy.schedule], [(policy.weight_bits, policy.kv_bits)])).best
-    assert found is not None
-    return found.policy
+    best = search(planner, SearchSpace([policy.schedule], [(policy.weight_bits, policy.kv_bits)])).best
+    assert best is not None
+    return best.policy
 
 
 def error_of(predicted: float, figure: str) -> float:
-    """How far a prediction is from a figure's interval, relative to the interval's nearer end."""
+    """Distance of a prediction from the figure's interval, relative to the interval's nearer end."""
     half = 0.5 * 10.0 ** -len(figure.partition(".")[2])
     low, high = float(figure) - half, float(figure) + half
     return predicted / high - 1 if predicted > high else predicted / low - 1 if predicted < low else 0.0
@@ -131,15 +129,14 @@ def error_of(predicted: float, figure: str) -> float:
 
 def cells() -> list[Cell]:
     """All published cells, in the order of the tables."""
-    found = [*_flexgen(), *_ablation(), *_pipelines(), *_disks(), *_lm_offload()]
-    first: dict[Cell, Cell] = {}  # by all but its names: what two tables give of one run is one figure
-    told = []
-    for cell in found:
+    first: dict[Cell, Cell] = {}  # by all but table and name: tables that repeat a run have one figure
+    marked = []
+    for cell in (*_flexgen(), *_ablation(), *_pipelines(), *_disks(), *_lm_offload()):
         run = replace(cell, table="", name="")
-        told.append(replace(first[run], table=cell.table, name=cell.name, repeated=True) if run in first
-                    else replace(cell, fitted=cell.label in FITTED))  # fmt: skip
-        first.setdefault(run, told[-1])
-    return told
+        marked.append(replace(first[run], table=cell.table, name=cell.name, repeated=True) if run in first
+                      else replace(cell, fitted=cell.label in FITTED))  # fmt: skip
+        first.setdefault(run, marked[-1])
+    return marked
 
 
 def _flexgen() -> Iterator[Cell]:
@@ -154,7 +151,7 @@ def _flexgen() -> Iterator[Cell]:
         policy = _policy(row, weight_bits=bits, kv_bits=bits, cpu_attention=engine == "flexgen_ref" and bits == 16)
         lengths = Lengths(int(row["prompt_len"]), int(row["gen_len"]))
         if engine == "flexgen_ref" and bits == 16 and (row["model"], lengths.prompt) == ("opt-30b", 512):
-            # its latency is of 128 sequences: the policy of the paper's first version (see the file)
+            # its latency fits 128 sequences, the policy of the paper's first version (see the file)
             policy = replace(policy, gpu_batch_size=64, num_gpu_batches=2)
         yield Cell(
             "14-16",
@@ -175,21 +172,21 @@ def _ablation() -> Iterator[Cell]:
             if not figure:
                 continue
             policy = _policy(row, cpu_attention="no CPU" not in row["case"], overlap="no overlap" not in row["case"])
-            page_cache = row["table"] == "4"  # table 21 ran without
-            known = None if figure == "OOM" else figure
+            page_cache = row["table"] == "4"  # table 21 ran without it
+            throughput = None if figure == "OOM" else figure
             yield Cell(row["table"], row["case"], "t4_gcp", f"facebook/{model}", "flexgen_ref", Lengths(512, 32),
-                       policy, known, page_cache)  # fmt: skip
+                       policy, throughput, page_cache)  # fmt: skip
 
 
 def _pipelines() -> Iterator[Cell]:
-    """Four machines with a T4 each; the paper does not say by which policies."""
+    """Four machines with a T4 each; the paper does not give their policies."""
     for size, figure in (("6.7b", "201.12"), ("30b", "23.61"), ("175b", "2.33")):
         yield Cell("3", "flexgen on four machines", "t4_gcp", f"facebook/opt-{size}", "flexgen_ref", Lengths(512, 32),
                    OffloadPolicy(schedule="zigzag"), figure, stages=4)  # fmt: skip
 
 
 def _disks() -> Iterator[Cell]:
-    """OPT-175B with the policy of table 2, on other disks."""
+    """OPT-175B with table 2's policy on other disks."""
     policy = OffloadPolicy(32, 8, "zigzag", (0.0, 0.5, 0.5), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), cpu_attention=True)
     slow = (0.5e9, 0.5e9)
     for name, disk, page_cache, figure in (
@@ -226,7 +223,7 @@ def _lm_offload() -> Iterator[Cell]:
 
 
 def _lm_offload_comparisons() -> Iterator[Cell]:
-    """What quantization gives and takes: OPT-30B, 64+128, 640 sequences."""
+    """Its comparison of quantization and attention: OPT-30B, 64+128, 640 sequences."""
     base = OffloadPolicy(64, 10, "zigzag", (0.55, 0.45, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0), cpu_attention=False)
     compared: tuple[tuple[str, Bits, Bits, bool, str], ...] = (
         ("host attention", 16, 16, True, "41"),
@@ -255,7 +252,7 @@ def _fractions(row: Mapping[str, str], kind: str) -> tuple[float, float, float]:
 
 
 def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
-    """Each published figure with its prediction, as plain data: token/s, and of NanoFlow's operations milliseconds."""
+    """Each published figure with its prediction, as plain data: in token/s, NanoFlow's operations in ms."""
     operations = [
         {
             "hardware": "a100_80g_sxm_x8",

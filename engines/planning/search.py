@@ -1,7 +1,7 @@
-"""The best policy for a machine: batches, order and bits are tried, fractions are a linear programme for each.
+"""Searches the best policy: schedules, bits, attention and batches are enumerated, fractions solved for each.
 
-Source: FlexGen (Sheng et al. 2023), section 4.3; the bits and the host's attention decided by the model of their cost
-as in LM-Offload (Wu et al. 2024), section 3.
+Source: FlexGen (Sheng et al. 2023), section 4.3. Bits and host attention are chosen by their modelled cost, as in
+LM-Offload (Wu et al. 2024), section 3.
 """
 
 from __future__ import annotations
@@ -14,35 +14,32 @@ from typing import Protocol, get_args
 from engines.planning.closed_form_planner import Prediction
 from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
-_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
-            1536, 2048)  # fmt: skip
-_NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
-#: Of the lists, what is tried first; from the best of it the search climbs.
+_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
+                1536, 2048)  # fmt: skip
+_NUM_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
+#: The coarse grid takes every third of either; the search climbs from its best point.
 _STRIDE = 3
-#: Kinds whose estimates are behind by less are predicted.
+#: Kinds within this share of the best estimate are predicted, but no more than _KINDS.
 _CLOSE = 0.15
-#: Of each of these kinds so many of the fastest, beside the soonest of them.
-_PREDICTED = 1
-#: Kinds of which there are predictions.
 _KINDS = 3
-#: Throughputs that differ by less are taken to be the same.
+#: Policies predicted of each such kind: so many of the highest throughput, beside that of the lowest latency.
+_PREDICTED = 1
+#: Throughputs closer than this count as equal.
 _ALIKE = 0.01
-
-
-#: Of weights and cache, where the search decides.
-_SEARCHED: tuple[Bits, ...] = (16, 8, 4)
-ALL_BITS = tuple((weights, cache) for weights in _SEARCHED for cache in _SEARCHED)
-
-
-_ANY = OffloadPolicy()
+_SEARCHED_BITS: tuple[Bits, ...] = (16, 8, 4)
+#: Bits of weights and cache, where the search chooses them.
+ALL_BITS = tuple((weights, cache) for weights in _SEARCHED_BITS for cache in _SEARCHED_BITS)
+_DEFAULT_POLICY = OffloadPolicy()
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen, and what must hold.
+    """What the search may choose, and the constraints that it keeps.
 
-    `bits`: of weights and cache. `latency_s`: of a block, from its first token to its last. `requests`: of the
-    whole job; a block has no room for more. `base`: what is chosen anyway.
+    bits: of weights and cache.
+    latency_s: limit on the time of a block, from its first token to its last.
+    requests: of the whole job; no block is larger.
+    base: the policy that all others are derived from.
     """
 
     schedules: Sequence[Schedule] = get_args(Schedule)
@@ -50,121 +47,130 @@ class SearchSpace:
     cpu_attention: Sequence[bool] = (False, True)
     latency_s: float | None = None
     requests: int | None = None
-    base: OffloadPolicy = _ANY
+    base: OffloadPolicy = _DEFAULT_POLICY
+
+    def kinds(self) -> Iterator[OffloadPolicy]:
+        """Each combination of schedule, bits and attention, as a policy for one sequence."""
+        for schedule, (weight_bits, kv_bits), cpu_attention in itertools.product(
+            self.schedules, self.bits, self.cpu_attention
+        ):
+            yield replace(
+                self.base, gpu_batch_size=1, num_gpu_batches=1, schedule=schedule, weight_bits=weight_bits,
+                kv_bits=kv_bits, cpu_attention=cpu_attention,
+            )  # fmt: skip
+
+    def allows(self, prediction: Prediction) -> bool:
+        """Whether a prediction keeps the latency limit."""
+        return self.latency_s is None or prediction.block_latency_s <= self.latency_s
 
 
 class Predictor(Protocol):
-    """What makes predictions; see predict.py and host_only.py."""
+    """A planner, as the search uses it."""
 
-    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None: ...
+    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
+        """The policy with its best fractions; None if none fit."""
+        ...
 
-    def estimate(self, policy: OffloadPolicy) -> Prediction: ...
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        """A fast prediction, which ranks policies."""
+        ...
 
-    def predict(self, policy: OffloadPolicy) -> Prediction: ...
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """The best prediction there is."""
+        ...
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy that can be run as it stands, and what it will do."""
+    """A policy that can be run as it stands, and its prediction."""
 
     policy: OffloadPolicy
     prediction: Prediction
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best policy, or none; and of each other kind (order, bits, attention) its best with the reason it lost."""
+class SearchResult:
+    """The best policy, if any; and the best of every other kind with the reason why it lost."""
 
     best: Candidate | None
     rejected: Sequence[tuple[str, Candidate | None, str]]
 
 
-#: Is told how many kinds of policies are looked at, and of how many.
+#: Called with the number of kinds that are done, and of all.
 Report = Callable[[int, int], None]
 
 
-def unheard(done: int, total: int) -> None:
-    """For those who do not want to know."""
+def no_report(done: int, total: int) -> None:
+    """Reports nothing."""
 
 
-def search(planner: Predictor, wanted: SearchSpace, report: Report = unheard) -> Found:
+def search(planner: Predictor, space: SearchSpace, report: Report = no_report) -> SearchResult:
     """The policy of the highest throughput under all constraints.
 
-    By estimates; of the few kinds whose best are nearly as good as the best of all, predictions of a few decide.
+    Estimates rank the kinds; predictions decide among the few whose best are close to the best of all.
     """
     tried: dict[str, Sequence[Candidate]] = {}
-    every = list(kinds(wanted))
-    for i, kind in enumerate(every):
-        report(i, len(every) + _KINDS)
-        tried[_name(kind, len(wanted.cpu_attention) > 1)] = _tried(planner, kind, wanted)
-    found = {name: _soonest(candidates) for name, candidates in tried.items()}
-    most = max((c.prediction.throughput_tok_s for c in found.values() if c is not None), default=0.0)
-    estimates = {name: c.prediction.throughput_tok_s for name, c in found.items() if c is not None}
+    kinds = list(space.kinds())
+    for i, kind in enumerate(kinds):
+        report(i, len(kinds) + _KINDS)
+        tried[_name(kind, len(space.cpu_attention) > 1)] = _climb(planner, kind, space)
+    best_by_kind = {name: _soonest(candidates) for name, candidates in tried.items()}
+    estimates = {name: c.prediction.throughput_tok_s for name, c in best_by_kind.items() if c is not None}
+    most = max(estimates.values(), default=0.0)
     fastest = sorted(estimates, key=lambda name: -estimates[name])[:_KINDS]
     close = [name for name in fastest if estimates[name] >= (1 - _CLOSE) * most]
     for i, name in enumerate(close):
-        report(len(every) + i, len(every) + _KINDS)
-        found[name] = _confirmed(planner, tried[name], wanted)
-    # where what was close is late after all, the best of the others by estimate
-    best = _soonest(c for name in close if (c := found[name])) or _soonest(c for c in found.values() if c)
-    guesses = planner.estimate != planner.predict
-    if guesses and best is not None:
-        found = _comparable(found, best, close, estimates)
+        report(len(kinds) + i, len(kinds) + _KINDS)
+        best_by_kind[name] = _predicted(planner, tried[name], space)
+    # if all that was close misses the latency after all, take the best of the others by estimate
+    best = _soonest(c for name in close if (c := best_by_kind[name])) or _soonest(c for c in best_by_kind.values() if c)
+    estimates_differ = planner.estimate != planner.predict
+    if estimates_differ and best is not None:
+        best_by_kind = _comparable(best_by_kind, best, close, estimates)
     rejected = [
-        (name, c, _reason(c, best, name in close or not guesses))
-        for name, c in found.items()
+        (name, c, _reason(c, best, name in close or not estimates_differ))
+        for name, c in best_by_kind.items()
         if c is None or c is not best
     ]
     rejected.sort(key=lambda item: -item[1].prediction.throughput_tok_s if item[1] else 0.0)
-    return Found(best, rejected)
+    return SearchResult(best, rejected)
 
 
-def _confirmed(planner: Predictor, tried: Sequence[Candidate], wanted: SearchSpace) -> Candidate | None:
-    """The best of a few by their predictions: of the soonest of the fastest, and of the fastest by estimate."""
+def _predicted(planner: Predictor, tried: Sequence[Candidate], space: SearchSpace) -> Candidate | None:
+    """The best of a kind by prediction, among the soonest of its fastest and the fastest by estimate."""
     soonest = _soonest(tried)
     fastest = sorted(tried, key=lambda c: -c.prediction.throughput_tok_s)[:_PREDICTED]
-    few = [c.policy for c in (soonest, *fastest) if c]
-    predicted = [Candidate(policy, planner.predict(policy)) for policy in dict.fromkeys(few)]
-    return _soonest(c for c in predicted if _in_time(c, wanted))
+    policies = dict.fromkeys(c.policy for c in (soonest, *fastest) if c)
+    predicted = [Candidate(policy, planner.predict(policy)) for policy in policies]
+    return _soonest(c for c in predicted if space.allows(c.prediction))
 
 
-def kinds(wanted: SearchSpace) -> Iterator[OffloadPolicy]:
-    """What is chosen beside batches: order, bits and attention, each of a single sequence."""
-    for schedule, (weight_bits, kv_bits), attention in itertools.product(
-        wanted.schedules, wanted.bits, wanted.cpu_attention
-    ):
-        yield replace(
-            wanted.base, gpu_batch_size=1, num_gpu_batches=1, schedule=schedule, weight_bits=weight_bits,
-            kv_bits=kv_bits, cpu_attention=attention,
-        )  # fmt: skip
-
-
-def _tried(planner: Predictor, kind: OffloadPolicy, wanted: SearchSpace) -> list[Candidate]:
-    """What fits, over batches and their number: from the best of a coarse grid uphill."""
-    numbers = _NUMBERS if kind.schedule == "zigzag" else (1,)
+def _climb(planner: Predictor, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
+    """All candidates met on the way uphill over batch size and number of batches, from the best of a coarse grid."""
+    numbers = _NUM_BATCHES if kind.schedule == "zigzag" else (1,)
     tried: dict[tuple[int, int], Candidate | None] = {}
 
     def score(at: tuple[int, int]) -> float:
         if at not in tried:
-            size, number = _BATCHES[at[0]], numbers[at[1]]
-            if wanted.requests is not None:
-                size = min(size, -(-wanted.requests // number))
-            tried[at] = _candidate(planner, replace(kind, gpu_batch_size=size, num_gpu_batches=number), wanted)
+            size, number = _BATCH_SIZES[at[0]], numbers[at[1]]
+            if space.requests is not None:
+                size = min(size, -(-space.requests // number))
+            tried[at] = _candidate(planner, replace(kind, gpu_batch_size=size, num_gpu_batches=number), space)
         candidate = tried[at]
         return candidate.prediction.throughput_tok_s if candidate else 0.0
 
-    sizes = (range(0, len(_BATCHES), _STRIDE), range(0, len(numbers), _STRIDE))
-    at = max(itertools.product(*sizes), key=score)
-    while (better := max(_around(at, len(_BATCHES), len(numbers)), key=score)) != at and score(better) > score(at):
+    grid = (range(0, len(_BATCH_SIZES), _STRIDE), range(0, len(numbers), _STRIDE))
+    at = max(itertools.product(*grid), key=score)
+    while (better := max(_around(at, len(_BATCH_SIZES), len(numbers)), key=score)) != at and score(better) > score(at):
         at = better
     return [candidate for candidate in tried.values() if candidate is not None]
 
 
-def _soonest(tried: Iterable[Candidate]) -> Candidate | None:
-    """Of those that are as fast as the best, but for a hundredth, the one whose block is done first."""
-    found = list(tried)
-    most = max((c.prediction.throughput_tok_s for c in found), default=0.0)
-    alike = [c for c in found if c.prediction.throughput_tok_s >= (1 - _ALIKE) * most]
+def _soonest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The lowest latency among those of the highest throughput, within _ALIKE."""
+    some = list(candidates)
+    most = max((c.prediction.throughput_tok_s for c in some), default=0.0)
+    alike = [c for c in some if c.prediction.throughput_tok_s >= (1 - _ALIKE) * most]
     return min(alike, key=lambda c: c.prediction.block_latency_s, default=None)
 
 
@@ -173,44 +179,40 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
     return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
 
 
-def _candidate(planner: Predictor, policy: OffloadPolicy, wanted: SearchSpace) -> Candidate | None:
-    """The policy with its best fractions, if there are any that fit and that do what is wanted."""
+def _candidate(planner: Predictor, policy: OffloadPolicy, space: SearchSpace) -> Candidate | None:
+    """The policy with its best fractions; None if none fit or the latency limit is missed."""
     runnable = planner.runnable(policy)
     if runnable is None:
         return None
-    candidate = Candidate(runnable, planner.estimate(runnable))
-    return candidate if _in_time(candidate, wanted) else None
+    estimate = planner.estimate(runnable)
+    return Candidate(runnable, estimate) if space.allows(estimate) else None
 
 
-def _in_time(candidate: Candidate, wanted: SearchSpace) -> bool:
-    return wanted.latency_s is None or candidate.prediction.block_latency_s <= wanted.latency_s
-
-
-def _name(kind: OffloadPolicy, attention: bool) -> str:
-    """In words; `attention`: also where that is."""
+def _name(kind: OffloadPolicy, with_attention: bool) -> str:
+    """A kind in words."""
     bits = (
         "exact"
         if kind.weight_bits == kind.kv_bits == 16
         else f"weights {kind.weight_bits} bit, cache {kind.kv_bits} bit"
     )
-    where = f", attention on the {'host' if kind.cpu_attention else 'device'}" if attention else ""
+    where = f", attention on the {'host' if kind.cpu_attention else 'device'}" if with_attention else ""
     return f"{kind.schedule}, {bits}{where}"
 
 
 def _comparable(
-    found: Mapping[str, Candidate | None], best: Candidate, close: Sequence[str], estimates: Mapping[str, float]
+    candidates: Mapping[str, Candidate | None], best: Candidate, close: Sequence[str], estimates: Mapping[str, float]
 ) -> dict[str, Candidate | None]:
-    """The same, with what was only estimated scaled as the best's estimate became its prediction."""
-    name = next(name for name, candidate in found.items() if candidate is best)
+    """The candidates with estimates scaled by the ratio of the best's prediction to its estimate."""
+    name = next(name for name, candidate in candidates.items() if candidate is best)
     scale = best.prediction.throughput_tok_s / estimates[name]
 
-    def scaled(name: str, one: Candidate | None) -> Candidate | None:
-        if one is None or name in close:
-            return one
-        prediction = one.prediction
-        return Candidate(one.policy, replace(prediction, throughput_tok_s=scale * prediction.throughput_tok_s))
+    def scaled(name: str, candidate: Candidate | None) -> Candidate | None:
+        if candidate is None or name in close:
+            return candidate
+        prediction = candidate.prediction
+        return Candidate(candidate.policy, replace(prediction, throughput_tok_s=scale * prediction.throughput_tok_s))
 
-    return {name: scaled(name, one) for name, one in found.items()}
+    return {name: scaled(name, candidate) for name, candidate in candidates.items()}
 
 
 def _reason(candidate: Candidate | None, best: Candidate | None, predicted: bool) -> str:
@@ -220,9 +222,9 @@ def _reason(candidate: Candidate | None, best: Candidate | None, predicted: bool
     mine, other = candidate.prediction, best.prediction
     behind = 1 - mine.throughput_tok_s / other.throughput_tok_s
     if behind < _ALIKE / 2:
-        told = (
+        reason = (
             f"no faster by more than a hundredth, {mine.block_latency_s / other.block_latency_s:.2g} times the latency"
         )
     else:
-        told = f"{behind:.0%} slower"
-    return f"{told}{'' if predicted else ', by estimate'}; limited by {RESOURCE_WORDS[mine.bottleneck]}"
+        reason = f"{behind:.0%} slower"
+    return f"{reason}{'' if predicted else ', by estimate'}; limited by {RESOURCE_WORDS[mine.bottleneck]}"

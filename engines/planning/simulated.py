@@ -1,4 +1,4 @@
-"""A cell of a suite on a machine that is not here: the same record as a run's, with predicted figures."""
+"""Predicts a suite's cell on a machine that is not here, as the record of a run; and searches a cell's policy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import cast
 from engines.models.shapes import shape as shape_of
 from engines.offload.scheduler import steady_blocks
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
-from engines.planning.engine_cost_models import ENGINE_COST_MODELS
+from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.host_planner import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
 from engines.planning.search import ALL_BITS, SearchSpace, search
-from engines.planning.threads import allotted, limited
-from engines.planning.workload import Lengths, mean, sublayers, weight_bytes
+from engines.planning.threads import compute_threads, limited
+from engines.planning.workload import Lengths, mean_lengths, model_weight_bytes
 from harness.api import (
     DTYPE_BYTES,
     Dtype,
@@ -34,23 +34,20 @@ from harness.api import (
     RunSpec,
 )
 
-#: The largest batch that is looked for, and the requests of a job that are run in virtual time.
-_CEILING, _PLAYED = 4096, 4096
-#: Figures of a trace that are no sums over its passes.
+#: The largest batch that `tune: max_batch` tries, and the most requests that are simulated.
+_MAX_BATCH, _MAX_SIMULATED = 4096, 4096
+#: Trace metrics that are ratios, not sums over passes.
 _RATIOS = ("rows_per_pass", "disk_hidden")
 
 
 def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
-    """One cell, predicted; `lengths`: prompt and generated tokens of its requests, where they differ.
+    """The prediction for one cell. `lengths`: prompt and generated tokens of its requests, if they differ.
 
-    What has no model of its way of working, or of its size, is skipped with the reason.
+    A cell without a performance model, or that the model does not take, is skipped with the reason.
     """
     try:
         shape = shape_of(spec.model.id)
-        if spec.engine not in ENGINE_COST_MODELS:
-            raise HarnessError(
-                f"engine {spec.engine} has no performance model (those that have: {', '.join(ENGINE_COST_MODELS)})"
-            )
+        engine_cost_model(spec.engine)
         job = spec.workload
         if job.kind == "task":
             raise HarnessError(f"task {job.task}: the lengths of its examples are not known before they are read")
@@ -65,79 +62,81 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
         return RunRecord(spec, "", 0, "skipped", str(exc), simulated=True)
 
 
-def searched(spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunSpec:
-    """The cell with the policy that is best for it; our engine itself places weights where there is room for them.
+def search_policy(
+    spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]
+) -> RunSpec:
+    """The cell with the best policy for it. Our engine keeps deciding where weights go.
 
-    Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits.
+    Raises HarnessError for what cannot be planned, InfeasibleError if nothing fits.
     """
-    asked = spec.policy.compute_dtype
-    if asked not in ("auto", profile.host.dtype):
-        # the rates are another dtype's, which changes what is best little; the memory is this one's
-        profile = replace(profile, host=replace(profile.host, dtype=cast(Dtype, asked)))
+    dtype = spec.policy.compute_dtype
+    if dtype not in ("auto", profile.host.dtype):
+        # the rates stay those of the profile's dtype, which hardly changes what is best; memory is this dtype's
+        profile = replace(profile, host=replace(profile.host, dtype=cast(Dtype, dtype)))
     if spec.limits.device_memory is not None and profile.device is None:
         raise HarnessError(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
-    windows = profile.device is not None and _may_have_windows(model)
-    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, windows)
+    host_attention = profile.device is None or not _has_sliding_window(model)
+    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, host_attention)
     best = cell.best()
-    if profile.device is not None and spec.engine == "offload":  # with room by its own count
+    if profile.device is not None and spec.engine == "offload":  # the engine places weights by what it measures
         cache = best.cache if best.cpu_attention else spec.policy.cache
         best = replace(best, weights=spec.policy.weights, activations=None, cache=cache)
     return replace(spec, policy=best, tune="none")
 
 
-def _may_have_windows(model: LocalModel) -> bool:
-    """Whether a configuration names a sliding window: in such layers the host does not attend beside a device."""
+def _has_sliding_window(model: LocalModel) -> bool:
+    """Whether the model's configuration sets a sliding window, which the host's attention beside a device lacks."""
     config = Path(model.path) / "config.json"
     return bool(model.path) and bool(json.loads(config.read_text()).get("sliding_window"))
 
 
 class _Cell:
-    """One cell on one machine. `windows`: attention stays on the device."""
+    """One cell on one machine. `host_attention`: a search may let the host attend beside a device."""
 
     def __init__(
-        self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile, ragged: Sequence[tuple[int, int]],
-        dtype: Dtype, windows: bool = False,
+        self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths: Sequence[tuple[int, int]],
+        dtype: Dtype, host_attention: bool = True,
     ) -> None:  # fmt: skip
-        self._attention = (False,) if windows else (False, True)
+        self._attention = (False, True) if host_attention else (False,)
         self._spec = spec
         self._shape = shape
         self._profile = profile
         self._dtype = dtype
         job = spec.workload
-        self._each = [Lengths(*one) for one in ragged] or [Lengths(job.prompt_len, job.gen_len)]
-        self._lengths = mean(self._each)
+        self._each = [Lengths(*pair) for pair in lengths] or [Lengths(job.prompt_len, job.gen_len)]
+        mean = mean_lengths(self._each)
         self._planner: ClosedFormPlanner | HostPlanner
-        # what the limit leaves is all for the model's work; without one the system needs some
+        # a limit is all for the engine; without one the system needs its part
         budget = profile.host.memory if spec.limits.host_memory is not None else None
         reserved = job.prompt_len + job.gen_len
         if profile.device is None:
             if spec.engine != "offload":
                 raise HarnessError(f"hardware {profile.name} has no device: only offload is predicted there")
-            # of a longer job so many are enough to tell what the others take
-            most = max(_PLAYED, spec.policy.block_size * steady_blocks(spec.policy))
+            # so many requests of a longer job tell how long the others take
+            most = max(_MAX_SIMULATED, spec.policy.block_size * steady_blocks(spec.policy))
             requests = None if job.num_requests == "auto" else min(job.num_requests, most)
             self._planner = HostPlanner(
-                shape, self._lengths, profile, requests, each=self._each, budget=budget, dtype=dtype, reserved=reserved
+                shape, mean, profile, requests, each=self._each, budget=budget, dtype=dtype, reserved=reserved
             )
         else:
             stages = max(1, profile.devices)
             if stages > 1 and spec.policy.schedule == "sweep":
                 raise HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
             self._planner = planner_for(
-                shape, self._lengths, profile, spec.engine, stages,
+                shape, mean, profile, engine_cost_model(spec.engine), stages,
                 each=self._each, dtype=dtype, budget=budget, reserved=reserved,
             )  # fmt: skip
-        if spec.policy.schedule not in self._planner.style.schedules:
+        if spec.policy.schedule not in self._planner.engine.schedules:
             raise HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
 
     def record(self) -> RunRecord:
-        """Raises InfeasibleError with the bytes that are lacking."""
-        policy = self._settled()
+        """Raises InfeasibleError with the missing bytes."""
+        policy = self._final_policy()
         prediction = self._planner.predict(policy)
-        if lacking := self._planner.lacking(prediction):
-            raise InfeasibleError(f"infeasible on {self._profile.name}: {shortage(lacking)}", lacking)
+        if missing := self._planner.missing(prediction):
+            raise InfeasibleError(f"infeasible on {self._profile.name}: {shortage(missing)}", missing)
         spec, model = self._spec, self._model()
         budget = spec.limits.host_memory
         peak = MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True)
@@ -148,53 +147,55 @@ class _Cell:
             bound=prediction.bound, model=model, simulated=True,
         )  # fmt: skip
 
-    def _settled(self) -> OffloadPolicy:
-        """The cell's policy with its batch and all its fractions."""
+    def _final_policy(self) -> OffloadPolicy:
+        """The cell's policy after tuning, with all fractions."""
         spec, planner = self._spec, self._planner
         if spec.tune.startswith("search"):
-            return planner.placed(self.best())
+            return planner.with_fractions(self.best())
         if spec.tune == "max_batch":
-            return self._largest()
-        return planner.placed(spec.policy)
+            return self._largest_batch()
+        return planner.with_fractions(spec.policy)
 
     def best(self) -> OffloadPolicy:
-        """The policy that the search finds in the cell's order. Raises InfeasibleError where none fits."""
-        policy = self._spec.policy
-        own = ((policy.weight_bits, policy.kv_bits),)
-        asked, latency_s = self._spec.workload.num_requests, self._spec.latency_s
-        wanted = SearchSpace(
+        """The policy that the search finds for the cell's schedule. Raises InfeasibleError if none fits."""
+        policy, latency_s = self._spec.policy, self._spec.latency_s
+        requests = self._spec.workload.num_requests
+        on_host = self._profile.device is None
+        space = SearchSpace(
             schedules=[policy.schedule],
-            bits=ALL_BITS if self._spec.tune == "search_bits" else own,
-            cpu_attention=(policy.cpu_attention,) if self._profile.device is None else self._attention,
+            bits=ALL_BITS if self._spec.tune == "search_bits" else ((policy.weight_bits, policy.kv_bits),),
+            cpu_attention=(policy.cpu_attention,) if on_host else self._attention,
             latency_s=latency_s,
-            requests=None if asked == "auto" else asked,
-            base=replace(policy, threads=policy.threads or (None if self._profile.device else allotted(self._profile))),
+            requests=None if requests == "auto" else requests,
+            base=replace(policy, threads=policy.threads or (compute_threads(self._profile) if on_host else None)),
         )
-        found = search(self._planner, wanted).best
-        if found is None:
+        best = search(self._planner, space).best
+        if best is None:
             late = "" if latency_s is None else f", or ends within {latency_s:g} s"
             raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits{late}")
-        return found.policy
+        return best.policy
 
-    def _largest(self) -> OffloadPolicy:
-        """With the largest batch that fits, in steps of a quarter at most, as a measured search finds it."""
+    def _largest_batch(self) -> OffloadPolicy:
+        """The policy with the largest batch that fits, in steps of a quarter, as a measured search takes them."""
         fitting = None
         size = 1
-        while size <= _CEILING:
+        while size <= _MAX_BATCH:
             try:
-                policy = self._planner.placed(replace(self._spec.policy, gpu_batch_size=size))
-            except InfeasibleError:  # as the engine says it, where it places
+                policy = self._planner.with_fractions(replace(self._spec.policy, gpu_batch_size=size))
+            except InfeasibleError:  # a planner of our engine raises here, with the numbers
                 if fitting is None:
                     raise
                 break
-            if self._planner.lacking(self._planner.predict(policy)):
+            missing = self._planner.missing(self._planner.predict(policy))
+            if missing and fitting is None:
+                raise InfeasibleError(
+                    f"infeasible on {self._profile.name} even at batch 1: {shortage(missing)}", missing
+                )
+            if missing:
                 break
             fitting = policy
             size += max(1, size // 4)
-        if fitting is None:
-            one = self._planner.placed(replace(self._spec.policy, gpu_batch_size=1))
-            lacking = self._planner.lacking(self._planner.predict(one))
-            raise InfeasibleError(f"infeasible on {self._profile.name} even at batch 1: {shortage(lacking)}", lacking)
+        assert fitting is not None
         return fitting
 
     def _model(self) -> LocalModel:
@@ -203,22 +204,22 @@ class _Cell:
 
     def _load(self, policy: OffloadPolicy, model: LocalModel, together: int) -> LoadReport:
         assert policy.weights is not None
-        whole = sum(weight_bytes(part, policy) * part.count for part in sublayers(self._shape))
-        by_tier = tuple(int(part * whole) for part in policy.weights)
+        total = model_weight_bytes(self._shape, policy)
+        device, host, disk = (int(fraction * total) for fraction in policy.weights)
         return LoadReport(
             vocab=self._shape.vocab,
             max_context=self._shape.max_context,
             block_size=together,
             policy=policy,
             compute_dtype=model.dtype,
-            weights_by_tier=(by_tier[0], by_tier[1], by_tier[2]),
+            weights_by_tier=(device, host, disk),
             notes=(f"predicted for {self._profile.name}",),
         )
 
     def _metrics(self, policy: OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:
-        """Of as many requests as are asked for; a sweep has no phases."""
-        asked = self._spec.workload.num_requests
-        count = prediction.together * steady_blocks(policy) if asked == "auto" else asked
+        """Metrics of the job's requests; a sweep has no phases."""
+        requests = self._spec.workload.num_requests
+        count = prediction.together * steady_blocks(policy) if requests == "auto" else requests
         each = list(itertools.islice(itertools.cycle(self._each), count))
         prompts, generated = sum(r.prompt for r in each), sum(r.generated for r in each)
         total = generated / prediction.throughput_tok_s

@@ -1,8 +1,8 @@
-"""The engine in virtual time: its own plan, batches and operations, with seconds from a model of the machine.
+"""Runs the engine's schedule in simulated time, with seconds from a model of the machine.
 
-Everything that decides is the engine's: tiers.py places, batching.py forms passes, schedule.py orders operations.
-Only what an operation takes is asked of the machine. On a host without a device attention shares the cores with
-products, so both are one resource.
+The engine's own code decides: memory/ plans what goes where, scheduler.py forms passes, pass_ops.py orders operations.
+The machine model only says how long an operation takes. Without a device attention and products share the cores, so
+both are one resource.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.memory.balance import io_compute_balance_rows
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
-from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned
+from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
 from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Plain, Storage
-from engines.offload.pass_ops import Op, attention_overlaps, matrix_spans, pass_ops
+from engines.offload.pass_ops import Op, attention_overlaps, pass_ops
 from engines.offload.prefill_budget import SimulatedSequence, make_scheduler
 from engines.offload.scheduler import ScheduledChunk, split
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
@@ -26,12 +27,15 @@ from engines.planning.machine import Machine, attention_rate, unpack_rate
 from engines.planning.virtual_disk import VirtualBlocks, VirtualDisk
 from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
+#: Rows of the product whose rate stands for the arithmetic in the balance of a pass.
+_BALANCE_ROWS = 256
+
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A model as the engine would load it: tiles in their order, how the cache is stored, and what goes where.
+    """A model as the engine would load it: weight tiles in their order, storage of the KV cache, and the memory plan.
 
-    `experts`: names of matrices that meet their share of a pass's rows only.
+    experts: names of the matrices that multiply their share of a pass's rows only.
     """
 
     shape: ModelShape
@@ -41,184 +45,193 @@ class PlacedModel:
     experts: Collection[str] = ()
 
     @property
-    def on_disk(self) -> int:
-        """Bytes of weights and cache there."""
-        blocks = self.plan.disk_kv_blocks * self.shape.num_layers * record_bytes(self.shape, self.cache)
-        return blocks + sum(b.nbytes for b, streamed in zip(self.tiles, self.streamed, strict=True) if streamed)
-
-    @property
     def streamed(self) -> list[bool]:
         """Which tiles are on disk."""
         return [i not in self.plan.resident for i in range(len(self.tiles))]
 
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights on disk."""
+        return sum(tile.nbytes for i, tile in enumerate(self.tiles) if i not in self.plan.resident)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of weights and KV cache on disk."""
+        blocks = self.plan.disk_kv_blocks * self.shape.num_layers * record_bytes(self.shape, self.cache)
+        return blocks + self.streamed_bytes
+
 
 @dataclass(frozen=True)
-class _Pass:
-    """How a pass went: what it took, and where it left the disk and the ring."""
+class _SimulatedPass:
+    """How long a pass took, its sums, and the state in which it left disk and ring."""
 
     seconds: float
     sums: PassSums
-    ended: tuple[float, ...]
+    end_state: tuple[float, ...]
 
 
 class Simulator:
     """One model on one machine under one policy.
 
-    `read`: bytes/s of the disk, if less than the machine's. `attends_after`: matrices of a layer before its attention.
+    matrices_before_attention: how many matrices of a layer are multiplied before its attention.
+    disk_read: bytes/s, if less than the machine's disk reads.
     """
 
     def __init__(
-        self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine, attends_after: int, read: float = math.inf
-    ) -> None:
+        self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine, matrices_before_attention: int,
+        disk_read: float = math.inf,
+    ) -> None:  # fmt: skip
         self._placed = placed
         self._policy = policy
         self._machine = machine
-        self._read = min(read, machine.profile.disk.read)
+        self._disk_read = min(disk_read, machine.profile.disk.read)
         self._streamed = placed.streamed
         spans = self._spans = matrix_spans(placed.tiles)
         layers = placed.shape.num_layers
-        each = (len(spans) - 1) // layers  # the head is a matrix too
-        before = [layer * each + attends_after for layer in range(layers)]
-        #: Tiles after which there is a layer's attention, and those with which a layer that is not the last one ends.
-        self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(before)}
-        self._ends = {spans[layer * each - 1].stop - 1 for layer in range(1, layers)}
-        groups = [str(i // each) for i in range(len(spans))]
-        self._overlaps = (
-            attention_overlaps(spans, groups, before, self._streamed, min(placed.plan.slots, sum(self._streamed)))
-            if policy.nano_batches > 1 and policy.nano_overlap
-            else ()
-        )
-        self._ops: dict[int, list[Op]] = {}
-        self._seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # of products, by tile, bytes and rows
+        per_layer = (len(spans) - 1) // layers  # the head is a matrix too
+        attends = [layer * per_layer + matrices_before_attention for layer in range(layers)]
+        #: By the last tile before it, the layer whose attention follows.
+        self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(attends)}
+        #: The last tile of each layer but the last.
+        self._ends = {spans[layer * per_layer - 1].stop - 1 for layer in range(1, layers)}
+        files = [placed.tiles[span.start].file for span in spans]  # one for each layer
+        slots = min(placed.plan.slots, sum(self._streamed))
+        overlapped = policy.nano_batches > 1 and policy.nano_overlap
+        self._overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
+        self._ops: dict[int, list[Op]] = {}  # by number of batches
+        self._product_seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # by tile shape, bytes and rows
         self.timeline = Timeline()
-        self._cores = 0.0  # when they are free
-        self._disk = VirtualDisk(self._read, machine.profile.disk.write, self.timeline)
+        self._now = 0.0  # when the cores are free
+        self._disk = VirtualDisk(self._disk_read, machine.profile.disk.write, self.timeline)
         record = record_bytes(placed.shape, placed.cache)
         self._blocks = VirtualBlocks(self._disk, layers, record, policy.overlap) if placed.plan.disk_kv_blocks else None
-        self._parked = policy.activations[2] if policy.activations else 0.0
-        self._freed: deque[float] = deque()  # when slots became free, in the order in which they are taken again
+        self._offloaded_share = policy.activations[2] if policy.activations else 0.0
+        self._free_slots: deque[float] = deque()  # when slots of the ring became free, in the order of their reuse
         self._loads = 0
-        self._passes: dict[Hashable, _Pass] = {}  # by all that decides how a pass goes
+        self._passes: dict[Hashable, _SimulatedPass] = {}  # by all that decides how a pass goes
 
     def run(self, sequences: Sequence[SimulatedSequence]) -> None:
-        """Runs a job; each sequence keeps the times of its tokens.
+        """Runs a job. Each sequence records the times of its tokens.
 
-        Raises HarnessError where the cache can hold none of what is left.
+        Raises HarnessError if the KV cache cannot hold any of the sequences that are left.
         """
         plan = self._placed.plan
-        pool = BlockManager(plan.kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)
-        scheduler = make_scheduler(sequences, pool, self._policy, plan, self._balance(), plan.chunk)
+        manager = BlockManager(plan.kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)
+        balance = io_compute_balance_rows(
+            self._placed.streamed_bytes, self._disk_read, self._machine.flops(_BALANCE_ROWS), self._placed.shape
+        )
+        scheduler = make_scheduler(sequences, manager, self._policy, plan, balance, plan.chunk)
         while (arrival := scheduler.next_arrival_s) is not None:
-            self._cores = max(self._cores, arrival)
-            parts = [p for batch in scheduler.next_pass(self._cores) for p in split(batch, self._policy.nano_batches)]
-            if not parts:
+            self._now = max(self._now, arrival)
+            scheduled = scheduler.next_pass(self._now)
+            batches = [part for batch in scheduled for part in split(batch, self._policy.nano_batches)]
+            if not batches:
                 raise HarnessError("no sequence can go on: the cache is too small for what was let in")
-            self._pass(parts)
-            for part in (p for batch in parts for p in batch):
-                if part.sequence.advance(part.count, self._cores) and not part.sequence.steps_left:
-                    scheduler.finish(part.sequence)
+            self._pass(batches)
+            for chunk in (c for batch in batches for c in batch):
+                if chunk.sequence.advance(chunk.count, self._now) and not chunk.sequence.steps_left:
+                    scheduler.finish(chunk.sequence)
         self.timeline.shared_tokens = scheduler.shared_tokens
 
-    def _balance(self) -> int:
-        streamed = sum(b.nbytes for b, on_disk in zip(self._placed.tiles, self._streamed, strict=True) if on_disk)
-        if not streamed:
-            return 1
-        return int(streamed / self._read * self._machine.flops(256) / self._placed.shape.flops(1, 0, 0))
-
     def _pass(self, batches: Sequence[Sequence[ScheduledChunk[SimulatedSequence]]]) -> None:
-        rows = [sum(part.count for part in batch) for batch in batches]
-        wanted = [sum(len(part.sequence.logits_positions(part.count)) for part in batch) for batch in batches]
-        attention = [sum(map(self._attention, batch)) for batch in batches]
+        rows = [sum(chunk.count for chunk in batch) for batch in batches]
+        logits_rows = [sum(len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch) for batch in batches]
+        attention = [sum(map(self._attention_s, batch)) for batch in batches]
         if self._blocks:
-            self._blocks.start(*self._on_disk(p for batch in batches for p in batch), len(batches), self._cores)
-            self._play(rows, wanted, attention)
+            filled, written = self._blocks_on_disk(chunk for batch in batches for chunk in batch)
+            self._blocks.start(filled, written, len(batches), self._now)
+            self._simulate(rows, logits_rows, attention)
             return
-        # where the disk holds no blocks, passes of the same work that begin alike also go and end alike
-        key = (*rows, *wanted, *attention, *self._state())
+        # without KV blocks on disk, passes of the same work that start in the same state also end in the same state
+        key = (*rows, *logits_rows, *attention, *self._state())
         if key in self._passes:
             known = self._passes[key]
-            self._cores += known.seconds
-            self._set_state(known.ended)
+            self._now += known.seconds
+            self._set_state(known.end_state)
             self.timeline.count(known.sums)
         else:
-            began = self._cores
-            sums = self._play(rows, wanted, attention)
-            self._passes[key] = _Pass(self._cores - began, sums, self._state())
+            start = self._now
+            sums = self._simulate(rows, logits_rows, attention)
+            self._passes[key] = _SimulatedPass(self._now - start, sums, self._state())
 
     def _state(self) -> tuple[float, ...]:
-        """When the disk and the ring's slots are free, from now on, to the nanosecond; nothing if none streams."""
-        return () if not self._freed else tuple(round(t - self._cores, 9) for t in (self._disk.free, *self._freed))
+        """When disk and ring slots become free, relative to now, in whole nanoseconds; empty if nothing streams."""
+        if not self._free_slots:
+            return ()
+        return tuple(round(t - self._now, 9) for t in (self._disk.free, *self._free_slots))
 
     def _set_state(self, state: tuple[float, ...]) -> None:
         if not state:
             return
-        disk, *freed = (t + self._cores for t in state)
-        self._loads += len(freed) - len(self._freed)
-        self._disk.rest_until(disk)
-        self._freed = deque(freed)
+        disk, *slots = (t + self._now for t in state)
+        self._loads += len(slots) - len(self._free_slots)
+        self._disk.advance(disk)
+        self._free_slots = deque(slots)
 
-    def _play(self, rows: Sequence[int], wanted: Sequence[int], attention: Sequence[float]) -> PassSums:
-        """Operation by operation: a pass of batches with so many rows, of which so many meet the head, and so many
-        seconds of attention in a layer."""
+    def _simulate(self, rows: Sequence[int], logits_rows: Sequence[int], attention: Sequence[float]) -> PassSums:
+        """Simulates a pass operation by operation.
+
+        By batch: its rows, those of them that need logits, and the seconds of its attention in one layer.
+        """
         batches = len(rows)
-        slower = self._contended(rows, wanted)
-        arrived: dict[int, float] = {}
+        slowdown = self._contention(rows, logits_rows)
+        arrivals: dict[int, float] = {}
         ops = self._ops_of(batches)
-        taken = {op.tile for op in ops if op.kind == "attend"}
+        attended = {op.tile for op in ops if op.kind == "attend"}
         for op in ops:
             tile = self._placed.tiles[op.tile]
             if op.kind == "load":
-                arrived[op.tile] = self._load(tile)
+                arrivals[op.tile] = self._load(tile)
             elif op.kind == "multiply":
-                counts = wanted if tile.file.startswith(OUTSIDE) else rows
+                counts = logits_rows if tile.file.startswith(OUTSIDE) else rows
                 count = sum(counts) if op.batch < 0 else counts[op.batch]
-                self._wait(arrived.get(op.tile, 0.0))
-                self._compute(tile.matrix, slower * self._product(tile, count))
-                if op.tile in arrived and op.batch in (-1, batches - 1):
-                    self._freed.append(self._cores)
-            elif op.kind == "attend" or (op.tile in self._attends and op.tile not in taken):
-                # what is between the products of a layer counts once, here
-                self._compute(BETWEEN, self._machine.between(rows[op.batch], self._placed.shape.hidden))
+                self._wait(arrivals.get(op.tile, 0.0))
+                self._compute(tile.matrix, slowdown * self._product(tile, count))
+                if op.tile in arrivals and op.batch in (-1, batches - 1):
+                    self._free_slots.append(self._now)
+            elif op.kind == "attend" or (op.tile in self._attends and op.tile not in attended):
+                # all work between the products of a layer is counted here, once
+                self._compute(BETWEEN, self._machine.elementwise_s(rows[op.batch], self._placed.shape.hidden))
                 self._attend(self._attends[op.tile], attention[op.batch])
             elif op.tile in self._ends:
-                self._park(rows[op.batch])
+                self._offload_activations(rows[op.batch])
         return self.timeline.end_pass(sum(rows))
 
     def _attend(self, layer: int, seconds: float) -> None:
         if self._blocks:
-            self._wait(self._blocks.staged(layer, self._cores))
-        began = self._cores
+            self._wait(self._blocks.staged(layer, self._now))
+        start = self._now
         self._compute(BETWEEN, seconds)
-        self.timeline.add("attention", "attention", began, self._cores)
+        self.timeline.add("attention", "attention", start, self._now)
         if self._blocks:
-            self._wait(self._blocks.leave(layer, self._cores))
+            self._wait(self._blocks.leave(layer, self._now))
 
-    def _park(self, rows: int) -> None:
-        """A batch's activations go to disk between two layers, and come back; nothing else is computed meanwhile."""
+    def _offload_activations(self, rows: int) -> None:
+        """Writes a batch's activations to disk between two layers and reads them back; nothing computes meanwhile."""
         width = self._placed.shape.hidden * DTYPE_BYTES[self._machine.host.dtype]
-        nbytes = aligned(round(self._parked * rows) * width)
-        written = self._disk.write("activations", "write", nbytes, self._cores)
-        self._cores = self._disk.read("activations", "read", nbytes, written)
+        nbytes = aligned(round(self._offloaded_share * rows) * width)
+        written = self._disk.write("activations", "write", nbytes, self._now)
+        self._now = self._disk.read("activations", "read", nbytes, written)
 
-    def _on_disk(self, parts: Iterable[ScheduledChunk[SimulatedSequence]]) -> tuple[int, int]:
-        """How many blocks there hold something, and how many are written in a pass."""
+    def _blocks_on_disk(self, chunks: Iterable[ScheduledChunk[SimulatedSequence]]) -> tuple[int, int]:
+        """How many blocks on disk are filled, and how many of them a pass writes."""
         first = self._placed.plan.kv_blocks
-        known, touched = set[int](), set[int]()
-        for part in parts:
-            cached, blocks = part.sequence.cached, part.sequence.block_table
-            known.update(block for block in blocks[: blocks_for(cached)] if block >= first)
-            new = blocks[cached // BLOCK_SIZE : blocks_for(cached + part.count)]
-            touched.update(block for block in new if block >= first)
-        return len(known), len(touched)
+        filled, written = set[int](), set[int]()
+        for chunk in chunks:
+            cached, blocks = chunk.sequence.cached, chunk.sequence.block_table
+            filled.update(block for block in blocks[: blocks_for(cached)] if block >= first)
+            new = blocks[cached // BLOCK_SIZE : blocks_for(cached + chunk.count)]
+            written.update(block for block in new if block >= first)
+        return len(filled), len(written)
 
-    def _contended(self, rows: Sequence[int], wanted: Sequence[int]) -> float:
-        """By how much products take longer in a pass, as the disk's traffic takes its part of the memory's."""
+    def _contention(self, rows: Sequence[int], logits_rows: Sequence[int]) -> float:
+        """Factor by which products slow down in a pass, as reads from disk take memory bandwidth."""
         share = self._machine.host.beside_disk or 1.0
         pairs = list(zip(self._placed.tiles, self._streamed, strict=True))
-        disk = sum(tile.span for tile, on_disk in pairs if on_disk) / self._read
+        disk = sum(tile.span for tile, on_disk in pairs if on_disk) / self._disk_read
         if share == 1.0 or not disk or not self._policy.overlap:
             return 1.0
-        whole = sum(self._product(b, sum(wanted if b.file.startswith(OUTSIDE) else rows)) for b, _ in pairs)
+        whole = sum(self._product(b, sum(logits_rows if b.file.startswith(OUTSIDE) else rows)) for b, _ in pairs)
         return min(1 / share, 1 + (1 - share) * disk / whole)
 
     def _ops_of(self, batches: int) -> list[Op]:
@@ -228,21 +241,21 @@ class Simulator:
         return self._ops[batches]
 
     def _load(self, tile: WeightTile) -> float:
-        """When a tile will be there: read as soon as the disk and a slot are free."""
-        free = self._freed.popleft() if self._loads >= self._placed.plan.slots else 0.0
+        """When a tile arrives, read as soon as the disk and a slot of the ring are free."""
+        free = self._free_slots.popleft() if self._loads >= self._placed.plan.slots else 0.0
         self._loads += 1
         if not self._policy.overlap:
-            free = self._cores
+            free = self._now
         return self._disk.read("load", tile.matrix, tile.span, free)
 
     def _wait(self, until: float) -> None:
-        if until > self._cores:
-            self.timeline.add("wait", "wait", self._cores, until)
-            self._cores = until
+        if until > self._now:
+            self.timeline.add("wait", "wait", self._now, until)
+            self._now = until
 
     def _compute(self, name: str, seconds: float) -> None:
-        self.timeline.add("compute", name, self._cores, self._cores + seconds)
-        self._cores += seconds
+        self.timeline.add("compute", name, self._now, self._now + seconds)
+        self._now += seconds
 
     def _product(self, tile: WeightTile, rows: int) -> float:
         if not rows:
@@ -250,24 +263,25 @@ class Simulator:
         if tile.matrix in self._placed.experts:
             rows = math.ceil(rows * self._placed.shape.forward_params / self._placed.shape.forward_stored)
         key = (tile.shape, tile.nbytes, rows)
-        if key not in self._seconds:
-            self._seconds[key] = self._multiplied(tile, rows)
-        return self._seconds[key]
+        if key not in self._product_seconds:
+            self._product_seconds[key] = self._product_s(tile, rows)
+        return self._product_seconds[key]
 
-    def _multiplied(self, tile: WeightTile, rows: int) -> float:
+    def _product_s(self, tile: WeightTile, rows: int) -> float:
         values = tile.shape[0] * tile.shape[1]
-        counted = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
-        seconds = self._machine.products(counted, values, tile.nbytes)
+        padded = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
+        seconds = self._machine.product_s(padded, values, tile.nbytes)
         packed = not isinstance(tile.stored, Plain)
         return seconds + (values / unpack_rate(self._machine.host, self._policy.weight_bits) if packed else 0.0)
 
-    def _attention(self, part: ScheduledChunk[SimulatedSequence]) -> float:
-        """One sequence's, in one layer."""
-        shape, seen = self._placed.shape, part.sequence.cached + part.count
-        new = 2 * part.count * shape.num_kv_heads * shape.head_dim
-        storing = self._machine.storing(new, self._policy.kv_bits)
-        if part.count > 1:
-            pairs = part.count * (part.sequence.cached + part.count / 2)
-            return storing + self._machine.prompts(4 * pairs * shape.num_heads * shape.head_dim, self._policy.kv_bits)
+    def _attention_s(self, chunk: ScheduledChunk[SimulatedSequence]) -> float:
+        """Seconds of one sequence's attention in one layer."""
+        shape, seen = self._placed.shape, chunk.sequence.cached + chunk.count
+        new_values = 2 * chunk.count * shape.num_kv_heads * shape.head_dim
+        storing = self._machine.store_kv_s(new_values, self._policy.kv_bits)
+        if chunk.count > 1:
+            pairs = chunk.count * (chunk.sequence.cached + chunk.count / 2)
+            flops = 4 * pairs * shape.num_heads * shape.head_dim
+            return storing + self._machine.prefill_attention_s(flops, self._policy.kv_bits)
         stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
         return storing + stored / attention_rate(self._machine.host, self._policy.kv_bits)

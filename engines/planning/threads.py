@@ -1,8 +1,8 @@
-"""How many threads compute, and what is left of a machine under limits: fewer threads than all, less memory.
+"""How many threads compute, and what limits leave of a machine: fewer threads, less memory, a slower disk.
 
-Source: LM-Offload (Wu et al. 2024), section 4, algorithm 3: of as many threads as there are, each of the five streams
-of loads and stores gets one, and the number for arithmetic is enumerated over what is left. Our passes run one
-product or attention at a time, so all of the others work on it: there is nothing to divide between operators.
+Source: LM-Offload (Wu et al. 2024), section 4, algorithm 3: each of the five load and store streams gets one of the
+machine's threads, and the number for arithmetic is enumerated over the rest. Our passes run one product or attention at
+a time on all of those, so there is nothing to divide between operators.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from engines.planning.machine import faster
 from harness.api import HardwareLimits, HardwareProfile, Processor
 from harness.common.curve import interpolate
 
-#: Weights, cache and activations to be loaded, cache and activations to be stored.
+#: Loads of weights, cache and activations; stores of cache and activations.
 _STREAMS = 5
-#: Rates that differ by less are taken to be the same; the fewest threads have them too.
+#: Rates closer than this count as equal; the fewest threads win.
 _ALIKE = 0.01
 
 
-def allotted(profile: HardwareProfile) -> int | None:
-    """The threads that compute fastest beside those of the streams; None where there is nothing to divide, or where
-    nobody has measured what fewer threads do."""
+def compute_threads(profile: HardwareProfile) -> int | None:
+    """The number of threads that computes fastest beside the streams.
+
+    None if the machine has too few threads to divide, or no rates by thread count.
+    """
     host = profile.host
     if host.cores <= _STREAMS or not host.by_threads:
         return None
@@ -31,7 +33,7 @@ def allotted(profile: HardwareProfile) -> int | None:
 
 
 def on_threads(host: Processor, count: int) -> Processor:
-    """A host that computes on so many threads: all that it computes takes longer as products do, attention too."""
+    """The host computing on `count` threads: everything, attention too, slows as products do."""
     if count >= host.cores or not host.by_threads:
         return host
     share = _rate(host, count) / _rate(host, host.cores)
@@ -41,7 +43,7 @@ def on_threads(host: Processor, count: int) -> Processor:
 
 
 def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile:
-    """The machine as a cell may use it: of one that was measured, no device unless it is given."""
+    """The machine under a cell's limits. A measured host's device counts only if the limits grant its memory."""
     if profile.host_id and limits.device_memory is None:
         profile = replace(profile, device=None, link=None, devices=0, between=None)
     host, device, disk = profile.host, profile.device, profile.disk

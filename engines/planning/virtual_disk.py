@@ -1,4 +1,4 @@
-"""The disk in virtual time: weights, cache blocks and activations take turns on it."""
+"""The disk in simulated time: weights, KV blocks and activations take turns on it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import deque
 from engines.offload.memory.kv_blocks import STAGES
 from engines.offload.timeline import Timeline
 
-#: Idle times that are remembered.
+#: Idle intervals that are kept for transfers which were ready earlier.
 _GAPS = 64
 
 
 class VirtualDisk:
-    """One disk that reads and writes so many bytes/s; what it does is noted in `timeline`.
+    """A disk that reads and writes so many bytes/s, and records its work in `timeline`.
 
-    Transfers are told in the order in which they are needed, not in that in which they are ready: one that was ready
-    while the disk was idle takes that time.
+    Transfers arrive in the order in which they are needed, not in which they become ready. One that was ready while the
+    disk was idle is done in that idle time.
     """
 
     def __init__(self, read: float, write: float, timeline: Timeline) -> None:
@@ -27,57 +27,56 @@ class VirtualDisk:
 
     @property
     def free(self) -> float:
-        """From when on it does nothing."""
+        """The time from which on it is idle."""
         return self._free
 
-    def rest_until(self, free: float) -> None:
-        """It has worked until then."""
+    def advance(self, free: float) -> None:
+        """Sets the time from which on it is idle."""
         self._free = free
 
     def read(self, lane: str, name: str, nbytes: float, ready: float) -> float:
-        """When so many bytes are there that may be read from `ready` on."""
+        """Reads bytes that may be read from time `ready` on; returns when they are in memory."""
         return self._move(lane, name, nbytes / self._read, ready)
 
     def write(self, lane: str, name: str, nbytes: float, ready: float) -> float:
-        """When so many bytes are written that are there from `ready` on."""
+        """Writes bytes that exist from time `ready` on; returns when they are on disk."""
         return self._move(lane, name, nbytes / self._write, ready)
 
     def _move(self, lane: str, name: str, seconds: float, ready: float) -> float:
         if not seconds:
             return ready
-        for began, ended in self._take(seconds, ready):
-            self._timeline.add(lane, name, began, ended)
-        return ended
+        for start, end in self._reserve(seconds, ready):
+            self._timeline.add(lane, name, start, end)
+        return end
 
-    def _take(self, seconds: float, ready: float) -> list[tuple[float, float]]:
-        """When the disk works on it: from `ready` on, first where it was idle."""
-        found = []
+    def _reserve(self, seconds: float, ready: float) -> list[tuple[float, float]]:
+        """Intervals of disk time for a transfer: idle ones from `ready` on first, then from when the disk is free."""
+        intervals = []
         if self._gaps and ready < self._gaps[-1][1]:
             gaps, self._gaps = self._gaps, deque(maxlen=_GAPS)
             for low, high in gaps:
-                began = max(low, ready)
-                ended = min(high, began + seconds)
-                if ended > began:
-                    found.append((began, ended))
-                    seconds -= ended - began
-                    self._gaps.extend(gap for gap in ((low, began), (ended, high)) if gap[0] < gap[1])
+                start = max(low, ready)
+                end = min(high, start + seconds)
+                if end > start:
+                    intervals.append((start, end))
+                    seconds -= end - start
+                    self._gaps.extend(gap for gap in ((low, start), (end, high)) if gap[0] < gap[1])
                 else:
                     self._gaps.append((low, high))
-            if found and seconds <= 0:
-                return found
-        began = max(self._free, ready)
-        if began > self._free:
-            self._gaps.append((self._free, began))
-        self._free = began + seconds
-        return [*found, (began, self._free)]
+            if intervals and seconds <= 0:
+                return intervals
+        start = max(self._free, ready)
+        if start > self._free:
+            self._gaps.append((self._free, start))
+        self._free = start + seconds
+        return [*intervals, (start, self._free)]
 
 
 class VirtualBlocks:
-    """Blocks of the cache on disk, as kv_disk.py moves them: read `STAGES` layers ahead, written back in the same
-    order.
+    """KV blocks on disk, moved as kv_cache/disk_blocks.py does: `STAGES` layers ahead, writes in order with reads.
 
-    `record`: bytes of a block in a layer. Without `ahead` a layer is read when it is asked for and written before its
-    batches go on.
+    record: bytes of a block in one layer.
+    ahead: without it, a layer is read when it is needed, and written before its batches go on.
     """
 
     def __init__(self, disk: VirtualDisk, layers: int, record: int, ahead: bool) -> None:
@@ -85,35 +84,36 @@ class VirtualBlocks:
         self._layers = layers
         self._record = record
         self._ahead = STAGES if ahead else 0
-        self._kept = 0.0  # when the thread that keeps their order is free
+        self._thread_free = 0.0  # of the thread that keeps reads and writes in order
 
-    def start(self, known: int, touched: int, batches: int, now: float) -> None:
-        """A pass begins: so many blocks hold something, so many will be written."""
-        self._known, self._touched = known * self._record, touched * self._record
-        self._inside = [batches] * self._layers  # by layer, the batches that have not left it
-        self._ready: list[float] = []  # of each layer that was asked for, when it is there
+    def start(self, filled: int, written: int, batches: int, now: float) -> None:
+        """Starts a pass of `batches` batches that reads `filled` blocks and writes `written`."""
+        self._read_bytes, self._write_bytes = filled * self._record, written * self._record
+        self._inside = [batches] * self._layers  # by layer, batches that have not left it
+        self._ready: list[float] = []  # by requested layer, when its blocks are in memory
         for _ in range(min(self._ahead, self._layers)):
-            self._ask(now)
+            self._request(now)
 
     def staged(self, layer: int, now: float) -> float:
-        """When a layer's blocks are there."""
+        """When a layer's blocks are in memory."""
         if layer == len(self._ready):
-            self._ask(now)
+            self._request(now)
         return self._ready[layer]
 
     def leave(self, layer: int, now: float) -> float:
-        """A batch has attended in a layer; when it may go on."""
+        """A batch has attended in a layer; returns when it may go on."""
         self._inside[layer] -= 1
         if self._inside[layer]:
             return now
-        self._kept = self._disk.write("cache", f"write layer {layer}", self._touched, max(self._kept, now))
+        ready = max(self._thread_free, now)
+        self._thread_free = self._disk.write("cache", f"write layer {layer}", self._write_bytes, ready)
         if not self._ahead:
-            return self._kept
+            return self._thread_free
         if len(self._ready) < self._layers:
-            self._ask(now)
+            self._request(now)
         return now
 
-    def _ask(self, now: float) -> None:
+    def _request(self, now: float) -> None:
         name = f"read layer {len(self._ready)}"
-        self._kept = self._disk.read("cache", name, self._known, max(self._kept, now))
-        self._ready.append(self._kept)
+        self._thread_free = self._disk.read("cache", name, self._read_bytes, max(self._thread_free, now))
+        self._ready.append(self._thread_free)

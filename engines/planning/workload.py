@@ -1,4 +1,4 @@
-"""What a model's layers ask of a machine: bytes, values and operations of each half layer and of the model's ends."""
+"""What a job asks of a machine: request lengths, and the sublayers of a model with their parameters and bytes."""
 
 from __future__ import annotations
 
@@ -7,40 +7,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.api import ModelShape, OffloadPolicy
+from harness.api.machine import mean_cached_tokens
+from harness.common.sizes import value_bytes
 
-#: Of device, host and disk.
+#: Of device, host and disk; they sum to 1.
 Fractions = tuple[float, float, float]
 
-#: Bytes of a value in the checkpoint's 16 bits, and of a group's step and least value.
-VALUE_BYTES, GROUP_BYTES = 2.0, 4.0
+#: Bytes of a value that is not quantized, and of an activation.
+VALUE_BYTES = 2.0
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A job of equal requests: prompt and generated tokens of each."""
+    """Tokens of a request: its prompt, and what it generates."""
 
     prompt: int
     generated: int
 
     @property
-    def longest(self) -> int:
-        """Tokens that are cached of a request at its end: the last one generated is not."""
+    def max_cached(self) -> int:
+        """Tokens in the KV cache when the request ends: the last generated token is never cached."""
         return self.prompt + self.generated - 1
 
+    @property
+    def mean_cached(self) -> float:
+        """Tokens in the KV cache on average over the generation."""
+        return mean_cached_tokens(self.prompt, self.generated)
 
-def mean(each: Sequence[Lengths]) -> Lengths:
-    """Rounded to whole tokens."""
+
+def mean_lengths(each: Sequence[Lengths]) -> Lengths:
+    """The mean of both lengths, in whole tokens."""
     prompt, generated = (statistics.mean(of) for of in ([r.prompt for r in each], [r.generated for r in each]))
     return Lengths(max(1, round(prompt)), max(1, round(generated)))
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A piece of a model between whose matrices nothing else is loaded: half a layer, or an end.
+    """An attention or feed-forward sublayer, or the head: the unit in which FlexGen's schedule loads weights.
 
-    `params`: values of its matrices, of which there are `matrices`, taken to be of one size; `count`: how many parts
-    there are; `quantized`: whether a policy's bits apply; `met`: what of it a token meets, less than all of experts. A
-    pass is taken to ask for every expert: of eight, eight tokens miss few, and there are more.
+    params: values of its matrices, of which there are `matrices`, taken to be of one size.
+    count: how many such sublayers the model has.
+    attends: whether the KV cache is read and written here.
+    quantized: whether the policy's weight bits apply.
+    is_head: only rows that need logits pass through it.
+    active_share: share of `params` that one token multiplies with, below 1 for experts. A pass is taken to need every
+        expert: of Mixtral's eight, eight tokens miss few, and a pass has more tokens.
     """
 
     name: str
@@ -49,49 +60,49 @@ class Sublayer:
     matrices: int
     attends: bool = False
     quantized: bool = True
-    last: bool = False
-    met: float = 1.0
+    is_head: bool = False
+    active_share: float = 1.0
 
 
 def sublayers(shape: ModelShape) -> list[Sublayer]:
-    """Attention, feed-forward and head. Embeddings are looked up, and small beside the rest."""
-    head = shape.hidden * shape.vocab
+    """Attention, feed-forward and head. Embedding tables are left out: small, and looked up only."""
     forward = shape.forward_stored
     matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
     return [
         Sublayer("attention", shape.attention_params, shape.num_layers, 4, attends=True),
-        Sublayer("feed-forward", forward, shape.num_layers, matrices, met=shape.forward_params / forward),
-        Sublayer("head", head, 1, 1, quantized=False, last=True),
+        Sublayer("feed-forward", forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
+        Sublayer("head", shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
     ]
 
 
-def by_whole_matrices(part: Sublayer, fractions: Fractions) -> Fractions:
-    """What becomes of fractions where a matrix is in one place: where its middle falls, from disk to host to device.
+def by_whole_matrices(sublayer: Sublayer, fractions: Fractions) -> Fractions:
+    """Fractions where each matrix lies in the tier that its middle falls into, counted from disk to host to device.
 
     Source: FlexGen's code, `init_weight_list`.
     """
     _, host, disk = fractions
-    middles = [(i + 0.5) / part.matrices for i in range(part.matrices)]
-    on_disk = sum(middle < disk for middle in middles) / part.matrices
-    away = sum(middle < disk + host for middle in middles) / part.matrices
-    return 1 - away, away - on_disk, on_disk
+    middles = [(i + 0.5) / sublayer.matrices for i in range(sublayer.matrices)]
+    on_disk = sum(middle < disk for middle in middles) / sublayer.matrices
+    off_device = sum(middle < disk + host for middle in middles) / sublayer.matrices
+    return 1 - off_device, off_device - on_disk, on_disk
 
 
-def value_bytes(bits: int, group: int) -> float:
-    """Bytes of a stored value, with its part of the group's step and least value."""
-    return VALUE_BYTES if bits == 16 else bits / 8 + GROUP_BYTES / group
+def weight_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
+    """Stored bytes of one sublayer's weights."""
+    bits = policy.weight_bits if sublayer.quantized else 16
+    return sublayer.params * value_bytes(bits, policy.group_size, VALUE_BYTES)
 
 
-def weight_bytes(part: Sublayer, policy: OffloadPolicy) -> float:
-    """Bytes of a part as it is stored."""
-    return part.params * (value_bytes(policy.weight_bits, policy.group_size) if part.quantized else VALUE_BYTES)
+def model_weight_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:
+    """Stored bytes of all weights."""
+    return sum(weight_bytes(part, policy) * part.count for part in sublayers(shape))
 
 
-def cache_values(shape: ModelShape) -> int:
-    """Values of keys and values that a token adds in a layer."""
+def kv_values(shape: ModelShape) -> int:
+    """Values that a token adds to the KV cache of a layer."""
     return 2 * shape.num_kv_heads * shape.head_dim
 
 
-def cache_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:
-    """Bytes that a token adds to the cache in a layer, as they are stored."""
-    return cache_values(shape) * value_bytes(policy.kv_bits, policy.group_size)
+def kv_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:
+    """Stored bytes that a token adds to the KV cache of a layer."""
+    return kv_values(shape) * value_bytes(policy.kv_bits, policy.group_size, VALUE_BYTES)

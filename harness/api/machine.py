@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from harness.api.common import Dtype
 
 
+def mean_cached_tokens(prompt: float, generated: float) -> float:
+    """Tokens that a request has in the KV cache on average while it generates: its prompt and half of its answer."""
+    return prompt + generated / 2
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder that arithmetic needs: FLOPs, weight bytes and KV bytes.
@@ -57,7 +62,7 @@ class ModelShape:
     def block_flops(self, sequences: int, prompt: int, generated: int) -> tuple[float, float]:
         """Of a block of sequences: of the pass over its prompts, and of the passes after it."""
         prefill = self.flops(sequences * prompt, prompt / 2, sequences)
-        return prefill, (generated - 1) * self.flops(sequences, prompt + generated / 2, sequences)
+        return prefill, (generated - 1) * self.flops(sequences, mean_cached_tokens(prompt, generated), sequences)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values of one token over all layers."""

@@ -60,6 +60,7 @@ from harness.api import (
 )
 from harness.api.task import Pair, Questions
 from harness.common.classify import DISK_FULL, classify
+from harness.common.sizes import mean_cached_length
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
 from harness.probes.cpu import CpuProbe
@@ -337,9 +338,7 @@ def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
 
 
 def _mean_cached(spec: WorkloadSpec) -> int:
-    """Cached tokens of a request, on average over its life: its prompt, and half of what it generates."""
-    each = registry.lengths(spec) or [(spec.prompt_len, spec.gen_len)]
-    return sum(prompt + generated // 2 for prompt, generated in each) // len(each)
+    return mean_cached_length(registry.lengths(spec) or [(spec.prompt_len, spec.gen_len)])
 
 
 class _Probed:

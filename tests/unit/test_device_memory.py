@@ -18,7 +18,7 @@ from engines.offload.memory.layout import ALIGN, matrices_of, tiles_of
 from engines.offload.memory.pinned_pieces import packed, pinned_bytes
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
-from engines.planning.simulated import searched
+from engines.planning.simulated import search_policy
 from harness import hardware
 from harness.api import (
     HardwareLimits,
@@ -180,7 +180,7 @@ def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
                    OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
     shape = shapes.shape(name)
     model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
-    found = searched(spec, model, hardware.load("t4_gcp"), []).policy
+    found = search_policy(spec, model, hardware.load("t4_gcp"), []).policy
     plan = plan_device_memory(demand(name), found, limits.device_memory, limits.host_memory)
     assert found.gpu_batch_size > 1
     assert plan.sequences == found.block_size or schedule == "sweep"
@@ -192,6 +192,6 @@ def test_a_search_leaves_out_what_the_disk_cannot_hold():
                    limits=HardwareLimits(device_memory=12 * GIB, host_memory=24 * GIB))  # fmt: skip
     shape, profile = shapes.shape("facebook/opt-30b"), hardware.load("t4_gcp")
     model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
-    assert searched(spec, model, profile, []).tune == "none"
+    assert search_policy(spec, model, profile, []).tune == "none"
     with pytest.raises(InfeasibleError, match="no batch fits"):
-        searched(spec, model, replace(profile, disk=replace(profile.disk, capacity=8e9)), [])
+        search_policy(spec, model, replace(profile, disk=replace(profile.disk, capacity=8e9)), [])

@@ -13,7 +13,7 @@ from engines.offload.calibrate import device as calibrate_device
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.planning.simulated import searched
+from engines.planning.simulated import search_policy
 from harness import hardware
 from harness.api import (
     Disk,
@@ -177,7 +177,7 @@ def test_what_a_search_finds_can_be_run(model, cache, schedule, device, host):
     limits = HardwareLimits(device_memory=CONTEXT_BYTES + device * MIB, host_memory=host * MIB)
     spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
                    OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
-    found = searched(spec, model, hardware.load("t4_gcp"), [])
+    found = search_policy(spec, model, hardware.load("t4_gcp"), [])
     engine, report, _ = load(model, cache, device * MIB, host * MIB, **asdict(found.policy))
     requests = requests_of(3, found.policy.block_size, eos=False)
     done = list(engine.generate(requests))
@@ -197,7 +197,7 @@ def test_a_search_leaves_attention_to_windows_on_the_device(tmp_path):
     spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
                    OffloadPolicy(1, schedule="zigzag"), tune="search", limits=limits)  # fmt: skip
     plain = replace(model, path="")
-    answers = [searched(spec, one, replace(profile, device=device), []).policy for one in (model, plain)]
+    answers = [search_policy(spec, one, replace(profile, device=device), []).policy for one in (model, plain)]
     assert [policy.cpu_attention for policy in answers] == [False, True]
 
 

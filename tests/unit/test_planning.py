@@ -14,15 +14,16 @@ from scipy.stats import spearmanr
 
 from engines.models.shapes import CATALOGUE, shape
 from engines.offload.memory.layout import matrices_of
-from engines.planning import nanoflow, published
+from engines.planning import fit, nanoflow, published
 from engines.planning.closed_form_planner import ClosedFormPlanner
+from engines.planning.engine_cost_models import constant_sources, engine_cost_model
 from engines.planning.host_planner import HostPlanner
-from engines.planning.memory import capacity, peak, rows
+from engines.planning.memory import capacity, memory_constraints, peak_memory
 from engines.planning.nanoflow import Devices, operations, optimal_tok_s
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
 from engines.planning.search import SearchSpace, search
-from engines.planning.threads import allotted, on_threads
+from engines.planning.threads import compute_threads, on_threads
 from engines.planning.workload import Lengths, by_whole_matrices, sublayers
 from harness import hardware
 from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
@@ -30,6 +31,7 @@ from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
 PROFILES = {name: hardware.load(name) for name in hardware.names()}
+OFFLOAD = engine_cost_model("offload")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,30 @@ def test_at_most_a_third_of_the_cells_is_fitted(outcomes: list[published.Outcome
     labels = {cell.label for cell in published.cells()}
     assert labels >= published.FITTED
     assert len(labels) == len(published.cells())
+
+
+def test_every_fitted_constant_names_its_cells() -> None:
+    for machine in ("t4_gcp", "a100_40g"):
+        cells = fit.fitted_cells(machine)
+        labels = {cell.label for cell in cells}
+        fitted = {path: set(cells) for path, cells in PROFILES[machine].fitted.items()}
+        assert all(cells == labels for cells in fitted.values())
+        paths = [constant.path for constant in fit.fitted_constants(machine)]
+        of_engines = {f"{engine}.{name}" for engine, constants in constant_sources().items()
+                      for name, constant in constants.items() if constant.get("fitted_on") == machine}  # fmt: skip
+        for path in paths:
+            assert path in of_engines or any(path.startswith(key) for key in fitted), path
+    for constants in constant_sources().values():
+        assert all(constant["source"] for constant in constants.values())
+
+
+def test_a_fit_without_cells_stays_at_its_start_and_with_them_it_moves_towards_the_figures() -> None:
+    profile = PROFILES["a100_40g"]
+    starts = {constant.path: constant.start for constant in fit.fitted_constants("a100_40g")}
+    assert fit.fit(profile, []).values == pytest.approx(starts)
+    cell = fit.fitted_cells("a100_40g")[1]
+    before, after = (fit.fit(profile, cells).outcomes([cell])[0].error or 0.0 for cells in ([], [cell]))
+    assert abs(after) < abs(before)
 
 
 def test_predictions_rank_as_the_figures_do(outcomes: list[published.Outcome]) -> None:
@@ -155,16 +181,16 @@ def faster(profile: HardwareProfile) -> Iterator[HardwareProfile]:
 @settings(max_examples=60, deadline=None)
 def test_a_faster_part_never_makes_a_policy_slower(machine: str, policy: OffloadPolicy) -> None:
     profile, lengths = PROFILES[machine], Lengths(512, 32)
-    before = ClosedFormPlanner(shape(OPT_30B), lengths, profile, "offload").predict(policy).throughput_tok_s
+    before = ClosedFormPlanner(shape(OPT_30B), lengths, profile, OFFLOAD).predict(policy).throughput_tok_s
     for other in faster(profile):
-        after = ClosedFormPlanner(shape(OPT_30B), lengths, other, "offload").predict(policy).throughput_tok_s
+        after = ClosedFormPlanner(shape(OPT_30B), lengths, other, OFFLOAD).predict(policy).throughput_tok_s
         assert after >= before * (1 - 1e-9)
 
 
 @given(policies())
 @settings(max_examples=60, deadline=None)
 def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(policy: OffloadPolicy) -> None:
-    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], OFFLOAD)
     apart = planner.predict(replace(policy, overlap=False)).throughput_tok_s
     together = planner.predict(replace(policy, overlap=True)).throughput_tok_s
     assert apart * (1 - 1e-9) <= together <= 5 * apart
@@ -176,7 +202,7 @@ def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(polic
 def test_no_placement_of_a_grid_is_better_than_the_programmes(
     machine: str, bits: tuple[int, int], on_host: bool, how: tuple[Schedule, int, int]
 ) -> None:
-    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], "offload")
+    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], OFFLOAD)
     schedule, batch, batches = how
     kind = OffloadPolicy(batch, batches, schedule, weight_bits=bits[0], kv_bits=bits[1], cpu_attention=on_host)
     found = planner.runnable(kind)
@@ -187,7 +213,7 @@ def test_no_placement_of_a_grid_is_better_than_the_programmes(
     for weights, cache, activations in itertools.product(steps, steps, ends):
         policy = replace(kind, weights=weights, cache=cache, activations=activations)
         prediction = planner.predict(policy)
-        if not planner.lacking(prediction):
+        if not planner.missing(prediction):
             assert prediction.throughput_tok_s <= best * 1.03  # whole percents are what is realised
 
 
@@ -195,9 +221,9 @@ def test_no_placement_of_a_grid_is_better_than_the_programmes(
 @settings(max_examples=60, deadline=None)
 def test_memory_rows_are_linear_and_count_everything_once(policy: OffloadPolicy) -> None:
     model, lengths = shape(OPT_30B), Lengths(512, 32)
-    needs = rows(model, policy, lengths)
+    needs = memory_constraints(model, policy, lengths)
     assert policy.weights and policy.cache and policy.activations
-    found = peak(needs, policy.weights, policy.cache, policy.activations)
+    found = peak_memory(needs, policy.weights, policy.cache, policy.activations)
     one = needs[0]
     kinds = zip(
         (one.weights, one.cache, one.activations), (policy.weights, policy.cache, policy.activations), strict=True
@@ -225,7 +251,7 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
     """By the model's own word: what the paper's search found is within the space."""
     for cell in published.cells():
         if cell.table == "14-16" and cell.name == "flexgen" and cell.lengths.prompt == 512:
-            planner = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine)
+            planner = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine_cost_model(engine))
             found = search(planner, SearchSpace(schedules=("row", "zigzag"))).best
             assert found is not None
             theirs = planner.predict(cell.policy).throughput_tok_s
@@ -233,7 +259,7 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
 
 
 def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
-    planner = ClosedFormPlanner(shape(OPT_175B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    planner = ClosedFormPlanner(shape(OPT_175B), Lengths(512, 32), PROFILES["t4_gcp"], OFFLOAD)
     found = search(planner, SearchSpace(schedules=("sweep",), bits=((4, 4),))).best
     assert found is not None
     assert found.prediction.bottleneck == "device"
@@ -249,7 +275,7 @@ def test_a_block_has_no_room_for_more_than_the_job() -> None:
 
 
 def test_a_latency_is_kept() -> None:
-    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], "offload")
+    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], OFFLOAD)
     last = 0.0
     for latency in (200, 500, 1500):
         found = search(planner, SearchSpace(latency_s=latency)).best
@@ -317,8 +343,8 @@ def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
 
 def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> None:
     lengths, profile = Lengths(512, 32), PROFILES["t4_gcp"]
-    one = planner_for(shape(OPT_30B), lengths, profile, "flexgen_ref", 1)
-    four = planner_for(shape(OPT_30B), lengths, profile, "flexgen_ref", 4)
+    one = planner_for(shape(OPT_30B), lengths, profile, engine_cost_model("flexgen_ref"), 1)
+    four = planner_for(shape(OPT_30B), lengths, profile, engine_cost_model("flexgen_ref"), 4)
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):
@@ -341,15 +367,15 @@ def test_devices_of_one_host_share_it() -> None:
 
 def test_threads_are_left_to_the_streams_and_none_are_idle_for_nothing() -> None:
     laptop = PROFILES["laptop_cpu"]
-    assert allotted(laptop) is None  # nobody has measured fewer threads there
+    assert compute_threads(laptop) is None  # nobody has measured fewer threads there
 
     def measured(cores: int, by_threads: dict[str, float]) -> HardwareProfile:
         return replace(laptop, host=replace(laptop.host, cores=cores, by_threads=by_threads))
 
-    assert allotted(measured(4, {"1": 1e11, "4": 4e11})) is None
-    assert allotted(measured(16, {"1": 1e11, "16": 16e11})) == 11
+    assert compute_threads(measured(4, {"1": 1e11, "4": 4e11})) is None
+    assert compute_threads(measured(16, {"1": 1e11, "16": 16e11})) == 11
     saturated = measured(56, {"1": 1e11, "16": 12e11, "32": 12e11, "56": 9e11})
-    assert allotted(saturated) == 16
+    assert compute_threads(saturated) == 16
     slower = on_threads(saturated.host, 1)
     assert slower.cores == 1
     assert slower.flops["256"] == pytest.approx(saturated.host.flops["256"] / 9)
@@ -363,11 +389,11 @@ def test_experts_are_stored_whole_and_multiplied_in_part() -> None:
     attention, forward, head = sublayers(model)
     stored = sum(part.params * part.count for part in (attention, forward, head))
     assert stored + model.vocab * model.hidden == pytest.approx(model.params_total, rel=1e-4)
-    assert forward.met == pytest.approx(0.25, rel=1e-3)
+    assert forward.active_share == pytest.approx(0.25, rel=1e-3)
     matrices = matrices_of(model)
     assert sum(m.rows * m.columns for m in matrices) == pytest.approx(stored, rel=1e-4)
     assert {m.expert for m in matrices if m.group == "layer3"} == {None, 0, 1, 2, 3}
-    stage = planner_for(model, Lengths(512, 32), PROFILES["a100_80g_sxm_x8"], "offload", 8)
+    stage = planner_for(model, Lengths(512, 32), PROFILES["a100_80g_sxm_x8"], OFFLOAD, 8)
     assert stage.shape.num_layers == 4
     assert stage.shape.forward_stored == pytest.approx(model.forward_stored, rel=1e-6)
     laptop = HostPlanner(model, Lengths(64, 8), PROFILES["laptop_cpu"])

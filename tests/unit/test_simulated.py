@@ -8,7 +8,7 @@ import pytest
 
 from engines.models.shapes import shape
 from engines.planning.host_planner import HostPlanner
-from engines.planning.simulated import searched, simulate
+from engines.planning.simulated import search_policy, simulate
 from engines.planning.workload import Lengths
 from harness import hardware
 from harness.api import HardwareLimits, LocalModel, ModelSpec, OffloadPolicy, RunRecord, RunSpec, Schedule, WorkloadSpec
@@ -51,7 +51,7 @@ def test_a_search_changes_only_what_it_may() -> None:
     spec = RunSpec("offload", ModelSpec("facebook/opt-1.3b", "dummy"), WorkloadSpec("synthetic", 64, 8, 16), own,
                    tune="search", limits=HardwareLimits(host_memory=2 << 30))  # fmt: skip
     local = LocalModel("", model, 2 * model.params_total, "bfloat16", "")
-    found = searched(spec, local, PROFILES["laptop_cpu"], []).policy
+    found = search_policy(spec, local, PROFILES["laptop_cpu"], []).policy
     assert found.gpu_batch_size > 1
     assert replace(found, gpu_batch_size=1) == own
 

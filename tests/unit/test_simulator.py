@@ -13,7 +13,7 @@ from engines.models import checkpoints
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
 from engines.offload.stats import stats_of
-from engines.planning.host_planner import BEFORE_ATTENTION, HostPlanner, placed, sequences_of
+from engines.planning.host_planner import MATRICES_BEFORE_ATTENTION, HostPlanner, place_model, simulated_sequences
 from engines.planning.machine import Machine
 from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.workload import Lengths
@@ -66,8 +66,8 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     moved = stats.kv_bytes_read, stats.kv_bytes_written
 
     found = PlacedModel(model.shape, loaded.tiles, storages(model.dtype, OffloadPolicy(**policy))[2], loaded.plan)
-    simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), BEFORE_ATTENTION)
-    sequences = sequences_of(lengths)
+    simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
+    sequences = simulated_sequences(lengths)
     simulator.run(sequences)
     disk, tasks = LAPTOP.disk, simulator.timeline.tasks
     assert tasks["task_load_cache"] == pytest.approx(moved[0] / disk.read)
@@ -93,10 +93,10 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,
                            weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
     lengths = [Lengths(32, 8)] * (3 * policy.block_size)
-    found = placed(model, policy, lengths, None, 2, "bfloat16", "float32")
+    found = place_model(model, policy, lengths, None, 2, "bfloat16", "float32")
     machine = Machine(LAPTOP)
-    simulator = Simulator(found, policy, machine, BEFORE_ATTENTION, disk)
-    sequences = sequences_of(lengths)
+    simulator = Simulator(found, policy, machine, MATRICES_BEFORE_ATTENTION, disk)
+    sequences = simulated_sequences(lengths)
     simulator.run(sequences)
     whole = max(s.times[-1] for s in sequences)
     passes = simulator.timeline.passes
@@ -115,7 +115,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
 def test_passes_that_are_alike_may_be_played_once(policy: dict[str, object]) -> None:
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(64, 4)] * 12
     asked = OffloadPolicy(2, 2, weights=(0.0, 0.3, 0.7), **policy)
-    found = placed(model, asked, lengths, None, 2, "bfloat16", "float32")
+    found = place_model(model, asked, lengths, None, 2, "bfloat16", "float32")
 
     class Forgetful(dict):
         def __contains__(self, key: object) -> bool:
@@ -123,9 +123,9 @@ def test_passes_that_are_alike_may_be_played_once(policy: dict[str, object]) -> 
 
     times = []
     for passes in ({}, Forgetful()):
-        simulator = Simulator(found, asked, Machine(LAPTOP), BEFORE_ATTENTION)
+        simulator = Simulator(found, asked, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
         simulator._passes = passes
-        sequences = sequences_of(lengths)
+        sequences = simulated_sequences(lengths)
         simulator.run(sequences)
         times.append([*simulator.timeline.tasks.values(), *(t for s in sequences for t in s.times)])
         played = len(passes)
@@ -152,7 +152,7 @@ def test_a_disk_that_is_too_small_is_no_plan() -> None:
     planner = HostPlanner(shape("facebook/opt-30b"), Lengths(64, 8), small)
     policy = OffloadPolicy(4, schedule="row", weights=(0.0, 0.1, 0.9))
     assert planner.runnable(policy) is None
-    assert planner.lacking(planner.predict(policy))["disk"] > 50e9
+    assert planner.missing(planner.predict(policy))["disk"] > 50e9
     with pytest.raises(HarnessError, match="the system alone takes"):
         HostPlanner(shape("facebook/opt-125m"), Lengths(64, 8), replace(LAPTOP, host=replace(LAPTOP.host, memory=1e9)))
 
@@ -176,10 +176,9 @@ def test_overlap_hides_the_disk_and_turns_do_not() -> None:
     times = {}
     for overlap in (True, False):
         policy = OffloadPolicy(16, schedule="row", weights=(0.0, 0.0, 1.0), overlap=overlap)
-        simulator = Simulator(
-            placed(model, policy, lengths, None, 8, "bfloat16", "float32"), policy, Machine(LAPTOP), BEFORE_ATTENTION
-        )
-        sequences = sequences_of(lengths)
+        placed = place_model(model, policy, lengths, None, 8, "bfloat16", "float32")
+        simulator = Simulator(placed, policy, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
+        sequences = simulated_sequences(lengths)
         simulator.run(sequences)
         times[overlap] = max(s.times[-1] for s in sequences)
         load = simulator.timeline.load_s

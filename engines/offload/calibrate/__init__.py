@@ -1,1 +1,1 @@
-"""Measures the rates of this host, its device and the engine, for plans."""
+"""Measures the rates of this host, its device and the engine for hardware profiles."""

@@ -1,4 +1,4 @@
-"""Measures a device for plans: its memory, arithmetic and the link to it, by its own clock."""
+"""Measures a device: memory, arithmetic and attention by its own clock, and the link to it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from engines.offload.weights import gemm
 from harness.api import Dtype, Link, Processor
 
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
-#: Of the tiles that are multiplied, rows and columns; of copies, bytes.
+#: Rows and columns of the weights that are multiplied, and bytes of a copy.
 _HEIGHT, _WIDTH = 8192, 4096
 _COPIED = 1 << 28
-#: Sequences, heads and tokens of the attention that is measured, columns of a head, and calls in a row.
+#: Decode attention: sequences, heads, cached tokens, columns of a head, and calls between two clock stamps.
 _SEQUENCES, _HEADS, _CONTEXT, _DIM, _CALLS = 64, 32, 512, 128, 8
 
 
 def measure(
     device: Accelerator, name: str, memory: int, kernels: DeviceKernels, rounds: int, dtype: Dtype = "float16"
 ) -> tuple[Processor, Link, dict[str, list[float]]]:
-    """The device's rates with weights in `dtype`, the link's, and every sample by its path in a profile."""
+    """The rates of the device, with weights in `dtype`, and of the link; and all samples by their path in a profile."""
     samples: dict[str, list[float]] = {}
     plain, packed = Plain(dtype), Grouped(4, 64)
     with torch.inference_mode():
@@ -43,27 +43,27 @@ def measure(
         for bits, stored in (("16", plain), ("4", packed)):
             samples[f"device.attention.{bits}"] = _attention(device, stored, dtype, kernels, rounds)
         samples |= _link(device, rounds)
-    found = {path: statistics.median(rates) for path, rates in samples.items()}
+    medians = {path: statistics.median(rates) for path, rates in samples.items()}
     processor = Processor(
         name=name,
         memory=float(memory),
-        bandwidth=found["device.bandwidth"],
-        flops=curve(found, "device.flops."),
-        attention=curve(found, "device.attention."),
-        dequantize=found["device.dequantize"],
+        bandwidth=medians["device.bandwidth"],
+        flops=curve(medians, "device.flops."),
+        attention=curve(medians, "device.attention."),
+        dequantize=medians["device.dequantize"],
         dtype=dtype,
     )
-    link = Link(found["link.h2d"], found["link.d2h"], found["link.h2d_pageable"], found["link.d2h_pageable"])
+    link = Link(*(medians[f"link.{way}"] for way in ("h2d", "d2h", "h2d_pageable", "d2h_pageable")))
     return processor, link, samples
 
 
 def curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The rates at paths that begin so, by what follows."""
+    """The rates whose paths start with `prefix`, by the rest of the path."""
     return {path.removeprefix(prefix): rate for path, rate in rates.items() if path.startswith(prefix)}
 
 
 def _seconds(device: Accelerator, work: Callable[[], object], rounds: int) -> list[float]:
-    """Of each round by the device's clock; the first is not counted."""
+    """Seconds of each round by the device's clock, after one that warms up."""
     stamps = []
     for _ in range(rounds + 1):
         work()
@@ -76,14 +76,14 @@ def _rates(device: Accelerator, amount: float, work: Callable[[], object], round
 
 
 def _copies(device: Accelerator, rounds: int) -> list[float]:
-    """Bytes/s of one-way copies in its memory."""
+    """Bytes/s copied within the device's memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, device=device.where)
     target = torch.zeros_like(source)
     return _rates(device, _COPIED, lambda: target.copy_(source), rounds)
 
 
 def _packed(device: Accelerator, stored: Storage, kernels: DeviceKernels) -> torch.Tensor:
-    """A weight as it is stored."""
+    """A weight in its storage layout."""
     values = torch.full((_HEIGHT, _WIDTH), 0.01, device=device.where)
     return stored_view(kernels.quantizer(stored).pack(values).view(torch.uint8).flatten(), stored, _HEIGHT, _WIDTH)
 
@@ -91,7 +91,7 @@ def _packed(device: Accelerator, stored: Storage, kernels: DeviceKernels) -> tor
 def _product(
     device: Accelerator, way: gemm.GemmBackend, stored: Storage, kernels: DeviceKernels, rows: int, rounds: int
 ) -> list[float]:
-    """Seconds of a product of so many rows; weights take turns, as none comes from a cache when a model runs."""
+    """Seconds of a product of `rows` rows. Weights alternate so that none is in a cache, as when a model runs."""
     weights = itertools.cycle([_packed(device, stored, kernels) for _ in range(4)])
     x = torch.full((rows, _WIDTH), 0.01, dtype=getattr(torch, way.dtype), device=device.where)
     out = gemm.padded_output(rows, _HEIGHT, x)
@@ -99,14 +99,14 @@ def _product(
 
 
 def _unpacking(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
-    """Values/s."""
+    """Values/s dequantized."""
     weight, quantizer = _packed(device, stored, kernels), kernels.quantizer(stored)
     out = torch.empty(_HEIGHT, _WIDTH, dtype=getattr(torch, dtype), device=device.where)
     return _rates(device, out.numel(), lambda: quantizer.unpack(weight, out), rounds)
 
 
 def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
-    """Bytes/s of keys and values as they are stored, of one new token of each sequence."""
+    """Stored bytes/s of the KV cache that decode attention reads."""
     kernel, quantizer = kernels.attention(stored, sparse=False), kernels.quantizer(stored)
     each = _CONTEXT // BLOCK_SIZE
     values = torch.full((_SEQUENCES * each, 2, _HEADS, BLOCK_SIZE, _DIM), 0.01, device=device.where)
@@ -116,7 +116,7 @@ def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: Devi
     query = torch.full((_HEADS, _SEQUENCES, _DIM), 0.01, dtype=getattr(torch, dtype), device=device.where)
     nbytes = 2 * _SEQUENCES * _HEADS * _CONTEXT * stored.row_bytes(_DIM)
 
-    def attend() -> None:  # often enough that it takes longer than asking for it
+    def attend() -> None:  # often enough to outlast the launches
         for _ in range(_CALLS):
             kernel(query, blocks, segments, AttentionSpec(_DIM**-0.5))
 
@@ -124,7 +124,7 @@ def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: Devi
 
 
 def _link(device: Accelerator, rounds: int) -> dict[str, list[float]]:
-    """Bytes/s each way, of pinned memory and of memory that is not, whose copies torch waits for."""
+    """Bytes/s each way, from pinned memory and from pageable memory, whose copies are synchronous."""
     pinned, plain = device.pinned(_COPIED), torch.zeros(_COPIED, dtype=torch.uint8)
     there = torch.zeros(_COPIED, dtype=torch.uint8, device=device.where)
     ways: dict[str, Callable[[], object]] = {
@@ -133,12 +133,12 @@ def _link(device: Accelerator, rounds: int) -> dict[str, list[float]]:
         "h2d_pageable": lambda: there.copy_(plain),
         "d2h_pageable": lambda: plain.copy_(there),
     }
-    found = {}
+    rates = {}
     for name, work in ways.items():
         work()
         times = [_timed(work) for _ in range(rounds)]
-        found[f"link.{name}"] = [_COPIED / s for s in times]
-    return found
+        rates[f"link.{name}"] = [_COPIED / s for s in times]
+    return rates
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Measures this host for plans: the rates of its memory, disk and arithmetic, each with its spread."""
+"""Measures a hardware profile of this host: memory, disk, arithmetic, the engine, and a device if there is one."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ from harness.common.buffers import direct_buffer
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
-#: Columns of the tiles that are multiplied, and bytes of them all: more than a CPU's caches hold.
+#: Columns of the tiles that are multiplied, and bytes of all tiles: more than a CPU's caches hold.
 _WIDTH, _ROTATED = 2048, 256 << 20
-#: Tiles in a round, and rows at which little but unpacking is seen.
+#: Tiles of a round, and so few rows that dequantization dominates.
 _TILES, _FEW = 16, 16
 _PIECE = 16 << 20
 _BITS: Mapping[str, Storage] = {
     "16": Plain("bfloat16"), "8": Grouped(8, 64), "4": Grouped(4, 64), "3": Grouped(3, 64)
 }  # fmt: skip
-#: Sequences, heads, key/value heads and tokens of the attention that is measured, of 64 columns.
+#: Decode attention: sequences, heads, key/value heads and cached tokens, of 64 columns a head.
 _ATTENTION = (32, 32, 32, 512)
 
 Report = Callable[[str], None]
 
 
 def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareProfile:
-    """A profile of this host; in under a minute where it is `quick`, else in a few. Disk rates are of `folder`.
+    """A profile of this host, in a few minutes, or under one if `quick`.
 
-    `report` is told what is being measured.
+    Disk rates are those of `folder`. `report` receives what is being measured. Raises DiskFullError or HarnessError if
+    files cannot be written.
     """
     samples: dict[str, list[float]] = {}
     rounds = 3 if quick else 7
@@ -104,7 +105,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
             processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
             samples |= of_device
             devices = 1  # the engine uses one
-        except RuntimeError as exc:  # what is out of memory there, or broken, has left the host's rates as they are
+        except RuntimeError as exc:  # out of memory or broken: the host's rates still hold
             report(f"the device cannot be measured: {first_line(exc)}")
         finally:
             device.close()
@@ -140,7 +141,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
 
 @contextmanager
 def _in_words(folder: Path, what: str) -> Iterator[None]:
-    """Says of a full or broken disk what could not be done in `folder`."""
+    """Turns an OSError into a HarnessError that says what could not be done in `folder`."""
     try:
         yield
     except OSError as exc:
@@ -150,7 +151,7 @@ def _in_words(folder: Path, what: str) -> Iterator[None]:
 
 
 def _counts(threads: int) -> list[int]:
-    """Powers of two up to the number of threads, and that."""
+    """Powers of two below the number of threads, and that number."""
     return sorted({*(1 << i for i in range(threads.bit_length()) if 1 << i < threads), threads})
 
 
@@ -162,19 +163,19 @@ def _copies(rounds: int) -> list[float]:
 
 
 def _chosen(kernels: HostKernels) -> gemm.GemmBackend:
-    """How the engine would multiply weights in 16 bits here."""
+    """How the engine would multiply 16-bit weights here."""
     dtypes: Sequence[Dtype] = ("bfloat16", "float32")
     return gemm.choose_gemm(Plain("bfloat16"), _WIDTH, dtypes, kernels)
 
 
 def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
-    """FLOP/s with weights in 16 bits."""
+    """FLOP/s with 16-bit weights."""
     seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
     return [2 * rows * TILE_VALUES / s for s in seconds]
 
 
 def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
-    """Seconds a tile, of tiles that take turns, as none comes from a cache when a model runs."""
+    """Seconds a tile. Tiles alternate so that none is in a cache, as when a model runs."""
     height = TILE_VALUES // _WIDTH
     raw = kernels.quantizer(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
     tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
@@ -191,7 +192,7 @@ def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: Host
 
 
 def _attention(stored: Storage, kernels: HostKernels, rounds: int) -> list[float]:
-    """Bytes/s of keys and values as they are stored."""
+    """Stored bytes/s of the KV cache that decode attention reads."""
     sequences, _, kv_heads, context = _ATTENTION
     nbytes = 2 * sequences * kv_heads * context * stored.row_bytes(64)
     work = attention_of_one_token(stored, *_ATTENTION, kernels)
@@ -199,14 +200,14 @@ def _attention(stored: Storage, kernels: HostKernels, rounds: int) -> list[float
 
 
 def _unpacking(way: gemm.GemmBackend, flops: float, kernels: HostKernels, rounds: int) -> list[float]:
-    """Values/s of weights in 4 bits: what a product of few rows takes, but for its arithmetic at `flops`."""
+    """4-bit values/s dequantized: a product of few rows, less its arithmetic at `flops`."""
     seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
     arithmetic = 2 * _FEW * TILE_VALUES / flops
-    return [TILE_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # a clock's noise is no infinite rate
+    return [TILE_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # noise must not make the rate infinite
 
 
 def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:
-    """FLOP/s at 256 rows on so many threads."""
+    """FLOP/s at 256 rows on `count` threads."""
     torch.set_num_threads(count)
     try:
         kernels = HostKernels(cache, count)
@@ -216,10 +217,10 @@ def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[floa
 
 
 def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Bytes/s written and read past the page cache, in large pieces one after the other."""
+    """Bytes/s written and read past the page cache, in large pieces in sequence."""
     buffer = direct_buffer(_PIECE)
-    buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # a disk may shrink what repeats
-    written, found = [], []
+    buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # random: a disk may compress
+    written, reads = [], []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         flags = getattr(os, "O_DIRECT", 0)
         descriptor = _open(file.name, os.O_RDWR | flags) or os.open(file.name, os.O_RDWR)
@@ -231,14 +232,14 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
                 os.fsync(descriptor)
                 written.append(size / (time.perf_counter() - began))
             for _ in range(rounds):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # there is no other way past it everywhere
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # works without direct I/O too
                 began = time.perf_counter()
                 for offset in range(0, size, _PIECE):
                     os.preadv(descriptor, [buffer], offset)
-                found.append(size / (time.perf_counter() - began))
+                reads.append(size / (time.perf_counter() - began))
         finally:
             os.close(descriptor)
-    return written, found
+    return written, reads
 
 
 def _open(name: str, flags: int) -> int | None:

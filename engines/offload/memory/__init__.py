@@ -1,1 +1,1 @@
-"""What goes where, decided before anything is loaded. Imports no torch."""
+"""Plans where weights, KV cache and activations go before anything is loaded. Imports no torch."""

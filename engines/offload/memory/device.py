@@ -1,4 +1,4 @@
-"""What goes where with a device: its memory, pinned host memory and the disk, decided before anything is loaded."""
+"""Plans memory for an engine with a device: the device's memory, pinned host memory and the disk."""
 
 from __future__ import annotations
 
@@ -10,32 +10,24 @@ from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
-from engines.offload.memory.plan import (
-    KEPT_SHARE,
-    ActivationMemory,
-    MemoryPlan,
-    MemoryRequest,
-    evenly,
-    largest,
-    mib,
-    slots_within,
-)
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, mib
+from engines.offload.memory.planner import MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
 
-#: Prompt tokens of a batch and pass where the policy does not say: a device multiplies thousands of rows as fast as
-#: hundreds cost it in weights.
+#: Prompt tokens of a batch in a pass, least and most, where the policy sets no chunk: a device multiplies thousands of
+#: rows in the time that hundreds take to load their weights.
 _CHUNK = (64, 4096)
-#: Values of a tile of a large model: one copy of it outlasts the asking for it by far, and few make a ring.
+#: Values of a tile of a large model: copying one takes far longer than launching the copy, and a few fill the ring.
 _TILE_VALUES = 32 << 20
-#: As in layout.py, of a small one: it is to have some tiles.
+#: A small model is cut into this many tiles, of no fewer values; as in layout.py.
 _LEAST_VALUES, _TILES = 16 << 10, 256
-#: Without a limit the part of the memory that is free which may be pinned.
+#: Share of the host's free memory that may be pinned where no limit is set.
 PINNED_SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class _KVBlocks:
-    """Blocks of the cache on the device and in host memory, and what they take: on the device with their stages."""
+    """KV blocks by tier and the bytes they take there; on the device with the stages of those in host memory."""
 
     device: int
     host: int
@@ -44,164 +36,155 @@ class _KVBlocks:
 
 
 def tile_values(shape: ModelShape) -> int:
-    """Values of a tile, which is copied to the device as one."""
+    """Values of a weight tile, which is copied to the device as a whole."""
     return min(_TILE_VALUES, max(_LEAST_VALUES, shape.params_total // _TILES))
 
 
-def pinned_sizes(demand: MemoryRequest, pinned: Iterable[int], blocks: int) -> list[int]:
-    """Bytes of all tensors in pinned memory: tiles on their way from disk, those held, blocks of each layer."""
-    layers = demand.shape.num_layers
-    passing = [max(b.span for b in demand.tiles)] * READERS
-    held = [demand.tiles[i].span for i in pinned]
-    return passing + held + pieces(blocks, kv_block_bytes(demand.shape, demand.cache) // layers) * layers
+def pinned_sizes(request: MemoryRequest, pinned: Iterable[int], kv_blocks: int) -> list[int]:
+    """Bytes of each tensor in pinned memory: read buffers for tiles on disk, tiles held, KV blocks of each layer."""
+    layers = request.shape.num_layers
+    buffers = [request.largest_tile] * READERS
+    held = [request.tiles[i].span for i in pinned]
+    return buffers + held + pieces(kv_blocks, kv_block_bytes(request.shape, request.cache) // layers) * layers
 
 
-def plan_device_memory(demand: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> MemoryPlan:
+def plan_device_memory(request: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> MemoryPlan:
     """The plan for `policy` within `device` bytes of the device's memory and `host` bytes of pinned memory.
 
-    Where the policy leaves it open, keys and values are on the device as far as they fit there, and weights in what is
-    left of it; then weights are in host memory, and keys and values in what is left there: what the disk gives is
-    slowest. Blocks of sequences must fit whole, and so their keys and values come first; a sweep runs as many sequences
-    as fit, up to its batch size. Raises InfeasibleError with the numbers, UnsupportedError for keys and values on disk
-    or activations that are not on the device.
+    Where the policy sets no fractions, the device holds the KV cache as far as it fits and weights in what is left;
+    host memory then holds weights, and the rest of the cache in what is left of it: reading from disk is slowest.
+    Blocks of sequences must fit whole, so their cache has precedence.
+
+    Raises InfeasibleError with the missing bytes by tier, UnsupportedError for a KV cache on disk or activations that
+    are not on the device.
     """
     if policy.activations not in (None, (1.0, 0.0, 0.0)):
         raise UnsupportedError("policy.activations: with a device they stay there: leave them out, or [1, 0, 0]")
     if policy.cache is not None and policy.cache[2]:
         raise UnsupportedError("policy.cache: with a device keys and values are there and in host memory, not on disk")
-    return _Planner(demand, policy, device - CONTEXT_BYTES, host).plan()
+    return _DevicePlanner(request, policy, device - CONTEXT_BYTES, host).plan()
 
 
-class _Planner:
-    """One plan in the making."""
-
-    def __init__(self, demand: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> None:
-        self._demand = demand
-        self._policy = policy
+class _DevicePlanner(MemoryPlanner):
+    def __init__(self, request: MemoryRequest, policy: OffloadPolicy, device: int, host: int) -> None:
+        super().__init__(request, policy, device, _CHUNK)
         self._device = device
         self._host = host
-        self._sweep = policy.schedule == "sweep"
-        shape = demand.shape
-        self._block_bytes = kv_block_bytes(shape, demand.cache)
-        self._staged = STAGES * (self._block_bytes // shape.num_layers)  # of a block whose home is host memory
-        self._span = max(b.span for b in demand.tiles)
-        self._slots = slots_within(device, self._span)
-        self._work = ActivationMemory.within(device, demand, policy, _CHUNK)
-        self._weights = sum(b.nbytes for b in demand.tiles)
-        asked = policy.weights
-        self._asked = None if asked is None else (int(asked[0] * self._weights), int(asked[1] * self._weights))
-        self._other = demand.small_bytes + demand.cast_bytes + SLACK_BYTES + int(device * KEPT_SHARE)
+        self._block_bytes = kv_block_bytes(request.shape, request.cache)
+        #: On the device, for each block in host memory.
+        self._stage_bytes = STAGES * (self._block_bytes // request.shape.num_layers)
+        #: Bytes of weights that the policy sets for device and host.
+        self._held_weights: tuple[int, int] | None = None
+        if policy.weights is not None:
+            on_device, on_host, _ = policy.weights
+            self._held_weights = int(on_device * request.weight_bytes), int(on_host * request.weight_bytes)
 
     def plan(self) -> MemoryPlan:
-        wanted = self._policy.block_size
-        least = 1 if self._sweep else wanted
-        sequences = largest(wanted, self._fits)
-        if sequences < least:
-            raise self._refusal(least)
-        blocks = self._blocks(sequences, self._demand.blocks(sequences, self._sweep))
-        assert blocks is not None
-        if self._sweep and (whole := self._blocks(sequences, sequences * blocks_for(self._demand.max_sequence))):
-            blocks = whole
-        return self._finished(sequences, blocks)
+        sequences = self._most_sequences()
+        kv = self._place_kv(sequences, self._request.kv_blocks(sequences, self._mixed_ages))
+        assert kv is not None
+        if self._mixed_ages:
+            at_full_length = sequences * blocks_for(self._request.max_sequence)
+            kv = self._place_kv(sequences, at_full_length) or kv
+        return self._finished(sequences, kv)
 
     def _fits(self, sequences: int) -> bool:
-        return self._blocks(sequences, self._demand.blocks(sequences, self._sweep)) is not None
+        return self._place_kv(sequences, self._request.kv_blocks(sequences, self._mixed_ages)) is not None
 
-    def _blocks(self, sequences: int, blocks: int) -> _KVBlocks | None:
-        """Where so many blocks are, if there is room for them."""
-        room = self._device - self._fixed(sequences) - (self._asked[0] if self._asked else 0)
-        on_host = self._host - self._beside()
-        if self._asked:
-            on_host -= self._asked[1]
-        elif self._sweep:  # weights come first, but for what the device will hold of them
-            on_host -= max(0, self._weights - max(0, room - blocks * self._block_bytes))
+    def _place_kv(self, sequences: int, blocks: int) -> _KVBlocks | None:
+        """Divides KV blocks between device and host; None if they do not fit."""
+        device_room = self._device - self._fixed(sequences)
+        host_room = self._host - self._host_fixed()
+        if self._held_weights:
+            device_room -= self._held_weights[0]
+            host_room -= self._held_weights[1]
+        elif self._mixed_ages:  # host memory holds weights first, but for those that the device will hold
+            weights = self._request.weight_bytes
+            host_room -= max(0, weights - max(0, device_room - blocks * self._block_bytes))
         if self._policy.cache is None:
-            lack = max(0, blocks * self._block_bytes - room)
-            host = math.ceil(lack / max(1, self._block_bytes - self._staged))
+            missing = max(0, blocks * self._block_bytes - device_room)
+            host = math.ceil(missing / max(1, self._block_bytes - self._stage_bytes))
         else:
             host = round(self._policy.cache[1] * blocks)
-        found = _KVBlocks(
-            blocks - host, host, (blocks - host) * self._block_bytes + host * self._staged, host * self._block_bytes
-        )
-        if self._asked is None:
-            on_host = max(0, on_host)  # weights that do not fit stay on disk
-        fits = found.device >= 0 and found.device_bytes <= room and found.host_bytes <= on_host
-        return found if fits else None
+        on_device = (blocks - host) * self._block_bytes + host * self._stage_bytes
+        kv = _KVBlocks(blocks - host, host, on_device, host * self._block_bytes)
+        if self._held_weights is None:
+            host_room = max(0, host_room)  # weights that do not fit stay on disk
+        return kv if kv.device >= 0 and kv.device_bytes <= device_room and kv.host_bytes <= host_room else None
 
     def _fixed(self, sequences: int) -> int:
-        """What the device holds beside the cache and weights that stay."""
-        return self._work.bytes(sequences) + self._slots * self._span + self._other
+        """Bytes on the device beside the KV cache and resident weights."""
+        return self._activations.bytes(sequences) + self._ring + self._other
 
-    def _beside(self) -> int:
-        """What host memory holds beside weights and the cache: tiles on their way from disk, rows of embeddings on
-        their way to the device and of logits back, pinned by torch in powers of two, and the rest."""
-        shape, width = self._demand.shape, self._demand.compute_bytes
-        rows = self._work.chunk * shape.hidden * width + self._policy.block_size * shape.vocab * width
-        return SLACK_BYTES + 2 * rows + pinned_bytes([self._span] * READERS) + wasted(self._host, self._span)
+    def _host_fixed(self) -> int:
+        """Bytes of host memory beside weights and the KV cache.
 
-    def _finished(self, sequences: int, blocks: _KVBlocks) -> MemoryPlan:
-        tiles = self._demand.tiles
-        fixed = self._fixed(sequences)
-        room = self._device - fixed - blocks.device_bytes
-        resident = evenly(tiles, range(len(tiles)), min(room, self._asked[0]) if self._asked else max(0, room))
-        rest = [i for i in range(len(tiles)) if i not in resident]
-        room = max(0, self._host - self._beside() - blocks.host_bytes)
-        pinned = self._pinned(rest, min(room, self._asked[1]) if self._asked else room, blocks)
-        kept, held = (sum(tiles[i].nbytes for i in chosen) for chosen in (resident, pinned))
-        parts = {"cache": blocks.device_bytes, "work": self._work.bytes(sequences), "ring": self._slots * self._span,
-                 "resident": kept, "other": self._other}  # fmt: skip
-        words = " + ".join(f"{name} {mib(nbytes)}" for name, nbytes in parts.items())
-        total = self._pinned_bytes(pinned, blocks)
+        Read buffers for tiles on disk, embeddings on their way to the device and logits on their way back (which torch
+        pins in powers of two), what is lost at the ends of pinned pieces, and slack.
+        """
+        shape, span = self._request.shape, self._request.largest_tile
+        values = self._activations.chunk * shape.hidden + self._policy.block_size * shape.vocab
+        transfers = 2 * values * self._request.compute_bytes
+        return SLACK_BYTES + transfers + pinned_bytes([span] * READERS) + wasted(self._host, span)
+
+    def _finished(self, sequences: int, kv: _KVBlocks) -> MemoryPlan:
+        tiles, each = self._request.tiles, self._activations
+        device_limit, host_limit = self._held_weights or (None, None)
+        room = self._device - self._fixed(sequences) - kv.device_bytes
+        room = max(0, room) if device_limit is None else min(room, device_limit)
+        resident = evenly(tiles, range(len(tiles)), room)
+        room = max(0, self._host - self._host_fixed() - kv.host_bytes)
+        room = room if host_limit is None else min(room, host_limit)
+        pinned = self._pinned_tiles([i for i in range(len(tiles)) if i not in resident], room, kv)
+        on_device, on_host = (sum(tiles[i].nbytes for i in chosen) for chosen in (resident, pinned))
+        parts = {"cache": kv.device_bytes, "work": each.bytes(sequences), "ring": self._ring,
+                 "resident": on_device, "other": self._other}  # fmt: skip
+        pinned_total = self._pinned_bytes(pinned, kv)
         note = (
-            f"device memory: {words} of {mib(self._device)}; pinned: weights {mib(held)} + cache "
-            f"{mib(blocks.host_bytes)} + passing = {mib(total)} of {mib(self._host)}"
+            f"device memory: {summed(parts)} of {mib(self._device)}; pinned: weights {mib(on_host)} + cache "
+            f"{mib(kv.host_bytes)} + passing = {mib(pinned_total)} of {mib(self._host)}"
         )
         return MemoryPlan(
-            kv_blocks=blocks.device,
+            kv_blocks=kv.device,
             disk_kv_blocks=0,
             sequences=sequences,
             resident=resident,
             slots=self._slots,
-            chunk=self._work.chunk,
-            activation_bytes=parts["work"] // self._work.batches,
-            row_bytes=self._work.row,
-            logits_bytes=self._work.logits,
+            chunk=each.chunk,
+            activation_bytes=parts["work"] // each.batches,
+            row_bytes=each.row_bytes,
+            logits_bytes=each.logits_bytes,
             total_bytes=sum(parts.values()),
             note=note,
-            host_kv_blocks=blocks.host,
+            host_kv_blocks=kv.host,
             pinned=pinned,
-            pinned_bytes=total,
+            pinned_bytes=pinned_total,
         )
 
-    def _pinned(self, rest: list[int], nbytes: int, blocks: _KVBlocks) -> frozenset[int]:
-        """Tiles that are held in pinned memory: as many as `nbytes` hold, and its pieces have room for."""
+    def _pinned_tiles(self, candidates: list[int], nbytes: int, kv: _KVBlocks) -> frozenset[int]:
+        """Tiles held in pinned memory: as many as fit `nbytes` and the pieces that it is allocated in."""
         while True:
-            chosen = evenly(self._demand.tiles, rest, nbytes)
-            over = self._pinned_bytes(chosen, blocks) - (self._host - SLACK_BYTES)
+            chosen = evenly(self._request.tiles, candidates, nbytes)
+            over = self._pinned_bytes(chosen, kv) - (self._host - SLACK_BYTES)
             if over <= 0 or not chosen:
                 return chosen
-            nbytes = max(0, nbytes - over - self._span)
+            nbytes = max(0, nbytes - over - self._request.largest_tile)
 
-    def _pinned_bytes(self, chosen: frozenset[int], blocks: _KVBlocks) -> int:
-        """What pinned memory takes in its pieces."""
-        return pinned_bytes(pinned_sizes(self._demand, chosen, blocks.host))
+    def _pinned_bytes(self, chosen: frozenset[int], kv: _KVBlocks) -> int:
+        """Bytes of the pinned pieces that hold these tiles and the KV blocks."""
+        return pinned_bytes(pinned_sizes(self._request, chosen, kv.host))
 
-    def _refusal(self, sequences: int) -> InfeasibleError:
-        """Why not even so many sequences fit, and what would."""
-        blocks = self._demand.blocks(sequences, self._sweep)
-        need = self._fixed(sequences) + (self._asked[0] if self._asked else 0) + blocks * self._staged
-        batches = self._policy.num_gpu_batches
-        size = 0 if self._sweep else largest(self._policy.gpu_batch_size, lambda n: self._fits(n * batches))
-        hint = f"gpu_batch_size {size} would fit" if size else "use larger limits"
-        if self._asked:
-            hint += ", or hold a smaller part of the weights (policy.weights)"
-        on_host = self._beside() + (self._asked[1] if self._asked else 0) + blocks * self._block_bytes
-        lacking = {"device": need - self._device, "host": on_host - self._host}
+    def _refusal(self, fewest: int) -> InfeasibleError:
+        blocks = self._request.kv_blocks(fewest, self._mixed_ages)
+        device_weights, host_weights = self._held_weights or (0, 0)
+        needed = self._fixed(fewest) + device_weights + blocks * self._stage_bytes
+        needed_on_host = self._host_fixed() + host_weights + blocks * self._block_bytes
+        missing = {"device": needed - self._device, "host": needed_on_host - self._host}
         return InfeasibleError(
-            f"offload needs {mib(need)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {sequences} "
-            f"sequences of {self._demand.max_sequence} tokens (work {mib(self._work.bytes(sequences))}, ring "
-            f"{mib(self._slots * self._span)}, other {mib(self._other)}), and {mib(blocks * self._block_bytes)} for "
-            f"their cache there or in host memory; the limits leave {mib(max(0, self._device))} and "
-            f"{mib(self._host)}; {hint}",
-            {tier: short for tier, short in lacking.items() if short > 0},
+            f"offload needs {mib(needed)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {fewest} "
+            f"sequences of {self._request.max_sequence} tokens (work {mib(self._activations.bytes(fewest))}, ring "
+            f"{mib(self._ring)}, other {mib(self._other)}), and {mib(blocks * self._block_bytes)} for their cache "
+            f"there or in host memory; the limits leave {mib(max(0, self._device))} and {mib(self._host)}; "
+            + self._hint("use larger limits", self._held_weights is not None),
+            {tier: short for tier, short in missing.items() if short > 0},
         )

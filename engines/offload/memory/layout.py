@@ -1,4 +1,4 @@
-"""How weight matrices are cut into tiles, and where the tiles lie in files."""
+"""Cuts weight matrices into tiles, and lays the tiles out in files."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from dataclasses import dataclass
 from engines.offload.memory.storage import Grouped, Storage
 from harness.api import ModelShape
 
-#: Direct I/O needs file offsets, lengths and addresses at multiples of this.
+#: Direct I/O requires offsets, lengths and addresses to be multiples of this.
 ALIGN = 4096
 #: Threads that read weights from disk.
 READERS = 2
-#: The group of matrices outside the decoder layers: the head, and projections next to embeddings.
+#: The group, and so the file, of matrices outside the decoder layers: the head, and projections beside embeddings.
 OUTSIDE = "outside"
-#: Values in a tile: at most 4 MiB in 16 bits, so that a float32 copy, where one is made, stays in the CPU's last-level
-#: cache until it is multiplied. Small models have smaller tiles, about `_TILES`, so that fractions can be placed.
+#: Values of a tile: 4 MiB in 16 bits, so that a float32 copy stays in the CPU's last-level cache until it is
+#: multiplied. Small models are cut into _TILES smaller ones, so that fractions of their weights can be placed.
 TILE_VALUES, _LEAST_VALUES = 2 << 20, 16 << 10
 _TILES = 256
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight W[rows, columns] of a linear layer y = x W^T, by its parameter's name.
+    """The weight W[rows, columns] of a linear layer y = x W^T.
 
-    `transposed`: checkpoints hold W^T (GPT-2). `group`: the file its tiles go to, one per decoder layer. `expert`: its
-    index, if the parameter is a stack of experts' matrices.
+    parameter: its name in the checkpoint.
+    group: the decoder layer it belongs to, whose tiles share a file; or OUTSIDE.
+    transposed: the checkpoint holds W^T, as GPT-2's do.
+    expert: its index, if the parameter is a stack of experts' matrices.
     """
 
     parameter: str
@@ -49,11 +51,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class WeightTile:
-    """A part of a matrix, W[start:stop, :] (axis 0) or W[:, start:stop] (axis 1), contiguous in a file.
+    """A part of a matrix: W[start:stop, :] (axis 0) or W[:, start:stop] (axis 1), contiguous in `file` at `offset`.
 
-    `index` is its identity: its place in the order in which a pass uses the model's tiles. Placements, rings and
-    streams name tiles by it; `file` and `offset` only say where the bytes are. `shape` is the part's, however it is
-    `stored`.
+    `index` is its identity: its place in the order in which a pass uses the model's tiles, by which placements, rings
+    and streams name it. `shape` is (rows, columns) of the part, however it is `stored`; `nbytes` its stored bytes.
     """
 
     index: int
@@ -78,27 +79,25 @@ class WeightTile:
 
 
 def matrices_of(shape: ModelShape) -> list[Matrix]:
-    """A decoder's matrices by its shape alone, for plans: attention projections, feed-forward, head.
+    """A decoder's matrices, made up from its sizes: per layer q, k, v, o and the feed-forward's, then the head.
 
-    The number of experts is the ratio of the feed-forward's stored parameters to those that one token uses. A loaded
-    model's matrices, and their order, come from its dry pass (model/dry_pass.py).
+    There are as many experts as fill the layer's stored parameters. For plans only: the engine takes matrices and their
+    order from a trace of the model itself.
     """
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = [("q", queries, shape.hidden), ("k", keys, shape.hidden), ("v", keys, shape.hidden),
                  ("o", shape.hidden, queries)]  # fmt: skip
     ups = max(1, round(shape.forward_params / (shape.hidden * shape.ffn)) - 1)
     forward = [*((f"up{i}", shape.ffn, shape.hidden) for i in range(ups)), ("down", shape.hidden, shape.ffn)]
-    times = round(shape.forward_stored / shape.forward_params)
-    experts: Sequence[int | None] = [None] if times == 1 else range(times)
-    matrices = []
-    for layer in range(shape.num_layers):
-        group = f"layer{layer}"
-        matrices += [Matrix(f"layers.{layer}.{name}", rows, columns, group) for name, rows, columns in attention]
-        matrices += [
-            Matrix(f"layers.{layer}.{name}", rows, columns, group, expert=expert)
-            for expert in experts
-            for name, rows, columns in forward
-        ]
+    num_experts = round(shape.forward_stored / shape.forward_params)
+    experts: Sequence[int | None] = [None] if num_experts == 1 else range(num_experts)
+    sublayers = [(None, attention), *((expert, forward) for expert in experts)]
+    matrices = [
+        Matrix(f"layers.{layer}.{name}", rows, columns, f"layer{layer}", expert=expert)
+        for layer in range(shape.num_layers)
+        for expert, sublayer in sublayers
+        for name, rows, columns in sublayer
+    ]
     return [*matrices, Matrix("head", shape.vocab, shape.hidden, OUTSIDE)]
 
 
@@ -107,32 +106,54 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def tiles_of(matrices: Sequence[Matrix], stored: Sequence[Storage], tile_values: int | None = None) -> list[WeightTile]:
-    """The tiles of `matrices`, which come in the order of use, each page-aligned in its group's file.
+def model_tiles(
+    matrices: Sequence[Matrix], layers: Storage, outside: Storage, tile_values: int | None = None
+) -> list[WeightTile]:
+    """The tiles of a model whose decoder layers are stored as `layers` and whose other matrices as `outside`."""
+    return tiles_of(matrices, [layers if m.in_layer else outside for m in matrices], tile_values)
 
-    `stored`: the storage of each matrix. `tile_values`: values per tile, if not the default.
+
+def tiles_of(matrices: Sequence[Matrix], stored: Sequence[Storage], tile_values: int | None = None) -> list[WeightTile]:
+    """The tiles of all matrices in order, one file a group, every tile page-aligned in its file.
+
+    stored: how each matrix is stored.
+    tile_values: values of a tile at most; None to derive it from the model's size.
     """
     total = sum(m.rows * m.columns for m in matrices)
     size = tile_values or min(TILE_VALUES, max(_LEAST_VALUES, total // _TILES))
     ends: dict[str, int] = {}
     tiles: list[WeightTile] = []
-    for matrix, how in zip(matrices, stored, strict=True):
+    for matrix, storage in zip(matrices, stored, strict=True):
         file = f"{matrix.group}.bin"
-        for axis, start, stop in _cuts(matrix, how, size):
+        for axis, start, stop in _cuts(matrix, storage, size):
             shape = (stop - start, matrix.columns) if axis == 0 else (matrix.rows, stop - start)
-            nbytes = how.matrix_bytes(*shape)
+            nbytes = storage.matrix_bytes(*shape)
             offset = ends.get(file, 0)
-            tiles.append(WeightTile(len(tiles), matrix.name, axis, start, stop, shape, file, offset, nbytes, how))
+            tiles.append(WeightTile(len(tiles), matrix.name, axis, start, stop, shape, file, offset, nbytes, storage))
             ends[file] = offset + aligned(nbytes)
     return tiles
 
 
+def last_of_matrix(tiles: Sequence[WeightTile]) -> list[bool]:
+    """Whether each tile is the last of its matrix."""
+    return [tile.matrix != following.matrix for tile, following in itertools.pairwise(tiles)] + [True]
+
+
+def matrix_spans(tiles: Sequence[WeightTile]) -> list[range]:
+    """The indices of each matrix's tiles, in order."""
+    ends = [i + 1 for i, last in enumerate(last_of_matrix(tiles)) if last]
+    return [range(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+
+
 def _cuts(matrix: Matrix, stored: Storage, size: int) -> list[tuple[int, int, int]]:
-    """(axis, start, stop) of each tile. Cuts the longer side: tiles close to squares reuse x and y best."""
+    """(axis, start, stop) of each tile.
+
+    The longer side is cut, as tiles near to squares reuse inputs and outputs best, and between whole groups.
+    """
     axis, length = (0, matrix.rows) if matrix.rows >= matrix.columns else (1, matrix.columns)
-    along = stored.group_axis if isinstance(stored, Grouped) else 1
-    grain = stored.grain if axis == along else 1  # a cut may not split a group
+    group_axis = stored.group_axis if isinstance(stored, Grouped) else 1
+    grain = stored.grain if axis == group_axis else 1
     grains = -(-length // grain)
-    pieces = min(grains, -(-matrix.rows * matrix.columns // size))
-    bounds = [min(length, grains * i // pieces * grain) for i in range(pieces + 1)]
-    return [(axis, a, b) for a, b in itertools.pairwise(bounds)]
+    count = min(grains, -(-matrix.rows * matrix.columns // size))
+    bounds = [min(length, grains * i // count * grain) for i in range(count + 1)]
+    return [(axis, start, stop) for start, stop in itertools.pairwise(bounds)]

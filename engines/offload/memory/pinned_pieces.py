@@ -1,4 +1,4 @@
-"""How tensors in pinned memory share a few large pieces, each a power of two: their sizes, before anything is taken."""
+"""Packs pinned tensors into a few large pieces of power-of-two size, as torch's pinned allocator rounds up."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 
 from engines.offload.memory.layout import aligned
 
-#: The smallest piece and the largest: at the end of each less than a tensor is lost.
+#: Bytes of the smallest and the largest piece. Less than one tensor is wasted at the end of each.
 _LEAST, _MOST = 1 << 20, 1 << 33
 
 
 def wasted(nbytes: int, largest: int) -> int:
-    """At most so many of `nbytes` are lost at the ends of pieces, of tensors up to `largest` bytes."""
+    """An upper bound of the bytes wasted at the ends of pieces for `nbytes` of tensors up to `largest` bytes each."""
     return (nbytes // _MOST + (_MOST // max(largest, _LEAST)).bit_length()) * largest
 
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
-    """What all pieces for tensors of such sizes take."""
+    """Bytes of all pieces that hold tensors of these sizes."""
     return sum(size for size, _ in packed([aligned(size) for size in sizes]))
 
 
 def packed(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Pieces (bytes, what goes there) for tensors of `sizes`: the largest first, each where it still fits.
+    """Pieces as (bytes, sizes of the tensors inside), by first fit of the largest tensors first.
 
-    A new piece is the largest power of two that what is left will fill, so that little is wasted but in the last.
+    A new piece is the largest power of two that the remaining tensors fill, so only the last pieces waste memory.
     """
     rest = sum(sizes)
     pieces: list[tuple[int, list[int]]] = []

@@ -1,34 +1,29 @@
-"""Plans of memory, of a host and with a device: what is placed, what a batch computes in, and how shares are made."""
+"""The memory planner's input and output: what a job needs (MemoryRequest) and where all of it goes (MemoryPlan)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.storage import Storage
-from harness.api import ModelShape, OffloadPolicy
-
-#: The share of a budget for what the allocator keeps: of a warm-up it kept 38 MB in 1.2 GiB.
-KEPT_SHARE = 1 / 32
-#: Slots of the ring through which weights stream: enough to keep the disk busy while a pass ends, and the share
-#: of a budget that may go to them.
-_SLOTS = (4, 16)
-_RING_SHARE = 1 / 16
-#: The share of a budget for the activations of a pass's prompt tokens, where the policy does not say how many.
-_WORK_SHARE = 1 / 8
+from harness.api import ModelShape
 
 
 @dataclass(frozen=True)
 class MemoryRequest:
-    """What is to be placed: weight tiles, small tensors, the cache, and the lengths of sequences.
+    """What the engine needs memory for.
 
-    `compute_bytes`: of an activation's value. `cast_bytes`: of the largest copy that is made of a tile before its
-    product, 0 where there is none. `cache`: how keys and values are stored. `attention_bytes`: those that attention
-    holds beside its operands, and for each prompt row of a pass.
-
-    A sequence has at most `max_sequence` tokens, and `mean_sequence` on average over its life.
+    shape: the model's sizes.
+    tiles: weight tiles in the order in which a pass multiplies them.
+    cache: how keys and values are stored.
+    compute_bytes: bytes of one activation value.
+    cast_bytes: size of the largest temporary copy that a product makes of a tile; 0 if it makes none.
+    small_bytes: norms, biases and other tensors that always stay in memory.
+    attention_bytes: scratch memory of attention beside its operands: fixed, and per prompt row of a pass.
+    max_sequence, mean_sequence: tokens of a sequence, at most and on average over its life.
     """
 
     shape: ModelShape
@@ -41,21 +36,39 @@ class MemoryRequest:
     max_sequence: int
     mean_sequence: int
 
-    def blocks(self, sequences: int, sweep: bool) -> int:
-        """Blocks that so many sequences need: whole ones of a block, of a sweep one and others of all ages."""
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of all tiles as they are stored."""
+        return sum(tile.nbytes for tile in self.tiles)
+
+    @cached_property
+    def largest_tile(self) -> int:
+        """Bytes of the largest tile, page-aligned: a slot of the ring."""
+        return max(tile.span for tile in self.tiles)
+
+    def kv_blocks(self, sequences: int, mixed_ages: bool) -> int:
+        """KV blocks for `sequences` at full length; if `mixed_ages`, for one at full length or all at mean length."""
         each = blocks_for(self.max_sequence)
-        return max(each, sequences * blocks_for(self.mean_sequence)) if sweep else sequences * each
+        return max(each, sequences * blocks_for(self.mean_sequence)) if mixed_ages else sequences * each
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Cache blocks in memory and on disk, sequences that run together, resident weight tiles, ring slots, prompt
-    tokens a pass.
+    """Where weights, KV cache and activations go.
 
-    `total_bytes` is what all of it takes. `activation_bytes`: of it what a batch computes in, of which a token of a
-    pass takes `row_bytes`, and one that meets the head `logits_bytes` beside. With a device its memory is what
-    `blocks`, `resident` tiles, slots and activations are in; `host_kv_blocks` and the tiles `pinned` are in pinned host
-    memory, of `pinned_bytes` with what passes through.
+    The first tier is the host's memory, or the device's where there is one.
+
+    kv_blocks, host_kv_blocks, disk_kv_blocks: KV blocks in the first tier, in pinned host memory beside a device, and
+        on disk.
+    sequences: how many run at a time.
+    resident: indices of the tiles that stay in the first tier; the others stream through the ring.
+    slots: slots of the ring, each as large as the largest tile.
+    chunk: prompt tokens of one batch in a pass.
+    activation_bytes: activations of one batch; each of its tokens takes `row_bytes`, and `logits_bytes` more if its
+        logits are computed.
+    total_bytes: all that is planned in the first tier.
+    note: the plan in words, for reports.
+    pinned: indices of the tiles held in pinned host memory; `pinned_bytes` is all of that memory.
     """
 
     kv_blocks: int
@@ -74,58 +87,18 @@ class MemoryPlan:
     pinned_bytes: int = 0
 
     def chunk_limits(self, scored_share: float) -> tuple[int, int]:
-        """Tokens of a batch and pass, and how many of them may meet the head, where such a share of all tokens do."""
-        tokens = max(
-            3, min(self.chunk, int(self.activation_bytes / (self.row_bytes + scored_share * self.logits_bytes)))
-        )
+        """Tokens of a batch in one pass, and how many of them may have logits, if `scored_share` of all tokens do."""
+        each = self.row_bytes + scored_share * self.logits_bytes
+        tokens = max(3, min(self.chunk, int(self.activation_bytes / each)))
         return tokens, max(3, (self.activation_bytes - tokens * self.row_bytes) // self.logits_bytes)
 
 
-@dataclass(frozen=True)
-class ActivationMemory:
-    """What the batches of a pass compute in: of each token `row` bytes, of each that meets the head `logits` beside.
-
-    `attention`: see MemoryRequest. `chunk`: prompt tokens of a batch and pass.
-    """
-
-    batches: int
-    chunk: int
-    row: int
-    logits: int
-    attention: tuple[int, int]
-
-    @classmethod
-    def within(
-        cls, budget: int | None, demand: MemoryRequest, policy: OffloadPolicy, chunks: tuple[int, int]
-    ) -> ActivationMemory:
-        """In a budget (None: no limit), with a chunk between two limits where the policy does not say."""
-        shape = demand.shape
-        # the residual stream, its norm, queries, keys, values and attention's output, and the feed-forward's input,
-        # activation and (gated) product
-        row = (8 * shape.hidden + 3 * shape.ffn) * demand.compute_bytes
-        rows = None if budget is None else budget * _WORK_SHARE / policy.num_gpu_batches / row
-        chunk = min(policy.prefill_chunk or _between(chunks, rows), policy.gpu_batch_size * demand.max_sequence)
-        # logits and a copy of them
-        return cls(policy.num_gpu_batches, chunk, row, 2 * shape.vocab * 4, demand.attention_bytes)
-
-    def bytes(self, sequences: int) -> int:
-        """For so many sequences in all batches."""
-        fixed, row = self.attention
-        size = -(-sequences // self.batches)
-        return self.batches * ((size + self.chunk) * self.row + size * self.logits) + fixed + self.chunk * row
-
-
-def slots_within(budget: int | None, span: int) -> int:
-    """Slots of the ring, of `span` bytes each."""
-    return _between(_SLOTS, None if budget is None else budget * _RING_SHARE / span)
-
-
 def evenly(tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int) -> frozenset[int]:
-    """As many tiles `among` some as `nbytes` hold, evenly over the pass, so that the others come at an even pace."""
-    places = list(among)
-    share = nbytes / max(1, sum(tiles[i].nbytes for i in places))
+    """Chooses tiles of `among` that fit `nbytes`, spread over the pass so that the rest streams at a steady rate."""
+    candidates = list(among)
+    share = nbytes / max(1, sum(tiles[i].nbytes for i in candidates))
     chosen, taken, seen = set(), 0, 0
-    for i in places:
+    for i in candidates:
         tile = tiles[i]
         seen += tile.nbytes
         if taken + tile.nbytes <= share * seen:
@@ -135,18 +108,12 @@ def evenly(tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int) -> fr
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that `fits`, which is taken to be monotone; 0 if 1 does not."""
+    """The largest number in 1..`most` for which the monotone predicate `fits` holds; 0 if there is none."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _between(limits: tuple[int, int], wanted: float | None) -> int:
-    """`wanted` between two limits; the upper one where anything goes."""
-    low, high = limits
-    return high if wanted is None else max(low, min(high, int(wanted)))
 
 
 def mib(nbytes: float) -> str:

@@ -17,8 +17,7 @@ from harness.api import (
     RunSpec,
     WorkloadSpec,
 )
-from harness.common import roofline
-from harness.common.roofline import bound_of
+from harness.common.roofline import bound_of, roofline
 from reports.rates import with_rates_around
 
 SHAPE = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)

@@ -78,7 +78,7 @@ def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> 
     assert right.examples == 1
     assert right.figures == {"exact_match": 1.0, "exact_match_stderr": 0.0}
     assert one.judge(given(helm), Answers(texts=["x", "z"])).outcomes == {"exact_match": (0.0,)}
-    with pytest.raises(HarnessError, match="other questions"):
+    with pytest.raises(HarnessError, match="sent different requests"):
         one.judge(given(helm), Answers(texts=["x"]))
     assert "0.5.16" in one.protocol
     assert (helm / "helm" / "scenarios").is_dir()
@@ -88,7 +88,7 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted(helm: Path) -> None
     asked = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
     assert asked.truncated == 1
     assert asked.prompts[0].prompt == (98,)
-    with pytest.raises(HarnessError, match="asks for 4 new tokens, more than the model's context"):
+    with pytest.raises(HarnessError, match="needs 4 new tokens, which leave no room for a prompt"):
         task(f"helm_run:{ENTRY}").questions(given(helm, context=4), lambda done, total: None)
 
 
@@ -100,5 +100,5 @@ def test_what_helm_cannot_do_is_told_in_its_last_line(helm: Path, monkeypatch: p
     with pytest.raises(HarnessError, match=r"/nowhere/python does not run.*README"):
         one.questions(given(helm), lambda done, total: None)
     monkeypatch.delenv("HARNESS_HELM_PYTHON")
-    with pytest.raises(HarnessError, match=r"crfm-helm is not here.*HARNESS_HELM_PYTHON"):
+    with pytest.raises(HarnessError, match=r"crfm-helm is not installed here.*HARNESS_HELM_PYTHON"):
         one.questions(given(helm), lambda done, total: None)

@@ -114,9 +114,9 @@ def _run(
     """Runs HELM on an entry; returns its requests in order and the folder of its results. Raises HarnessError."""
     if given.model is None or given.cache is None:
         raise HarnessError("HELM needs a model with a tokenizer")
-    asked = folder / "asked.jsonl"
-    asked.touch()
-    job = {"tokenizer": str(given.model), "context": given.context, "asked": str(asked), "answers": answers}
+    recording = folder / "requests.jsonl"
+    recording.touch()
+    job = {"tokenizer": str(given.model), "context": given.context, "recording": str(recording), "answers": answers}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     (folder / f"{_PLUGIN}.py").write_text((Path(__file__).parent / "helm_plugin.py").read_text(encoding="utf-8"))
     out, scenarios = folder / "out", given.cache / "helm" / "scenarios"
@@ -130,7 +130,7 @@ def _run(
     runs = [path.parent for path in (out / "runs").glob("*/*/per_instance_stats.json")]
     if len(runs) != 1:
         raise HarnessError(f"HELM makes {len(runs)} runs of the entry {entry!r}; name an entry of a single run")
-    return [json.loads(line) for line in asked.read_text(encoding="utf-8").splitlines()], runs[0]
+    return [json.loads(line) for line in recording.read_text(encoding="utf-8").splitlines()], runs[0]
 
 
 def _version() -> str:

@@ -1,8 +1,9 @@
 """A plug-in for crfm-helm, run by HELM's interpreter: it records HELM's requests to a model, or replays answers.
 
 It imports nothing of this project, which HELM's environment does not have. The environment variable HARNESS_HELM_JOB
-names a JSON file with `tokenizer` (a folder), `context` (tokens), `asked` (a file to which the client appends a line
-for each new request) and `answers` (the texts in order of the requests, `num_completions` for each; null to record).
+names a JSON file with `tokenizer` (a folder), `context` (tokens), `recording` (a file to which the client appends a
+line for each new request) and `answers` (the texts in order of the requests, `num_completions` for each; null to
+record).
 """
 
 import json
@@ -28,7 +29,7 @@ class RecordingClient(Client):
         job = json.loads(Path(os.environ["HARNESS_HELM_JOB"]).read_text(encoding="utf-8"))
         self._answers = None if job["answers"] is None else iter(job["answers"])
         self._texts: dict[str, list[str]] = {}
-        self._recording = Path(job["asked"])
+        self._recording = Path(job["recording"])
 
     def make_request(self, request: Request) -> RequestResult:
         """HELM's call of a model; an unsupported option is an error of the request."""

@@ -25,8 +25,9 @@ assert os.environ["PYTHONHASHSEED"] == "0"
 if words["-m"] == "13":
     sys.exit("Traceback\\nConnectionError: no route to the data")
 job = json.loads(pathlib.Path(os.environ["HARNESS_HELM_JOB"]).read_text())
-asked = dict(prompt="ab", max_tokens=4, temperature=0.5, num_completions=2, stop_sequences=["#"], top_p=1, random=None)
-pathlib.Path(job["asked"]).write_text(json.dumps(asked) + "\\n")
+request = dict(prompt="ab", max_tokens=4, temperature=0.5, num_completions=2, stop_sequences=["#"], top_p=1,
+               random=None)
+pathlib.Path(job["recording"]).write_text(json.dumps(request) + "\\n")
 right = float(bool(job["answers"]) and job["answers"] == ["x", "y"])
 def instance(split, value, perturbation=None):
     stats = [dict(name=dict(name="exact_match", split=split), mean=value),
@@ -68,9 +69,9 @@ def helm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> None:
     assert known(f"helm_run:{ENTRY}")
     one = task(f"helm_run:{ENTRY}")
-    asked = one.questions(given(helm), lambda done, total: None)
-    assert (asked.examples, asked.truncated) == (1, 0)
-    first, second = asked.prompts
+    questions = one.questions(given(helm), lambda done, total: None)
+    assert (questions.examples, questions.truncated) == (1, 0)
+    first, second = questions.prompts
     assert first.prompt == second.prompt == (97, 98)
     assert (first.sampling.max_tokens, first.sampling.temperature, first.sampling.stop) == (4, 0.5, ("#",))
     assert first.sampling.seed != second.sampling.seed
@@ -85,9 +86,9 @@ def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> 
 
 
 def test_what_is_too_long_loses_its_beginning_and_is_counted(helm: Path) -> None:
-    asked = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
-    assert asked.truncated == 1
-    assert asked.prompts[0].prompt == (98,)
+    questions = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
+    assert questions.truncated == 1
+    assert questions.prompts[0].prompt == (98,)
     with pytest.raises(HarnessError, match="needs 4 new tokens, which leave no room for a prompt"):
         task(f"helm_run:{ENTRY}").questions(given(helm, context=4), lambda done, total: None)
 

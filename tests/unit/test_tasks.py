@@ -185,7 +185,7 @@ def test_files_that_are_not_there_not_text_or_not_json(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match=r"not UTF-8 \(byte 2\)"):
         data.text("a.txt")
     (tmp_path / "a.jsonl").write_text('{"input": "x", "output": "y"}\n{"input": 1}\n')
-    with pytest.raises(HarnessError, match=r"a\.jsonl:2: expected an object with texts for input, output"):
+    with pytest.raises(HarnessError, match=r"a\.jsonl:2: expected an object with strings for input, output"):
         data.objects("a.jsonl", ("input", "output"))
     (tmp_path / "a.json").write_text("[" * 100_000)
     with pytest.raises(HarnessError, match="not JSON"):

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# On a host with a CUDA device and no network: the tests that need one, then the device suites, in parts of at most eight
-# minutes each beside what is made once. Leaves one small folder.
+# For a host with a CUDA device and no network: runs the tests that need a device, then the device suites, in parts of at
+# most eight minutes (without one-time conversions). Writes one small folder.
 #   ci/gpu_check.sh [-o FOLDER] [PART ...]    parts: tests gpu_4g 16bit 4bit prompts large; all of them by default
-# PYTHON: the interpreter that has PyTorch. WHEELS: a folder with what it lacks (make gpu-wheels, where there is a network).
+# PYTHON: the interpreter with PyTorch. WHEELS: a folder of wheels that it lacks (make gpu-wheels, on a host with network).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,11 +17,11 @@ for part in "${parts[@]}"; do
 done
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  echo "no CUDA device, or no PyTorch in $python: nothing was run" >&2
+  echo "no CUDA device, or no PyTorch in $python: nothing ran" >&2
   exit 3
 fi
 mkdir -p "$out"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # workers do not look where they are started
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # workers do not import from the current folder
 if [ -n "${WHEELS:-}" ]; then
   site=$(mktemp -d)
   "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 1
@@ -35,7 +35,7 @@ export HARNESS_CACHE=${HARNESS_CACHE:-$PWD/.gpu-cache}
 } > "$out/machine.txt"
 
 failed=()
-run() { # NAME COMMAND...: at most eight minutes, its output kept
+run() { # NAME COMMAND...: runs at most eight minutes and keeps the output
   local name=$1
   shift
   echo "== $name"
@@ -43,14 +43,14 @@ run() { # NAME COMMAND...: at most eight minutes, its output kept
   local status=${PIPESTATUS[0]}
   [ "$status" = 0 ] || failed+=("$name: exit $status")
 }
-prepare() { # SUITE CELL: makes the checkpoint and our form of it, which a measured launch must find
+prepare() { # SUITE CELL: creates the checkpoint and our converted copy before the measured launches
   limit=3600 run "prepare-$2" "$python" -m harness run "suites/$1.yaml" --cell "$2" --set workload.num_requests=1 \
     --set warmup=0 --set repeats=1 --set timeout=50min --no-report --out "$scratch/$2"
 }
-each() { # CELL...: those of the large suite, one after the other
+each() { # CELL...: runs cells of the large suite, one after the other
   for cell in "$@"; do run "$cell" "$python" -m harness run suites/gpu_16g.yaml --cell "$cell" --out "$out/gpu_16g"; done
 }
-rounds() { # of the small suite: a launch of each cell, three times
+rounds() { # launches each cell of the small suite, three times
   local cells
   cells=$("$python" -m harness run suites/gpu_4g.yaml --dry-run | awk '{print $2}')
   for round in 1 2 3; do

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs a suite with two installations of the harness on one machine, in turn: one launch of each cell with one of them,
-# then with the other, and the other way round in the next round. So what the machine does meanwhile is done to both.
+# Runs a suite with two installations of the harness on one machine, interleaved: each round launches every cell once
+# with each of them, in alternating order, so that machine drift affects both sides alike.
 #
 #   ci/interleave.sh BASE_HARNESS HEAD_HARNESS SUITE ROUNDS OUT [OPTIONS OF harness run]
 #   harness compare OUT/base OUT/head
 #
-# Seven rounds can tell in up to 34 cells. A run goes on where it stopped: a round more is one repeat more.
+# Seven rounds suffice for up to 34 cells. A run resumes where it stopped; each round adds one repeat.
 set -euo pipefail
 if (($# < 5)) || [[ ! $4 =~ ^[1-9][0-9]*$ ]]; then
   sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
@@ -21,6 +21,6 @@ for ((round = 1; round <= rounds; round++)); do
     echo "round $round of $rounds: $side" >&2
     status=0
     "${!side}" run "$suite" --set "repeats=$round" --no-report --out "$out/$side" "$@" || status=$?
-    ((status <= 1)) || exit "$status" # a cell that failed is for the comparison to judge
+    ((status <= 1)) || exit "$status" # harness compare judges failed cells
   done
 done

@@ -1,4 +1,4 @@
-"""Writes report.html, .md, .csv and .xml from run directories; the package's public functions."""
+"""Writes report.html, .md, .csv and .xml from run directories; re-exports the package's public functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from reports.flat import to_csv
 from reports.headline import headline
 from reports.junit import cases_of, junit
-from reports.optional import needed
+from reports.optional import optional_packages
 from reports.page import Page, page
 from reports.rates import with_rates_around
 from reports.records import Runs, load_records, read_runs
@@ -25,11 +25,10 @@ def build(
 ) -> list[Path]:
     """Writes the report on run directories `dirs` and returns the files written.
 
-    `out` is a folder for all four formats (made if missing; by default the first run directory) and, below
-    `traces`, for the Chrome trace of each cell that has one; or one file whose suffix (.html, .md, .csv, .xml) picks
-    the format. `history`: the URL of a store whose trends of these cells are shown. `cache`: where the charts' code
-    is kept. Raises HarnessError for unreadable records and for a target that cannot be written; an earlier report is
-    replaced only by a complete new one.
+    `out` is a folder for all four formats and, below `traces`, a Chrome trace of each cell that has one; by default the
+    first run directory. Or it is a file whose suffix (.html, .md, .csv, .xml) selects the format. `history`: URL of a
+    store whose trends of these cells the report shows. `cache`: folder that keeps the bundled Vega library. Raises
+    HarnessError for unreadable records and for a target that cannot be written; a failed write keeps the earlier file.
     """
     runs = read_runs(dirs)
     target = out or dirs[0]
@@ -37,9 +36,9 @@ def build(
         files = {target: _FORMATS[target.suffix]}
     else:
         files = {target / f"report{suffix}": render for suffix, render in _FORMATS.items()}
-    shown = page(runs, _trends(runs, history) if history else ())
+    content = page(runs, _trends(runs, history) if history else ())
     for path, render in files.items():
-        write(path, render(runs, shown, cache))
+        write(path, render(runs, content, cache))
     if target not in files:
         for name, text in chrome_trace(runs.records).items():
             write(target / "traces" / f"{name}.json", text)
@@ -47,7 +46,7 @@ def build(
 
 
 def _trends(runs: Runs, url: str) -> list[Panel]:
-    with needed("--history"):
+    with optional_packages("--history"):
         from reports.history import open_history
         from reports.trend import trend_panels
 
@@ -58,12 +57,12 @@ def _trends(runs: Runs, url: str) -> list[Panel]:
         history.close()
 
 
-def _html(_: Runs, shown: Page, cache: Path | None) -> str:
-    return html_of("report.html", page=shown, library=library(cache))
+def _html(_: Runs, content: Page, cache: Path | None) -> str:
+    return html_of("report.html", page=content, library=library(cache))
 
 
-def _markdown(_: Runs, shown: Page, __: Path | None) -> str:
-    return markdown_of("report.md", page=shown)
+def _markdown(_: Runs, content: Page, __: Path | None) -> str:
+    return markdown_of("report.md", page=content)
 
 
 def _csv(runs: Runs, _: Page, __: Path | None) -> str:

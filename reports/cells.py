@@ -1,4 +1,4 @@
-"""What a record says of its cell, in words: its name, its workload, its settings."""
+"""The name, workload and settings of a record's cell as text."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from reports.text import flat, one_line
 
 
 def name_of(record: RunRecord) -> str:
-    """What people call the cell: the suite's name for it, or else its engine's."""
+    """The cell's name in the suite, or else its engine's name."""
     return one_line(record.spec.name) or one_line(record.spec.engine)
 
 
 def workload_of(record: RunRecord) -> str:
-    """What was asked of which model, in words: cells with the same words may be compared."""
-    model, load = record.spec.model, record.spec.workload
+    """The model and the workload as text; cells with the same text are comparable."""
+    model = record.spec.model
     details = [f"revision {model.revision}"] if model.revision else []
     details += ["dummy weights"] if model.weights == "dummy" else []
     details += [f"stored as {model.dtype}"] if model.dtype != "auto" else []
-    shown = f"{model.id} ({', '.join(details)})" if details else model.id
-    return one_line(f"{shown}, {load.words}")
+    name = f"{model.id} ({', '.join(details)})" if details else model.id
+    return one_line(f"{name}, {record.spec.workload.words}")
 
 
 def settings_of(spec: RunSpec) -> dict[str, object]:
-    """Every setting by its path, such as `policy.schedule`."""
+    """Settings by path, such as `policy.schedule`."""
     return flat(to_json(spec))

@@ -1,4 +1,4 @@
-"""Charts with a row for each cell: throughput, what the machine allows, memory, tasks; and predictions."""
+"""Charts with a row for each cell (throughput, bound, memory, tiers, tasks), and predicted against measured."""
 
 from __future__ import annotations
 
@@ -18,49 +18,51 @@ from reports.vega import (
     SOFT,
     Datum,
     Panel,
-    amount,
     chart,
     labelled,
-    left_out,
     log_toggle,
+    quantity,
     row_chart,
-    says,
+    tooltip,
+    truncation_note,
 )
 
 
 def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """Every repeat, the median and its interval; None where no cell gave a figure."""
+    """Each repeat's throughput, the median and its interval; None where no cell has a throughput."""
     rows = [r for r in rows if r.median is not None]
     if not rows:
         return None
     shown = labelled(rows)
-    own = max((v for r, _ in shown if not r.reference for v in r.throughput), default=0.0)
+    fastest = max((v for r, _ in shown if not r.reference for v in r.throughput), default=0.0)
     largest = max(v for r, _ in shown for v in r.throughput)
-    end = largest if largest <= 1.5 * own or not own else 1.1 * own  # a reference far above must not squeeze the rest
+    # a much faster reference must not compress the axis of the other cells
+    end = largest if largest <= 1.5 * fastest or not fastest else 1.1 * fastest
     data: list[Datum] = []
     for row, label in shown:
-        known: Datum = {"cell": label, "ranked": not (row.reference or row.simulated or row.projected)}
+        known: Datum = {"cell": label, "ranked": not row.qualifiers}
         if interval := interval_of(row.throughput):
+            low, high = interval
             words = f"{label}: 95 % interval of the median {' to '.join(columns_of(interval))} tok/s"
-            data.append(known | {"kind": "interval", "low": interval[0], "high": interval[1], "says": words})
+            data.append(known | {"kind": "interval", "low": low, "high": high, "tooltip": words})
         median = row.median or 0.0
-        data.append(known | {"kind": "median", "value": median,
-                             "says": f"{label}: median {number(median)} tok/s of {len(row.throughput)}"})  # fmt: skip
+        words = f"{label}: median {number(median)} tok/s of {len(row.throughput)} launches"
+        data.append(known | {"kind": "median", "value": median, "tooltip": words})
         data += [
-            known | {"kind": "repeat", "value": v, "says": f"{label}, repeat {r.repeat + 1}: {number(v)} tok/s"}
+            known | {"kind": "repeat", "value": v, "tooltip": f"{label}, repeat {r.repeat + 1}: {number(v)} tok/s"}
             for r in row.ok_records
             if (v := throughput(r)) is not None
         ]
-    for datum in data:  # what is off the axis is an arrow at its end
+    for datum in data:  # an arrow at the end of the axis stands for a value beyond it
         if datum.get("value", 0.0) > end:
             datum |= {"kind": "beyond"}
     colour = {"condition": {"test": "datum.ranked", "value": BLUE}, "value": GREY}
-    x = amount("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
+    x = quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
     spec = row_chart(
         [label for _, label in shown],
         data={"values": data},
         usermeta=log_toggle(min(v for r, _ in shown for v in r.throughput), largest),
-        encoding={"color": colour, **says()},
+        encoding={"color": colour, **tooltip()},
         layer=[
             {"transform": [{"filter": "datum.kind === 'interval'"}],
              "mark": {"type": "bar", "height": 9, "opacity": 0.3},
@@ -74,12 +76,12 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ],
     )  # fmt: skip
     few = f" The table has the first {MOST_ROWS}." if len(rows) > MOST_ROWS else ""
-    note = f"A dot is one launch, the tick their median, the band its interval.{left_out(rows)}{few}"
+    note = f"Dots are launches, ticks their medians, bands the 95 % intervals.{truncation_note(rows)}{few}"
     return Panel("Generation throughput", note, spec, _repeats_table(rows))
 
 
 def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """Measured throughput beside what compute and disk each allow, on a logarithmic axis."""
+    """Measured throughput against the throughput that compute, disk and link allow; None without a bound."""
     rows = [r for r in rows if r.bound_tok_s is not None and r.median]
     if not rows:
         return None
@@ -94,10 +96,9 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         kinds["link allows"] = ("diamond", GREY)
     for row, label in shown:
         limits = (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median, allowed(row, "link_s"))
-        found = dict(zip(kinds, limits[: len(kinds)], strict=True))
         data += [
-            {"cell": label, "kind": kind, "value": value, "says": f"{label}: {kind} {number(value)} tok/s"}
-            for kind, value in found.items()
+            {"cell": label, "kind": kind, "value": value, "tooltip": f"{label}: {kind} {number(value)} tok/s"}
+            for kind, value in zip(kinds, limits[: len(kinds)], strict=True)
             if value
         ]
     kind = {"field": "kind", "type": "nominal", "title": None}
@@ -107,20 +108,20 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         data={"values": data},
         mark={"type": "point", "filled": True, "size": 80},
         encoding={
-            "x": amount("tok/s, logarithmic") | {"scale": scale},
+            "x": quantity("tok/s, logarithmic") | {"scale": scale},
             "shape": kind | {"scale": {"domain": list(kinds), "range": [s for s, _ in kinds.values()]}},
             "color": kind | {"scale": {"domain": list(kinds), "range": [c for _, c in kinds.values()]}},
-            **says(),
+            **tooltip(),
         },
     )
     slowest = "slowest of compute, disk and copies to the device" if links else "slower of compute and disk"
-    note = f"The bound is the {slowest} at rates measured around each launch.{left_out(rows)}"
+    note = f"The bound is the {slowest} at rates measured around each launch.{truncation_note(rows)}"
     table = cell_table("", rows, figures.BOUND_OF_DEVICE if links else figures.BOUND)
     return Panel("What the machine allows", note, spec, table)
 
 
 def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """The host's peak against its limit; None where nothing was counted."""
+    """Peak host memory against its limit; None where no cell has a peak."""
     rows = [r for r in rows if r.peak_bytes is not None]
     if not rows:
         return None
@@ -129,11 +130,11 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
         for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes)):
             if size is not None:
                 words = f"{label}: {kind} {number(size / MIB)} MiB"
-                data.append({"cell": label, "kind": kind, "value": size / GIB, "says": words})
+                data.append({"cell": label, "kind": kind, "value": size / GIB, "tooltip": words})
     spec = row_chart(
         [label for _, label in shown],
         data={"values": data},
-        encoding={"x": amount("GiB", zero=True), **says()},
+        encoding={"x": quantity("GiB", zero=True), **tooltip()},
         layer=[
             {"transform": [{"filter": "datum.kind === 'peak'"}],
              "mark": {"type": "bar", "height": 12, "color": BLUE, "opacity": 0.55}},
@@ -141,16 +142,18 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
              "mark": {"type": "tick", "thickness": 3, "size": 20, "color": ORANGE}},
         ],
     )  # fmt: skip
-    note = "Bars are the peak of the engine's process tree, the ticks its limit: idle footprint + budget."
-    return Panel("Peak memory against the limit", note + left_out(rows), spec, cell_table("", rows, figures.MEMORY))
+    note = "Bars are the peak of the engine's process tree, ticks the limit: idle footprint + budget."
+    return Panel(
+        "Peak memory against the limit", note + truncation_note(rows), spec, cell_table("", rows, figures.MEMORY)
+    )
 
 
-#: Tiers as they are named, and their colours: fast ones first.
+#: Names and colours of the tiers, fastest first.
 _TIERS = (("device", GREEN), ("RAM", BLUE), ("disk", ORANGE))
 
 
 def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """Where each cell's weights were, beside the limits of what holds them; None where no engine said."""
+    """Each cell's weights by tier, with the tiers' limits; None where no engine reports them."""
     placed = [r for r in rows if any(x.load and sum(x.load.weights_by_tier) for x in r.ok_records)]
     if not placed:
         return None
@@ -159,31 +162,31 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
         tiers = next(x.load.weights_by_tier for x in reversed(row.ok_records) if x.load)
         data += [
             {"cell": label, "kind": kind, "value": size / GIB, "order": i,
-             "says": f"{label}: {number(size / GIB)} GiB of weights in {kind}"}
+             "tooltip": f"{label}: {number(size / GIB)} GiB of weights in {kind}"}
             for i, ((kind, _), size) in enumerate(zip(_TIERS, tiers, strict=True))
             if size
         ]  # fmt: skip
         limits = row.records[-1].spec.limits
         for kind, limit in (("device", limits.device_memory), ("RAM", limits.host_memory)):
             if limit is not None:
-                words = f"{label}: the limit of {kind} is {number(limit / GIB)} GiB for all that the model needs"
-                data.append({"cell": label, "kind": kind, "limit": limit / GIB, "says": words})
+                words = f"{label}: the limit of {kind} is {number(limit / GIB)} GiB for weights, cache and activations"
+                data.append({"cell": label, "kind": kind, "limit": limit / GIB, "tooltip": words})
     colour = {"field": "kind", "type": "nominal", "title": None,
               "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}}  # fmt: skip
     spec = row_chart(
         [label for _, label in shown],
         data={"values": data},
-        encoding={"color": colour, **says()},
+        encoding={"color": colour, **tooltip()},
         layer=[
             {"transform": [{"filter": "isValid(datum.value)"}], "mark": {"type": "bar", "height": 14},
-             "encoding": {"x": amount("GiB of weights; ticks are limits", zero=True), "order": {"field": "order"}}},
+             "encoding": {"x": quantity("GiB of weights; ticks are limits", zero=True), "order": {"field": "order"}}},
             {"transform": [{"filter": "isValid(datum.limit)"}], "mark": {"type": "tick", "thickness": 3, "size": 22},
-             "encoding": {"x": amount("GiB of weights; ticks are limits", "limit")}},
+             "encoding": {"x": quantity("GiB of weights; ticks are limits", "limit")}},
         ],
     )  # fmt: skip
     policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
     table = cell_table("", policy, figures.PLACEMENT) if policy else None
-    note = "Weights as they were really placed; a limit is for cache and work as well." + left_out(placed)
+    note = "Weights as the engine placed them. A limit also covers KV cache and activations." + truncation_note(placed)
     return Panel("Memory by tier", note, spec, table)
 
 
@@ -194,7 +197,7 @@ _TASKS = (
 
 
 def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """Seconds by task; what overlaps counts in both."""
+    """Seconds by task; overlapping time counts for each task. None where no engine keeps a timeline."""
     rows = [r for r in rows if any("task_products_s" in x.metrics for x in r.ok_records)]
     if not rows:
         return None
@@ -203,22 +206,22 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
         for i, (key, kind) in enumerate(_TASKS):
             if seconds := figures.seconds_of(key)(row):
                 words = f"{label}: {kind} {number(seconds)} s"
-                data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "says": words})
+                data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "tooltip": words})
     spec = row_chart(
         [label for _, label in shown],
         data={"values": data},
         mark={"type": "bar", "height": 14},
         params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
         encoding={
-            "x": amount("seconds at work; what overlaps counts in both", zero=True),
+            "x": quantity("seconds; overlapping time counts for each task", zero=True),
             "color": {"field": "kind", "type": "nominal", "title": None,
                       "scale": {"domain": [k for _, k in _TASKS], "range": _TASK_COLOURS}},
             "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.12},
             "order": {"field": "order"},
-            **says(),
+            **tooltip(),
         },
     )  # fmt: skip
-    note = "A click on a task in the legend puts it alone." + left_out(rows)
+    note = "Click a task in the legend to highlight it." + truncation_note(rows)
     return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
 
 
@@ -226,30 +229,32 @@ _TASK_COLOURS = [f"var(--series-{i})" for i in (1, 2, 3, 4, 5, 6)] + [GREY]
 
 
 def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """What the performance model said beside what was measured, with the line where both are one."""
+    """Predicted against measured throughput, with the line of equality; None without a prediction."""
     rows = [r for r in rows if r.median and r.predicted_tok_s and not r.simulated]
     if not rows:
         return None
     data = [
         {"cell": label, "measured": r.median, "value": r.predicted_tok_s,
-         "says": f"{label}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
+         "tooltip": f"{label}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
         for r, label in labelled(rows, len(rows))
     ]  # fmt: skip
     both = [v for d in data for v in (d["measured"], d["value"]) if isinstance(v, float)]
     ends = [min(both) * 0.8, max(both) * 1.25]
     scale = {"type": "log", "domain": ends, "nice": False}
-    line = [{"measured": v, "value": v, "says": "prediction equals measurement"} for v in ends]
-    x, y = amount("measured tok/s", "measured"), amount("predicted tok/s")
+    line = [{"measured": v, "value": v, "tooltip": "prediction equals measurement"} for v in ends]
+    x, y = quantity("measured tok/s", "measured"), quantity("predicted tok/s")
     spec = chart(
         320,
         encoding={"x": x | {"scale": scale}, "y": y | {"scale": scale}},
         layer=[
             {"data": {"values": line}, "mark": {"type": "line", "color": SOFT, "strokeDash": [4, 3]}},
             {"data": {"values": data}, "mark": {"type": "point", "filled": True, "size": 70, "color": BLUE,
-             "opacity": 0.8}, "encoding": says()},
+             "opacity": 0.8}, "encoding": tooltip()},
         ],
     )  # fmt: skip
-    note = "On the dashed line the performance model is right; above it it promised too much. Both axes logarithmic."
+    note = (
+        "On the dashed line prediction equals measurement; above it the prediction is too fast. Axes are logarithmic."
+    )
     return Panel("Predicted against measured", note, spec, cell_table("", rows, figures.PREDICTED))
 
 

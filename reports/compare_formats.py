@@ -1,4 +1,4 @@
-"""A comparison as text, Markdown, JSON, JUnit XML, or data for github-action-benchmark."""
+"""Renders comparisons as text, Markdown, JSON, JUnit XML, or data for github-action-benchmark."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
 _FIGURES = ("Cell", "Verdict", "Base", "Head", "Head / base", "95 % interval", "p", "Launches")
 
 
-def compare_table(found: Comparison) -> Table:
-    """A row a cell, the worst first."""
-    cells = worst_first(found.cells)
+def compare_table(comparison: Comparison) -> Table:
+    """A row a cell, worst verdict first."""
+    cells = worst_first(comparison.cells)
     base, head = columns_of([c.base for c in cells]), columns_of([c.head for c in cells])
     rows = [_row(cell, old, new) for cell, old, new in zip(cells, base, head, strict=True)]
     columns = (
         Column("Cell", numeric=False),
         Column("Verdict", numeric=False),
-        Column("Base", found.unit),
-        Column("Head", found.unit),
+        Column("Base", comparison.unit),
+        Column("Head", comparison.unit),
         Column("Head / base", "as speed"),
         Column("95 % interval"),
         Column("p", "Holm"),
@@ -38,11 +38,11 @@ def compare_table(found: Comparison) -> Table:
         Column("Launches"),
         Column("Why", numeric=False, wide=True),
     )
-    return plain_table(f"{found.head} against {found.base}, {found.metric}", columns, rows)
+    return plain_table(f"{comparison.head} against {comparison.base}, {comparison.metric}", columns, rows)
 
 
 def worst_first(cells: Iterable[CellVerdict]) -> list[CellVerdict]:
-    """Cells by what needs attention."""
+    """Cells in order of verdict, those that need attention first."""
     return sorted(cells, key=lambda c: _ORDER.index(c.verdict))
 
 
@@ -63,53 +63,52 @@ def _row(cell: CellVerdict, base: str, head: str) -> list[Cell]:
     ]
 
 
-def text(found: Sequence[Comparison]) -> str:
-    """For a terminal, without colours."""
+def text(comparisons: Sequence[Comparison]) -> str:
+    """Plain text for a terminal."""
     parts = []
-    for one in found:
-        table = compare_table(one).only(_FIGURES)
-        why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in worst_first(one.cells)]
-        parts.append(plain_text(one.summary, table, [*why, *one.notes]))
+    for comparison in comparisons:
+        table = compare_table(comparison).only(_FIGURES)
+        why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in worst_first(comparison.cells)]
+        parts.append(plain_text(comparison.summary, table, [*why, *comparison.notes]))
     return "\n\n".join(parts)
 
 
-def markdown(found: Sequence[Comparison]) -> str:
-    """For a comment on a pull request."""
-    shown = [(one, compare_table(one)) for one in found]
-    return markdown_of("compare.md", comparisons=shown)
+def markdown(comparisons: Sequence[Comparison]) -> str:
+    """Markdown for a comment on a pull request."""
+    return markdown_of("compare.md", comparisons=[(c, compare_table(c)) for c in comparisons])
 
 
-def as_json(found: Sequence[Comparison]) -> str:
-    """Every figure, and the verdicts."""
-    return json.dumps([to_json(one) | {"verdict": one.verdict} for one in found], indent=2, allow_nan=False)
+def as_json(comparisons: Sequence[Comparison]) -> str:
+    """JSON with all figures and verdicts."""
+    return json.dumps([to_json(c) | {"verdict": c.verdict} for c in comparisons], indent=2, allow_nan=False)
 
 
-def junit(found: Sequence[Comparison]) -> str:
-    """A suite a comparison and a case a cell: regressions are failures, what could not be decided is skipped."""
-    return as_junit({f"{one.head} against {one.base}": [_case(one, cell) for cell in one.cells] for one in found})
+def junit(comparisons: Sequence[Comparison]) -> str:
+    """A test suite a comparison and a case a cell: a regression fails, an undecided cell is skipped."""
+    return as_junit({f"{c.head} against {c.base}": [_case(cell, c.unit) for cell in c.cells] for c in comparisons})
 
 
-def _case(one: Comparison, cell: CellVerdict) -> Case:
-    words, figures = "; ".join([cell.reason, *cell.remarks]), _figures(cell, one.unit)
+def _case(cell: CellVerdict, unit: str) -> Case:
+    message, figures = "; ".join([cell.reason, *cell.remarks]), _figures(cell, unit)
     if cell.verdict == "regression":
-        return Case(cell.workload, cell.name, "failed", words, kind=cell.verdict, figures=figures)
+        return Case(cell.workload, cell.name, "failed", message, kind=cell.verdict, figures=figures)
     if cell.verdict in ("inconclusive", "not comparable"):
-        return Case(cell.workload, cell.name, "skipped", f"{cell.verdict}: {words}")
-    return Case(cell.workload, cell.name, "passed", words, figures=figures)
+        return Case(cell.workload, cell.name, "skipped", f"{cell.verdict}: {message}")
+    return Case(cell.workload, cell.name, "passed", message, figures=figures)
 
 
-def github_action_benchmark(found: Sequence[Comparison]) -> str:
-    """The heads' figures in the format of github-action-benchmark: customBiggerIsBetter, or for times the other."""
+def github_action_benchmark(comparisons: Sequence[Comparison]) -> str:
+    """The heads' figures for github-action-benchmark: customBiggerIsBetter, or customSmallerIsBetter for times."""
     entries: list[dict[str, Any]] = [
         {
-            "name": cell.name if len(found) == 1 else f"{one.head}: {cell.name}",
-            "unit": one.unit,
+            "name": cell.name if len(comparisons) == 1 else f"{comparison.head}: {cell.name}",
+            "unit": comparison.unit,
             "value": cell.head,
             "range": _range(cell),
             "extra": f"{cell.verdict}: {cell.reason}",
         }
-        for one in found
-        for cell in one.cells
+        for comparison in comparisons
+        for cell in comparison.cells
         if cell.head is not None
     ]
     return json.dumps(entries, indent=2, allow_nan=False)
@@ -133,4 +132,5 @@ def _range(cell: CellVerdict) -> str:
 def _figures(cell: CellVerdict, unit: str) -> str:
     if cell.ratio is None or cell.base is None or cell.head is None:
         return "No ratio."
-    return f"{number(cell.base)} is {number(cell.head)} {unit}; as speed {cell.ratio:.3f}, {_range(cell)}"
+    medians = f"base {number(cell.base)} {unit}, head {number(cell.head)} {unit}"
+    return f"{medians}; speed ratio {cell.ratio:.3f}, {_range(cell)}"

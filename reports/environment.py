@@ -1,4 +1,4 @@
-"""What must be the same on both sides of a comparison: the machine, and the packages that the engines run with."""
+"""The environment that both sides of a comparison must share: machine, packages and settings."""
 
 from __future__ import annotations
 
@@ -8,63 +8,61 @@ from typing import Any
 from harness.api import RunRecord
 from reports.text import GIB, finite, one_line
 
-#: Memory of so many times another's is still of its class.
+#: Memory sizes within this factor count as equal: kernels of the same machine type reserve different amounts.
 _SAME_SIZE = 1.03
-#: Of the machine, what decides how fast a launch is.
+#: The items of the machine that decide a launch's speed.
 _MACHINE = ("cpu", "cpu_flags", "cores_usable", "numa_nodes", "ram_bytes", "swap_bytes", "gpus", "os")
 
 
 def environment_of(record: RunRecord, engines: bool = False) -> dict[str, str | float]:
-    """Item and value, in words or bytes; `engines`: of the machine alone, as engines differ in their packages."""
+    """Environment items of a record, as text or bytes; with `engines` the machine only, since engines differ in
+    packages."""
     known = record.provenance
     machine = known.get("machine")
     machine = machine if isinstance(machine, Mapping) else {}
-    found: dict[str, str | float] = {f"machine.{key}": _value(key, machine[key]) for key in _MACHINE if key in machine}
+    items: dict[str, str | float] = {f"machine.{key}": _value(key, machine[key]) for key in _MACHINE if key in machine}
     if record.memory:
-        found["memory.method"] = record.memory.method
+        items["memory.method"] = record.memory.method
     if engines:
-        return found
-    packages = known.get("packages")
-    if isinstance(packages, Mapping):
-        found |= {f"packages.{name}": str(version) for name, version in packages.items()}
-    settings = known.get("settings")
-    if isinstance(settings, Mapping):
-        found |= {f"settings.{name}": str(value) for name, value in settings.items()}
-    return found | ({"python": str(known["python"])} if "python" in known else {})
+        return items
+    for section in ("packages", "settings"):
+        if isinstance(values := known.get(section), Mapping):
+            items |= {f"{section}.{name}": str(value) for name, value in values.items()}
+    return items | ({"python": str(known["python"])} if "python" in known else {})
 
 
 def differing(
     base: Sequence[RunRecord], head: Sequence[RunRecord], allow: Sequence[str] = (), engines: bool = False
 ) -> list[str]:
-    """In words, which items of the environment are not the same in all these records; `allow` leaves some out, by name
-    or by the beginning of it before a dot."""
+    """Describes each environment item that is not the same in all records; `allow` excludes items (`packages.torch`) or
+    whole sections (`packages`)."""
     sides = [[(r, environment_of(r, engines)) for r in side if r.status != "interrupted"] for side in (base, head)]
-    items = {key: None for side in sides for _, found in side for key in found}
+    keys = {key: None for side in sides for _, items in side for key in items}
     differences = []
-    for key in items:
+    for key in keys:
         if any(key == a or key.startswith(f"{a}.") for a in allow):
             continue
-        # a launch that failed may not have come so far as to say
+        # a failed launch may have ended before it recorded the item
         old, new = (
-            {found.get(key, "unknown") for r, found in side if key in found or r.status == "ok"} for side in sides
+            {items.get(key, "unknown") for r, items in side if key in items or r.status == "ok"} for side in sides
         )
         if not _alike(old | new):
-            differences.append(one_line(f"{key} {_joined(old)} is {_joined(new)}"))
+            differences.append(one_line(f"{key} was {_joined(old)}, is {_joined(new)}"))
     return differences
 
 
 def machines(records: Sequence[RunRecord]) -> int:
-    """How many different machines the records are of."""
-    seen = [
+    """The number of different machines that the records come from."""
+    machine_items = [
         {k: v for k, v in environment_of(r, engines=True).items() if k.startswith("machine.")}
         for r in records
         if not r.simulated and r.provenance.get("machine")
     ]
-    kinds: list[dict[str, str | float]] = []
-    for machine in seen:
-        if not any(machine.keys() == k.keys() and all(_alike({machine[i], k[i]}) for i in k) for k in kinds):
-            kinds.append(machine)
-    return len(kinds)
+    distinct: list[dict[str, str | float]] = []
+    for machine in machine_items:
+        if not any(machine.keys() == d.keys() and all(_alike({machine[i], d[i]}) for i in d) for d in distinct):
+            distinct.append(machine)
+    return len(distinct)
 
 
 def _value(key: str, value: Any) -> str | float:
@@ -76,7 +74,7 @@ def _value(key: str, value: Any) -> str | float:
 
 
 def _alike(values: set[str | float]) -> bool:
-    """Whether values are one. Of one class of machines, kernels keep a little more or less memory for themselves."""
+    """Whether all values are equal, sizes within _SAME_SIZE."""
     if all(isinstance(v, float) for v in values):
         sizes = [float(v) for v in values]
         return max(sizes, default=0.0) <= _SAME_SIZE * min(sizes, default=0.0)
@@ -84,5 +82,5 @@ def _alike(values: set[str | float]) -> bool:
 
 
 def _joined(values: set[str | float]) -> str:
-    words = {f"{v / GIB:.2f} GiB" if isinstance(v, float) else v for v in values}
-    return " or ".join(sorted(words))
+    texts = {f"{v / GIB:.2f} GiB" if isinstance(v, float) else v for v in values}
+    return " or ".join(sorted(texts))

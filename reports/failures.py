@@ -1,4 +1,4 @@
-"""Verdicts that need no speeds: cells that fail on one side, on both, or as their suite says."""
+"""Verdicts from statuses alone: cells that fail on one side, on both, or as their suite expects."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from reports.text import one_line, plural
 from reports.verdicts import CellVerdict
 
 
-def by_failures(shown: CellVerdict, a: Sample, b: Sample, alpha: float, engines: bool) -> CellVerdict | None:
-    """The verdict of how launches ended; None where both sides have figures, and the head fails no more than the base.
+def by_failures(verdict: CellVerdict, a: Sample, b: Sample, alpha: float, engines: bool) -> CellVerdict | None:
+    """The verdict from statuses; None where both sides have figures and the head does not fail more than the base.
 
-    One failure where the base has none is a regression: a launch that worked every time no longer does. Where the base
-    fails too, the head has to fail more often than chance would have it (Fisher's exact test, one-sided).
+    One failure where the base has none is a regression. Where the base fails too, the head must fail significantly more
+    often (Fisher's exact test, one-sided).
     """
-    if b.expected and (a.expected or engines):
-        where = "" if engines else " on both sides"
-        return replace(shown, verdict="as expected", reason=f"{b.failed[-1].status}{where}, as its suite says")
+    if b.expected_failure and (a.expected_failure or engines):
+        place = "" if engines else " on both sides"
+        return replace(verdict, verdict="as expected", reason=f"{b.failed[-1].status}{place}, as the suite expects")
     if b.failed:
-        words = f"{b.failed[-1].status}: {one_line(b.failed[-1].reason)}"
-        count = f"{len(b.failed)} of {plural(len(b.telling), 'launch', 'launches')}"
-        if a.expected:
-            reason = f"{count} fail in another way than the suite expects, {words}"
-            return replace(shown, verdict="regression", reason=reason)
+        failure = f"{b.failed[-1].status}: {one_line(b.failed[-1].reason)}"
+        count = f"{len(b.failed)} of {plural(len(b.ended), 'launch', 'launches')}"
+        if a.expected_failure:
+            reason = f"{count} fail, but not as the suite expects, {failure}"
+            return replace(verdict, verdict="regression", reason=reason)
         if a.speeds and not a.failed:
-            return replace(shown, verdict="regression", reason=f"{count} newly fail, {words}")
+            return replace(verdict, verdict="regression", reason=f"{count} newly fail, {failure}")
         if a.speeds and (not b.speeds or more_failures(a, b) < alpha):
-            before = f"{len(a.failed)} of {len(a.telling)} in the base"
-            return replace(shown, verdict="regression", reason=f"{count} fail ({before}), {words}")
+            before = f"{len(a.failed)} of {len(a.ended)} in the base"
+            return replace(verdict, verdict="regression", reason=f"{count} fail ({before}), {failure}")
         if not a.speeds:
-            return replace(shown, verdict="not comparable", reason=f"the base has no figure, the head fails: {words}")
+            reason = f"the base has no figure, the head fails: {failure}"
+            return replace(verdict, verdict="not comparable", reason=reason)
     elif a.failed and not a.speeds and b.speeds:
-        return replace(shown, verdict="improvement", reason=f"no longer fails ({a.failed[-1].status} in the base)")
+        return replace(verdict, verdict="improvement", reason=f"no longer fails ({a.failed[-1].status} in the base)")
     for side, sample in (("base", a), ("head", b)):
         if not sample.speeds:
-            return replace(shown, verdict="not comparable", reason=f"the {side} has no launch with this figure")
+            return replace(verdict, verdict="not comparable", reason=f"the {side} has no launch with this figure")
         if lacking := len(sample.ok) - len(sample.speeds):
             count = f"{lacking} of {plural(len(sample.ok), 'launch', 'launches')}"
-            return replace(shown, verdict="not comparable", reason=f"{count} of the {side} lack this figure")
+            return replace(verdict, verdict="not comparable", reason=f"{count} of the {side} lack this figure")
     return None
 
 
 def failure_remarks(a: Sample, b: Sample) -> list[str]:
-    """What must be known of a cell whose speeds are compared although launches of it failed."""
+    """A remark on failed launches of a cell whose speeds are compared."""
     if not a.failed and not b.failed:
         return []
-    counts = [f"{len(s.failed)} of {len(s.telling)} in the {side}" for side, s in (("base", a), ("head", b))]
+    counts = [f"{len(s.failed)} of {len(s.ended)} in the {side}" for side, s in (("base", a), ("head", b))]
     return [f"launches fail: {', '.join(counts)}"]
 
 
 def more_failures(a: Sample, b: Sample) -> float:
-    """The chance that so many or more of all failures fall to the head (Fisher's exact test)."""
-    failed, launches = len(a.failed) + len(b.failed), len(a.telling) + len(b.telling)
-    ways = math.comb(launches, len(b.telling))
-    tail = range(len(b.failed), min(failed, len(b.telling)) + 1)
-    return sum(math.comb(failed, k) * math.comb(launches - failed, len(b.telling) - k) for k in tail) / ways
+    """One-sided p of Fisher's exact test that the head `b` fails more often than the base `a`."""
+    failed, launches = len(a.failed) + len(b.failed), len(a.ended) + len(b.ended)
+    ways = math.comb(launches, len(b.ended))
+    tail = range(len(b.failed), min(failed, len(b.ended)) + 1)
+    return sum(math.comb(failed, k) * math.comb(launches - failed, len(b.ended) - k) for k in tail) / ways

@@ -1,4 +1,4 @@
-"""The figures of cells, by the table that shows them: how to get each, its unit, and why it may be missing."""
+"""The figures of cells by table: how to compute each one, its unit, and why it may be missing."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from reports.text import MB, MIB, TIMES_SIGN, columns_of, finite, median
 
 
 def allowed(row: CellSummary, resource: str) -> float | None:
-    """The throughput (tokens/s) one resource of the bound allows by itself; None if it is not needed."""
+    """The throughput (tokens/s) that one resource of the bound allows; None where the cell does not need it."""
     rates = []
     for bound in (r.bound for r in row.ok_records if r.bound):
-        needed: float = getattr(bound, resource)
-        if needed > 0:
-            rates.append(finite(bound.throughput_tok_s * bound.longest_s / needed))
+        seconds: float = getattr(bound, resource)
+        if seconds > 0:
+            rates.append(finite(bound.throughput_tok_s * bound.longest_s / seconds))
     return median(rates)
 
 
 def _range(row: CellSummary) -> str | None:
-    """The slowest and the fastest repeat."""
+    """The throughputs of the slowest and the fastest repeat."""
     if row.minimum is None or row.maximum is None or len(row.throughput) < 2:
         return None
     return " to ".join(columns_of([row.minimum, row.maximum]))
 
 
 def _read(row: CellSummary) -> float | None:
-    """Bytes read a token; a page here and there is nothing."""
-    found = row.read_bytes_per_token
-    return found if found is None or found > 0.01 * MB else 0.0
+    """Bytes read per token; 0 below 0.01 MB, which is single pages."""
+    read = row.read_bytes_per_token
+    return read if read is None or read > 0.01 * MB else 0.0
 
 
 def _ratio_interval(row: CellSummary) -> str | None:
@@ -50,17 +50,17 @@ def _memory(row: CellSummary, name: str) -> float | None:
 
 
 def _real_share(row: CellSummary) -> float | None:
-    """How much of what was computed was no padding; median."""
-    return median([_share(r) for r in row.ok_records])
+    """The median share of computed positions that are not padding."""
+    return median([_real_share_of(r) for r in row.ok_records])
 
 
-def _share(record: RunRecord) -> float | None:
+def _real_share_of(record: RunRecord) -> float | None:
     real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
     return real / padded if real is not None and padded else None
 
 
 def _load_seconds(row: CellSummary) -> float | None:
-    """Median time from an empty engine to a loaded model, seconds."""
+    """The median duration of `load`, seconds."""
     return median([measured_sum(r, "wall_s", "load") for r in row.ok_records])
 
 
@@ -76,17 +76,17 @@ def _method(row: CellSummary) -> str | None:
 
 
 def seconds_of(task: str) -> Callable[[CellSummary], float | None]:
-    """How long a task was at work; None where it had nothing to do, which a wait of no time is not."""
+    """A function from a cell to a task's measured seconds: None where the task did nothing; a wait may be 0 s."""
 
-    def seconds(row: CellSummary) -> float | None:
-        found = metric(row.ok_records, f"task_{task}_s")
-        return found if task == "waiting" else found or None
+    def measured(row: CellSummary) -> float | None:
+        seconds = metric(row.ok_records, f"task_{task}_s")
+        return seconds if task == "waiting" else seconds or None
 
-    return seconds
+    return measured
 
 
 def _predicted_seconds_of(task: str) -> Callable[[CellSummary], float | None]:
-    """How long the performance model says that a task is at work."""
+    """A function from a cell to a task's predicted seconds."""
     return lambda row: median([r.predicted.metrics.get(f"task_{task}_s") for r in row.ok_records if r.predicted])
 
 
@@ -94,7 +94,7 @@ _SECONDS = {"predicted": _predicted_seconds_of, "measured": seconds_of}
 
 
 def _realised(row: CellSummary, name: str) -> Any:
-    """A field of the policy as the engine carried it out, where it places anything."""
+    """A field of the policy as the engine realised it; None for an engine without placement."""
     loads = [r.load for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
     return getattr(loads[-1].policy, name) if loads else None
 
@@ -109,17 +109,17 @@ def _in_memory(row: CellSummary, name: str) -> float | None:
     return None if triple is None else triple[0] + triple[1]
 
 
-_UNRANKED = "not ranked: reference, incomplete, or nothing to compare"
-_NO_INTERVAL = "not ranked, fewer than two launches, or not among the first 200 cells"
+_UNRANKED = "not ranked: a reference, incomplete, or without a rival"
+_NO_INTERVAL = "not ranked, fewer than two launches, or not among the fastest 200 cells"
 _NO_TIMES = "the engine does not separate prefill from decode"
-_NO_BOUND = "no machine probe ran beside this cell"
+_NO_BOUND = "no machine probe ran with this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
-_NO_PLACEMENT = "the engine does not say where it placed things"
-_NO_FORECAST = "the engine has no performance model here"
+_NO_PLACEMENT = "the engine does not report its placement"
+_NO_FORECAST = "no performance model covers this cell"
 _NO_COUNTER = "this machine has no counter for it"
 
 SUMMARY = (
-    Figure("Batch", "", lambda r: r.batch, "the batch search settled on none"),
+    Figure("Batch", "", lambda r: r.batch, "the batch search chose none"),
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Range", "tok/s", _range, "needs two repeats"),
@@ -127,10 +127,10 @@ SUMMARY = (
     Figure("95 % interval", TIMES_SIGN, _ratio_interval, _NO_INTERVAL),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
-    Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
+    Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not measured", scale=MIB),
     Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
     Figure("Read", "MB/token", _read, _NO_COUNTER, scale=MB),
-    Figure("Same output", "", _agreement, "no reference cell of this seed finished"),
+    Figure("Same output", "", _agreement, "no reference cell with this seed finished"),
 )
 SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Range", "Compute"})
 
@@ -149,7 +149,7 @@ TIMES = (
     Figure("Prefill", "s", lambda r: metric(r.ok_records, "prefill_s"), _NO_TIMES),
     Figure("Decode", "s", lambda r: metric(r.ok_records, "decode_s"), _NO_TIMES),
     Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
-    Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "of predictions only"),
+    Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "predictions only"),
     *_TOTALS,
     _LOAD,
     Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
@@ -158,13 +158,13 @@ TIMES = (
 PADDING = (
     *_TOTALS,
     Figure("Real", "%", _real_share, "not recorded", scale=0.01),
-    Figure("Generation", "tok/s", lambda r: metric(r.ok_records, "generation_throughput_tok_s"), "nothing was written"),
+    Figure("Generation", "tok/s", lambda r: metric(r.ok_records, "generation_throughput_tok_s"), "no tokens generated"),
     _LOAD,
     Figure("Wall", "s", lambda r: median([x.wall_s for x in r.ok_records]), "not recorded"),
 )
 
 MEMORY = (
-    Figure("Peak", "MiB", lambda r: r.peak_bytes, "not counted", scale=MIB),
+    Figure("Peak", "MiB", lambda r: r.peak_bytes, "not measured", scale=MIB),
     Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
     Figure("Idle", "MiB", lambda r: _memory(r, "idle_bytes"), "not recorded", scale=MIB),
     Figure("Budget", "MiB", lambda r: _memory(r, "budget_bytes"), "no limit", scale=MIB),
@@ -175,15 +175,15 @@ MEMORY = (
 
 BOUND = (
     Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
-    Figure("Compute allows", "tok/s", lambda r: allowed(r, "compute_s"), "the bound needs no compute"),
-    Figure("Disk allows", "tok/s", lambda r: allowed(r, "disk_s"), "the budget holds all weights: no disk needed"),
+    Figure("Compute allows", "tok/s", lambda r: allowed(r, "compute_s"), "the bound has no compute time"),
+    Figure("Disk allows", "tok/s", lambda r: allowed(r, "disk_s"), "the budget holds all weights"),
     Figure("Bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
     Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
 )
-#: The same of cells some of which have a device.
+#: BOUND for cells of which some have a device.
 BOUND_OF_DEVICE = (
     *BOUND[:3],
     Figure("Link allows", "tok/s", lambda r: allowed(r, "link_s"), "the device holds all weights, or there is none"),
@@ -193,7 +193,7 @@ BOUND_OF_DEVICE = (
 PREDICTED = (
     Figure("Predicted", "tok/s", lambda r: r.predicted_tok_s, _NO_FORECAST),
     Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
-    Figure("Prediction is off by", "%", lambda r: r.prediction_error, _NO_FORECAST, scale=0.01),
+    Figure("Prediction error", "%", lambda r: r.prediction_error, _NO_FORECAST, scale=0.01),
     *(
         Figure(f"{title}, {kind}", "s", _SECONDS[kind](name), _NO_FORECAST)
         for title, name in (("Products", "products"), ("Attention", "attention"), ("Waits", "waiting"))
@@ -201,9 +201,9 @@ PREDICTED = (
     ),
 )
 
-_NOT_AT_WORK = "this task had nothing to do"
+_IDLE_TASK = "this task did nothing"
 TASKS = tuple(
-    Figure(title, "s", seconds_of(name), _NOT_AT_WORK)
+    Figure(title, "s", seconds_of(name), _IDLE_TASK)
     for title, name in (
         ("Load weights", "load_weights"),
         ("Load cache", "load_cache"),
@@ -216,7 +216,7 @@ TASKS = tuple(
     )
 )
 
-#: Of weights and cache, the part that was in memory, on the device or not, and what they were stored in.
+#: Placement and storage of weights and KV cache; memory is device and host memory.
 PLACEMENT = (
     Figure("Weights in memory", "%", lambda r: _in_memory(r, "weights"), _NO_PLACEMENT, scale=0.01),
     Figure("Weights on disk", "%", lambda r: _on_disk(r, "weights"), _NO_PLACEMENT, scale=0.01),

@@ -1,4 +1,4 @@
-"""The CSV report: one line a record, flat columns in a fixed order, full precision, base units."""
+"""The CSV report: one line a record, columns in a fixed order, full precision, base units."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METRICS = (
 
 
 def to_csv(records: Sequence[RunRecord]) -> str:
-    """CSV text with a header; empty means not measured, and no field can start a spreadsheet formula."""
+    """CSV text with a header; an empty field is not measured, and no field is a spreadsheet formula."""
     lines = [_line(r) for r in records]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")

@@ -1,4 +1,4 @@
-"""An append-only store of records over time: SQLite by default, any database that SQLAlchemy knows by its URL."""
+"""An append-only store of records over time, in SQLite or any database that SQLAlchemy supports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from reports.environment import environment_of
 from reports.summary import throughput
 from reports.text import finite, one_line
 
-#: Of the tables below; a database of a newer program is refused.
+#: Version of the tables below; a database with a newer version is refused.
 SCHEMA = 1
-#: Values in a statement, which databases limit.
+#: The most values in a statement, which databases limit.
 _MOST_VALUES = 500
 _METADATA = sa.MetaData()
 _SCHEMA = sa.Table("offload_harness_schema", _METADATA, sa.Column("version", sa.Integer, primary_key=True))
@@ -29,8 +29,8 @@ _RECORDS = sa.Table(
     "offload_harness_records",
     _METADATA,
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
-    sa.Column("key", sa.String(64), nullable=False, unique=True),  # of the launch: the same one is added once
-    sa.Column("started_at", sa.String(40), nullable=False),  # ISO 8601 in UTC, which sorts as text
+    sa.Column("key", sa.String(64), nullable=False, unique=True),  # identifies the launch, so that it is added once
+    sa.Column("started_at", sa.String(40), nullable=False),  # ISO 8601 in UTC, sorts as text
     sa.Column("commit", sa.String(64), nullable=False),
     sa.Column("dirty", sa.Boolean, nullable=False),
     sa.Column("machine", sa.String(16), nullable=False),
@@ -47,7 +47,7 @@ _RECORDS = sa.Table(
 
 @dataclass(frozen=True)
 class Point:
-    """All launches of a cell at one commit on one machine. `started_at` is the first one's; speeds in tok/s."""
+    """The launches of a cell at a commit on a machine. `started_at` is that of the first launch; speeds in tok/s."""
 
     commit: str
     started_at: str
@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """A cell on one machine over commits, in the order in which they were first measured."""
+    """A cell on a machine over commits, in the order of their first launches."""
 
     suite: str
     cell: str
@@ -69,9 +69,9 @@ class Series:
 
 
 class History:
-    """The store at `url`, made if it is not there.
+    """The store at `url`, created if it does not exist.
 
-    Raises HarnessError for URLs that are none, databases that cannot be opened and those of a newer program.
+    Raises HarnessError for an invalid URL, a database that cannot be opened, and a newer schema.
     """
 
     def __init__(self, url: str) -> None:
@@ -82,38 +82,38 @@ class History:
             self._engine = sa.create_engine(address)
         with _one_line(self.url), self._engine.begin() as connection:
             _METADATA.create_all(connection)
-            found = connection.execute(sa.select(_SCHEMA.c.version)).scalar()
-            if found is None:
+            stored = connection.execute(sa.select(_SCHEMA.c.version)).scalar()
+            if stored is None:
                 connection.execute(_SCHEMA.insert().values(version=SCHEMA))
-            elif found > SCHEMA:
-                raise HarnessError(f"{self.url} is of a newer harness (schema {found}, this one has {SCHEMA}): update")
+            elif stored > SCHEMA:
+                raise HarnessError(
+                    f"{self.url} is of a newer harness (schema {stored}, this one has {SCHEMA}): update the harness"
+                )
 
     def add(self, records: Iterable[RunRecord]) -> tuple[int, int]:
-        """Appends what is not there yet; returns how many were added, and how many were known. Interrupted and
-        simulated launches say nothing over time and are left out."""
+        """Appends new records and returns (number added, number already stored). Skips interrupted and simulated
+        launches, which have no place in a trend."""
         rows = {row["key"]: row for r in records if r.status != "interrupted" and not r.simulated for row in [_row(r)]}
         with _one_line(self.url), self._engine.begin() as connection:
             known: set[str] = set()
             keys = list(rows)
             for i in range(0, len(keys), _MOST_VALUES):
-                some = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + _MOST_VALUES]))
-                known |= set(connection.execute(some).scalars())
+                stored = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + _MOST_VALUES]))
+                known |= set(connection.execute(stored).scalars())
             new = [row for key, row in rows.items() if key not in known]
             if new:
                 connection.execute(_RECORDS.insert(), new)
         return len(new), len(known)
 
     def series(self, fingerprints: Collection[str] = (), cell: str = "", suite: str = "") -> list[Series]:
-        """What is known of these cells (all, where nothing is asked for), by cell and machine."""
-        wanted = sa.select(*(c for c in _RECORDS.c if c.name != "record")).order_by(
-            _RECORDS.c.started_at, _RECORDS.c.id
-        )
+        """The series of each cell and machine, filtered by fingerprints, cell name and suite (empty: all)."""
+        query = sa.select(*(c for c in _RECORDS.c if c.name != "record")).order_by(_RECORDS.c.started_at, _RECORDS.c.id)
         for column, value in ((_RECORDS.c.cell, cell), (_RECORDS.c.suite, suite)):
-            wanted = wanted.where(column == value) if value else wanted
+            query = query.where(column == value) if value else query
         if 0 < len(fingerprints) <= _MOST_VALUES:
-            wanted = wanted.where(_RECORDS.c.fingerprint.in_(fingerprints))
+            query = query.where(_RECORDS.c.fingerprint.in_(fingerprints))
         with _one_line(self.url), self._engine.connect() as connection:
-            rows = [dict(row._mapping) for row in connection.execute(wanted)]
+            rows = [dict(row._mapping) for row in connection.execute(query)]
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in rows:
             if not fingerprints or row["fingerprint"] in fingerprints:
@@ -121,14 +121,14 @@ class History:
         return [_series(group) for group in groups.values()]
 
     def close(self) -> None:
-        """Gives the connections back."""
+        """Closes the connections."""
         self._engine.dispose()
 
 
 def open_history(url: str, make: bool = False) -> History:
-    """The store at `url`; where it is a file, one that is there, or is made if that is asked for.
+    """Opens the store at `url`; creates a missing SQLite file only with `make`.
 
-    Raises HarnessError for one that is not there or keeps nothing, and as History does.
+    Raises HarnessError for a missing file and an in-memory database, and as History does.
     """
     with _one_line("(--db)"):
         address = sa.make_url(url)
@@ -136,23 +136,23 @@ def open_history(url: str, make: bool = False) -> History:
         path = Path(address.database or ":memory:")
         if path.name == ":memory:":
             raise HarnessError(
-                f"history {url}: it is in memory and keeps nothing; name a file: sqlite:///results/history.db"
+                f"history {url}: a database in memory is lost at exit; name a file: sqlite:///results/history.db"
             )
         if not make and not path.exists():
-            raise HarnessError(f"no history in {path}; `harness history add DIR` makes one, --db names another")
+            raise HarnessError(f"no history in {path}; `harness history add DIR` creates one, --db names another")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise HarnessError(f"cannot make {path.parent}: {exc.strerror}; choose another place with --db") from exc
+            raise HarnessError(f"cannot create {path.parent}: {exc.strerror}; choose another place with --db") from exc
     return History(url)
 
 
 def _row(record: RunRecord) -> dict[str, Any]:
-    """A record as a row."""
+    """A record as a row of the table."""
     git = record.provenance.get("git")
     git = git if isinstance(git, Mapping) else {}
     started = one_line(record.started_at)
-    # installed from a package there is no commit: then a day is what launches have in common
+    # a harness installed from a package records no commit: the day stands for it
     commit = one_line(str(git.get("commit") or "")) or f"no commit, {started[:10]}"
     identity = [record.fingerprint, record.repeat, record.started_at, git.get("commit"), record.wall_s]
     machine = {k: v for k, v in environment_of(record, engines=True).items() if k.startswith("machine.")}
@@ -180,11 +180,11 @@ def _series(rows: Sequence[dict[str, Any]]) -> Series:
     points = tuple(
         Point(
             commit,
-            some[0]["started_at"],
-            tuple(speed for r in some if (speed := finite(r["tok_s"])) and speed > 0),
-            sum(r["status"] != "ok" for r in some),
+            launches[0]["started_at"],
+            tuple(speed for r in launches if (speed := finite(r["tok_s"])) and speed > 0),
+            sum(r["status"] != "ok" for r in launches),
         )
-        for commit, some in commits.items()
+        for commit, launches in commits.items()
     )
     named = {k: rows[-1][k] for k in ("suite", "cell", "engine", "workload", "fingerprint", "machine")}
     return Series(**named, points=points)
@@ -192,12 +192,12 @@ def _series(rows: Sequence[dict[str, Any]]) -> Series:
 
 @contextlib.contextmanager
 def _one_line(url: str) -> Iterator[None]:
-    """What SQLAlchemy and its drivers say, as an error that the user can act on."""
+    """Turns errors of SQLAlchemy and its drivers into a HarnessError of one line."""
     try:
         yield
     except ImportError as exc:
-        needed = exc.name or first_line(exc)
-        raise HarnessError(f"the database of {url} needs the package {needed}: pip install it") from exc
+        package = exc.name or first_line(exc)
+        raise HarnessError(f"the database of {url} needs the package {package}: pip install {package}") from exc
     except (SQLAlchemyError, ValueError, TypeError) as exc:
         why = first_line(getattr(exc, "orig", None) or exc)
         raise HarnessError(f"history {url}: {why}; --db takes a URL such as sqlite:///results/history.db") from exc

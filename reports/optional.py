@@ -1,4 +1,4 @@
-"""Packages that only parts of reports need."""
+"""Reports a missing optional package in one line with its remedy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from harness.api import HarnessError
 
 
 @contextlib.contextmanager
-def needed(what: str) -> Iterator[None]:
-    """A package that is not there becomes an error with its name and the remedy."""
+def optional_packages(feature: str) -> Iterator[None]:
+    """Turns an ImportError into a HarnessError that names `feature`, the package and the remedy."""
     try:
         yield
     except ImportError as exc:
         remedy = "pip install 'offload-harness[report]'"
-        raise HarnessError(f"{what} needs the package {exc.name or exc}: {remedy}") from exc
+        raise HarnessError(f"{feature} needs the package {exc.name or exc}: {remedy}") from exc

@@ -1,4 +1,4 @@
-"""Puts a report together from records: what is shown and in which order, before any markup."""
+"""Assembles the content of a report from records, before any markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reports.headline import headline
 from reports.latency import pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, others_share, summary_rows
+from reports.summary import DISTURBED, CellSummary, by_workload, other_cpu_share, summary_rows
 from reports.tables import MOST_ROWS, Table, cell_table
 from reports.text import median, number, one_line, plural
 from reports.timeline import utilisation_panel
@@ -24,7 +24,7 @@ from reports.vega import Panel
 
 @dataclass(frozen=True)
 class WorkloadPart:
-    """What is said about the cells that may be compared with each other."""
+    """The report on the cells of a workload, which are comparable."""
 
     title: str
     headline: str
@@ -39,7 +39,7 @@ class WorkloadPart:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report."""
+    """The content of a report."""
 
     title: str
     descriptions: tuple[str, ...]
@@ -59,7 +59,7 @@ class Page:
 
 
 def page(runs: Runs, trends: Sequence[Panel] = ()) -> Page:
-    """The report on `runs`, with what the history says of their cells."""
+    """Assembles the report on `runs`, with the trends of their cells from the history."""
     rows = summary_rows(runs.records)
     suites = list(dict.fromkeys(row.suite for row in rows if row.suite))
     facts = {"Started": sections.period(runs.records), "Commit": sections.commit(runs.records)}
@@ -109,54 +109,54 @@ def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> WorkloadPa
 
 
 def _accuracy(rows: Sequence[CellSummary], finished: Sequence[CellSummary]) -> tuple[Table, ...]:
-    """Of a task: what answers are worth, and how fast they came, with and without padding."""
-    judged = accuracy_table(rows)
-    return () if judged is None else (judged, cell_table("How fast the answers came", finished, figures.PADDING))
+    """For a task: the accuracy of its answers, and their speed with and without padding."""
+    accuracy = accuracy_table(rows)
+    return () if accuracy is None else (accuracy, cell_table("Speed of the answers", finished, figures.PADDING))
 
 
 def _mixed(runs: Runs) -> list[str]:
-    """That the records are of several machines, where they are: no ratio between them says anything of engines."""
+    """A note where the records come from several machines, whose figures are not comparable."""
     count = machines(runs.records)
-    words = "figures of one cannot be compared with those of another"
-    return [f"These records are of {count} machines: {words}; Provenance lists what differs."] if count > 1 else []
+    advice = "figures of different machines are not comparable"
+    return [f"These records come from {count} machines: {advice}; Provenance lists the differences."] * (count > 1)
 
 
 def _log_tail(row: CellSummary, runs: Runs) -> str:
-    """The last lines of the log of a repeat that should not have ended so."""
+    """The end of the log of the last repeat that failed unexpectedly."""
     failed = (r for r in reversed(row.records) if r.status not in ("ok", row.expect))
     return next((tail for r in failed if (tail := runs.log_tail(r))), "")
 
 
 def _remarks(rows: Sequence[CellSummary]) -> list[str]:
-    """What a reader must know before trusting the ranking."""
+    """Caveats of the ranking."""
     remarks = [
         f"Reference without the limit: {r.name}, {number(r.median)} tok/s."
         for r in rows
         if r.reference and r.median is not None
     ]
-    own = [r for r in rows if not r.reference and r.median is not None]
-    if len({r.records[-1].spec.limits for r in own}) > 1:
-        remarks.append("The limits differ between these cells; compare them with the memory columns in view.")
-    if any(r.fewer_requests for r in own):
-        remarks.append("Not all cells answered the same number of requests; those with fewer are marked.")
+    competitors = [r for r in rows if not r.reference and r.median is not None]
+    if len({r.records[-1].spec.limits for r in competitors}) > 1:
+        remarks.append("The limits differ between these cells: compare the memory columns too.")
+    if any(r.fewer_requests for r in competitors):
+        remarks.append("Not all cells completed the same number of requests; cells with fewer are marked.")
     if any(r.simulated or r.projected for r in rows):
-        remarks.append("Simulated and projected cells were not measured and are never ranked above measured ones.")
+        remarks.append("Simulated and projected cells are not measurements and never rank above measured cells.")
     if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None and not r.simulated):
         middle = number(100 * (median(errors) or 0.0))
-        remarks.append(f"The performance model is off by {middle} % in the median of {plural(len(errors), 'cell')}, by "
-                       f"{number(100 * errors[-1])} % at most; harness plan --explain says where.")  # fmt: skip
-    if disturbed := [r.name for r in rows if others_share(r.ok_records) > DISTURBED]:
+        remarks.append(f"The performance model's median error over {plural(len(errors), 'cell')} is {middle} %, its "
+                       f"largest {number(100 * errors[-1])} %; harness plan --explain breaks them down.")  # fmt: skip
+    if disturbed := [r.name for r in rows if other_cpu_share(r.ok_records) > DISTURBED]:
         names = ", ".join(disturbed)
-        remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU while these ran: {names}.")
+        remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU during these cells: {names}.")
     remarks += accuracy_remarks(rows)
-    if any(len(r.throughput) < 3 and not r.simulated for r in own):
-        remarks.append("Some cells have fewer than three finished repeats: too few to judge small differences.")
+    if any(len(r.throughput) < 3 and not r.simulated for r in competitors):
+        remarks.append("Some cells have fewer than three finished repeats, too few to judge small differences.")
     return remarks
 
 
 def _outcome(rows: Sequence[CellSummary]) -> str:
-    """How many cells ended how."""
-    # of a machine that is not here, what does not fit is an answer
+    """One sentence: how many cells ended with which status."""
+    # for a simulated machine, that a cell does not fit is a result and not a failure
     answers = [r for r in rows if r.simulated and not r.as_expected and r.status in ("infeasible", "skipped")]
     answered = {id(r) for r in answers}
     unexpected = [r for r in rows if not r.as_expected and id(r) not in answered]

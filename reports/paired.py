@@ -1,4 +1,4 @@
-"""Comparisons in pairs: the same examples answered in two ways."""
+"""Paired comparison of two sets of outcomes on the same examples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
-#: Resamples of a bootstrap, and its seed: the same figures for the same records.
+#: Bootstrap resamples and their seed, fixed so that the same records give the same figures.
 _RESAMPLES, _SEED = 2000, 0
-#: Of tests, how sure; and with which power a loss would be seen.
+#: Significance level of the tests, and the power at which a difference counts as detectable.
 LEVEL, POWER = 0.05, 0.8
-#: Fewer examples than this say nothing: an interval by resampling them would be far too small.
+#: The fewest examples that are compared: with fewer, a bootstrap interval is far too narrow.
 FEWEST = 10
-#: So many answers must be expected to turn wrong for six to do so with that power, which is where McNemar's exact test
-#: begins to see a loss.
+#: McNemar's exact test is significant from six one-sided flips on; this expected number of flips yields six with POWER.
 _FLIPS = 7.9
 
 
@@ -24,26 +23,26 @@ _FLIPS = 7.9
 class Paired:
     """A difference of means, new less old, with the 95 % interval of a paired bootstrap.
 
-    `p`: of McNemar's exact test where all values are 0 or 1, else None. `seen`: the difference that would have been
-    found with a power of 80 %.
+    `p`: of McNemar's exact test where all values are 0 or 1, else None. `detectable`: the difference that the test
+    detects with a power of 80 %.
     """
 
     difference: float
     low: float
     high: float
     p: float | None
-    seen: float
+    detectable: float
 
     @property
     def significant(self) -> bool:
-        """Whether there is a difference, at the level of 5 %."""
+        """Whether the difference is significant at the 5 % level."""
         return self.p < LEVEL if self.p is not None else not self.low <= 0 <= self.high
 
 
 def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] = ()) -> Paired:
-    """Of values of the same examples in the same order, with what each counts for (nothing: all alike).
+    """Compares values of the same examples in the same order; `weights` are per example, equal if empty.
 
-    Raises ValueError where there are not as many, or none.
+    Raises ValueError where the lengths differ, or are 0.
     """
     if not old:
         raise ValueError("nothing to compare")
@@ -53,12 +52,14 @@ def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] 
     binary = all(value in (0.0, 1.0) for value in (*old, *new))
     low, high = _interval(differences)
     p = mcnemar(sum(d > 0 for d in differences), sum(d < 0 for d in differences)) if binary else None
-    seen = detectable(differences)
-    return Paired(fmean(differences), low, high, p, max(seen, min(1.0, _FLIPS / len(differences))) if binary else seen)
+    smallest = detectable(differences)
+    if binary:
+        smallest = max(smallest, min(1.0, _FLIPS / len(differences)))
+    return Paired(fmean(differences), low, high, p, smallest)
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """The exact two-sided p of so many examples that only one side has right. Source: McNemar 1947, by the binomial."""
+    """The exact two-sided p for `better` and `worse` examples, each right on one side only (McNemar 1947, binomial)."""
     n, k = better + worse, min(better, worse)
     if not n:
         return 1.0
@@ -67,7 +68,7 @@ def mcnemar(better: int, worse: int) -> float:
 
 
 def detectable(differences: Sequence[float]) -> float:
-    """The true difference that n pairs of this spread would show with a power of 80 %: normal approximation."""
+    """The true difference that pairs of this spread show with a power of 80 %, by the normal approximation."""
     n = len(differences)
     middle = fmean(differences)
     spread = math.sqrt(math.fsum((d - middle) ** 2 for d in differences) / max(1, n - 1))
@@ -76,7 +77,7 @@ def detectable(differences: Sequence[float]) -> float:
 
 
 def _linear(differences: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Values whose plain mean is the weighted one and spreads as it does: a quotient of sums, linearised (Cochran,
+    """Values whose plain mean equals the weighted mean and has its variance: the ratio estimator, linearised (Cochran,
     Sampling Techniques, 6.4)."""
     total = math.fsum(weights)
     mean = math.fsum(w * d for w, d in zip(weights, differences, strict=True)) / total
@@ -85,13 +86,13 @@ def _linear(differences: Sequence[float], weights: Sequence[float]) -> list[floa
 
 
 def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """95 % of resampled means. Most differences of two runs are 0, and count without being drawn one by one."""
+    """The 95 % percentile bootstrap interval of the mean. Draws only non-zero differences: most are 0."""
     n, rng = len(differences), np.random.default_rng(_SEED)
-    apart = np.array([d for d in differences if d], np.float64)
-    if not len(apart):
+    nonzero = np.array([d for d in differences if d], np.float64)
+    if not len(nonzero):
         return 0.0, 0.0
-    draws = rng.binomial(n, len(apart) / n, size=_RESAMPLES)
-    means = [float(rng.choice(apart, size=k).sum()) / n for k in draws]
+    draws = rng.binomial(n, len(nonzero) / n, size=_RESAMPLES)
+    means = [float(rng.choice(nonzero, size=k).sum()) / n for k in draws]
     low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
     return float(low), float(high)
 

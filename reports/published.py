@@ -1,4 +1,4 @@
-"""What papers published for the same model and workload, beside what was measured or simulated here."""
+"""Published throughput for the same model and workload, compared with ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, Table, plain_table
 from reports.text import MISSING, TIMES_SIGN, columns_of, number
 
-#: Of each table: the paper and its table, the machine, and the prompts where no column gives them.
+#: For each table: paper and machine, and the prompt length where the table has no column for it.
 _SOURCES = {
     "flexgen_throughput_t4": ("FlexGen (Sheng et al. 2023), tables 14 to 16: one T4 16 GB, 208 GB of RAM, NVMe", None),
     "lm_offload_a100": ("LM-Offload (Wu et al. 2024), table 3: one A100 40 GB, 240 GB of RAM", 64),
@@ -17,40 +17,40 @@ _SOURCES = {
 
 
 def published_table(rows: Sequence[CellSummary], reproduces: Collection[str]) -> Table | None:
-    """A row for each system that the paper has for these cells' model and lengths; None where there is none."""
+    """A row for each published result with these cells' model and lengths; None without any."""
     lines, sources = [], []
     best = next(iter(ranked(rows)), None)
     for name in sorted(set(reproduces) & set(_SOURCES)):
-        source, prompts = _SOURCES[name]
-        found = [row for row in published_rows(name) if _is_of(row, rows[0], prompts)]
-        speeds = columns_of([float(row["throughput"]) if row["throughput"] else None for row in found])
-        for row, speed in zip(found, speeds, strict=True):
+        source, prompt_len = _SOURCES[name]
+        published = [row for row in published_rows(name) if _has_workload(row, rows[0], prompt_len)]
+        speeds = columns_of([float(row["throughput"]) if row["throughput"] else None for row in published])
+        for row, speed in zip(published, speeds, strict=True):
             lines.append([Cell(row["system"]), Cell(_policy(row)), _figure(row, speed), _ours(best, row)])
-        sources += [source] * bool(found)
+        sources += [source] * bool(published)
     if not lines:
         return None
-    which = f"{best.name}, {_kind(best)}" if best else "no cell of ours"
+    cell = f"{best.name}, {_kind(best)}" if best else "no ranked cell"
     columns = [Column("Published system", numeric=False), Column("Its policy", numeric=False, wide=True),
                Column("Published", "tok/s"), Column("Ours", f"{TIMES_SIGN} published")]  # fmt: skip
-    return plain_table(f"Published beside ours ({which}). {'; '.join(sources)}.", columns, lines)
+    return plain_table(f"Published results and ours ({cell}). {'; '.join(sources)}.", columns, lines)
 
 
-def _is_of(row: dict[str, str], cell: CellSummary, prompts: int | None) -> bool:
+def _has_workload(row: dict[str, str], cell: CellSummary, prompt_len: int | None) -> bool:
     spec = cell.records[-1].spec
     if spec.workload.kind != "synthetic":
         return False
-    asked = int(row["prompt_len"]) if prompts is None else prompts
+    prompt_len = int(row["prompt_len"]) if prompt_len is None else prompt_len
     model = spec.model.id.rpartition("/")[2].lower()
-    return (model, spec.workload.prompt_len, spec.workload.gen_len) == (row["model"], asked, int(row["gen_len"]))
+    return (model, spec.workload.prompt_len, spec.workload.gen_len) == (row["model"], prompt_len, int(row["gen_len"]))
 
 
 def _policy(row: dict[str, str]) -> str:
-    """Of weights, cache and activations, percent on the device and on the host, as the paper's tables have them."""
+    """The published batch, and percentages of weights, cache and activations on device/host as in the paper."""
     batch = row.get("batch") or " x ".join(v for k in ("gpu_batch_size", "num_gpu_batches") if (v := row.get(k)))
-    placed = [f"{name} {row[first]}/{row[second]}" if row.get(second) else f"{name} {row[first]}"
-              for name, first, second in (("weights", "wg", "wc"), ("cache", "cg", "cc"), ("activations", "hg", "hc"))
-              if row.get(first)]  # fmt: skip
-    return ", ".join([f"batch {batch}"] * bool(batch) + placed)
+    placement = [f"{name} {row[device]}/{row[host]}" if row.get(host) else f"{name} {row[device]}"
+                 for name, device, host in (("weights", "wg", "wc"), ("cache", "cg", "cc"), ("activations", "hg", "hc"))
+                 if row.get(device)]  # fmt: skip
+    return ", ".join([f"batch {batch}"] * bool(batch) + placement)
 
 
 def _figure(row: dict[str, str], speed: str) -> Cell:

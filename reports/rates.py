@@ -1,4 +1,4 @@
-"""Bounds by what the machine could do around a launch: a shared one is faster in one minute than in another."""
+"""Recomputes bounds from the machine's rates around each launch: a shared machine's speed varies by the minute."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from datetime import datetime
 from harness.api import MachineRates, RunRecord
 from harness.common.roofline import bound_of
 
-#: A probe that began later than this after a launch says nothing of it.
-_SOON_S = 180.0
+#: The longest gap between a launch and a later probe that still applies to it, seconds.
+_MAX_GAP_S = 180.0
 
 
 def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """The same records, each bound computed anew from the probes on both sides of its launch.
+    """The same records, with each bound recomputed from the probes before and after its launch.
 
-    Before every launch the machine is probed, so the probe after a launch is the next one's. Of a probe's samples
-    the best counts, as noise only slows; of the two probes the mean. A launch that none follows soon on the same
-    machine, with products of the same shape and number of threads, has only its own.
+    A probe precedes every launch, so the probe after a launch belongs to the next one. The best sample of a probe
+    counts, since noise only slows it down; of two probes, their mean. A launch without a timely later probe on the same
+    machine, with the same GEMM shape and threads, keeps its own bound.
     """
     records = list(records)
     probed: dict[tuple[str, object, object], list[tuple[float, RunRecord]]] = {}
     for record in records:
         if record.machine and (start := _start_s(record)) is not None:
-            probed.setdefault(_products(record), []).append((start, record))
+            probed.setdefault(_probe_key(record), []).append((start, record))
     after: dict[int, MachineRates] = {}
-    for sharing in probed.values():
-        in_time = sorted(sharing, key=lambda found: found[0])
-        for (start, record), (next_start, following) in itertools.pairwise(in_time):
-            if following.machine and next_start - start - record.wall_s < _SOON_S:
+    for launches in probed.values():
+        by_time = sorted(launches, key=lambda launch: launch[0])
+        for (start, record), (next_start, following) in itertools.pairwise(by_time):
+            if following.machine and next_start - start - record.wall_s < _MAX_GAP_S:
                 after[id(record)] = following.machine
     return [_rebound(record, after.get(id(record))) for record in records]
 
@@ -40,12 +40,11 @@ def _rebound(record: RunRecord, after: MachineRates | None) -> RunRecord:
     before = record.machine
     if not (before and after and record.bound):
         return record
-    found = bound_of(record, _between(before, after))
-    return replace(record, bound=found or record.bound)
+    return replace(record, bound=bound_of(record, _mean_rates(before, after)) or record.bound)
 
 
-def _between(before: MachineRates, after: MachineRates) -> MachineRates:
-    """The mean of two probes, by the best samples of each; what one of them lacks is the other's."""
+def _mean_rates(before: MachineRates, after: MachineRates) -> MachineRates:
+    """The mean of two probes' best samples; a rate that one of them lacks comes from the other."""
     products = {
         dtype: {
             rows: _mean_of_best(samples, after.gemm_flops.get(dtype, {}).get(rows, ()))
@@ -64,10 +63,11 @@ def _mean_of_best(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
 def _start_s(record: RunRecord) -> float | None:
     try:
         return datetime.fromisoformat(record.started_at).timestamp()
-    except (ValueError, OverflowError):  # records come from files
+    except (ValueError, OverflowError):  # a record may hold any text
         return None
 
 
-def _products(record: RunRecord) -> tuple[str, object, object]:
+def _probe_key(record: RunRecord) -> tuple[str, object, object]:
+    """What two launches must share for their probes to be comparable."""
     host = json.dumps(record.provenance.get("machine"), sort_keys=True)
     return host, record.machine.gemm_shape if record.machine else None, record.spec.limits.threads

@@ -1,4 +1,4 @@
-"""Reads run directories: records.jsonl as RunRecords, the suite's title, and notes on what was left out."""
+"""Reads run directories: records.jsonl as RunRecords, the suite's description, and notes on skipped records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from harness.api import HarnessError, RunRecord, parse_record
 
-#: Of a log, what a report shows.
+#: The most of a log's end that a report shows.
 _TAIL_BYTES, _TAIL_LINES = 8000, 30
 RECORDS = "records.jsonl"
 SUITE = "suite.yaml"
@@ -19,49 +19,46 @@ SUITE = "suite.yaml"
 
 @dataclass(frozen=True)
 class Runs:
-    """What a set of run directories holds: records in order of first appearance, and remarks for the reader."""
+    """The content of run directories: records in order of first appearance, and notes for the reader."""
 
     records: tuple[RunRecord, ...]
     descriptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    reproduces: frozenset[str] = frozenset()  # papers' tables that the suites say they reproduce
-    folders: Mapping[tuple[str, int], Path] = field(default_factory=dict)  # where each record was read, by its key
-    retried: tuple[RunRecord, ...] = ()  # launches that failed and were tried again: a later record replaces theirs
+    reproduces: frozenset[str] = frozenset()  # published tables that the suites reproduce
+    folders: Mapping[tuple[str, int], Path] = field(default_factory=dict)  # run directory by (fingerprint, repeat)
+    retried: tuple[RunRecord, ...] = ()  # failed launches that a later record of the same repeat replaces
 
     @property
     def launches(self) -> tuple[RunRecord, ...]:
-        """All that was launched: a failure that a second try mended was one."""
+        """All launches, including failed ones that a retry replaced."""
         return (*self.records, *self.retried)
 
     def log_tail(self, record: RunRecord) -> str:
-        """The last lines of a record's log, if it is still in its run directory; empty otherwise."""
+        """The last lines of a record's log; empty where the run directory no longer has it."""
         folder = self.folders.get((record.fingerprint, record.repeat))
         if folder is None or not record.log:
             return ""
         try:
             path = (folder / record.log).resolve()
-            if not path.is_relative_to(folder.resolve()):  # records come from files, and may name anything
+            if not path.is_relative_to(folder.resolve()):  # a record is untrusted and may name any path
                 return ""
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
-        except (OSError, ValueError, RuntimeError):  # of a name that is none, and of links in a circle
+        except (OSError, ValueError, RuntimeError):  # also for invalid names and circular links
             return ""
 
 
 def load_records(dirs: Sequence[Path]) -> list[RunRecord]:
-    """The records of run directories, one per (fingerprint, repeat): the last one written wins.
-
-    Raises HarnessError as `read_runs` does.
-    """
+    """The records of run directories, one per (fingerprint, repeat): the last one wins. Raises as `read_runs`."""
     return list(read_runs(dirs).records)
 
 
 def read_runs(dirs: Sequence[Path]) -> Runs:
-    """Reads `records.jsonl` and, where there is one, `suite.yaml` of each directory.
+    """Reads `records.jsonl` and, if present, `suite.yaml` of each directory.
 
-    A last line cut off by a crash is left out with a note. Raises HarnessError for a directory without
-    records, a damaged line, and a schema newer than this program's.
+    Skips a last line that a crash cut off, with a note. Raises HarnessError for a directory without records, a damaged
+    line, and a schema newer than this program's.
     """
     if not dirs:
         raise HarnessError("no run directory given; name one that `harness run` wrote")
@@ -75,12 +72,12 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
     for folder in dirs:
         records = _read_folder(folder, notes)
         total += len(records)
-        here: dict[tuple[str, int], RunRecord] = {}
+        in_folder: dict[tuple[str, int], RunRecord] = {}
         for record in records:
             key = record.fingerprint, record.repeat
-            if key in here and here[key].status not in ("ok", "interrupted"):
-                retried.append(here[key])
-            here[key] = latest[key] = record
+            if key in in_folder and in_folder[key].status not in ("ok", "interrupted"):
+                retried.append(in_folder[key])
+            in_folder[key] = latest[key] = record
             folders[key] = folder
         suite = _suite(folder / SUITE, notes)
         description, table = suite.get("description"), suite.get("reproduces")
@@ -89,7 +86,7 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
         reproduces |= {table} if isinstance(table, str) else set()
     if superseded := total - len(latest):
         notes.append(
-            f"Left out {superseded} of {total} records: a later one of the same cell and repeat replaces them."
+            f"Skipped {superseded} of {total} records: a later record of the same cell and repeat replaces them."
         )
     return Runs(
         tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders, tuple(retried)
@@ -106,8 +103,8 @@ def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
         raise HarnessError(f"{folder} has no {RECORDS}; name a directory that `harness run` wrote") from exc
     except OSError as exc:
         raise HarnessError(f"cannot read {path}: {exc.strerror or exc}") from exc
-    if lines.pop().strip():  # every complete line ends in a newline, so only a crash leaves something after the last
-        notes.append(f"The last line of {path} is incomplete and was left out.")
+    if lines.pop().strip():  # a complete line ends in a newline, so text after the last one is from a crash
+        notes.append(f"Skipped the last line of {path}: it is incomplete.")
     records = [parse_record(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise HarnessError(f"{path} holds no complete record; run the suite again to finish at least one cell")
@@ -115,12 +112,12 @@ def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:
 
 
 def _suite(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    """What the suite says of itself. The records alone make the report, so a damaged suite file is only noted."""
+    """The suite file as a mapping. The report needs only records, so a damaged suite file results in a note."""
     try:
         suite = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        notes.append(f"{path} cannot be read; its description is left out.")
+        notes.append(f"{path} cannot be read: the report lacks the suite's description.")
         return {}
     return suite if isinstance(suite, dict) else {}

@@ -1,4 +1,4 @@
-"""Templates into text: HTML and Markdown that show every value literally."""
+"""Renders templates as HTML and Markdown that show every value literally, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def html_of(template: str, **values: Any) -> str:
-    """The HTML of a template; what is no markup of ours is escaped."""
+    """Renders an HTML template; escapes all values except Markup."""
     environment = _environment(autoescape=True, finalize=lambda v: clean(v) if type(v) is str else v)
     return environment.get_template(template).render(**values)
 
 
 def markdown_of(template: str, **values: Any) -> str:
-    """The Markdown of a template. Autoescape knows only HTML; here every expression is escaped in the same way."""
+    """Renders a Markdown template; escapes every expression with `text.markdown`, since autoescape covers only HTML."""
     return _environment(autoescape=False, finalize=markdown).get_template(template).render(**values)
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves what was there. Raises HarnessError for a place that cannot be written."""
+    """Replaces a file atomically. Raises HarnessError for a path that cannot be written."""
     if is_folder(path) or not path.name:
         raise HarnessError(f"cannot write {path}: it is a folder; name a file with --out")
-    path = Path(os.path.realpath(path))  # a link stays one
-    part = path.with_name(f".{path.name}.part")
+    path = Path(os.path.realpath(path))  # writes through a link instead of replacing it
+    temporary = path.with_name(f".{path.name}.part")
     try:
         if os.path.lexists(path) and not path.is_file():
             raise HarnessError(f"cannot write {path}: it is not a regular file; choose another place with --out")
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8", newline="\n")
-        part.replace(path)
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        temporary.replace(path)
     except OSError as exc:
         with contextlib.suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another place with --out") from exc
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder of this name. Of a name that no file system takes there is none."""
+    """Whether `path` is a folder; False also for names that the file system rejects."""
     try:
         return path.is_dir()
     except OSError:

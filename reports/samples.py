@@ -1,4 +1,4 @@
-"""The launches of a cell on one side of a comparison, and which cells of two sides belong together."""
+"""The launches of a cell on one side of a comparison, and the pairing of cells of two sides."""
 
 from __future__ import annotations
 
@@ -16,78 +16,81 @@ THROUGHPUT = "throughput"
 
 @dataclass(frozen=True)
 class Sample:
-    """The launches of one cell on one side."""
+    """The launches of a cell on one side; `speeds` are the figures of the ok launches, higher is better."""
 
     records: tuple[RunRecord, ...]
     speeds: tuple[float, ...]
 
     @property
     def spec(self) -> RunSpec:
-        """What was asked for, as the last launch was labelled."""
+        """The spec of the last launch."""
         return self.records[-1].spec
 
     @property
-    def telling(self) -> tuple[RunRecord, ...]:
-        """Launches that say something about the engine."""
+    def ended(self) -> tuple[RunRecord, ...]:
+        """Launches that were not interrupted."""
         return tuple(r for r in self.records if r.status != "interrupted")
 
     @property
     def ok(self) -> tuple[RunRecord, ...]:
-        """Those whose figures count."""
+        """Launches that ended ok, whose figures count."""
         return tuple(r for r in self.records if r.status == "ok")
 
     @property
     def failed(self) -> tuple[RunRecord, ...]:
-        """Those that did not end ok."""
-        return tuple(r for r in self.telling if r.status != "ok")
+        """Launches that ended with any other status."""
+        return tuple(r for r in self.ended if r.status != "ok")
 
     @property
-    def expected(self) -> bool:
-        """Whether it failed just as its suite says."""
-        return bool(self.telling) and all(r.status == r.spec.expect != "ok" for r in self.telling)
+    def expected_failure(self) -> bool:
+        """Whether every launch failed with the status that the suite expects."""
+        return bool(self.ended) and all(r.status == r.spec.expect != "ok" for r in self.ended)
 
     @property
     def virtual(self) -> bool:
-        """Whether its figures are a model's, and not measured."""
+        """Whether its figures are simulated or projected."""
         return any(r.simulated or r.projected for r in self.records)
 
 
 def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:
-    """Launches by cell, with the figures of those that ended ok."""
+    """Samples by fingerprint."""
     cells: dict[str, list[RunRecord]] = {}
     for record in records:
         cells.setdefault(record.fingerprint, []).append(record)
     return {
-        key: Sample(tuple(some), tuple(v for r in some if r.status == "ok" and (v := speed_of(r, metric)) is not None))
-        for key, some in cells.items()
+        key: Sample(
+            tuple(launches),
+            tuple(v for r in launches if r.status == "ok" and (v := speed_of(r, metric)) is not None),
+        )
+        for key, launches in cells.items()
     }
 
 
 def speed_of(record: RunRecord, metric: str) -> float | None:
-    """A launch's figure such that more is better: times as their reciprocals. None: not measured, or not positive."""
+    """A launch's figure as a speed, higher is better: a time becomes its reciprocal. None: missing or not positive."""
     value = positive(value_of(record, metric))
-    return value if value is None or _more_is_better(metric) else 1 / value
+    return value if value is None or _higher_is_better(metric) else 1 / value
 
 
 def value_of(record: RunRecord, metric: str) -> float | None:
-    """A launch's figure as it was recorded."""
+    """A launch's figure as recorded."""
     return throughput(record) if metric == THROUGHPUT else finite(record.metrics.get(metric))
 
 
-def _more_is_better(metric: str) -> bool:
+def _higher_is_better(metric: str) -> bool:
     return metric == THROUGHPUT or metric.endswith("_tok_s")
 
 
 def unit_of(metric: str, records: Iterable[RunRecord]) -> str:
-    """What a metric is in, by its name. Raises HarnessError for one that no record has, or that has no better."""
+    """The unit of a speed or time, by its name. Raises HarnessError for any other metric, or one without records."""
     known = sorted({name for r in records for name in r.metrics if name.endswith("_s")})
     if metric != THROUGHPUT and metric not in known:
-        raise HarnessError(f"no speed or time named {metric!r} here; there are {', '.join([THROUGHPUT, *known])}")
-    return "tok/s" if _more_is_better(metric) else "s"
+        raise HarnessError(f"no speed or time is named {metric!r}; the records have {', '.join([THROUGHPUT, *known])}")
+    return "tok/s" if _higher_is_better(metric) else "s"
 
 
 def pairs_of(before: Mapping[str, Sample], after: Mapping[str, Sample]) -> list[tuple[Sample | None, Sample | None]]:
-    """Cells that are the same on both sides; what is left is paired by name, to say how it changed."""
+    """Pairs equal cells of both sides, then the others by name, so that a changed cell can be reported."""
     pairs: list[tuple[Sample | None, Sample | None]] = [(before[k], after[k]) for k in before if k in after]
     old = [s for k, s in before.items() if k not in after]
     new = [s for k, s in after.items() if k not in before]
@@ -99,26 +102,26 @@ def pairs_of(before: Mapping[str, Sample], after: Mapping[str, Sample]) -> list[
     return [*pairs, *((None, sample) for sample in new)]
 
 
-def in_unit(shown: CellVerdict, a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
-    """With both sides' medians as they were recorded."""
+def with_medians(verdict: CellVerdict, a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
+    """Adds both sides' medians as recorded, in the metric's unit."""
     base, head = (
         median([value_of(r, metric) for r in side.records if r.status == "ok"]) if side else None for side in (a, b)
     )
-    return replace(shown, base=base, head=head)
+    return replace(verdict, base=base, head=head)
 
 
-def labelled(sample: Sample | None) -> CellVerdict:
-    """A cell's names, with nothing said of it yet."""
+def blank_verdict(sample: Sample | None) -> CellVerdict:
+    """A verdict with a cell's names only, to be completed."""
     record = sample.records[-1] if sample else None
     assert record is not None  # a pair has at least one side, and a side at least one record
     return CellVerdict(name_of(record), one_line(record.spec.engine), workload_of(record), "not comparable", "")
 
 
 def changed_cell(a: RunRecord, b: RunRecord) -> str:
-    """Which settings of two cells of one name differ; empty where the cells are the same."""
+    """The settings that differ between two cells of the same name; empty where the cells are the same."""
     if a.fingerprint == b.fingerprint:
         return ""
     old, new = settings_of(a.spec), settings_of(b.spec)
-    apart = [k for k in {**old, **new} if old.get(k) != new.get(k) and k not in RunSpec.LABELS]
-    changed = "; ".join(f"{k} {old.get(k)} is {new.get(k)}" for k in apart)
-    return one_line(changed) or "measured by another version, which tells cells apart in another way"
+    keys = [k for k in {**old, **new} if old.get(k) != new.get(k) and k not in RunSpec.LABELS]
+    changed = "; ".join(f"{k} was {old.get(k)}, is {new.get(k)}" for k in keys)
+    return one_line(changed) or "another version of the harness, with other fingerprints, measured it"

@@ -1,4 +1,4 @@
-"""The parts of a report beside the cells' figures: failures, batch search, machine, provenance, definitions."""
+"""The sections of a report besides cell figures: failures, batch search, machine, provenance, definitions."""
 
 from __future__ import annotations
 
@@ -13,67 +13,73 @@ from reports.text import GIB, MISSING, columns_of, finite, flat, median, number,
 DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
         "Throughput",
-        "generated tokens / (prefill time + decode time), in real, non-pad tokens; median over repeats. Of tasks that "
-        "only score continuations: tokens scored with their contexts, over the time it took.",
+        "Generated tokens / (prefill time + decode time), without padding; median over repeats. For tasks that only "
+        "score continuations: scored tokens and their context tokens / scoring time.",
     ),
-    ("Repeat", "one launch of the engine in a fresh process or container; every repeat is kept and shown."),
+    ("Repeat", "One launch of the engine in a fresh process or container. The report keeps and shows every repeat."),
     (
         "To best rival",
-        "how many times the throughput of the fastest ranked cell of another engine with the same model and workload "
-        "(where only one engine is ranked, of its fastest other cell): the Hodges-Lehmann ratio, which is the median "
-        "of all quotients of a launch of one by a launch of the other. A cell is ranked if all its repeats are ok and "
-        "it is no reference.",
+        "Throughput divided by that of the fastest ranked cell of another engine with the same model and workload, or "
+        "by that of the engine's own fastest other cell where only one engine is ranked. It is the Hodges-Lehmann "
+        "ratio: the median of all ratios of a launch of the cell to a launch of the rival. A cell is ranked if all "
+        "its repeats are ok and it is not a reference.",
     ),
     (
         "95 % interval",
-        "percentile bootstrap over launches, 2,000 resamples. Of two or three launches it is no wider than their "
-        "range, so smaller than it should be.",
+        "Percentile bootstrap over launches, 2,000 resamples. With two or three launches the interval cannot exceed "
+        "their range, so it is too narrow.",
     ),
     (
         "Roofline, of bound",
-        "throughput over the most this machine allowed for the cell's batch and dtype: the slower of compute and "
-        "disk at rates measured around the launch, perfectly overlapped, with all of the budget holding weights (with "
-        "a device the slowest of its compute, the disk, and copies to it of weights that it cannot hold). The median "
-        "over launches; one that ran in a faster minute than the rates' may be above its bound.",
+        "Throughput / the highest throughput that this machine allows for the cell's batch and dtype. The bound is the "
+        "slower of compute and disk, perfectly overlapped, at the rates measured around the launch, with the whole "
+        "memory budget holding weights; with a device it is the slowest of the device's compute, the disk, and copies "
+        "to the device of the weights that it cannot hold. Median over launches. A launch can exceed its bound where "
+        "the machine ran faster during the launch than during the probes.",
     ),
     (
         "Predicted",
-        "what the performance model says of the same job, from this host's rates, which were measured at another time "
-        "and are brought to the minute of a launch by those measured around it; of the run itself it knows only the "
-        "dtype in which it computed.",
+        "The performance model's throughput for the same job. The model uses this host's calibrated rates, scaled by "
+        "the rates measured around the launch; from the run itself it takes only the compute dtype.",
     ),
     (
         "Disk hidden",
-        "share of the time in which the disk was read that the arithmetic did not stand still for; from the engine's "
-        "timeline, of which one full pass is drawn and kept as a Chrome trace.",
+        "The share of disk read time that overlaps with computation, by the engine's timeline. The report draws one "
+        "full pass of the timeline and writes it as a Chrome trace.",
     ),
-    ("Peak memory, limit", "highest memory of the engine's process tree, and where it was capped: idle + budget."),
-    ("Read", "bytes read from storage while generating, over generated tokens (1 MB = 10^6 bytes)."),
+    (
+        "Peak memory, limit",
+        "The highest memory of the engine's process tree, and its limit: idle footprint + memory budget.",
+    ),
+    ("Read", "Bytes read from storage during generation / generated tokens (1 MB = 10^6 bytes)."),
     (
         "Same output",
-        "outputs equal token for token to the reference cell's for the same model, workload, seed and request, "
-        "over all repeats. Another dtype may round differently, so fewer is not always an error.",
+        "Outputs that equal the reference cell's token for token, for the same model, workload, seed and request, "
+        "over all repeats. Another dtype may round differently, so a difference is not always an error.",
     ),
     (
         "TTFT, TPOT",
-        "time from when work on a request began, so without its waiting, to its first token; time per output token "
-        "after it. Percentiles over requests.",
+        "Time to first token, from the start of work on a request, so without queueing; time per output token after "
+        "the first. Percentiles over requests.",
     ),
-    ("p50, p99", "percentile within a repeat, then median over repeats; below 100 requests p99 is close to the worst."),
-    ("Decode", "generated tokens / decode time; missing where prefill and decode overlap."),
+    (
+        "p50, p99",
+        "Percentile within a repeat, then median over repeats. Below 100 requests p99 is close to the maximum.",
+    ),
+    ("Decode", "Generated tokens / decode time; missing where prefill and decode overlap."),
     (
         "Total, padded",
-        "(prompt + generated or scored tokens) / total time; padded counts pad positions as well. Real: the part of "
-        "what was computed that was no padding. Wall: a launch from its start to its end, set-up included.",
+        "(Prompt + generated or scored tokens) / total time; padded also counts pad positions. Real: the share of "
+        "computed positions that are not padding. Wall: duration of a launch, set-up included.",
     ),
-    ("Energy", "joules counted while generating, over generated tokens; missing where there is no counter."),
-    ("Reference", "a resident engine run without the limit: shown for scale, never ranked."),
-    ("Simulated, projected", "not measured: virtual time on a hardware profile, or a short run scaled up."),
+    ("Energy", "Joules measured during generation / generated tokens; missing where the machine has no counter."),
+    ("Reference", "A resident engine that runs without the limit; shown for scale, never ranked."),
+    ("Simulated, projected", "Not measured: virtual time on a hardware profile, or a short run scaled up."),
 )
 
 
 def failures(rows: Sequence[CellSummary]) -> Table | None:
-    """Every way a cell did not end ok, with its reason; None if there is none."""
+    """Each cell's statuses other than ok, with their reasons; None without any."""
     lines = []
     for row in rows:
         groups: dict[tuple[str, str], list[RunRecord]] = {}
@@ -87,8 +93,8 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
                     name_cell(row),
                     Cell(status, badges=("expected",) * expected, tone="muted" if expected else "bad"),
                     Cell(f"{len(records)} of {len(row.statuses)}"),
-                    Cell(reason or MISSING, why="" if reason else "no reason was recorded"),
-                    Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log was kept"),
+                    Cell(reason or MISSING, why="" if reason else "no reason recorded"),
+                    Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log kept"),
                 )
             )
     columns = [
@@ -110,7 +116,7 @@ def trials(rows: Sequence[CellSummary]) -> Table | None:
                     (
                         Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
                         Cell(t.status, tone="good" if t.status == "ok" else "muted"),
-                        Cell(speed, why="" if speed != MISSING else "the trial did not finish"),
+                        Cell(speed, why="" if speed != MISSING else "the step did not finish"),
                         Cell(one_line(t.reason)),
                     )
                     for t, speed in zip(steps, speeds, strict=True)
@@ -124,34 +130,34 @@ def trials(rows: Sequence[CellSummary]) -> Table | None:
         Column("Throughput", "tok/s"),
         Column("Reason", numeric=False, wide=True),
     )
-    return Table("What was tried, in order", columns, tuple(bodies)) if bodies else None
+    return Table("Batch sizes in the order of the search", columns, tuple(bodies)) if bodies else None
 
 
 def machine_rates(records: Iterable[RunRecord]) -> Table | None:
-    """Disk and GEMM rates of every machine probe of the run; None if it was never probed."""
-    found = {r.machine.measured_at or str(i): r.machine for i, r in enumerate(_in_time(records)) if r.machine}
-    curves: dict[tuple[str, str], list[list[float]]] = {}
+    """Disk, copy and GEMM rates of all machine probes of the run; None without a probe."""
+    by_time = sorted(records, key=lambda r: r.started_at)
+    probes = {r.machine.measured_at or str(i): r.machine for i, r in enumerate(by_time) if r.machine}
+    samples_by_rate: dict[tuple[str, str], list[list[float]]] = {}
     shapes = set()
-    for profile in found.values():
-        if profile.disk_read:
-            curves.setdefault(("Disk read", "GB/s"), []).append([v / 1e9 for v in profile.disk_read])
-        if profile.h2d:
-            curves.setdefault(("Copies to the device", "GB/s"), []).append([v / 1e9 for v in profile.h2d])
-        where = "on the device " if profile.h2d else ""
-        for dtype, by_rows in profile.gemm_flops.items():
+    for probe in probes.values():
+        if probe.disk_read:
+            samples_by_rate.setdefault(("Disk read", "GB/s"), []).append([v / 1e9 for v in probe.disk_read])
+        if probe.h2d:
+            samples_by_rate.setdefault(("Copies to the device", "GB/s"), []).append([v / 1e9 for v in probe.h2d])
+        place = "on the device " if probe.h2d else ""
+        for dtype, by_rows in probe.gemm_flops.items():
             for count, samples in by_rows.items():
-                name = f"GEMM {where}{dtype}, {count} {'row' if count == '1' else 'rows'}"
-                curves.setdefault((name, "GFLOP/s"), []).append([v / 1e9 for v in samples])
-        if profile.gemm_shape and profile.gemm_flops:
-            shapes.add("x".join(map(str, profile.gemm_shape)))
+                name = f"GEMM {place}{dtype}, {count} {'row' if count == '1' else 'rows'}"
+                samples_by_rate.setdefault((name, "GFLOP/s"), []).append([v / 1e9 for v in samples])
+        if probe.gemm_shape and probe.gemm_flops:
+            shapes.add("x".join(map(str, probe.gemm_shape)))
     lines = []
-    for (name, unit), probes in sorted(curves.items(), key=lambda c: _natural(c[0][0])):
-        rates = [v for probe in probes for v in probe if finite(v) is not None]
+    for (name, unit), samples_by_probe in sorted(samples_by_rate.items(), key=lambda c: _natural(c[0][0])):
+        rates = [v for samples in samples_by_probe for v in samples if finite(v) is not None]
         if not rates:
             continue
-        medians = [m for probe in probes if (m := median([finite(v) for v in probe])) is not None]
-        middle = median(medians) or 0
-        low, mid, high = columns_of([min(rates), middle, max(rates)])
+        medians = [m for samples in samples_by_probe if (m := median([finite(v) for v in samples])) is not None]
+        low, mid, high = columns_of([min(rates), median(medians) or 0, max(rates)])
         lines.append(
             (Cell(name), Cell(unit), Cell(mid), Cell(low), Cell(high), Cell(str(len(medians))), _spark_cell(medians))
         )
@@ -159,14 +165,14 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
         return None
     columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in _RATE_COLUMNS]
     matrices = f" GEMM is x[rows, k] times W[k, n] with k x n = {', '.join(sorted(shapes))}." if shapes else ""
-    return plain_table(f"Rates measured beside the run.{matrices}", columns, lines)
+    return plain_table(f"Rates measured around the launches.{matrices}", columns, lines)
 
 
 _RATE_COLUMNS = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
 
 
 def setup(rows: Sequence[CellSummary]) -> Table | None:
-    """How each cell was really set: what it ran in, its engine's packages, and what the engine said when it loaded."""
+    """Each cell's environment, its engine's packages, and the engine's notes at load; None without any."""
     lines = []
     for row in rows:
         record = next((r for r in row.records if r.load), None)
@@ -175,21 +181,20 @@ def setup(rows: Sequence[CellSummary]) -> Table | None:
         known = record.provenance
         packages = known.get("packages")
         versions = ", ".join(f"{n} {v}" for n, v in packages.items()) if isinstance(packages, dict) else ""
-        inside = f"{known['image']} {str(known.get('image_digest', ''))[:19]}" if "image" in known else ""
-        where = inside or str(known.get("environment", "")) or record.spec.launcher
+        image = f"{known['image']} {str(known.get('image_digest', ''))[:19]}" if "image" in known else ""
+        environment = image or str(known.get("environment", "")) or record.spec.launcher
         notes = one_line("; ".join(record.load.notes)) or MISSING
-        lines.append((Cell(row.name), Cell(where), Cell(one_line(versions) or MISSING), Cell(notes)))
+        lines.append((Cell(row.name), Cell(environment), Cell(one_line(versions) or MISSING), Cell(notes)))
     columns = [Column(title, numeric=False, wide=True) for title in ("Cell", "Runs in", "Packages", "As loaded")]
-    return plain_table("How each cell was set", columns, lines) if lines else None
+    return plain_table("Set-up of each cell", columns, lines) if lines else None
 
 
 def provenance(records: Sequence[RunRecord]) -> Table | None:
-    """What the records say about machine, versions, commit and the data of tasks; values that differ are listed with
-    their counts."""
+    """Machine, versions, commit and task data of the records; lists values that differ with their counts."""
     values: dict[str, dict[str, int]] = {}
     for record in records:
         data = {f"sha256.{name}": digest for name, digest in record.accuracy.files.items()} if record.accuracy else {}
-        for key, value in (_in_words(record.provenance) | data).items():
+        for key, value in (_flat_text(record.provenance) | data).items():
             counts = values.setdefault(key, {})
             counts[value] = counts.get(value, 0) + 1
     lines = [(Cell(key), _value_cell(counts)) for key, counts in values.items()]
@@ -198,58 +203,54 @@ def provenance(records: Sequence[RunRecord]) -> Table | None:
 
 
 def commit(records: Sequence[RunRecord]) -> str:
-    """The commit the records were made at, shortened; empty where none or several are recorded."""
-    states = [_in_words(r.provenance) for r in records]
-    found = {state.get("git.commit", "") for state in states}
-    if len(found) != 1:
+    """The commit of the records, shortened; empty where they record none or several."""
+    states = [_flat_text(r.provenance) for r in records]
+    commits = {state.get("git.commit", "") for state in states}
+    if len(commits) != 1:
         return ""
     changed = any(state.get("git.dirty") == "True" for state in states)
-    return found.pop()[:12] + (", with local changes" if changed else "")
+    return commits.pop()[:12] + (", with local changes" if changed else "")
 
 
 def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
-    """(cells, exact command) of the cells whose command was recorded; those of one command together."""
-    found: dict[str, list[str]] = {}
+    """(cell names, command) for each recorded command of a last repeat."""
+    names: dict[str, list[str]] = {}
     for row in rows:
         if row.records[-1].command:
-            found.setdefault(row.records[-1].command, []).append(row.name)
-    return [(", ".join(names), command) for command, names in found.items()]
+            names.setdefault(row.records[-1].command, []).append(row.name)
+    return [(", ".join(cells), command) for command, cells in names.items()]
 
 
 def period(records: Sequence[RunRecord]) -> str:
-    """When the first and the last record were started, as recorded."""
+    """The recorded start times of the first and the last record."""
     times = sorted(r.started_at for r in records if r.started_at)
     ends = [t.replace("T", " ").replace("+00:00", " UTC") for t in (*times[:1], *times[1:][-1:])]
     return " to ".join(ends)
 
 
-def _in_time(records: Iterable[RunRecord]) -> list[RunRecord]:
-    return sorted(records, key=lambda r: r.started_at)
-
-
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts 8 rows before 64 rows."""
+    """A sort key that orders numbers by value: 8 rows before 64 rows."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split()]
 
 
 def _spark(samples: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Points (x, y) in percent for samples over the run, zero at the bottom and the largest near the top."""
+    """Points (x, y) in percent, with zero at the bottom and the largest sample near the top."""
     top = max(samples, default=0) or 1
     width = max(len(samples) - 1, 1)
     return tuple((4 + 92 * i / width, 90 - 75 * v / top) for i, v in enumerate(samples))
 
 
 def _spark_cell(medians: Sequence[float]) -> Cell:
-    words = ", ".join(number(v) for v in medians[:50])
-    return Cell("", why=f"one point a probe: {words}", spark=_spark(medians))
+    values = ", ".join(number(v) for v in medians[:50])
+    return Cell("", why=f"one point a probe: {values}", spark=_spark(medians))
 
 
-def _in_words(known: Mapping[str, Any]) -> dict[str, str]:
-    """Nested data as `a.b: text`; lists are joined, None and empty values left out."""
+def _flat_text(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Nested data as `a.b: text`, with lists joined and without empty values."""
     out = {}
-    for key, value in flat(known).items():
+    for key, value in flat(provenance).items():
         if isinstance(value, list | tuple):
-            out[key] = ", ".join(_words(v) for v in value)
+            out[key] = ", ".join(" ".join(map(str, v.values())) if isinstance(v, Mapping) else str(v) for v in value)
         elif key.endswith("_bytes") and (size := finite(value)) is not None:
             out[key.removesuffix("_bytes")] = f"{number(size / GIB)} GiB"
         else:
@@ -257,13 +258,9 @@ def _in_words(known: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in out.items() if text}
 
 
-def _words(item: Any) -> str:
-    return " ".join(map(str, item.values())) if isinstance(item, Mapping) else str(item)
-
-
 def _value_cell(counts: Mapping[str, int]) -> Cell:
     if len(counts) == 1:
         return Cell(next(iter(counts)))
-    shown = [f"{value} ({count} records)" for value, count in list(counts.items())[:4]]
+    values = [f"{value} ({count} records)" for value, count in list(counts.items())[:4]]
     more = [f"and {len(counts) - 4} more"] if len(counts) > 4 else []
-    return Cell("; ".join(shown + more), badges=("differs",))
+    return Cell("; ".join(values + more), badges=("differs",))

@@ -1,4 +1,4 @@
-"""From records to one judged row a cell: medians over repeats, ratio to the best rival, fraction of the bound."""
+"""Summarises records as one row a cell: medians over repeats, ratio to the best rival, fraction of the bound."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from reports.rates import with_rates_around
 from reports.stats import Ratio, hodges_lehmann, ratio_of
 from reports.text import finite, median, one_line, positive
 
-#: Cells of a workload, from the fastest, whose ratios get an interval: more would take longer than anybody reads.
+#: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
 _MOST_INTERVALS = 200
-#: Above this share of CPU time taken by others a figure is marked as disturbed.
+#: The share of CPU time of other processes above which a figure is marked as disturbed.
 DISTURBED = 0.05
 
 
 @dataclass(frozen=True)
 class CellSummary:
-    """One cell over its repeats. Rates in tokens/s, times in seconds; None is not measured.
+    """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
-    Every figure is over the repeats that ended ok: the median, except `minimum`, `maximum` and the memory
-    figures, which are the largest seen. `ratio` is the Hodges-Lehmann ratio to `rival`, the fastest ranked cell of
-    another engine in the same workload (where one engine alone is ranked, of its other cells), with its interval.
+    Figures cover the repeats that ended ok and are medians, except `minimum`, `maximum` and the memory figures, which
+    are maxima. `ratio` is the Hodges-Lehmann ratio, with its interval, to `rival`: the fastest ranked cell of another
+    engine in the same workload, or of the same engine where only one engine is ranked.
     """
 
     fingerprint: str
@@ -69,50 +69,55 @@ class CellSummary:
 
     @property
     def status(self) -> Status:
-        """How the cell ended: the first repeat that is not ok decides; an interrupted one says nothing."""
-        telling = tuple(s for s in self.statuses if s != "interrupted") or self.statuses
-        return next((s for s in telling if s != "ok"), "ok")
+        """The first status that is not ok; interrupted repeats do not count unless all are interrupted."""
+        ended = tuple(s for s in self.statuses if s != "interrupted") or self.statuses
+        return next((s for s in ended if s != "ok"), "ok")
 
     @property
     def ok(self) -> bool:
-        """Whether every repeat that ran to its end is ok and gave a throughput."""
+        """Whether every repeat that was not interrupted is ok and has a throughput."""
         return self.status == "ok" and self.median is not None
 
     @property
+    def qualifiers(self) -> tuple[str, ...]:
+        """`reference`, `simulated` and `projected`, where they apply."""
+        return tuple(name for name in ("reference", "simulated", "projected") if getattr(self, name))
+
+    @property
     def prediction_error(self) -> float | None:
-        """By how much what was predicted is above what was measured, as a part of that."""
+        """Relative error of the predicted throughput; positive where the prediction is too fast."""
         return None if not self.median or self.predicted_tok_s is None else self.predicted_tok_s / self.median - 1
 
     @property
     def expected_failure(self) -> bool:
-        """Whether the cell failed in just the way its suite says it does."""
-        return self.expect != "ok" and all(s == self.expect for s in self.statuses)
+        """Whether every repeat failed with the status that the suite expects."""
+        return self.expect != "ok" and self.as_expected
 
     @property
     def as_expected(self) -> bool:
-        """Whether nothing about how the cell ended needs attention."""
+        """Whether every repeat ended with the status that the suite expects."""
         return all(s == self.expect for s in self.statuses)
 
     @property
     def ok_records(self) -> tuple[RunRecord, ...]:
-        """The repeats whose figures count."""
+        """The repeats that ended ok, whose figures count."""
         return tuple(r for r in self.records if r.status == "ok")
 
     @property
     def fewer_requests(self) -> bool:
-        """Whether another cell of the workload answered more requests."""
+        """Whether another cell of the workload completed more requests."""
         return (self.num_requests or 0) < (self.most_requests or 0) and self.num_requests is not None
 
     @property
     def agreement(self) -> float | None:
-        """Fraction of outputs equal to the reference cell's, None where there is nothing to compare with."""
+        """The fraction of outputs equal to the reference cell's; None without a reference."""
         if self.equal_outputs is None or not self.compared_outputs:
             return None
         return self.equal_outputs / self.compared_outputs
 
 
 def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
-    """One row a cell, by workload; in each, ranked cells from the fastest, then the others, then references."""
+    """One row a cell, grouped by workload: ranked cells, fastest first, then the others, then references."""
     cells: dict[str, list[RunRecord]] = {}
     for record in with_rates_around(records):
         cells.setdefault(record.fingerprint, []).append(record)
@@ -121,7 +126,7 @@ def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
 
 
 def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
-    """Rows that may be compared with each other: those of one model and workload."""
+    """Rows by workload (model and requests); rows of a workload are comparable."""
     groups: dict[str, list[CellSummary]] = {}
     for row in rows:
         groups.setdefault(row.workload, []).append(row)
@@ -129,41 +134,41 @@ def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
 
 
 def ranked(rows: Iterable[CellSummary]) -> list[CellSummary]:
-    """The cells that compete, fastest first: ok, no reference, and simulated or projected only if all are."""
+    """The competing cells, fastest first: ok, not a reference, and measured unless none is."""
     ok = [r for r in rows if r.ok and not r.reference]
     measured = [r for r in ok if not (r.simulated or r.projected)]
     return sorted(measured or ok, key=lambda r: -(r.median or 0))
 
 
 def measured_sum(record: RunRecord, name: str, phase: str) -> float | None:
-    """Sum of a counter's samples in one phase, None where the counter does not exist."""
+    """The sum of a counter's samples in a phase; None where the record lacks the counter."""
     samples = [v for m in record.measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
     return finite(sum(samples)) if samples else None
 
 
-def others_share(records: Iterable[RunRecord]) -> float:
-    """Largest share of the CPU time in use, over records, that other processes and the hypervisor took."""
+def other_cpu_share(records: Iterable[RunRecord]) -> float:
+    """The largest share of the used CPU time, over records, that went to other processes and the hypervisor."""
     shares = [0.0]
     for record in records:
-        own, other, stolen = (measured_sum(record, f"cpu_{n}_s", "generate") for n in ("own", "other", "steal"))
-        if own is not None and other is not None and own + other > 0:
-            shares.append((other + (stolen or 0.0)) / (own + other + (stolen or 0.0)))
+        engine, other, stolen = (measured_sum(record, f"cpu_{n}_s", "generate") for n in ("own", "other", "steal"))
+        if engine is not None and other is not None and engine + other > 0:
+            shares.append((other + (stolen or 0.0)) / (engine + other + (stolen or 0.0)))
     return max(shares)
 
 
 def measured_peak(record: RunRecord, name: str) -> float | None:
-    """Largest sample of a quantity over all phases."""
+    """The largest sample of a measurement over all phases."""
     return max((s for m in record.measurements if m.name == name for v in m.samples if (s := finite(v))), default=None)
 
 
 def throughput(record: RunRecord) -> float | None:
-    """Generation throughput of one repeat, tokens/s; of what only scores, its own. None where it is not positive."""
+    """A repeat's generation throughput, or else its scoring throughput, tokens/s; None where it is not positive."""
     rate = record.metrics.get("generation_throughput_tok_s")
     return positive(record.metrics.get("score_throughput_tok_s") if rate is None else rate)
 
 
 def metric(records: Sequence[RunRecord], name: str) -> float | None:
-    """Median of a metric over records."""
+    """The median of a metric over records."""
     return median([finite(r.metrics.get(name)) for r in records])
 
 
@@ -188,7 +193,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         simulated=any(r.simulated for r in records),
         projected=any(r.projected for r in records),
         batch=loads[-1].block_size if loads else spec.policy.block_size if spec.tune == "none" else None,
-        compute_dtype=loads[-1].compute_dtype if loads else _asked_dtype(last),
+        compute_dtype=loads[-1].compute_dtype if loads else _requested_dtype(last),
         throughput=speeds,
         median=median(speeds),
         minimum=min(speeds, default=None),
@@ -211,9 +216,9 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
     )
 
 
-def _asked_dtype(record: RunRecord) -> str | None:
-    asked = record.spec.policy.compute_dtype
-    return None if asked == "auto" else asked
+def _requested_dtype(record: RunRecord) -> str | None:
+    dtype = record.spec.policy.compute_dtype
+    return None if dtype == "auto" else dtype
 
 
 def _bound_fraction(record: RunRecord) -> float | None:
@@ -232,38 +237,37 @@ def _per_token(records: Sequence[RunRecord], counter: str) -> float | None:
 
 
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
-    """Fills in what compares a cell with the others of its workload, and sorts them."""
+    """Sorts the cells of a workload and adds each cell's ratio to its rival and its agreement with the reference."""
     order = ranked(group)
-    place = {r.fingerprint: i for i, r in enumerate(order)}
+    rank = {r.fingerprint: i for i, r in enumerate(order)}
     most = max((r.num_requests or 0 for r in group), default=0)
     references = [r for r in group if r.reference and r.ok_records]
-    # whoever may be somebody's rival: the fastest of each engine, and the second
-    leading = [*{r.engine: r for r in reversed(order)}.values(), *order[:2]]
-    leading.sort(key=lambda r: place[r.fingerprint])
+    # only these can be a rival: the fastest cell of each engine, and the second fastest of all
+    candidates = [*{r.engine: r for r in reversed(order)}.values(), *order[:2]]
+    candidates.sort(key=lambda r: rank[r.fingerprint])
     rows = []
     for row in group:
         related = replace(row, most_requests=most or None)
-        rival = rival_of(row, leading) if row.fingerprint in place else None
+        rival = rival_of(row, candidates) if row.fingerprint in rank else None
         if rival and rival.median and row.median is not None:
-            sure = place[row.fingerprint] < _MOST_INTERVALS
-            found = (
+            ratio = (
                 ratio_of(rival.throughput, row.throughput)
-                if sure
+                if rank[row.fingerprint] < _MOST_INTERVALS
                 else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
             )
-            related = replace(related, ratio=found.ratio, ratio_low=found.low, ratio_high=found.high, rival=rival.name)
+            related = replace(related, ratio=ratio.ratio, ratio_low=ratio.low, ratio_high=ratio.high, rival=rival.name)
         rows.append(_compare_outputs(related, references))
-    return sorted(rows, key=lambda r: (r.reference, place.get(r.fingerprint, len(order)), not r.ok))
+    return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 
 
 def rival_of(row: CellSummary, order: Sequence[CellSummary]) -> CellSummary | None:
-    """The cell that `row` is compared with: the fastest of other engines, or else the fastest of its own others."""
+    """The rival of `row` among cells ordered by speed: the first of another engine, or else of the same engine."""
     other = next((r for r in order if r.engine != row.engine), None)
     return other or next((r for r in order if r.fingerprint != row.fingerprint), None)
 
 
 def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> CellSummary:
-    """Counts outputs equal to those of a reference of the same seed, of the same compute dtype if there is one."""
+    """Counts outputs equal to those of a reference with the same seed and, if possible, the same compute dtype."""
     if row.reference:
         return row
     seed = row.records[-1].spec.seed
@@ -271,13 +275,13 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
     reference = min(same, key=lambda r: r.compute_dtype != row.compute_dtype, default=None)
     if reference is None:
         return row
-    truth = {t.id: t.digest for t in reference.ok_records[0].requests if t.digest}
-    pairs = [(t.digest, truth[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in truth]
+    expected = {t.id: t.digest for t in reference.ok_records[0].requests if t.digest}
+    pairs = [(t.digest, expected[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in expected]
     if not pairs:
         return row
     return replace(
         row,
-        equal_outputs=sum(mine == theirs for mine, theirs in pairs),
+        equal_outputs=sum(digest == other for digest, other in pairs),
         compared_outputs=len(pairs),
         compared_with=reference.name,
     )

@@ -1,4 +1,4 @@
-"""Tables of a report as plain data: what HTML and Markdown show is decided once, here and in figures."""
+"""Tables of a report as plain data, which the HTML, Markdown and terminal renderers share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reports.text import MISSING, columns_of
 
 @dataclass(frozen=True)
 class Column:
-    """A heading with its unit; numeric columns are set flush right, wide ones hold sentences."""
+    """A heading with its unit; numeric columns are right-aligned, wide columns hold sentences."""
 
     title: str
     unit: str = ""
@@ -21,9 +21,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one table cell shows. `why` explains it on demand, `badges` qualify it, `tone` is good, bad or muted.
+    """The content of a table cell. `why` is its tooltip, `badges` qualify it, `tone` is good, bad or muted.
 
-    `spark` draws samples over the run instead of text: points in percent of width and height.
+    `spark` replaces the text by a sparkline: points (x, y) in percent of width and height.
     """
 
     text: str
@@ -35,14 +35,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Body:
-    """Rows that belong together under an optional heading; `apart` ones stand back from the rest."""
+    """A group of rows under an optional heading; the page greys out a group that is `apart`."""
 
     rows: tuple[tuple[Cell, ...], ...]
     heading: str = ""
     apart: bool = False
 
 
-#: Rows of a table that people may still read; report.csv has all.
+#: The most rows that a table shows; report.csv has all.
 MOST_ROWS = 200
 
 
@@ -55,13 +55,13 @@ class Table:
     bodies: tuple[Body, ...]
 
     @property
-    def in_words(self) -> Table:
-        """The table without the columns that draw samples."""
+    def without_sparklines(self) -> Table:
+        """The table without its columns of sparklines."""
         first = next((row for body in self.bodies for row in body.rows), ())
-        return self._of({i for i, _ in enumerate(self.columns)} - {i for i, cell in enumerate(first) if cell.spark})
+        return self._select({i for i, _ in enumerate(self.columns)} - {i for i, cell in enumerate(first) if cell.spark})
 
     def first(self, count: int = MOST_ROWS) -> Table:
-        """The table with so many rows at most, and what it leaves out in its caption."""
+        """The table with at most `count` rows; the caption says how many it omits."""
         total = sum(len(b.rows) for b in self.bodies)
         if total <= count:
             return self
@@ -69,17 +69,17 @@ class Table:
         for body in self.bodies:
             bodies.append(replace(body, rows=body.rows[:left]))
             left -= len(bodies[-1].rows)
-        words = f"{self.caption}; the first {count} of {total:,} rows, report.csv has all".lstrip("; ")
-        return Table(words, self.columns, tuple(b for b in bodies if b.rows))
+        caption = f"{self.caption}; the first {count} of {total:,} rows, report.csv has all".lstrip("; ")
+        return Table(caption, self.columns, tuple(b for b in bodies if b.rows))
 
     def only(self, titles: Collection[str]) -> Table:
-        """The table with the columns of these titles alone."""
-        return self._of({i for i, column in enumerate(self.columns) if column.title in titles})
+        """The table with only the columns of these titles."""
+        return self._select({i for i, column in enumerate(self.columns) if column.title in titles})
 
-    def _of(self, kept: Collection[int]) -> Table:
-        columns = tuple(c for i, c in enumerate(self.columns) if i in kept)
+    def _select(self, indices: Collection[int]) -> Table:
+        columns = tuple(c for i, c in enumerate(self.columns) if i in indices)
         bodies = tuple(
-            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i in kept) for row in b.rows))
+            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i in indices) for row in b.rows))
             for b in self.bodies
         )
         return Table(self.caption, columns, bodies)
@@ -87,7 +87,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A column of numbers or words about cells: how to get it, and why it may be missing."""
+    """A column of values by cell: how to compute a value, and why it may be missing. `scale` divides numbers."""
 
     title: str
     unit: str
@@ -97,11 +97,11 @@ class Figure:
     numeric: bool = True
 
 
-REFERENCES = "Reference: run without the limit, shown for scale and never ranked"
+REFERENCES = "Reference: runs without the limit; shown for scale, never ranked"
 
 
 def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure], status: bool = False) -> Table:
-    """A table with one row a cell; reference cells stand apart, below the others."""
+    """A table with one row a cell and reference cells in a group of their own at the end."""
     columns = [Column("Cell", numeric=False)] + ([Column("Status", numeric=False)] if status else [])
     columns += [Column(f.title, f.unit, f.numeric) for f in figures]
     by_figure = [_format(rows, figure) for figure in figures]
@@ -109,26 +109,26 @@ def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figu
         (name_cell(row), *([status_cell(row)] if status else []), *(cells[i] for cells in by_figure))
         for i, row in enumerate(rows)
     ]
-    own = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
+    competitors = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
     references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
-    bodies = [Body(own)] * bool(own) + [Body(references, REFERENCES, apart=True)] * bool(references)
+    bodies = [Body(competitors)] * bool(competitors) + [Body(references, REFERENCES, apart=True)] * bool(references)
     return Table(caption, tuple(columns), tuple(bodies))
 
 
 def name_cell(row: CellSummary) -> Cell:
-    """A cell's name with what qualifies its figures."""
-    badges = ["reference"] * row.reference + ["simulated"] * row.simulated + ["projected"] * row.projected
+    """A cell's name, with badges that qualify its figures."""
+    badges = row.qualifiers
     if row.fewer_requests:
-        badges.append(f"{row.num_requests} of {row.most_requests} requests")
-    return Cell(row.name, why=f"engine {row.engine}, fingerprint {row.fingerprint}", badges=tuple(badges))
+        badges = (*badges, f"{row.num_requests} of {row.most_requests} requests")
+    return Cell(row.name, why=f"engine {row.engine}, fingerprint {row.fingerprint}", badges=badges)
 
 
 def status_cell(row: CellSummary) -> Cell:
-    """How the cell's repeats ended, and whether that was expected."""
-    done = sum(s == "ok" for s in row.statuses)
+    """How the cell's repeats ended, and whether the suite expects that."""
+    ok = sum(s == "ok" for s in row.statuses)
     if row.expected_failure:
         return Cell(row.status, badges=("expected",), tone="muted")
-    parts = [f"ok {done} of {len(row.statuses)}"] if 0 < done < len(row.statuses) else []
+    parts = [f"ok {ok} of {len(row.statuses)}"] if 0 < ok < len(row.statuses) else []
     parts += sorted({s for s in row.statuses if s != "ok"})
     if row.expect != "ok":
         return Cell(", ".join(parts) or "ok", badges=(f"expected {row.expect}",), tone="bad")
@@ -136,7 +136,7 @@ def status_cell(row: CellSummary) -> Cell:
 
 
 def plain_table(caption: str, columns: Iterable[Column], rows: Iterable[Sequence[Cell]]) -> Table:
-    """A table of one body."""
+    """A table with one group of rows."""
     return Table(caption, tuple(columns), (Body(tuple(tuple(r) for r in rows)),))
 
 

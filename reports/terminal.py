@@ -1,4 +1,4 @@
-"""One screen of text after a run: what a person wants to know first."""
+"""Plain-text tables for the terminal: the summary of a run, and comparisons."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from reports.tables import Cell, Table, cell_table
 from reports.text import clean
 
 _TITLES = {"Batch", "Throughput", "To best rival", "Of bound", "Peak memory", "Limit"}
-_JUDGED = {"Cell", "Figure", "Value", "Std. error", "Against exact", "95 % interval", "p"}
+_ACCURACY = {"Cell", "Figure", "Value", "Std. error", "Against exact", "95 % interval", "p"}
 _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
-    """A headline and a table for each workload, plain text at most `width` columns wide, without colours."""
+    """A headline and tables for each workload, as plain text of at most `width` columns."""
     console, out = _console(width)
     for title, rows in by_workload(summary_rows(records)).items():
         console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
         console.print(_rich(cell_table("", rows, _SHOWN, status=True)))
-        if judged := accuracy_table(rows):
-            console.print(_rich(judged.only(_JUDGED)))
+        if accuracy := accuracy_table(rows):
+            console.print(_rich(accuracy.only(_ACCURACY)))
             for remark in accuracy_remarks(rows):
                 console.print(Text(clean(remark)))
     return _stripped(out)
 
 
 def plain_text(title: str, table: Table, remarks: Iterable[str], width: int = 100) -> str:
-    """A title, a table and a line for each remark, as above."""
+    """A title, a table and a line for each remark, as plain text of at most `width` columns."""
     console, out = _console(width)
     console.print(Text(clean(title)))
     console.print(_rich(table))
@@ -56,19 +56,19 @@ def _stripped(out: io.StringIO) -> str:
 
 
 def _rich(table: Table) -> RichTable:
-    shown = RichTable(box=rich.box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    rich_table = RichTable(box=rich.box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     longest = max((len(row[0].text) for body in table.bodies for row in body.rows), default=0)
     for i, column in enumerate(table.columns):
         heading = "\n".join([*column.title.split(), column.unit]).rstrip()
-        shown.add_column(
+        rich_table.add_column(
             Text(heading), justify="right" if column.numeric else "left", min_width=None if i else min(longest, 26)
         )
     for body in table.bodies:
-        shown.add_section()
+        rich_table.add_section()
         for row in body.rows:
-            shown.add_row(*[_words(cell) for cell in row])
-    return shown
+            rich_table.add_row(*[_text(cell) for cell in row])
+    return rich_table
 
 
-def _words(cell: Cell) -> Text:
+def _text(cell: Cell) -> Text:
     return Text(clean(" ".join([cell.text, *(f"({badge})" for badge in cell.badges)])))

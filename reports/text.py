@@ -1,4 +1,4 @@
-"""How values become text: significant digits, and escaping that makes any string inert where it is shown."""
+"""Formats values as text: significant digits, and escaping that makes any string inert in HTML, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ GIB = 2.0**30
 MIB = 2.0**20
 MB = 1e6
 
-# Control characters, bidirectional overrides and lone surrogates: they hide or reorder what a reader sees,
-# or cannot be written as UTF-8 at all.
+# Control characters, bidirectional overrides and lone surrogates: they hide or reorder text, or have no UTF-8 encoding.
 _UNSAFE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MD_SYNTAX = re.compile(r"([\\`*\[\]|~#$!])|((?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 _MD_LEADING = re.compile(r"^(?:([-+=])|(\d+)([.)])(?= |$))")
@@ -26,20 +25,20 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`clean` text with every run of white space collapsed to one blank."""
+    """`clean` text with every run of white space collapsed to a single space."""
     return clean(" ".join(text.split()))
 
 
 def markdown(value: object) -> str:
-    """One line of GitHub Markdown that shows `value` literally, in a table cell or at the start of a line."""
+    """A line of GitHub Markdown that shows `value` literally, in a table cell or at the start of a line."""
     text = one_line(str(value)).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = _MD_SYNTAX.sub(r"\\\g<0>", text)
     text = _MD_LEADING.sub(lambda m: f"\\{m[1]}" if m[1] else f"{m[2]}\\{m[3]}", text)
-    return text.replace("@", "@\u200b")  # a name in a log must not notify anybody
+    return text.replace("@", "@\u200b")  # a name in a log must not notify a user
 
 
 def csv_field(value: object) -> object:
-    """A CSV field: None empty, strings on one line and never a spreadsheet formula, numbers as they are."""
+    """A CSV field: empty for None, a single line that is no spreadsheet formula for a string, a number unchanged."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -49,9 +48,9 @@ def csv_field(value: object) -> object:
 
 
 def decimals(values: Iterable[float]) -> int:
-    """Decimal places for a column: three significant digits for its largest value, two for its smallest.
+    """Decimal places for a column: three significant digits for the largest value, two for the smallest.
 
-    Up to the second decimal the smallest gets three as well.
+    The smallest gets three significant digits too where two decimals suffice.
     """
     sizes = [abs(v) for v in values if v]
     if not sizes or all(v == int(v) for v in sizes):
@@ -70,14 +69,14 @@ def number(value: float, places: int | None = None) -> str:
 
 
 def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
-    """Numbers of one column, all with the same decimals; None is the missing sign."""
+    """The numbers of a column divided by `scale`, all with the same decimals; None becomes the missing sign."""
     scaled = [None if v is None else v / scale for v in values]
     places = decimals(v for v in scaled if v is not None)
     return [MISSING if v is None else number(v, places) for v in scaled]
 
 
 def flat(value: object, prefix: str = "") -> dict[str, object]:
-    """Nested data as one level: `{"a": {"b": 1}}` is `{"a.b": 1}`."""
+    """Flattens nested data: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     if not isinstance(value, Mapping):
         return {prefix: value}
     return {
@@ -85,25 +84,25 @@ def flat(value: object, prefix: str = "") -> dict[str, object]:
     }
 
 
-def plural(count: int, noun: str, many: str = "") -> str:
-    """`1 cell`, `2 cells`; `many` where it is more than an s."""
-    return f"{count} {noun}" if count == 1 else f"{count} {many or noun + 's'}"
+def plural(count: int, noun: str, plural_noun: str = "") -> str:
+    """`1 cell`, `2 cells`; `plural_noun` for an irregular plural."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural_noun or noun + 's'}"
 
 
 def finite(value: object) -> float | None:
-    """`value` as a float if it is a finite number, else None: a chart has no place for NaN."""
+    """`value` as a float if it is a finite number, else None (charts cannot show NaN)."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
     return None
 
 
 def positive(value: object) -> float | None:
-    """`value` as a float if it is one that ratios can be made of: above zero, and no further from 1 than any speed."""
-    found = finite(value)
-    return found if found is not None and 1e-15 < found < 1e15 else None
+    """`value` as a float between 1e-15 and 1e15, whose ratios are finite; else None."""
+    number = finite(value)
+    return number if number is not None and 1e-15 < number < 1e15 else None
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Median of the values that exist, None where there is none."""
+    """The median of the values that are not None; None without any."""
     present = [v for v in values if v is not None]
     return statistics.median(present) if present else None

@@ -1,4 +1,4 @@
-"""One pass of an engine: how busy each resource is over it, and the whole as a Chrome trace file."""
+"""An engine's timeline of one pass: utilisation by resource as a chart, and Chrome trace files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ from harness.common.intervals import union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import number, one_line
-from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, amount, labelled, left_out, row_chart, says
+from reports.vega import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    Datum,
+    Panel,
+    labelled,
+    quantity,
+    row_chart,
+    tooltip,
+    truncation_note,
+)
 
-#: Parts of a pass that are looked at one by one.
+#: Equal parts of a pass, each with its utilisation.
 _BINS = 80
-#: Cells that are drawn: a row of charts for each.
+#: The most cells that the chart draws; each takes several rows.
 _MOST_CELLS = 6
 _COLOURS = {"load": ORANGE, "compute": BLUE, "attention": GREEN}
 
 
 def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """How busy each lane is over the kept pass of each cell's last repeat; None where no engine keeps one."""
+    """Utilisation of each lane over the traced pass of each cell's last repeat; None without a trace."""
     traced = [(row, record.trace) for row in rows if (record := _last_traced(row.ok_records))]
     if not traced:
         return None
@@ -31,8 +43,8 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         end = _end(events)
         data += [
             {"cell": f"{label}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
-             "shares": [round(share, 3) for share in busy(own, end)]}
-            for lane, own in _lanes(events).items()
+             "shares": [round(share, 3) for share in busy(lane_events, end)]}
+            for lane, lane_events in _lanes(events).items()
         ]  # fmt: skip
     lanes = list(dict.fromkeys(str(d["lane"]) for d in data))
     spec = row_chart(
@@ -43,37 +55,39 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
             {"window": [{"op": "row_number", "as": "bin"}], "groupby": ["cell"]},
             {"calculate": "(datum.bin - 1) * datum.width", "as": "at"},
             {"calculate": "datum.bin * datum.width", "as": "to"},
-            {"as": "says", "calculate":
+            {"as": "tooltip", "calculate":
              "datum.cell + ' ' + format(datum.share, '.0%') + ' busy at ' + format(datum.at, '.3~g') + ' s'"},
         ],
         mark={"type": "rect", "height": 16},
         encoding={
-            "x": amount("seconds of the pass", "at"),
+            "x": quantity("seconds of the pass", "at"),
             "x2": {"field": "to"},
             "color": {"field": "lane", "type": "nominal", "title": None,
                       "scale": {"domain": lanes, "range": [_COLOURS.get(lane, GREY) for lane in lanes]}},
             "opacity": {"field": "share", "type": "quantitative", "legend": None,
                         "scale": {"domain": [0, 1], "range": [0.04, 1]}},
-            **says(),
+            **tooltip(),
         },
     )  # fmt: skip
-    note = "The fuller the colour, the busier. The pass itself is in the folder traces, for Perfetto."
-    return Panel("Utilisation by resource over one pass", note + left_out(traced, _MOST_CELLS), spec, _table(traced))
+    note = "Darker is busier. The folder traces has the pass as a Chrome trace, for Perfetto."
+    return Panel(
+        "Utilisation by resource over one pass", note + truncation_note(traced, _MOST_CELLS), spec, _table(traced)
+    )
 
 
 def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[float]:
-    """The busy share of each of `bins` equal parts of the time up to `end`, in the events' own unit."""
+    """The busy share of each of `bins` equal parts of the time from 0 to `end`, in the events' unit."""
     width = end / bins or 1.0
-    found = []
+    shares = []
     for i in range(bins):
         low, high = i * width, (i + 1) * width
         inside = ((max(e.ts, low), min(e.ts + e.dur, high)) for e in events if e.ts < high and e.ts + e.dur > low)
-        found.append(min(1.0, union_length(inside) / width))
-    return found
+        shares.append(min(1.0, union_length(inside) / width))
+    return shares
 
 
 def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
-    """Chrome trace JSON by cell name, of the last repeat that has one; opens in Perfetto and chrome://tracing."""
+    """Chrome trace JSON by cell name, from the last repeat with a trace; Perfetto and chrome://tracing open it."""
     cells: dict[str, list[RunRecord]] = {}
     for record in records:
         cells.setdefault(record.fingerprint, []).append(record)
@@ -87,13 +101,15 @@ def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
 
 
 def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
-    """The share of the pass that each lane was busy."""
+    """The busy share of each lane over the pass."""
     lanes = list(dict.fromkeys(lane for _, events in traced for lane in _lanes(events)))
     columns = [Column("Cell", numeric=False), Column("Pass", "s"), *(Column(lane, "% busy") for lane in lanes)]
     lines = []
     for row, events in traced:
-        own, end = _lanes(events), _end(events)
-        shares = [union_length((e.ts, e.ts + e.dur) for e in own.get(lane, ())) / end if end else 0.0 for lane in lanes]
+        by_lane, end = _lanes(events), _end(events)
+        shares = [
+            union_length((e.ts, e.ts + e.dur) for e in by_lane.get(lane, ())) / end if end else 0.0 for lane in lanes
+        ]
         lines.append([name_cell(row), Cell(number(end / 1e6)), *(Cell(number(100 * s)) for s in shares)])
     return plain_table("", columns, lines)
 

@@ -1,4 +1,4 @@
-"""Where the level of a cell's speed changed over commits, and the trend as a chart."""
+"""A cell's throughput over commits: change points, chart and table."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from dataclasses import dataclass
 import numpy as np
 
 from reports.history import Series
-from reports.optional import needed
+from reports.optional import optional_packages
 from reports.stats import interval_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.text import MISSING, columns_of, median, number, one_line
-from reports.vega import BLUE, ORANGE, SOFT, Datum, Panel, amount, chart, says
+from reports.vega import BLUE, ORANGE, SOFT, Datum, Panel, chart, quantity, tooltip
 from reports.verdicts import LEAST_EFFECT
 
-#: Fewer commits than this show no change that lasts.
+#: The fewest commits in which we look for change points.
 FEWEST = 6
-#: How much better a fit must be for each further change, in units of noise variance times the logarithm of the commits.
+#: PELT's penalty for a change point, in units of noise variance times the logarithm of the number of commits.
 _PENALTY = 4.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """The first commit of a new level, and that level over the one before, as medians."""
+    """The first commit of a new level, and the ratio of the new median to the old one."""
 
     index: int
     commit: str
     ratio: float
 
     @property
-    def word(self) -> str:
-        """Which way it went."""
+    def direction(self) -> str:
+        """`slower` or `faster`."""
         return "slower" if self.ratio < 1 else "faster"
 
 
 def changes(series: Series) -> list[Change]:
-    """Change points of the medians of commits, by PELT with a squared error (Killick et al. 2012, in `ruptures`).
+    """Change points of the commits' medians, by PELT with a squared error (Killick et al. 2012, in `ruptures`).
 
-    Noise is taken from differences of neighbours, so that a level that changed does not count as noise. Changes of
-    less than 3 % are left out.
+    Estimates noise from differences of neighbours, so that a change of level does not count as noise. Ignores changes
+    below 3 %.
     """
-    with needed("a trend"):
+    with optional_packages("a trend"):
         import ruptures
 
     points = [(i, m) for i, p in enumerate(series.points) if (m := median(p.speeds))]
@@ -55,38 +55,38 @@ def changes(series: Series) -> list[Change]:
     ends = ruptures.Pelt(model="l2", min_size=2, jump=1).fit(logs.reshape(-1, 1)).predict(pen=penalty)
     starts = [0, *ends[:-1]]
     levels = [float(np.median(logs[a:b])) for a, b in zip(starts, ends, strict=True)]
-    found = []
+    change_points = []
     for start, old, new in zip(starts[1:], levels, levels[1:], strict=False):
         ratio = math.exp(new - old)
         if max(ratio, 1 / ratio) - 1 > LEAST_EFFECT:
             index = points[start][0]
-            found.append(Change(index, series.points[index].commit, ratio))
-    return found
+            change_points.append(Change(index, series.points[index].commit, ratio))
+    return change_points
 
 
 def trend_panel(series: Series) -> Panel | None:
-    """Medians with their intervals over commits, and where the level changed; None below two commits."""
+    """Medians with 95 % intervals over commits, and the change points; None below two commits."""
     points = [p for p in series.points if p.speeds]
     if len(points) < 2:
         return None
-    found = changes(series)
-    marks = {c.commit: c for c in found}
+    change_points = changes(series)
+    by_commit = {c.commit: c for c in change_points}
     data: list[Datum] = []
     for point in points:
         middle, interval = median(point.speeds) or 0.0, interval_of(point.speeds)
         low, high = interval or (middle, middle)
-        mark = marks.get(point.commit)
-        change = f"; from here {mark.word}: {mark.ratio:.3f}" if mark else ""
-        words = f"{short(point.commit)}: {number(middle)} tok/s of {len(point.speeds)}{change}"
-        data.append({"commit": short(point.commit), "value": middle, "low": low, "high": high, "changed": bool(mark),
-                     "says": words})  # fmt: skip
+        change = by_commit.get(point.commit)
+        suffix = f"; {change.direction} from here: {change.ratio:.3f}" if change else ""
+        words = f"{short(point.commit)}: median {number(middle)} tok/s of {len(point.speeds)} launches{suffix}"
+        data.append({"commit": short(point.commit), "value": middle, "low": low, "high": high, "changed": bool(change),
+                     "tooltip": words})  # fmt: skip
     x = {"field": "commit", "type": "ordinal", "sort": None, "title": "commit, in the order of measurement",
          "axis": {"labelAngle": -40, "labelOverlap": True}}  # fmt: skip
-    y = amount("generated tok/s", zero=False)
+    y = quantity("generated tok/s", zero=False)
     spec = chart(
         240,
         data={"values": data},
-        encoding={"x": x, **says()},
+        encoding={"x": x, **tooltip()},
         layer=[
             {"transform": [{"filter": "datum.changed"}], "mark": {"type": "rule", "color": ORANGE, "strokeDash": [4, 3],
              "strokeWidth": 2}},
@@ -96,19 +96,19 @@ def trend_panel(series: Series) -> Panel | None:
             {"mark": {"type": "point", "filled": True, "size": 50, "color": BLUE}, "encoding": {"y": y}},
         ],
     )  # fmt: skip
-    note = f"{one_line(series.workload)}; machine {series.machine}. Dashed where the level changed."
-    return Panel(f"{series.cell} over commits", note, spec, trend_table(series, found))
+    note = f"{one_line(series.workload)}; machine {series.machine}. Dashed lines are change points."
+    return Panel(f"{series.cell} over commits", note, spec, trend_table(series, change_points))
 
 
-def trend_table(series: Series, found: Iterable[Change]) -> Table:
-    """A row a commit, with the changes that were found."""
-    marks = {c.commit: c for c in found}
+def trend_table(series: Series, change_points: Iterable[Change]) -> Table:
+    """A row a commit, with its change point if it is one."""
+    by_commit = {c.commit: c for c in change_points}
     speeds = columns_of([median(p.speeds) for p in series.points])
     rows = []
     for point, speed in zip(series.points, speeds, strict=True):
         interval = interval_of(point.speeds) if point.speeds else None
-        change = marks.get(point.commit)
-        words = f"{change.word}: {change.ratio:.3f}" if change else ""
+        change = by_commit.get(point.commit)
+        words = f"{change.direction}: {change.ratio:.3f}" if change else ""
         rows.append([
             Cell(short(point.commit)), Cell(point.started_at), Cell(speed),
             Cell(" to ".join(columns_of(interval)) if interval else MISSING), Cell(str(len(point.speeds))),
@@ -121,12 +121,12 @@ def trend_table(series: Series, found: Iterable[Change]) -> Table:
 
 
 def short(commit: str) -> str:
-    """A commit as people write it; a + stands for local changes. A day that stands for a commit is left whole."""
+    """A commit's first ten digits, with + for local changes; a date that stands for a commit stays whole."""
     if " " in commit:
         return commit
     return commit[:10] + ("+" if commit.endswith("+") else "")
 
 
 def trend_panels(all_series: Sequence[Series]) -> list[Panel]:
-    """A panel for each series that has one."""
+    """The panels of all series with at least two commits."""
     return [panel for series in all_series if (panel := trend_panel(series))]

@@ -1,4 +1,4 @@
-"""What all charts share: Vega-Lite in the page's own colours, and the library's code for a page without a network."""
+"""Vega-Lite building blocks in the page's colours, and the Vega library inlined for offline pages."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from reports.tables import Table
 Spec = Mapping[str, Any]
 Datum = dict[str, Any]
 
-#: More cells than this make a chart that nobody reads; the tables have them all.
+#: The most cells that a chart draws; the tables list all.
 MOST_CELLS = 60
-#: Told apart with any colour vision, in both themes; shapes tell them apart as well.
+#: Distinct with any colour vision and in both themes; shapes repeat the distinction.
 COLOURS = tuple(f"var(--series-{i})" for i in range(1, 9))
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "triangle-left", "triangle-right")
 BLUE, ORANGE, GREEN, GREY, INK, SOFT, RULE = (
     f"var(--{name})" for name in ("blue", "orange", "green", "grey", "ink", "soft", "rule")
 )
-#: Pixels of a row.
+#: Height of a row, pixels.
 _ROW = 26
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
-#: What its licence asks for with every copy.
+#: The notice that the licence requires in every copy.
 _LICENCE = (
     "/* Vega, Vega-Lite, vega-embed: (c) University of Washington Interactive Data Lab and others, BSD-3-Clause */\n"
 )
@@ -58,8 +58,7 @@ _CONFIG = {
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart with its figures as a table, for those who cannot see or point at it. `note` is one sentence on how to
-    read it."""
+    """A chart, a note on how to read it, and its figures as a table for readers without sight or pointer."""
 
     title: str
     note: str
@@ -68,91 +67,90 @@ class Panel:
 
     @property
     def height(self) -> int:
-        """About how high the chart will be, in pixels: the place that is kept free for it."""
+        """The estimated height of the chart in pixels, reserved until it is drawn."""
         return int(self.spec["height"]) + 60
 
 
 def chart(height: int, **parts: Any) -> Spec:
-    """A specification as wide as its place on the page and so many pixels high."""
+    """A Vega-Lite specification as wide as its container and `height` pixels high."""
     sizes = {"width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
     return {"$schema": _SCHEMA, **sizes, "config": _CONFIG, **parts}
 
 
 def row_chart(labels: Sequence[str], **parts: Any) -> Spec:
-    """A specification with a row for each label: `encoding` gets the axis of rows."""
+    """A specification with a row for each label; adds the row axis to `encoding`."""
     encoding = {"y": rows_axis(labels), **parts.pop("encoding")}
     return chart(_ROW * max(1, len(labels)), encoding=encoding, **parts)
 
 
-def says() -> dict[str, Any]:
-    """Encoding of what a mark says, which is its datum's `says`: on demand, and to a screen reader."""
-    words = {"field": "says", "type": "nominal"}
-    return {"tooltip": words, "description": words}
+def tooltip() -> dict[str, Any]:
+    """An encoding that shows a datum's `tooltip` on hover and reads it to screen readers."""
+    field = {"field": "tooltip", "type": "nominal"}
+    return {"tooltip": field, "description": field}
 
 
 def rows_axis(labels: Sequence[str]) -> dict[str, Any]:
-    """A row for each label, in this order."""
+    """An axis with a row for each label, in the given order."""
     return {"field": "cell", "type": "nominal", "title": None, "scale": {"domain": list(labels)},
             "axis": {"grid": True, "gridDash": [1, 3]}}  # fmt: skip
 
 
-def amount(title: str, field: str = "value", **scale: Any) -> dict[str, Any]:
-    """A quantity along an axis, with thousands separators."""
+def quantity(title: str, field: str = "value", **scale: Any) -> dict[str, Any]:
+    """An encoding of a quantity along an axis, with thousands separators."""
     return {"field": field, "type": "quantitative", "title": title, "axis": {"format": ",~r", "tickCount": 6},
             "scale": scale}  # fmt: skip
 
 
 def log_toggle(smallest: float, largest: float) -> dict[str, Any]:
-    """For the page's switch between a linear and a logarithmic axis: the other scale."""
+    """The logarithmic scale that the page's axis switch applies."""
     return {
         "toggle": {"label": "Logarithmic axis", "scale": {"type": "log", "domain": [smallest * 0.9, largest * 1.1]}}
     }
 
 
 def labelled(rows: Iterable[CellSummary], most: int = MOST_CELLS) -> list[tuple[CellSummary, str]]:
-    """The first cells, as many as are drawn, each with a label: its name and what qualifies its figures.
+    """The first `most` cells, each with a label: its name, and reference, simulated or projected where it is.
 
-    Cells of one name are numbered.
+    Numbers cells of the same name.
     """
-    found: list[tuple[CellSummary, str]] = []
-    taken: Counter[str] = Counter()
+    labels: list[tuple[CellSummary, str]] = []
+    uses: Counter[str] = Counter()
     for row in islice(rows, most):
-        taken[row.name] += 1
-        name = row.name if taken[row.name] == 1 else f"{row.name} ({taken[row.name]})"
-        kinds = ["reference"] * row.reference + ["simulated"] * row.simulated + ["projected"] * row.projected
-        found.append((row, f"{name} ({', '.join(kinds)})" if kinds else name))
-    return found
+        uses[row.name] += 1
+        name = row.name if uses[row.name] == 1 else f"{row.name} ({uses[row.name]})"
+        labels.append((row, f"{name} ({', '.join(row.qualifiers)})" if row.qualifiers else name))
+    return labels
 
 
-def left_out(rows: Sized, most: int = MOST_CELLS) -> str:
-    """A sentence on cells that are not drawn; empty where all are."""
-    return f" The first {most} of {len(rows)} cells are drawn." if len(rows) > most else ""
+def truncation_note(rows: Sized, most: int = MOST_CELLS) -> str:
+    """A sentence on cells that the chart does not draw; empty where it draws all."""
+    return f" The chart shows the first {most} of {len(rows)} cells." if len(rows) > most else ""
 
 
 def library(cache: Path | None = None) -> Markup | None:
-    """Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python; None without it.
+    """Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python; None without that package.
 
-    Making it takes more than a second, so it is kept in `cache`.
+    Bundling takes more than a second, so `cache` keeps the script.
     """
     try:
-        known = version("vl-convert-python")
+        bundled = version("vl-convert-python")
     except PackageNotFoundError:
         return None
-    kept = cache / f"vega-{known}.js" if cache else None
-    if kept is not None:
+    file = cache / f"vega-{bundled}.js" if cache else None
+    if file is not None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return Markup(kept.read_text(encoding="utf-8"))
-    code = _made()
-    if kept is not None:
-        with contextlib.suppress(HarnessError):  # a cache that cannot be written costs a second
-            write(kept, code)
+            return Markup(file.read_text(encoding="utf-8"))
+    code = _bundle()
+    if file is not None:
+        with contextlib.suppress(HarnessError):  # without a writable cache the next report bundles again
+            write(file, code)
     return Markup(code)
 
 
 @functools.cache
-def _made() -> str:
+def _bundle() -> str:
     import vl_convert
 
     code: str = _LICENCE + vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    # inside a page no script may hold the end of one, not even in a string; the two are the same to JavaScript
+    # an inline script must not contain </script, not even in a string; JavaScript reads <\/script as the same
     return re.sub("</(?=script)", r"<\\/", code, flags=re.IGNORECASE)

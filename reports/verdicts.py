@@ -1,4 +1,4 @@
-"""What a comparison says: a verdict for each cell, and for the whole."""
+"""The verdicts of a comparison: for each cell, and overall."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ Verdict = Literal[
     "regression",  # slower, newly failing, or less accurate
     "improvement",  # faster, or no longer failing
     "no change",  # a slowdown of the margin or more is excluded
-    "inconclusive",  # the launches cannot tell
+    "inconclusive",  # too few launches, or too much noise
     "not comparable",  # another environment, another cell, or no figures
-    "as expected",  # fails on both sides in the way that its suite says
+    "as expected",  # fails on both sides with the status that the suite expects
     "new",  # only in the head
-    "behind",  # of engines: slower than the one they are held against, or failing where it does not
-    "ahead",  # of engines: faster
+    "behind",  # engines only: slower than the base engine, or fails where it does not
+    "ahead",  # engines only: faster than the base engine
 ]
-#: Effects below this are never a verdict, whatever their p.
+#: The smallest relative effect that counts, at any p.
 LEAST_EFFECT = 0.03
-#: "No change" promises that a slowdown of this size would not have stayed hidden.
+#: The slowdown that the verdict "no change" excludes.
 MARGIN = 0.10
 
 
 @dataclass(frozen=True)
 class CellVerdict:
-    """One cell on two sides. Figures are medians over the launches that ended ok, in the metric's own unit.
+    """The verdict on a cell. `base` and `head` are medians over the ok launches, in the metric's unit.
 
-    `ratio` is head over base as speed: below 1 is slower, whichever way the metric points. `p` is adjusted for the
-    suite's cells; `threshold` is the effect that counts, as a part of 1.
+    `ratio` is head over base as a speed: below 1 is slower, also for times. `p` is Holm-adjusted over the cells;
+    `threshold` is the relative effect that counts.
     """
 
     name: str
@@ -52,7 +52,7 @@ class CellVerdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A head beside its base: what may be said of each cell, and of the whole."""
+    """A head compared with its base: the cells' verdicts and notes."""
 
     base: str
     head: str
@@ -68,14 +68,14 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst that was found: a regression, then what could not be decided, then the best of the rest."""
+        """The overall verdict: a regression first, then undecided cells, then changes between engines."""
         order: tuple[Verdict, ...] = ("regression", "not comparable", "inconclusive", "behind", "improvement", "ahead",
                                       "no change")  # fmt: skip
         return next((v for v in order if self.of(v)), "as expected" if self.of("as expected") else "not comparable")
 
     @property
     def summary(self) -> str:
-        """One sentence."""
+        """One line: what was compared, the overall verdict, and how many cells have which."""
         counts = ", ".join(f"{len(self.of(v))} {v}" for v in get_args(Verdict) if self.of(v))
-        what = f"{self.head} against {self.base}, {self.metric} in {self.unit}"
-        return f"{what}: {self.verdict} ({plural(len(self.cells), 'cell')}: {counts})"
+        title = f"{self.head} against {self.base}, {self.metric} in {self.unit}"
+        return f"{title}: {self.verdict} ({plural(len(self.cells), 'cell')}: {counts})"

@@ -1,8 +1,9 @@
-"""A plug-in of crfm-helm, run by HELM's own interpreter: it notes what HELM asks a model, or gives answers to it.
+"""A plug-in for crfm-helm, run by HELM's interpreter: it records HELM's requests to a model, or replays answers.
 
-Nothing of this project is imported here: HELM's environment does not have it. The environment variable HARNESS_HELM_JOB
-names a JSON file: `tokenizer` (a folder), `context` (tokens), `asked` (a file that gets a line for each new request)
-and `answers` (texts to the requests in that order, as many as each wants; none while HELM is only to ask).
+It imports nothing of this project, which HELM's environment does not have. The environment variable HARNESS_HELM_JOB
+names a JSON file with `tokenizer` (a folder), `context` (tokens), `recording` (a file to which the client appends a
+line for each new request) and `answers` (the texts in order of the requests, `num_completions` for each; null to
+record).
 """
 
 import json
@@ -17,41 +18,41 @@ from helm.clients.client import Client
 from helm.common.request import GeneratedOutput, Request, RequestResult
 
 NAME = "harness/model"
-_ASKED = ("prompt", "max_tokens", "temperature", "num_completions", "stop_sequences", "top_p", "random")
-_UNKNOWN = ("embedding", "echo_prompt", "messages", "multimodal_prompt", "presence_penalty", "frequency_penalty")
+_RECORDED = ("prompt", "max_tokens", "temperature", "num_completions", "stop_sequences", "top_p", "random")
+_UNSUPPORTED = ("embedding", "echo_prompt", "messages", "multimodal_prompt", "presence_penalty", "frequency_penalty")
 
 
-class NotedClient(Client):
-    """Answers requests from a file, and notes those that it has no answer to."""
+class RecordingClient(Client):
+    """Answers requests from the job's answers, or with empty texts, and records each distinct request."""
 
     def __init__(self) -> None:
         job = json.loads(Path(os.environ["HARNESS_HELM_JOB"]).read_text(encoding="utf-8"))
-        self._left = None if job["answers"] is None else iter(job["answers"])
-        self._known: dict[str, list[str]] = {}
-        self._asked = Path(job["asked"])
+        self._answers = None if job["answers"] is None else iter(job["answers"])
+        self._texts: dict[str, list[str]] = {}
+        self._recording = Path(job["recording"])
 
     def make_request(self, request: Request) -> RequestResult:
-        """The answers that there are, or else empty ones."""
-        if unknown := [name for name in _UNKNOWN if getattr(request, name)]:
-            return _result([], f"engines are not asked by {', '.join(unknown)}")
-        asked: dict[str, Any] = {name: getattr(request, name) for name in _ASKED}
-        key = json.dumps(asked, sort_keys=True)
-        if key not in self._known:
-            self._known[key] = [self._next(request.stop_sequences) for _ in range(request.num_completions)]
-            with self._asked.open("a", encoding="utf-8") as file:
+        """HELM's call of a model; an unsupported option is an error of the request."""
+        if unsupported := [name for name in _UNSUPPORTED if getattr(request, name)]:
+            return _result([], f"engines do not support {', '.join(unsupported)}")
+        recorded: dict[str, Any] = {name: getattr(request, name) for name in _RECORDED}
+        key = json.dumps(recorded, sort_keys=True)
+        if key not in self._texts:
+            self._texts[key] = [self._next(request.stop_sequences) for _ in range(request.num_completions)]
+            with self._recording.open("a", encoding="utf-8") as file:
                 file.write(key + "\n")
-        return _result(self._known[key])
+        return _result(self._texts[key])
 
     def _next(self, stop_sequences: list[str]) -> str:
-        """The next answer up to where it stops: engines give the tokens that complete a stop string."""
-        text = "" if self._left is None else next(self._left)
-        return text[: min((at for stop in stop_sequences if (at := text.find(stop)) >= 0), default=len(text))]
+        """The next answer up to its first stop string: engines return the tokens that complete a stop string."""
+        text = "" if self._answers is None else next(self._answers)
+        return text[: min((end for stop in stop_sequences if (end := text.find(stop)) >= 0), default=len(text))]
 
 
 def _result(texts: list[str], error: str | None = None) -> RequestResult:
-    given = [GeneratedOutput(text=text, logprob=0, tokens=[]) for text in texts]
+    completions = [GeneratedOutput(text=text, logprob=0, tokens=[]) for text in texts]
     return RequestResult(success=error is None, cached=False, error=error, request_time=0, request_datetime=0,
-                         completions=given, embedding=[])  # fmt: skip
+                         completions=completions, embedding=[])  # fmt: skip
 
 
 def _register() -> None:
@@ -60,7 +61,7 @@ def _register() -> None:
     hugging_face = TokenizerSpec("helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer", folder)
     register_tokenizer_config(TokenizerConfig(NAME, hugging_face, end_of_text_token="", prefix_token=""))
     register_model_metadata(get_unknown_model_metadata(NAME))
-    client = ClientSpec(f"{__name__}.{NotedClient.__name__}")
+    client = ClientSpec(f"{__name__}.{RecordingClient.__name__}")
     register_model_deployment(
         ModelDeployment(NAME, client, NAME, NAME, max_sequence_length=job["context"],
                         max_sequence_and_generated_tokens_length=job["context"])

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval as questions for any engine: lm-eval makes them and judges the answers.
+"""Runs lm-eval's tasks on any engine: lm-eval makes the prompts and computes the metrics.
 
-lm-eval calls a model while it evaluates. Here it is run twice on the same task: once with a model that only notes what
-it is asked, and again with one that gives the answers an engine gave to that.
+lm-eval calls a model while it evaluates. We run it twice on the same task: first with a model that records all
+requests, then, after an engine has answered them, with a model that replays the answers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lm_eval.tasks import TaskManager
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score, first_line
 from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report, Tokens
 from suites import lm_eval_local
-from suites.seeds import own_seed
+from suites.seeds import request_seed
 
-#: Tokens of an answer where a task names no number: as in lm-eval's own models.
+#: Maximum tokens of an answer where the task sets none, as in lm-eval's models.
 _MAX_TOKENS = 256
-#: Resamples for standard errors that have no formula; lm-eval's default takes minutes.
+#: Bootstrap resamples for standard errors without a formula; lm-eval's default takes minutes.
 _BOOTSTRAP = 1000
-#: After a figure's name, its standard error's.
+#: The suffix of a standard error's name.
 _ERROR = "_stderr"
 
 
 class LmEvalTask:
-    """One task of lm-eval by its name there."""
+    """A task of lm-eval, by its name in lm-eval."""
 
     def __init__(self, name: str) -> None:
         self._task = name
@@ -44,72 +44,74 @@ class LmEvalTask:
 
     @property
     def name(self) -> str:
-        """As in suites."""
+        """The task's name in suites."""
         return f"lm_eval:{self._task}"
 
     @property
     def protocol(self) -> str:
-        """Which lm-eval, and what of it decides figures."""
-        return f"lm-eval {metadata.version('lm-eval')}, {self._task}, no worked examples unless the task has its own"
+        """lm-eval's version and the settings that decide the figures."""
+        return f"lm-eval {metadata.version('lm-eval')}, {self._task}, zero-shot unless the task sets its own shots"
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
-        """What lm-eval asks for the task. Raises HarnessError for a task it does not have, and for broken data."""
-        model = _Noting(given.tokens, given.context, given.seed)
+        """Records lm-eval's requests for the task. Raises HarnessError for an unknown task and for damaged data."""
+        model = _RecordingModel(given.tokens, given.context, given.seed)
         report(0, 1)
-        found = self._evaluated(model, given, 0)
+        evaluation = self._evaluate(model, given, 0)
         report(1, 1)
-        examples = sum(int(counts["effective"]) for counts in found["n-samples"].values())
+        examples = sum(int(counts["effective"]) for counts in evaluation["n-samples"].values())
         return Questions(tuple(model.prompts), tuple(model.pairs), examples, 0, model.truncated, self._files)
 
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
-        """lm-eval's own figures of the answers."""
-        found = self._evaluated(_Told(given.tokens, given.context, given.seed, answers), given, _BOOTSTRAP)
+        """lm-eval's metrics of the answers."""
+        model = _ReplayingModel(given.tokens, given.context, given.seed, answers)
+        evaluation = self._evaluate(model, given, _BOOTSTRAP)
+        results, by_task = evaluation["results"], evaluation["samples"]
         figures: dict[str, float] = {}
-        for task, own in found["results"].items():
-            prefix = "" if len(found["results"]) == 1 else f"{task}/"
-            figures |= {prefix + name: value for name, value in _figures(own)}
-        samples = [sample for name in found["samples"] for sample in found["samples"][name]]
-        outcomes, weights = _outcomes(samples) if len(found["samples"]) == 1 else ({}, {})
-        return Judged(figures, outcomes, weights, version=_version(found, samples))
+        for task, metrics in results.items():
+            prefix = "" if len(results) == 1 else f"{task}/"
+            figures |= {prefix + name: value for name, value in _figures(metrics)}
+        samples = [sample for task_samples in by_task.values() for sample in task_samples]
+        outcomes, weights = _outcomes(samples) if len(by_task) == 1 else ({}, {})
+        return Judged(figures, outcomes, weights, version=_version(evaluation, samples))
 
-    def _evaluated(self, model: TokenModel, given: Circumstances, resamples: int) -> Mapping[str, Any]:
+    def _evaluate(self, model: TokenModel, given: Circumstances, resamples: int) -> Mapping[str, Any]:
         try:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-                found = evaluator.simple_evaluate(
+                evaluation = evaluator.simple_evaluate(
                     model, tasks=[self._task], limit=given.count, bootstrap_iters=resamples, random_seed=given.seed,
                     log_samples=True, task_manager=self._manager(given.folder, Path(folder)),
                 )  # fmt: skip
         except HarnessError:
             raise
-        except Exception as exc:  # lm-eval, its tasks' code and the hub raise whatever they like
+        except Exception as exc:  # lm-eval, its tasks' code and the hub client raise anything
             raise HarnessError(f"lm-eval cannot evaluate {self._task}: {first_line(exc)}") from exc
-        if found is None:
-            raise HarnessError(f"lm-eval cannot evaluate {self._task}: it gave no results")
-        return dict(found)
+        if evaluation is None:
+            raise HarnessError(f"lm-eval cannot evaluate {self._task}: it returned no results")
+        return dict(evaluation)
 
     def _manager(self, data: Path | None, into: Path) -> TaskManager:
-        """lm-eval's tasks; this one with a folder's data, where one is named. Raises HarnessError where it has none."""
+        """lm-eval's tasks, this one with data from the folder `data` if given. Raises HarnessError without its data."""
         if data is None:
             return TaskManager()
-        found = lm_eval_local.write(data, into)
-        if self._task not in found:
-            raise HarnessError(f"{data} has no data of lm-eval's {self._task} (of {', '.join(found)} it has): "
-                               "leave out --data-dir to ask the hub")  # fmt: skip
-        self._files = {lm_eval_local.FILES[self._task][1]: found[self._task]}
+        digests = lm_eval_local.write(data, into)
+        if self._task not in digests:
+            raise HarnessError(f"{data} has no data for lm-eval's {self._task} (only for {', '.join(digests)}): "
+                               "leave out --data-dir to use the hub")  # fmt: skip
+        self._files = {lm_eval_local.FILES[self._task][1]: digests[self._task]}
         return TaskManager(include_path=str(into))
 
 
-def _version(found: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
-    """The task's own versions, and a digest of the very examples: data from the hub may change under their name."""
-    versions = ", ".join(f"{task} {version}" for task, version in sorted(found["versions"].items()))
+def _version(evaluation: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The tasks' versions and a digest of the examples, since data on the hub may change under the same name."""
+    versions = ", ".join(f"{task} {version}" for task, version in sorted(evaluation["versions"].items()))
     digest = hashlib.sha256("".join(f"{s['doc_hash']}{s['target_hash']}" for s in samples).encode())
     return f"version {versions}; examples {digest.hexdigest()[:16]}"
 
 
 class TokenModel(TemplateLM):
-    """What lm-eval takes for a model: it turns what it is asked into tokens that fit the model's context.
+    """A model for lm-eval that turns its requests into token ids that fit the context; subclasses answer them.
 
-    `truncated` counts what lost its beginning.
+    `truncated` counts the requests that lost their beginning.
     """
 
     def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
@@ -117,15 +119,15 @@ class TokenModel(TemplateLM):
         self._tokens = tokens
         self._context = context
         self._seed = seed
-        self.truncated = self._asked = 0
+        self.truncated = self._num_prompts = 0
 
     @abstractmethod
     def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
-        """Of each continuation after its context."""
+        """The score of each continuation after its context."""
 
     @abstractmethod
     def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
-        """What goes on from each prompt."""
+        """The generated text for each prompt."""
 
     @property
     def eot_token_id(self) -> int:
@@ -137,34 +139,34 @@ class TokenModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For caches of requests, which are not used."""
+        """The key of lm-eval's request caches, which we do not use."""
         return "harness"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """As lm-eval's own model: with what the tokenizer adds by itself, unless the text begins with it already."""
+        """Token ids as in lm-eval's `hf`: adds special tokens, unless the text already begins with one."""
         plain = self._tokens.encode_plain(string)
-        added = plain[:1] != (self._tokens.begin,) if add_special_tokens is None else add_special_tokens
-        return list(self._tokens.encode(string) if added else plain)
+        add = plain[:1] != (self._tokens.begin,) if add_special_tokens is None else add_special_tokens
+        return list(self._tokens.encode(string) if add else plain)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        found = self.scores([self._pair(context, continuation) for _, context, continuation in requests])
-        return [(score.logprob, score.is_greedy) for score in found]
+        scores = self.scores([self._pair(context, continuation) for _, context, continuation in requests])
+        return [(score.logprob, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of the model's context that do not overlap, each token scored once."""
+        """Log-likelihoods of whole texts, in disjoint windows of the model's context that score each token once."""
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(self.scores([pair for pairs in windows for pair in pairs]))
         return [math.fsum(next(scores).logprob for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts = [self._prompt(*request.args) for request in requests]
-        found = []
+        texts = []
         for prompt, text in zip(prompts, self.texts(prompts), strict=True):
-            at = prompt.sampling.stop_at(text)  # engines give the tokens that complete a stop string
-            found.append(text if at is None else text[:at])
-        return found
+            end = prompt.sampling.stop_at(text)  # engines return the tokens that complete a stop string
+            texts.append(text if end is None else text[:end])
+        return texts
 
     def _windows(self, text: str) -> list[Pair]:
         windows = utils.get_rolling_token_windows(
@@ -178,35 +180,36 @@ class TokenModel(TemplateLM):
         if len(continuation) > self._context:
             raise HarnessError(f"a continuation of {len(continuation)} tokens exceeds the model's context of "
                                f"{self._context}")  # fmt: skip
-        # as lm-eval's own models: the beginning goes; the last token is only predicted
+        # as in lm-eval's models, the beginning is dropped; the last token is only predicted and needs no position
         kept = whole[-(self._context + 1) :]
         self.truncated += len(kept) < len(whole)
-        cut = len(kept) - len(continuation)
-        return tuple(kept[:cut]), tuple(kept[cut:])
+        split = len(kept) - len(continuation)
+        return tuple(kept[:split]), tuple(kept[split:])
 
-    def _prompt(self, context: str, how: Mapping[str, Any]) -> GenerationRequest:
-        options = dict(how)
+    def _prompt(self, context: str, generation_options: Mapping[str, Any]) -> GenerationRequest:
+        options = dict(generation_options)
         until = options.pop("until", [])
-        stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
-        most = int(options.pop("max_new_tokens", _MAX_TOKENS))
-        most = int(options.pop("max_gen_toks", most))
+        stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
+        max_tokens = int(options.pop("max_new_tokens", _MAX_TOKENS))
+        max_tokens = int(options.pop("max_gen_toks", max_tokens))
         temperature = float(options.pop("temperature", 0.0))
         temperature = temperature if options.pop("do_sample", temperature > 0) else 0.0
         top_p, top_k = float(options.pop("top_p", 1.0)), int(options.pop("top_k", 0))
         if options:
-            raise HarnessError(f"the task asks for generation by {', '.join(options)}, which engines do not know")
-        if (room := self._context - most) < 1:
-            raise HarnessError(f"the task asks for {most} new tokens, more than the model's context has room for")
+            raise HarnessError(f"the task sets the generation options {', '.join(options)}, which engines do not have")
+        if (room := self._context - max_tokens) < 1:
+            raise HarnessError(f"the task needs {max_tokens} new tokens, which leave no room for a prompt in the "
+                               f"model's context of {self._context}")  # fmt: skip
         ids = tuple(self.tok_encode(context))
         self.truncated += len(ids) > room
-        sampling = SamplingParams(max_tokens=most, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
-                                  seed=own_seed(self._seed, self._asked))  # fmt: skip
-        self._asked += 1
-        return GenerationRequest(f"g{self._asked:06d}", ids[-room:], sampling)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
+                                  seed=request_seed(self._seed, self._num_prompts))  # fmt: skip
+        self._num_prompts += 1
+        return GenerationRequest(f"g{self._num_prompts:06d}", ids[-room:], sampling)
 
 
-class _Noting(TokenModel):
-    """Notes what it is asked. Every token is as likely as not, and every text is empty."""
+class _RecordingModel(TokenModel):
+    """Records all requests. Scores every token with probability 1/2, and generates empty texts."""
 
     def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
         super().__init__(tokens, context, seed)
@@ -222,8 +225,8 @@ class _Noting(TokenModel):
         return [""] * len(prompts)
 
 
-class _Told(TokenModel):
-    """Gives answers that others have given to the same questions, in their order."""
+class _ReplayingModel(TokenModel):
+    """Returns an engine's answers to the recorded requests, in order."""
 
     def __init__(self, tokens: Tokens, context: int, seed: int, answers: Answers) -> None:
         super().__init__(tokens, context, seed)
@@ -237,30 +240,34 @@ class _Told(TokenModel):
 
 
 def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Figures by name, from keys such as `acc,none` and `acc_stderr,none`; those that are no numbers are left out."""
+    """Finite figures by name, from lm-eval's keys such as `acc,none` and `acc_stderr,none`."""
     for key, value in results.items():
-        name, _, how = key.partition(",")
+        name, _, answer_filter = key.partition(",")
         if name not in ("alias", "sample_len") and isinstance(value, (int, float)) and math.isfinite(value):
-            yield _named(name, how), float(value)
+            yield _figure_name(name, answer_filter), float(value)
 
 
-def _named(metric: str, how: str) -> str:
-    """A figure by its metric and the filter that answers went through; its standard error has an ending more."""
+def _figure_name(metric: str, answer_filter: str) -> str:
+    """`metric`, `metric,filter`, or either with the suffix of a standard error."""
     bare = metric.removesuffix(_ERROR)
-    return (bare if how in ("", "none") else f"{bare},{how}") + (_ERROR if metric != bare else "")
+    name = bare if answer_filter in ("", "none") else f"{bare},{answer_filter}"
+    return name + (_ERROR if metric != bare else "")
 
 
 def _outcomes(
     samples: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
-    """Of each example what its figures are means of, and their weights: of a perplexity lm-eval gives a sum and its
-    weight. Answers that went through several filters are as many samples."""
+    """The outcomes by figure, one an example, and their weights.
+
+    For a perplexity lm-eval gives a sum and its weight. lm-eval repeats the samples for each answer filter.
+    """
     outcomes, weights = {}, {}
-    for how in dict.fromkeys(str(sample.get("filter", "")) for sample in samples):
-        own = sorted((s for s in samples if str(s.get("filter", "")) == how), key=lambda s: int(s["doc_id"]))
-        for metric in own[0].get("metrics") or ():
-            values: list[Any] = [sample.get(metric) for sample in own]
-            name = _named(metric, how)
+    for answer_filter in dict.fromkeys(str(sample.get("filter", "")) for sample in samples):
+        filtered = [s for s in samples if str(s.get("filter", "")) == answer_filter]
+        filtered.sort(key=lambda s: int(s["doc_id"]))
+        for metric in filtered[0].get("metrics") or ():
+            values: list[Any] = [sample.get(metric) for sample in filtered]
+            name = _figure_name(metric, answer_filter)
             if all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
                 outcomes[name] = tuple(float(v) for v in values)
             elif metric.endswith("perplexity") and all(weight for _, weight in values):

@@ -1,4 +1,4 @@
-"""Task files that read a folder's data instead of the hub's: lm-eval's own tasks, with another place to read from."""
+"""Writes lm-eval task files that read data from a folder instead of the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from harness.api import HarnessError
 from suites.tasks.data import Data
 
-#: By task, lm-eval's own file, a folder's file with its data, and the field that each line has.
+#: By task: lm-eval's task file, the data file in a folder, and the field of each of its lines.
 FILES: Mapping[str, tuple[str, str, str]] = {
     "lambada_openai": ("lambada/lambada_openai.yaml", "lambada_openai/lambada_test.jsonl", "text"),
     "wikitext": ("wikitext/wikitext.yaml", "wikitext2_raw/wiki.test.pages.jsonl", "page"),
@@ -19,19 +19,19 @@ FILES: Mapping[str, tuple[str, str, str]] = {
 
 
 def write(folder: Path, into: Path) -> dict[str, str]:
-    """Writes task files into a folder for `TaskManager(include_path=...)`; returns the SHA-256 of their data, by task.
+    """Writes task files for `TaskManager(include_path=...)`, for each task whose data is in `folder`.
 
-    Of those tasks whose data are there. Raises HarnessError for broken data, and where there are none.
+    Returns the SHA-256 of the data by task. Raises HarnessError for damaged data, and where the folder has none.
     """
-    found = {}
-    for task, (own, file, field) in FILES.items():
+    digests = {}
+    for task, (task_file, file, field) in FILES.items():
         data = Data(folder)
         if not data.has(file):
             continue
         data.objects(file, (field,))
-        found[task] = data.digests[file]
+        digests[task] = data.digests[file]
         content = {
-            "include": str(_own(own)),
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / task_file),
             "task": task,
             "dataset_path": "json",
             "dataset_name": None,
@@ -43,12 +43,7 @@ def write(folder: Path, into: Path) -> dict[str, str]:
             "validation_split": None,
         }
         (into / f"{task}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    if not found:
+    if not digests:
         names = ", ".join(file for _, file, _ in FILES.values())
-        raise HarnessError(f"{folder} has none of {names}: name a folder that has, or leave out --data-dir")
-    return found
-
-
-def _own(name: str) -> Path:
-    """A task file of lm-eval's."""
-    return Path(lm_eval.__file__).parent / "tasks" / name
+        raise HarnessError(f"{folder} has none of {names}: name a folder that has one, or leave out --data-dir")
+    return digests

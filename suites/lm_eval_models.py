@@ -1,4 +1,4 @@
-"""Our engines as models of lm-eval's own command line: loaded when they are first asked, and never asked twice."""
+"""Makes our engines models of lm-eval's command line, with a cache of their answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lm_eval.models  # noqa: F401  (registers its own models; lm-eval leaves them out where it finds others)
+import lm_eval.models  # noqa: F401  (registers lm-eval's models, which it skips once others are registered)
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 
@@ -22,20 +22,20 @@ from suites.lm_eval_bridge import TokenModel
 
 Q = TypeVar("Q")
 
-#: Questions that are answered, and then kept, at a time.
-_PIECE = 1024
+#: Requests that an engine answers before the cache is written.
+_BATCH = 1024
 
 
-def run(words: Sequence[str]) -> int:
-    """lm-eval's command line on `words`; returns its exit code. Raises HarnessError for what it does not know."""
-    before, sys.argv = sys.argv, ["lm-eval", *words]
+def run(arguments: Sequence[str]) -> int:
+    """Runs lm-eval's command line; returns its exit code. Raises HarnessError for its errors."""
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]
     try:
         cli_evaluate()
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     except HarnessError:
         raise
-    except Exception as exc:  # lm-eval, its tasks' code and the hub raise whatever they like
+    except Exception as exc:  # lm-eval, its tasks' code and the hub client raise anything
         raise HarnessError(f"lm-eval: {first_line(exc)}") from exc
     finally:
         sys.argv = before
@@ -43,45 +43,45 @@ def run(words: Sequence[str]) -> int:
 
 
 def write_local(data: Path, into: Path) -> None:
-    """Task files that read the folder `data`; see lm_eval_local.py."""
+    """Writes task files that read the folder `data`; see lm_eval_local.py."""
     lm_eval_local.write(data, into)
 
 
-def register(names: Sequence[str], opening: Callable[[str], OpenModel], kept: Path) -> None:
-    """Makes engines known to lm-eval by their names; answers are kept in the folder `kept` for the next run."""
+def register(names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
+    """Registers engines with lm-eval by name; the folder `cache` keeps their answers for the next run."""
     for name in names:
-        register_model(name)(_class_of(opening(name), kept))
+        register_model(name)(_model_class(loader_of(name), cache))
 
 
-def _class_of(opening: OpenModel, kept: Path) -> type[TokenModel]:
+def _model_class(load: OpenModel, cache: Path) -> type[TokenModel]:
     class EngineModel(TokenModel):
-        """One engine behind lm-eval's interface."""
+        """An engine behind lm-eval's interface."""
 
-        def __init__(self, ready: LmEvalModel) -> None:
-            super().__init__(ready.tokens, ready.context, 0)
-            self._ready = ready
-            self._kept = Kept(kept / f"{ready.fingerprint}.jsonl")
+        def __init__(self, model: LmEvalModel) -> None:
+            super().__init__(model.tokens, model.context, 0)
+            self._engine = model
+            self._cache = AnswerCache(cache / f"{model.fingerprint}.jsonl")
 
         @classmethod
         def create_from_arg_obj(
             cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
         ) -> Any:
-            """As its command line calls it, with what it adds for its own models."""
+            """lm-eval's constructor for its command line; `additional_config` holds options of lm-eval's models."""
             if str((additional_config or {}).get("batch_size") or 1) != "1":
                 raise HarnessError(
                     "--batch_size is for lm-eval's own models: set policy.gpu_batch_size in --model_args"
                 )
-            return cls(opening(arg_dict))
+            return cls(load(arg_dict))
 
         def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
-            def scored(piece: Sequence[Pair]) -> list[tuple[float, bool]]:
-                return [(score.logprob, score.is_greedy) for score in self._ready.score(piece)]
+            def score(batch: Sequence[Pair]) -> list[tuple[float, bool]]:
+                return [(s.logprob, s.is_greedy) for s in self._engine.score(batch)]
 
-            found = self._kept.answers(
-                [_key(pair) for pair in pairs], pairs, lambda pair: sum(map(len, pair)), scored, "scored"
+            answers = self._cache.answers(
+                [_key(pair) for pair in pairs], pairs, lambda pair: sum(map(len, pair)), score, "scored"
             )
-            self._tell_what_was_cut()
-            return [Score(float(logprob), bool(greedy)) for logprob, greedy in found]
+            self._report_truncation()
+            return [Score(float(logprob), bool(greedy)) for logprob, greedy in answers]
 
         def texts(self, prompts: Sequence[GenerationRequest]) -> Sequence[str]:
             keys = [_key((prompt.prompt, asdict(prompt.sampling))) for prompt in prompts]
@@ -89,14 +89,14 @@ def _class_of(opening: OpenModel, kept: Path) -> type[TokenModel]:
             def size(prompt: GenerationRequest) -> int:
                 return len(prompt.prompt) + prompt.sampling.max_tokens
 
-            found = self._kept.answers(keys, prompts, size, self._ready.write, "written")
-            self._tell_what_was_cut()
-            return found
+            answers = self._cache.answers(keys, prompts, size, self._engine.write, "written")
+            self._report_truncation()
+            return answers
 
-        def _tell_what_was_cut(self) -> None:
+        def _report_truncation(self) -> None:
             if self.truncated:
                 sys.stderr.write(
-                    f"{self.truncated} prompts were longer than the model's context of {self._ready.context} and "
+                    f"{self.truncated} prompts were longer than the model's context of {self._engine.context} and "
                     "lost their beginning\n"
                 )
                 self.truncated = 0
@@ -104,12 +104,12 @@ def _class_of(opening: OpenModel, kept: Path) -> type[TokenModel]:
     return EngineModel
 
 
-class Kept:
-    """Answers that are known, a line each in a file that is only ever added to."""
+class AnswerCache:
+    """Answers by key, in an append-only file of one line each. Raises HarnessError for a file it cannot read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, Any] = {}
+        self._answers: dict[str, Any] = {}
         try:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except (OSError, UnicodeDecodeError) as exc:
@@ -117,47 +117,48 @@ class Kept:
         for line in lines:
             try:
                 key, answer = json.loads(line)
-                self._known[str(key)] = answer
+                self._answers[str(key)] = answer
             except (ValueError, TypeError):
-                continue  # the last line of a run that was killed
+                continue  # the incomplete last line of a killed run
 
     def answers(
         self,
         keys: Sequence[str],
         questions: Sequence[Q],
         size: Callable[[Q], int],
-        ask: Callable[[Sequence[Q]], Sequence[Any]],
-        done: str,
+        compute: Callable[[Sequence[Q]], Sequence[Any]],
+        action: str,
     ) -> list[Any]:
-        """To each question what is known under its key, or else what `ask` says, kept as soon as it is there.
+        """The answer to each question from the cache, or else by `compute`, cached batch by batch.
 
-        Raises HarnessError where that cannot be written.
+        `action` names the work on the progress line. Raises HarnessError where the cache cannot be written.
         """
-        todo = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._known}
-        left = sorted(todo, key=lambda key: -size(todo[key]))  # the longest first: what is ready for it is for the rest
-        for start in range(0, len(left), _PIECE):
-            _show(done, start, len(left))
-            piece = left[start : start + _PIECE]
-            self._add(piece, ask([todo[key] for key in piece]))
-        if left:
-            _show(done, len(left), len(left))
-        return [self._known[key] for key in keys]
+        missing = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._answers}
+        # longest first, so that an engine loaded for the first batch has memory for the others
+        order = sorted(missing, key=lambda key: -size(missing[key]))
+        for start in range(0, len(order), _BATCH):
+            _show_progress(action, start, len(order))
+            batch = order[start : start + _BATCH]
+            self._add(batch, compute([missing[key] for key in batch]))
+        if order:
+            _show_progress(action, len(order), len(order))
+        return [self._answers[key] for key in keys]
 
     def _add(self, keys: Sequence[str], answers: Sequence[Any]) -> None:
         lines = [json.dumps([key, answer]) for key, answer in zip(keys, answers, strict=True)]
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" + "\n".join(lines) + "\n")  # after what a killed run may have left
+                file.write("\n" + "\n".join(lines) + "\n")  # a killed run may have left an incomplete line
         except OSError as exc:
             raise HarnessError(f"{self._path} cannot be written: {exc.strerror or exc}; free space") from None
-        self._known |= dict(zip(keys, answers, strict=True))
+        self._answers |= dict(zip(keys, answers, strict=True))
 
 
 def _key(question: Any) -> str:
     return hashlib.sha256(json.dumps(question).encode()).hexdigest()
 
 
-def _show(what: str, done: int, total: int) -> None:
-    sys.stderr.write(f"{what} {done} of {total}\n")
+def _show_progress(action: str, done: int, total: int) -> None:
+    sys.stderr.write(f"{action} {done} of {total}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Workloads: where requests come from."""
+"""Workloads that generate requests: synthetic prompts, and the lengths of a trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FIRST_ORDINARY_ID = 5
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Prompts of uniformly random ordinary token ids, all of one length, decoded greedily to a fixed length."""
+    """Prompts of equal length with uniformly random ordinary token ids, decoded greedily to a fixed length."""
 
     prompt_len: int
     gen_len: int
 
     def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]:
-        """Request i depends on (seed, i, vocab) only, so engines with other batch sizes share prompts."""
+        """Request i depends only on (seed, i, vocab), so engines with different batch sizes share prompts."""
         sampling = SamplingParams(max_tokens=self.gen_len, ignore_eos=True)
         return [
             GenerationRequest(f"r{i:05d}", _random_ids(vocab, self.prompt_len, f"{seed}/{i}"), sampling)
@@ -33,10 +33,10 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Traced:
-    """Prompts of random token ids with the lengths of a trace's lines, in their order, decoded greedily.
+    """Prompts of random token ids with the lengths of a trace's lines, in order, decoded greedily.
 
-    The trace is CSV with the columns ContextTokens and GeneratedTokens, as Azure's are (Patel et al. 2024). Where more
-    requests are asked for than it has lines, it begins again; what is longer than the limits is cut to them.
+    The trace is CSV with the columns ContextTokens and GeneratedTokens, as Azure's traces (Patel et al. 2024). The
+    workload repeats the lines for more requests than lines, and caps lengths at `prompt_len` and `gen_len`.
     """
 
     trace: str
@@ -44,21 +44,21 @@ class Traced:
     gen_len: int
 
     def lengths(self, count: int) -> list[tuple[int, int]]:
-        """Prompt and generated tokens of each of `count` requests. Raises HarnessError for a file that is no trace."""
+        """(Prompt tokens, generated tokens) of each of `count` requests. Raises HarnessError for an invalid trace."""
         try:
             with Path(self.trace).open(encoding="utf-8-sig", newline="") as file:
                 lines = list(itertools.islice(self._lines(file), count))
         except csv.Error as exc:
-            raise HarnessError(f"trace {self.trace} is no CSV: {exc}") from None
+            raise HarnessError(f"trace {self.trace} is not CSV: {exc}") from None
         except (OSError, UnicodeDecodeError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) else "it is no text"
+            reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
             raise HarnessError(f"trace {self.trace} cannot be read: {reason}; give a CSV file") from None
         if not lines:
             raise HarnessError(f"trace {self.trace} has no lines below its header")
         return list(itertools.islice(itertools.cycle(lines), count))
 
     def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]:
-        """Request i depends on (seed, i, vocab) and its line only."""
+        """Request i depends only on (seed, i, vocab) and its line."""
         return [
             GenerationRequest(f"r{i:05d}", _random_ids(vocab, prompt, f"{seed}/{i}"),
                               SamplingParams(max_tokens=generated, ignore_eos=True))
@@ -70,11 +70,11 @@ class Traced:
             try:
                 prompt, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             except (KeyError, ValueError, TypeError):
-                where = f"{self.trace}:{reader.line_num}"
-                raise HarnessError(f"{where}: expected whole numbers in ContextTokens and GeneratedTokens") from None
+                line = f"{self.trace}:{reader.line_num}"
+                raise HarnessError(f"{line}: expected integers in ContextTokens and GeneratedTokens") from None
             if min(prompt, generated) < 0:
                 raise HarnessError(f"{self.trace}:{reader.line_num}: a number of tokens is negative")
-            # a line without any has none to time: one stands for it
+            # a request needs at least one token of each
             yield max(1, min(prompt, self.prompt_len)), max(1, min(generated, self.gen_len))
 
 

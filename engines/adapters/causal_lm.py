@@ -1,4 +1,4 @@
-"""What every engine on a transformers model shares: requests to batches, `generate` with timestamps, scoring."""
+"""The base of engines that run a transformers model: batching, `generate` with timestamps, scoring."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from engines.common import requests as checks
 from engines.common import sampling
+from engines.common.work_memory import refuse_disk_limit
 from harness.api import (
     Capabilities,
     Dtype,
@@ -28,14 +29,13 @@ from harness.api import (
     LocalModel,
     OffloadPolicy,
     Score,
-    UnsupportedError,
 )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A model made ready by an engine: the module, weight bytes by tier (device, host, disk), what was set, and the
-    device that it takes its input on."""
+    """A loaded module, its weight bytes by tier (device, host, disk), notes for the record, and the device of its
+    inputs."""
 
     module: Any
     weights_by_tier: tuple[int, int, int]
@@ -44,8 +44,11 @@ class Placement:
 
 
 def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
-    """transformers' module of a checkpoint. Raises HarnessError for one that lacks tensors, which would be random."""
-    module, found = AutoModelForCausalLM.from_pretrained(
+    """Loads a checkpoint as a transformers module; `placement` goes to `from_pretrained`.
+
+    Raises HarnessError for a checkpoint that lacks tensors, which transformers would initialise at random.
+    """
+    module, loading_info = AutoModelForCausalLM.from_pretrained(
         model.path,
         dtype=getattr(torch, dtype),
         local_files_only=True,
@@ -54,17 +57,17 @@ def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
         output_loading_info=True,
         **placement,
     )
-    if missing := found["missing_keys"]:
-        raise HarnessError(f"{model.path} lacks {min(missing)}, which the model's configuration asks for")
+    if missing := loading_info["missing_keys"]:
+        raise HarnessError(f"{model.path} lacks {min(missing)}, which the model's configuration requires")
     return module
 
 
-def _project_rows(module: Any) -> None:
-    """Hands the vocabulary projection rows that lie together.
+def _make_projection_inputs_contiguous(module: Any) -> None:
+    """Makes the input of the vocabulary projection contiguous.
 
-    After prefill transformers projects each sequence's last position: a strided view, for which torch 2.13 multiplies
-    sequence by sequence in 16 bits on a CPU and copies the matrix for each of them (OPT-1.3b, 8 sequences: 1.6 GB and
-    seconds, where rows in one piece take 0 bytes and 20 ms).
+    After prefill transformers projects the last position of each sequence, a strided view. For that view torch 2.13 on
+    a CPU multiplies 16-bit weights sequence by sequence and copies the matrix each time: 1.6 GB and seconds for
+    OPT-1.3b with 8 sequences, against 0 bytes and 20 ms for contiguous rows.
     """
     head = getattr(module, "get_output_embeddings", lambda: None)()
     if isinstance(head, torch.nn.Module):
@@ -72,17 +75,17 @@ def _project_rows(module: Any) -> None:
 
 
 class CausalLMEngine(ABC):
-    """The Engine protocol on a transformers causal model; a subclass says only where the weights live.
+    """The Engine protocol on a transformers causal model; a subclass only places the weights (`_place`).
 
-    Static batching: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size` together, so
-    no prompt is padded unless a subclass takes others together (`_take`): then on the left. A row that ends before its
-    batch does is computed on as padding (both are `GenerationResult.padding_tokens`). Rows that ignore the end of
-    sequence never choose it. A stop string ends a row with the token that completes it, and needs the model folder's
-    tokenizer.
+    Batching is static: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size` in a
+    batch. A subclass that batches unequal lengths (`_next_batch`) gets left-padded prompts. A row that ends before its
+    batch is computed to the end as padding; `GenerationResult.padding_tokens` counts both kinds. A row with
+    `ignore_eos` never selects the end-of-sequence token. A stop string ends a row with the token that completes it, and
+    needs the model folder's tokenizer.
     """
 
     name: ClassVar[str]
-    #: Fields of the policy that have an effect.
+    #: The policy fields that this engine honours; it refuses any other that is set.
     honours: ClassVar[tuple[str, ...]] = ("gpu_batch_size", "compute_dtype")
     _module: Any = None
     _device: str
@@ -96,30 +99,27 @@ class CausalLMEngine(ABC):
     def _place(
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
-        """Loads `model` with its weights computed in `dtype`. Raises InfeasibleError when the budget is too small."""
+        """Loads `model` to compute in `dtype`. Raises InfeasibleError when the budget is too small."""
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, *self.honours)
-        if limits.disk_bandwidth is not None:
-            raise UnsupportedError(
-                f"engine {self.name} reads as fast as the disk does: it has no limits.disk_bandwidth"
-            )
+        refuse_disk_limit(self.name, limits)
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-        placed = self._place(model, dtype, policy, limits, job)
-        self._module, self._device = placed.module.eval(), placed.device
-        _project_rows(self._module)
-        old = self._module.generation_config
-        # a checkpoint's own sampling settings or penalties must not change what a request asks for
+        placement = self._place(model, dtype, policy, limits, job)
+        self._module, self._device = placement.module.eval(), placement.device
+        _make_projection_inputs_contiguous(self._module)
+        stored = self._module.generation_config
+        # the checkpoint's sampling settings and penalties must not change what a request specifies
         self._module.generation_config = GenerationConfig(
-            bos_token_id=old.bos_token_id, eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id
+            bos_token_id=stored.bos_token_id, eos_token_id=stored.eos_token_id, pad_token_id=stored.pad_token_id
         )
         self._model = model
         self._block_size = policy.gpu_batch_size
-        total = sum(placed.weights_by_tier)
-        device, host, disk = (n / total for n in placed.weights_by_tier)
-        works_in = (0.0, 1.0, 0.0) if self._device == "cpu" else (1.0, 0.0, 0.0)
+        total = sum(placement.weights_by_tier)
+        device, host, disk = (n / total for n in placement.weights_by_tier)
+        compute_tier = (0.0, 1.0, 0.0) if self._device == "cpu" else (1.0, 0.0, 0.0)
         return LoadReport(
             vocab=model.shape.vocab,
             max_context=model.shape.max_context,
@@ -128,31 +128,28 @@ class CausalLMEngine(ABC):
                 policy,
                 compute_dtype=dtype,
                 weights=(device, host, disk),
-                cache=works_in,
-                activations=works_in,
+                cache=compute_tier,
+                activations=compute_tier,
             ),
             compute_dtype=dtype,
-            weights_by_tier=placed.weights_by_tier,
-            notes=placed.notes,
+            weights_by_tier=placement.weights_by_tier,
+            notes=placement.notes,
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
+        """Validates all requests first; raises HarnessError naming the first that cannot run."""
         for request in requests:
             checks.validate(request, self._model.shape)
         decode = checks.decoder(self._model.path) if any(r.sampling.stop for r in requests) else None
         return self._batches(requests, decode, time.perf_counter())
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """Scores in float32 from the logits of the continuation's positions only.
+        """Scores in float32, from the logits of the continuation's positions only.
 
-        An empty context becomes the beginning-of-sequence token, or else the end-of-sequence token (as lm-eval
-        does). Sequences of equal length share a batch. Raises HarnessError for a pair that cannot be scored.
+        An empty context becomes the beginning-of-sequence token, or else the end-of-sequence token, as in lm-eval.
+        Sequences of equal length share a batch. Raises HarnessError for a pair that cannot be scored.
         """
-        shape, begin = self._model.shape, self._begin()
-        sequences = [
-            checks.full_sequence(i, c, continuation, shape, begin) for i, (c, continuation) in enumerate(pairs)
-        ]
+        sequences = self._sequences(pairs)
         scores: dict[int, Score] = {}
         by_length: dict[int, list[int]] = {}
         for i, sequence in enumerate(sequences):
@@ -173,13 +170,13 @@ class CausalLMEngine(ABC):
     # ----------------------------------------------------------------------- generation
 
     def _batches(
-        self, pending: Sequence[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
+        self, requests: Sequence[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
     ) -> Iterator[GenerationResult]:
-        for batch in checks.in_turn(pending, self._take, began):
+        for batch in checks.batches(requests, self._next_batch, began):
             yield from self._run_batch(batch, decode, began)
 
-    def _take(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
-        """The requests of the next batch, of those that have arrived."""
+    def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
+        """Selects the next batch from the `pending` requests that have arrived by `now_s`."""
         return checks.next_batch(pending, now_s, self._block_size)
 
     @torch.inference_mode()
@@ -190,15 +187,15 @@ class CausalLMEngine(ABC):
         eos = self._eos()
         prompt_len = max(len(r.prompt) for r in batch)
         padding = [prompt_len - len(r.prompt) for r in batch]
-        on = self._device
-        ids = torch.tensor([[*[0] * pad, *r.prompt] for pad, r in zip(padding, batch, strict=True)], device=on)
-        real = torch.tensor([[*[0] * pad, *[1] * (prompt_len - pad)] for pad in padding], device=on)
+        device = self._device
+        ids = torch.tensor([[*[0] * pad, *r.prompt] for pad, r in zip(padding, batch, strict=True)], device=device)
+        mask = torch.tensor([[*[0] * pad, *[1] * (prompt_len - pad)] for pad in padding], device=device)
         clock = sampling.RowClock(rows, prompt_len, eos, decode)
         sampler = sampling.RowSampler(rows, eos)
         start = time.perf_counter() - began
         output = self._module.generate(
             ids,
-            attention_mask=real,
+            attention_mask=mask,
             do_sample=False,  # RowSampler adds the noise that makes a greedy choice a sample
             max_new_tokens=max(s.max_tokens for s in rows),
             logits_processor=LogitsProcessorList([sampler]),
@@ -222,30 +219,32 @@ class CausalLMEngine(ABC):
         ]
 
     def _generate_options(self) -> dict[str, Any]:
-        """What else `generate` is called with."""
+        """Further keywords for transformers' `generate`."""
         return {}
 
     def _eos(self) -> tuple[int, ...]:
         return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[0]
 
-    def _begin(self) -> int | None:
-        """The token that an empty context becomes."""
-        return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[1]
-
     # ----------------------------------------------------------------------- scoring
+
+    def _sequences(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+        """Context and continuation of each pair joined. Raises HarnessError for a pair that cannot be scored."""
+        shape = self._model.shape
+        begin = checks.special_tokens(self._module.generation_config, shape.vocab)[1]
+        return [checks.full_sequence(i, *pair, shape, begin) for i, pair in enumerate(pairs)]
 
     @torch.inference_mode()
     def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[Score]:
         ids = torch.tensor(sequences, device=self._device)
-        keep = max(lengths)
-        partial = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
-        extra = {"logits_to_keep": keep} if partial else {}
-        logits = self._module(ids[:, :-1], use_cache=False, **extra).logits[:, -keep:]
+        positions = max(lengths)
+        truncates = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
+        options = {"logits_to_keep": positions} if truncates else {}
+        logits = self._module(ids[:, :-1], use_cache=False, **options).logits[:, -positions:]
         scores = []
         for row, length in enumerate(lengths):
             target = ids[row, -length:]
-            # one row at a time: a float32 copy of all logits would double the largest tensor of this pass
+            # row by row: a float32 copy of all logits would double the largest tensor of this pass
             log_probs = torch.log_softmax(logits[row, -length:].float(), dim=-1)
-            picked = log_probs.gather(1, target[:, None]).double().sum().item()
-            scores.append(Score(picked, bool((log_probs.argmax(dim=-1) == target).all())))
+            logprob = log_probs.gather(1, target[:, None]).double().sum().item()
+            scores.append(Score(logprob, bool((log_probs.argmax(dim=-1) == target).all())))
         return scores

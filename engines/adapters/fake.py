@@ -1,4 +1,4 @@
-"""A deterministic engine without torch: it drives the harness's tests, and misbehaves when told to."""
+"""A deterministic engine without torch that drives the harness's tests and fails in chosen ways."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SHAPE = ModelShape(
     params_per_layer=4 * 8 * 8 + 2 * 8 * 32,
     params_total=2 * (4 * 8 * 8 + 2 * 8 * 32) + 1000 * 8,
 )
-#: What the model id `fake` stands for: no files.
+#: The model behind the id `fake`; it has no files.
 MODEL = LocalModel(path="", shape=SHAPE, weight_bytes=0, dtype="float32", digest="fake-0000000000000000")
 
 
@@ -64,22 +64,24 @@ def _require_length(limit: int | None, tokens: int) -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Stands in for `torch.OutOfMemoryError`: same class name, same first words."""
+    """Stands in for `torch.OutOfMemoryError`: the same class name and the same start of the message."""
 
 
 class FakeEngine:
-    """Tokens are a hash of (seed, prompt, position); times are a virtual clock, so results repeat exactly.
+    """Tokens are a hash of (seed, prompt, position) and times come from a virtual clock, so results repeat exactly.
 
-    A block of n sequences takes n / `rate_tok_s` virtual seconds a step, the prefill being the step that
-    gives the first token: generation throughput is `rate_tok_s` whatever the batch.
+    A step of a block of n sequences takes n / `rate_tok_s` virtual seconds, and prefill is the step that gives the
+    first token: generation throughput is `rate_tok_s` at any batch size.
 
-    What it does wrong on request, each at the moment a real engine would:
-    `crash` dies in `generate` (or, for a `Refusal`, in `load`); `eat_bytes` allocates and touches that much
-    anonymous memory in `load`; `hang` sleeps for ever in `generate`; `sleep_s` really sleeps at each step;
-    `spawn_child` leaves a `sleep` child behind; `max_batch` raises MemoryError for a larger block;
-    `longest` is infeasible for longer sequences; `lose_request` drops the last result; `wrong_count` leaves one
-    token out of each; `nonsense` gives only pad tokens, ids outside the vocabulary, times that run backwards, each
-    result twice, or unknown ids.
+    Options that inject faults, each where a real engine would show it:
+
+    - `crash`: dies in `generate`, or in `load` for a `Refusal`.
+    - `eat_bytes`: allocates and touches that much anonymous memory in `load`.
+    - `hang`: sleeps for ever in `generate`; `sleep_s`: sleeps that long at each step.
+    - `spawn_child`: leaves a `sleep` process behind.
+    - `max_batch`: MemoryError for a larger block; `longest`: InfeasibleError for a longer sequence.
+    - `lose_request`: drops the last result; `wrong_count`: drops the last token of each result.
+    - `nonsense`: only pad tokens, ids outside the vocabulary, decreasing times, each result twice, or unknown ids.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class FakeEngine:
         return Capabilities(simulated=True)
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        """Raises what `crash` names if it is a refusal, and MemoryError for a block above `max_batch`."""
+        """Raises UnsupportedError or InfeasibleError for a `crash` of that kind, InfeasibleError above `longest`."""
         if self._crash == "unsupported":
             raise UnsupportedError("engine fake was told to refuse this model")
         if self._crash == "infeasible":
@@ -123,10 +125,10 @@ class FakeEngine:
         _require_length(self._longest, job.max_sequence)
         policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
         if limits.disk_bandwidth is not None:
-            raise UnsupportedError("engine fake reads no disk: it has no limits.disk_bandwidth")
+            raise UnsupportedError("engine fake does not read the disk: leave limits.disk_bandwidth out")
         if self._spawn_child:
             subprocess.Popen(["sleep", "600"])
-        self._eaten = b"\x01" * self._eat_bytes  # non-zero, so that every page is touched
+        self._eaten = b"\x01" * self._eat_bytes  # non-zero, to touch every page
         self._block_size = policy.block_size
         return LoadReport(
             vocab=SHAPE.vocab,
@@ -150,10 +152,10 @@ class FakeEngine:
         last = requests[-1].id if requests else None
         for result in results:
             if not (self._lose_request and result.id == last):
-                yield from self._spoil(result)
+                yield from self._corrupt(result)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """A log-likelihood between -8 and 0 a token; greedy when every token is the one `generate` gives."""
+        """A log-likelihood between -8 and 0 a token; greedy when every token is the one that `generate` gives."""
         scores = []
         for context, continuation in pairs:
             full = (*context, *continuation)
@@ -187,7 +189,7 @@ class FakeEngine:
                     prompt_tokens=len(request.prompt),
                 )
 
-    def _spoil(self, result: GenerationResult) -> Iterator[GenerationResult]:
+    def _corrupt(self, result: GenerationResult) -> Iterator[GenerationResult]:
         if self._wrong_count:
             result = dataclasses.replace(result, tokens=result.tokens[:-1], token_times_s=result.token_times_s[:-1])
         match self._nonsense:
@@ -205,7 +207,7 @@ class FakeEngine:
 
 
 class FakeText:
-    """A tokenizer for the fake model: text to bytes, and ids that are no letters to their numbers."""
+    """The fake model's tokenizer: encodes text as bytes, and decodes an unprintable id as its number."""
 
     def __init__(self, model: LocalModel) -> None: ...
 
@@ -252,7 +254,7 @@ def _die(crash: str) -> None:
         case "memory_error":
             raise MemoryError("engine fake was told to run out of memory")
         case _:
-            raise TypeError(f"engine fake has no crash {crash!r}")
+            raise TypeError(f"engine fake does not know crash {crash!r}")
 
 
 def _hash(seed: int, tokens: Sequence[int], position: int) -> int:

@@ -1,13 +1,13 @@
-"""FlexGen's own code (the published package `flexgen`, 0.1.8), with its own policy and block schedule. OPT only.
+"""FlexGen, the published package (`flexgen` 0.1.8), with its own policy and block schedule. OPT only.
 
-Its model class is driven as its `run_flexgen` does, but on the checkpoint's own weights, written once as the files
-that it reads (float16, as all of it is), and on the job's own prompts, a block of gpu_batch_size x num_gpu_batches at a
-time, all of one length. A block that is not full is filled with copies, which count as padding.
+We drive its model class as its `run_flexgen` does, but with the checkpoint's weights, written once as the float16 files
+that FlexGen reads, and with the job's prompts: one block of gpu_batch_size x num_gpu_batches prompts of equal length at
+a time. Copies of the last prompt fill an incomplete block and count as padding.
 
-Without CUDA FlexGen does not start. Then its "gpu" is made a second CPU device by the shim below, which changes
-nothing in its files: its fast tier is RAM, its slow tier the disk, and its copy threads and schedule work as they
-would. Records say so. Known bounds of it there: activations stay in RAM (on disk it hangs), and float16 products are
-slow on CPUs without units for them.
+FlexGen does not start without CUDA. There a shim replaces its "gpu" by a second CPU device and leaves its files
+unchanged: its fast tier is RAM, its slow tier the disk, and its copy threads and schedule work as with CUDA. The record
+notes the shim. Known limits without CUDA: activations stay in RAM (FlexGen hangs with them on disk), and float16
+products are slow on CPUs without float16 arithmetic.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from engines.common import requests as checks
-from engines.common.cuda_device import cuda
+from engines.common.cuda_device import device_budget
 from engines.common.folders import build_once
-from engines.common.work_memory import SLACK_BYTES, working_bytes
+from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
 from engines.models import raw_tensors
 from engines.models.checkpoints import content_digest, evict
 from harness.api import (
@@ -38,7 +37,6 @@ from harness.api import (
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
-    InfeasibleError,
     Job,
     LoadReport,
     LocalModel,
@@ -48,18 +46,20 @@ from harness.api import (
     UnsupportedError,
 )
 
+_Shares = tuple[float, float, float]  # of device, host, disk
+
 _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "weight_bits",
              "kv_bits", "cpu_attention", "value_sparsity", "overlap")  # fmt: skip
-_NAME = "weights"  # of which FlexGen makes the name of its folder
-_WIDTH = 2  # bytes of a float16
-_GROUP = 64  # FlexGen's own, of weights along the outputs and of the cache along the head
+_NAME = "weights"  # FlexGen reads its weights from the folder `<name>-np`
+_FLOAT16_BYTES = 2
+_GROUP = 64  # FlexGen's group size: along the outputs for weights, along the head for the KV cache
 
 
 class FlexGenEngine:
-    """Takes no options. Honours placements, 4 bits, overlap, attention on the CPU and to part of the values.
+    """Takes no options. Honours placements, 4 bits, overlap, CPU attention and value sparsity.
 
-    Where `weights` is left out as much of them as fits beside the cache lies in the fast tier and the rest on disk.
-    Raises UnsupportedError for sampling, stop strings and scores, which FlexGen has not per request or not at all.
+    Where the policy leaves `weights` out, the fast tier gets as many weights as fit beside the KV cache, the disk the
+    rest. Raises UnsupportedError for per-request sampling, stop strings and scores.
     """
 
     name = "flexgen_ref"
@@ -72,17 +72,16 @@ class FlexGenEngine:
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, *_HONOURED)
         if policy.schedule == "sweep":
-            raise UnsupportedError("FlexGen's block schedule is row (one batch) or zigzag (several): not sweep")
+            raise UnsupportedError("FlexGen's block schedule is row (one batch) or zigzag (several batches), not sweep")
         _require_opt(model)
-        if limits.disk_bandwidth is not None:
-            raise UnsupportedError("flexgen_ref reads as fast as the disk does: it has no limits.disk_bandwidth")
+        refuse_disk_limit(self.name, limits)
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
-        given = cuda(limits)
-        on_device = given is not None
-        placed = self._placement(model, policy, limits, job, given)
+        device = device_budget(limits)
+        on_device = device is not None
+        shares = _placement(model.shape, policy, limits, job, device)
         if not on_device:
-            _without_cuda()
+            _replace_cuda()
         from flexgen import compression, flex_opt, opt_config, pytorch_backend
 
         shape = model.shape
@@ -95,18 +94,19 @@ class FlexGenEngine:
             input_dim=shape.hidden,
             ffn_embed_dim=shape.ffn,
             vocab_size=shape.vocab,
-            pad_token_id=-1,  # nothing is padded, and no token of a prompt may be taken for padding
+            pad_token_id=-1,  # no prompt is padded, so no prompt token may count as padding
         )
         fast = pytorch_backend.TorchDevice("cuda:0" if on_device else "cpu")
         host = pytorch_backend.TorchDevice("cpu")
         disk = pytorch_backend.TorchDisk(str(job.scratch / "flexgen"))
         mixed = pytorch_backend.TorchMixedDevice([fast, host, disk])
         self._env = flex_opt.ExecutionEnv(gpu=fast, cpu=host, disk=disk, mixed=mixed)
-        tiers = [100 * share for triple in (placed.weights, placed.cache, placed.activations) for share in triple]
-        own = flex_opt.Policy(
+        percents = [100 * share for triple in shares for share in triple]
+        percents = [percents[i] for i in _percent_order(on_device)]
+        flexgen_policy = flex_opt.Policy(
             policy.gpu_batch_size,
             policy.num_gpu_batches,
-            *(tiers[i] for i in _slots(on_device)),
+            *percents,
             overlap=policy.overlap,
             sep_layer=True,
             pin_weight=on_device,
@@ -117,174 +117,173 @@ class FlexGenEngine:
             compress_cache=policy.kv_bits == 4,
             comp_cache_config=compression.CompressionConfig(4, _GROUP, group_dim=2, symmetric=False),
         )
-        files = _as_files(model, job)
-        self._lm = flex_opt.OptLM(config, self._env, str(files), own)
-        evict(job.scratch)  # what it copied to its disk
+        self._lm = flex_opt.OptLM(config, self._env, str(_weight_files(model, job)), flexgen_policy)
+        evict(job.scratch)  # FlexGen has copied its disk tier there
         self._timers = flex_opt.timers
-        self._model, self._block = model, policy.block_size
-        shim = () if on_device else ("no CUDA: FlexGen's gpu is a second CPU device, by a shim outside its code",)
+        self._model, self._block_size = model, policy.block_size
+        weights, cache, activations = shares
+        shim = () if on_device else ("no CUDA: a shim outside FlexGen's code makes its gpu a second CPU device",)
         return LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
-            block_size=self._block,
-            policy=placed.policy,
+            block_size=self._block_size,
+            policy=replace(policy, weights=weights, cache=cache, activations=activations, compute_dtype="float16"),
             compute_dtype="float16",
-            weights_by_tier=_homes(shape, placed.weights, policy.weight_bits),
-            notes=(*shim, f"--percent {' '.join(f'{tiers[i]:g}' for i in _slots(on_device))}"),
+            weights_by_tier=_weights_by_tier(shape, weights, policy.weight_bits),
+            notes=(*shim, f"--percent {' '.join(f'{percent:g}' for percent in percents)}"),
         )
 
-    def _placement(
-        self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job, given: int | None
-    ) -> SimpleNamespace:
-        """Shares of (device, host, disk) for weights, cache and activations, and the policy that says them."""
-        shape, block, on_device = model.shape, policy.block_size, given is not None
-        fast = (1.0, 0.0, 0.0) if on_device else (0.0, 1.0, 0.0)
-        cache, activations = policy.cache or fast, policy.activations or fast
-        for what, triple in (("weights", policy.weights), ("cache", cache), ("activations", activations)):
-            if triple and triple[0] and not on_device:
-                raise UnsupportedError(f"policy.{what} puts a part on a device, and there is none here")
-        if activations[2] and not on_device:
-            raise UnsupportedError("policy.activations: on disk FlexGen hangs without CUDA; keep them in RAM")
-        if policy.value_sparsity != 1.0 and not on_device:
-            raise UnsupportedError("policy.value_sparsity: FlexGen leaves values out only on a device")
-        for what, bits in (("weight_bits", policy.weight_bits), ("kv_bits", policy.kv_bits)):
-            if bits not in (16, 4):
-                raise UnsupportedError(f"policy.{what}: FlexGen stores 16 or 4 bits, not {bits}")
-            if bits == 4 and not on_device:
-                raise UnsupportedError(f"policy.{what}: FlexGen decompresses 4 bits only on a device")
-        weights = policy.weights
-        if weights is None:
-            kv, work = working_bytes(shape, block, job.max_sequence, _WIDTH)
-            # a layer is copied to where it is computed while the next one is read
-            passing = 2 * max(shape.params_per_layer, shape.vocab * shape.hidden) * _WIDTH
-            budget = given if on_device else limits.host_memory
-            free = math.inf if budget is None else budget - kv * policy.kv_bits // 16 - work - passing - SLACK_BYTES
-            if budget is not None and passing + work > budget:
-                raise InfeasibleError(
-                    f"flexgen_ref needs {(passing + work) / 2**20:.1f} MiB for two layers and its work; the budget is "
-                    f"{budget / 2**20:.1f} MiB"
-                )
-            weights = _largest_share(shape, free, policy.weight_bits, 0 if on_device else 1)
-        said = replace(policy, weights=weights, cache=cache, activations=activations, compute_dtype="float16")
-        return SimpleNamespace(weights=weights, cache=cache, activations=activations, policy=said)
-
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """In blocks of prompts of one length, in order of arrival. Raises before any work for what it cannot run."""
+        """Runs blocks of prompts of equal length in order of arrival. Raises HarnessError before any work for a request
+        that cannot run."""
         for request in requests:
             checks.validate(request, self._model.shape)
             if request.sampling.temperature or request.sampling.stop or request.sampling.logprobs is not None:
                 raise UnsupportedError(
-                    f"request {request.id}: FlexGen decodes greedily here: no sampling, stop strings or logprobs"
+                    f"request {request.id}: engine flexgen_ref decodes greedily: no sampling, stop strings or logprobs"
                 )
-        return self._blocks(requests, time.perf_counter())
+        return self._run_blocks(requests, time.perf_counter())
 
-    def _blocks(self, requests: Sequence[GenerationRequest], began: float) -> Iterator[GenerationResult]:
-        take = partial(checks.next_batch, size=self._block)
-        for block in checks.in_turn(requests, take, began):
-            yield from self._run(block, began)
+    def _run_blocks(self, requests: Sequence[GenerationRequest], began: float) -> Iterator[GenerationResult]:
+        select = partial(checks.next_batch, size=self._block_size)
+        for block in checks.batches(requests, select, began):
+            yield from self._run_block(block, began)
 
-    def _run(self, block: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
+    def _run_block(self, block: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
         rows = [list(r.prompt) for r in block]
-        filled = self._block - len(rows)
+        copies = self._block_size - len(rows)
         steps = max(r.sampling.max_tokens for r in block)
         timer = self._timers("generate")
         timer.reset()
         start = time.perf_counter() - began
-        tokens = self._lm.generate([*rows, *[rows[-1]] * filled], max_new_tokens=steps)
+        output = self._lm.generate([*rows, *[rows[-1]] * copies], max_new_tokens=steps)
         end = time.perf_counter() - began
-        # a step's tokens are there when its last layer is; the last ones when all is written back
+        # a step's tokens exist when its last layer is done; the last step's when FlexGen has written everything back
         times = [stop - began for stop in timer.stop_times[:-1]] + [end]
-        ends = checks.special_tokens(checks.generation_settings(self._model.path), self._model.shape.vocab)[0]
+        eos = checks.special_tokens(checks.generation_settings(self._model.path), self._model.shape.vocab)[0]
         for row, request in enumerate(block):
-            prompt = len(request.prompt)
-            found = [int(t) for t in tokens[row, prompt:]]
-            length, reason = _length(found, request, ends)
-            copies = filled * (prompt + steps) if row == len(block) - 1 else 0
+            prompt_len = len(request.prompt)
+            tokens = [int(t) for t in output[row, prompt_len:]]
+            length, stopped = _length(tokens, request, eos)
+            copied = copies * (prompt_len + steps) if row == len(block) - 1 else 0
             yield GenerationResult(
                 id=request.id,
-                tokens=tuple(found[:length]),
+                tokens=tuple(tokens[:length]),
                 start_s=start,
                 token_times_s=tuple(times[:length]),
-                prompt_tokens=prompt,
-                padding_tokens=steps - length + copies,
-                finish_reason="stop" if reason else "length",
+                prompt_tokens=prompt_len,
+                padding_tokens=steps - length + copied,
+                finish_reason="stop" if stopped else "length",
             )
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        raise UnsupportedError("FlexGen keeps no logits: it cannot score")
+        raise UnsupportedError("FlexGen does not return logits: it cannot score")
 
     def trace(self) -> EngineTrace:
         return EngineTrace()
 
     def close(self) -> None:
         if self._env is not None:
-            self._lm = None  # its destructor deletes its files
+            self._lm = None  # its destructor deletes the files of its disk tier
             with contextlib.suppress(AttributeError):
                 self._env.close_copy_threads()
         self._env = None
 
 
-def _homes(shape: ModelShape, shares: tuple[float, float, float], bits: int) -> tuple[int, int, int]:
-    """Bytes on device, host and disk that shares of weights come to, by FlexGen's rule (flex_opt.init_weight_list).
+def _placement(
+    shape: ModelShape, policy: OffloadPolicy, limits: HardwareLimits, job: Job, device: int | None
+) -> tuple[_Shares, _Shares, _Shares]:
+    """Shares of (device, host, disk) for weights, KV cache and activations; `device` is its budget in bytes.
 
-    Of each half of a layer the first tensors go to disk, the next to the host, the last to the device: each as a whole,
-    by where its middle falls. Shares are therefore coarse. The embeddings are there twice, at both ends.
+    Raises UnsupportedError for what FlexGen cannot place, InfeasibleError where two layers do not fit the budget.
+    """
+    on_device = device is not None
+    fast: _Shares = (1.0, 0.0, 0.0) if on_device else (0.0, 1.0, 0.0)
+    cache, activations = policy.cache or fast, policy.activations or fast
+    for field, shares in (("weights", policy.weights), ("cache", cache), ("activations", activations)):
+        if shares and shares[0] and not on_device:
+            raise UnsupportedError(f"policy.{field} has a share on a device, and the cell has none")
+    if activations[2] and not on_device:
+        raise UnsupportedError("policy.activations: without CUDA FlexGen hangs with activations on disk")
+    if policy.value_sparsity != 1.0 and not on_device:
+        raise UnsupportedError("policy.value_sparsity: FlexGen supports sparse values only on a device")
+    for field, bits in (("weight_bits", policy.weight_bits), ("kv_bits", policy.kv_bits)):
+        if bits not in (16, 4):
+            raise UnsupportedError(f"policy.{field}: FlexGen stores 16 or 4 bits, not {bits}")
+        if bits == 4 and not on_device:
+            raise UnsupportedError(f"policy.{field}: FlexGen decompresses 4 bits only on a device")
+    if policy.weights is not None:
+        return policy.weights, cache, activations
+    kv, work = working_bytes(shape, policy.block_size, job.max_sequence, _FLOAT16_BYTES)
+    # FlexGen copies one layer to where it is computed while it reads the next
+    two_layers = 2 * max(shape.params_per_layer, shape.vocab * shape.hidden) * _FLOAT16_BYTES
+    budget = device if on_device else limits.host_memory
+    require_memory("flexgen_ref", two_layers + work, budget, "two layers and its working memory")
+    free = math.inf if budget is None else budget - kv * policy.kv_bits // 16 - work - two_layers - SLACK_BYTES
+    return _largest_share(shape, free, policy.weight_bits, 0 if on_device else 1), cache, activations
+
+
+def _weights_by_tier(shape: ModelShape, shares: _Shares, bits: int) -> tuple[int, int, int]:
+    """Bytes of weights on (device, host, disk) for these shares, by FlexGen's rule (flex_opt.init_weight_list).
+
+    In each half of a layer the first tensors go to disk, the next to the host and the last to the device. A tensor is
+    not split: its middle decides. FlexGen keeps the embeddings twice, for the first and the last layer.
     """
     h, ffn = shape.hidden, shape.ffn
-    table = [shape.vocab * h, (shape.max_context + 2) * h]
+    embeddings = [shape.vocab * h, (shape.max_context + 2) * h]
     attention = [n for _ in range(4) for n in (h * h, h)] + [h, h]
-    layers = [[table], [[h, h, shape.vocab * h]], *[[attention, [ffn * h, ffn, h * ffn, h, h, h]]] * shape.num_layers]
-    found = [0, 0, 0]
-    for tensors in (part for layer in layers for part in layer):
+    feed_forward = [ffn * h, ffn, h * ffn, h, h, h]
+    tiers = [0, 0, 0]
+    for tensors in (embeddings, [h, h, shape.vocab * h], *[attention, feed_forward] * shape.num_layers):
         total, before = sum(tensors), 0
         for size in tensors:
             middle = (before + size / 2) / total
             tier = 2 if middle < shares[2] else 1 if middle < shares[2] + shares[1] else 0
-            matrix = size > ffn  # in 4 bits with a scale and a minimum for each group
-            found[tier] += size // 2 + 2 * _WIDTH * size // _GROUP if matrix and bits == 4 else size * _WIDTH
+            quantized = bits == 4 and size > ffn  # matrices only, with a float16 scale and minimum a group
+            tiers[tier] += size // 2 + 2 * _FLOAT16_BYTES * size // _GROUP if quantized else size * _FLOAT16_BYTES
             before += size
-    return found[0], found[1], found[2]
+    return tiers[0], tiers[1], tiers[2]
 
 
-def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> tuple[float, float, float]:
-    """Shares of weights of which as much as fits `free` bytes lies in `tier`, in whole percent, the rest on disk."""
+def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> _Shares:
+    """The shares, in whole percent, that put as many weights as fit `free` bytes on `tier` and the rest on disk."""
     for percent in range(100, -1, -1):
         shares = [0.0, 0.0, 1 - percent / 100]
         shares[tier] = percent / 100
-        if _homes(shape, (shares[0], shares[1], shares[2]), bits)[tier] <= free:
+        if _weights_by_tier(shape, (shares[0], shares[1], shares[2]), bits)[tier] <= free:
             break
     return shares[0], shares[1], shares[2]
 
 
-def _slots(on_device: bool) -> tuple[int, ...]:
-    """Of (device, host, disk) for weights, cache and activations those that FlexGen's --percent names: its gpu and cpu.
+def _percent_order(on_device: bool) -> tuple[int, ...]:
+    """Indices of FlexGen's --percent (gpu and cpu of weights, cache, activations) in our (device, host, disk) triples.
 
-    Without CUDA its gpu is RAM and its cpu is left empty.
+    Without CUDA FlexGen's gpu is our host, and its cpu stays empty.
     """
     return (0, 1, 3, 4, 6, 7) if on_device else (1, 0, 4, 3, 7, 6)
 
 
-def _length(tokens: list[int], request: GenerationRequest, ends: Sequence[int]) -> tuple[int, bool]:
-    """How many of the generated tokens the request asked for, and whether an end of sequence ended it."""
+def _length(tokens: list[int], request: GenerationRequest, eos: Sequence[int]) -> tuple[int, bool]:
+    """How many of the generated tokens belong to the request, and whether an end of sequence ended it."""
     sampling = request.sampling
     if not sampling.ignore_eos:
         for i, token in enumerate(tokens[: sampling.max_tokens]):
-            if token in ends and i + 1 >= sampling.min_tokens:
+            if token in eos and i + 1 >= sampling.min_tokens:
                 return i + 1, True
     return sampling.max_tokens, False
 
 
 def _require_opt(model: LocalModel) -> None:
-    """Raises UnsupportedError for what FlexGen has no code for."""
+    """Raises UnsupportedError for a model that FlexGen does not implement."""
     config = json.loads((Path(model.path) / "config.json").read_text())
     if model.shape.family != "opt":
-        raise UnsupportedError(f"FlexGen's code is for OPT, not {model.shape.family}")
+        raise UnsupportedError(f"FlexGen implements OPT, not {model.shape.family}")
     if config.get("word_embed_proj_dim", model.shape.hidden) != model.shape.hidden:
-        raise UnsupportedError("FlexGen has no code for OPT with projected embeddings (opt-350m)")
+        raise UnsupportedError("FlexGen does not implement OPT with projected embeddings (opt-350m)")
 
 
-def _as_files(model: LocalModel, job: Job) -> Path:
-    """The folder in which FlexGen finds `<name>-np`: each tensor as a float16 .npy file, written once."""
+def _weight_files(model: LocalModel, job: Job) -> Path:
+    """The parent of FlexGen's folder `<name>-np`, which holds each tensor as a float16 .npy file; written once."""
     folder = job.cache / "flexgen" / content_digest(model, job.cache, job.on_progress)
 
     def write(temporary: Path) -> None:
@@ -299,13 +298,13 @@ def _as_files(model: LocalModel, job: Job) -> Path:
                     for piece in tensor.pieces():
                         file.write(raw_tensors.values(piece, tensor.dtype).astype(np.float16).tobytes())
 
-    build_once(folder, "FlexGen's copy of the weights", model.shape.params_total * _WIDTH, write)
+    build_once(folder, "FlexGen's copy of the weights", model.shape.params_total * _FLOAT16_BYTES, write)
     evict(folder / f"{_NAME}-np")
     return folder
 
 
-def _without_cuda() -> None:
-    """The shim: what FlexGen calls of CUDA does nothing, and pinned memory is plain memory. For this process."""
+def _replace_cuda() -> None:
+    """The shim, for this process: the CUDA functions that FlexGen calls do nothing, and pinned memory is pageable."""
 
     def nothing(*args: Any, **kwargs: Any) -> int:
         return 0
@@ -323,8 +322,8 @@ def _without_cuda() -> None:
     tensor.pin_memory = lambda self, *args, **kwargs: self
     empty = torch.empty
 
-    def plain(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def pageable(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.pop("pin_memory", None)
         return empty(*args, **kwargs)
 
-    torch.empty = plain
+    torch.empty = pageable

@@ -1,4 +1,4 @@
-"""lm-eval's own model of transformers (`hf`): batches of whatever lengths, padded to the longest of each."""
+"""lm-eval's transformers model (`hf`): batches of unequal lengths, each padded to its longest sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from engines.adapters.accelerate import AccelerateEngine
 from engines.adapters.causal_lm import Placement
 from engines.adapters.transformers import resident
-from engines.common import requests as checks
 from engines.common.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -32,10 +31,10 @@ from harness.api import (
 
 
 class LmEvalHfEngine(AccelerateEngine):
-    """Scores by lm-eval's own code, and generates in batches that are padded as its are.
+    """Scores with lm-eval's code, and generates in batches padded as lm-eval pads them.
 
-    Weights stay in RAM where there is no limit of host memory or where they fit it beside the work, and else lie where
-    Accelerate puts them (see engines/adapters/accelerate.py; the same options). Honours policy.gpu_batch_size and
+    Weights stay in RAM where they fit the host memory limit beside the working memory, or where there is no limit;
+    otherwise Accelerate places them (the options of engines/adapters/accelerate.py). Honours policy.gpu_batch_size and
     policy.compute_dtype.
     """
 
@@ -47,18 +46,18 @@ class LmEvalHfEngine(AccelerateEngine):
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         report = super().load(model, policy, limits, job)
-        self._hf = _Counting(self._module, tokenizer=_no_tokenizer(), batch_size=policy.gpu_batch_size)
+        self._hf = _PaddingCounter(self._module, tokenizer=_empty_tokenizer(), batch_size=policy.gpu_batch_size)
         return report
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """By lm-eval's `hf`: logits of all positions, and all contexts once where pairs differ in one last token. An
-        empty context becomes the token that begins a sequence, or else the one that ends it. Raises HarnessError for a
-        pair that cannot be scored."""
-        shape, begin, asked = self._model.shape, self._begin(), []
-        for i, (context, continuation) in enumerate(pairs):
-            full = checks.full_sequence(i, context, continuation, shape, begin)
-            asked.append((("", ""), full[: -len(continuation)], full[-len(continuation) :]))
-        return [Score(*found) for found in self._hf._loglikelihood_tokens(asked, disable_tqdm=True)]
+        """Scores with lm-eval's `hf`, which computes the logits of all positions, and shares one pass among pairs with
+        the same context and a continuation of one token. An empty context becomes the beginning-of-sequence token, or
+        else the end-of-sequence token. Raises HarnessError for a pair that cannot be scored."""
+        split = [
+            (("", ""), full[: -len(continuation)], full[-len(continuation) :])
+            for full, (_, continuation) in zip(self._sequences(pairs), pairs, strict=True)
+        ]
+        return [Score(*score) for score in self._hf._loglikelihood_tokens(split, disable_tqdm=True)]
 
     def trace(self) -> EngineTrace:
         return EngineTrace({"scored_padding_tokens": float(self._hf.padding)} if self._hf.computed else {})
@@ -77,29 +76,29 @@ class LmEvalHfEngine(AccelerateEngine):
         return super()._place(model, dtype, policy, limits, job)
 
     def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
-        """With the logits of all positions, and what log_softmax makes of them."""
+        """Adds the logits of all positions and their log_softmax to the activations."""
         kv, activations = working_bytes(shape, batch, tokens, dtype_bytes)
         return kv, activations + 2 * batch * tokens * shape.vocab * dtype_bytes
 
-    def _take(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
-        """The longest first, as lm-eval sorts them."""
+    def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
+        """Longest prompts first, as lm-eval sorts them."""
         arrived = [r for r in pending if r.arrival_s <= now_s]
         return sorted(arrived, key=lambda r: -len(r.prompt))[: self._block_size]
 
 
-def _no_tokenizer() -> Any:
-    """lm-eval wants one, but is only asked in tokens."""
+def _empty_tokenizer() -> Any:
+    """A tokenizer that HFLM's constructor requires; we pass token ids, so it encodes nothing."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
 
 
-class _Counting(HFLM):
-    """`padding`: how many of the positions it has `computed` were padding, which lm-eval puts on the right as zeros."""
+class _PaddingCounter(HFLM):
+    """Counts the positions that were `computed`, and how many of them were `padding` (trailing zeros in lm-eval)."""
 
     computed = padding = 0
 
     @property
     def device(self) -> torch.device:
-        """Of inputs: a model whose first weights are on disk would name none."""
+        """The device of inputs; a model whose first weights are on disk would report `meta`."""
         return torch.device("cpu")
 
     def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The baseline without offloading of weights: transformers, with the caches of keys and values that it has."""
+"""The baseline without weight offloading: transformers, with its own KV cache implementations."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.util
 from typing import Any
 
 from engines.adapters.causal_lm import CausalLMEngine, Placement, from_checkpoint
-from engines.common.cuda_device import cuda
+from engines.common.cuda_device import device_budget
+from engines.common.work_memory import require_memory
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
     Dtype,
     HardwareLimits,
     HarnessError,
-    InfeasibleError,
     Job,
     LoadReport,
     LocalModel,
@@ -21,16 +21,17 @@ from harness.api import (
     UnsupportedError,
 )
 
-#: The least a pass needs beside the weights: activations and KV cache of one short sequence, allocator slack.
+#: The least memory that a pass needs beside the weights: activations and KV cache of one short sequence, allocator
+#: slack. Bytes.
 WORK_BYTES = 32 << 20
 
 
 class TransformersEngine(CausalLMEngine):
     """Honours policy.gpu_batch_size, policy.compute_dtype and policy.kv_bits.
 
-    With fewer than 16 bits keys and values are quantized by HQQ in groups of group_size, but for up to 128 generated
-    since the last time (transformers' own setting). With limits.device_memory the model is on that device, and
-    `offload_cache` keeps keys and values of all layers but the running one in host memory.
+    Below 16 bits HQQ quantizes keys and values in groups of group_size; transformers keeps up to 128 of the newest
+    tokens unquantized. With limits.device_memory the model runs on that device, and `offload_cache` then keeps keys and
+    values of all layers but the running one in host memory.
     """
 
     name = "transformers"
@@ -42,17 +43,17 @@ class TransformersEngine(CausalLMEngine):
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         if self._offload_cache and limits.device_memory is None:
-            raise UnsupportedError("offload_cache moves the cache off a device: it needs limits.device_memory")
+            raise UnsupportedError("offload_cache moves the KV cache off a device: it needs limits.device_memory")
         if policy.kv_bits == 3:
-            raise UnsupportedError("policy.kv_bits: transformers' cache takes 8 or 4 bits: HQQ packs no 3 here")
+            raise UnsupportedError("policy.kv_bits is 3: transformers quantizes its KV cache to 8 or 4 bits")
         if policy.kv_bits != 16:
             if self._offload_cache:
-                raise UnsupportedError("a quantized cache cannot be offloaded too: choose offload_cache or kv_bits")
+                raise UnsupportedError("transformers cannot offload a quantized KV cache: set offload_cache or kv_bits")
             if importlib.util.find_spec("hqq") is None:
-                raise HarnessError("policy.kv_bits: transformers quantizes its cache by hqq: pip install hqq")
-            how = {"backend": "hqq", "nbits": policy.kv_bits, "axis_key": 1, "axis_value": 1}
-            settings = how | {"q_group_size": policy.group_size}
-            self._cache = {"cache_implementation": "quantized", "cache_config": settings}
+                raise HarnessError("policy.kv_bits: transformers quantizes its KV cache with hqq: pip install hqq")
+            config = {"backend": "hqq", "nbits": policy.kv_bits, "q_group_size": policy.group_size,
+                      "axis_key": 1, "axis_value": 1}  # fmt: skip
+            self._cache = {"cache_implementation": "quantized", "cache_config": config}
         return super().load(model, policy, limits, job)
 
     def _generate_options(self) -> dict[str, Any]:
@@ -65,18 +66,14 @@ class TransformersEngine(CausalLMEngine):
         self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
     ) -> Placement:
         weights = model.shape.params_total * DTYPE_BYTES[dtype]
-        given = cuda(limits)
-        budget = limits.host_memory if given is None else given
-        if budget is not None and weights + WORK_BYTES > budget:
-            raise InfeasibleError(
-                f"transformers needs at least {(weights + WORK_BYTES) / 2**20:.1f} MiB for all weights in {dtype} and "
-                f"to work; the budget is {budget / 2**20:.1f} MiB"
-            )
-        if given is not None:
+        device = device_budget(limits)
+        budget = limits.host_memory if device is None else device
+        require_memory(self.name, weights + WORK_BYTES, budget, f"all weights in {dtype} and its working memory")
+        if device is not None:
             return Placement(from_checkpoint(model, dtype).to("cuda"), (weights, 0, 0), device="cuda")
         return resident(model, dtype)
 
 
 def resident(model: LocalModel, dtype: Dtype) -> Placement:
-    """All weights in host memory."""
+    """Loads all weights into host memory."""
     return Placement(from_checkpoint(model, dtype), (0, model.shape.params_total * DTYPE_BYTES[dtype], 0))

@@ -1,13 +1,13 @@
-"""vLLM with weights that do not fit the device kept in RAM, and a tier of RAM for keys and values.
+"""vLLM with the weights that do not fit the device in host memory, and a host memory tier for the KV cache.
 
-vLLM needs a CUDA device and is configured as its documentation does for models that are too large for it:
+vLLM needs a CUDA device. It is configured as its documentation recommends for models that do not fit the device:
 
-- `cpu_offload_gb` for what the device cannot hold beside one block of requests: vLLM reads those weights over the bus
-  in every pass;
-- an offloading connector with the rest of the host's budget, where keys and values of preempted requests go;
-- prefix caching off, so that a prompt that was seen before is computed again, as by every other engine.
+- `cpu_offload_gb` for the weights that the device cannot hold beside one batch: vLLM reads them over the bus in every
+  pass;
+- an offloading connector with the rest of the host budget, for the KV cache of preempted requests;
+- prefix caching off, so that vLLM computes a repeated prompt again, as every other engine does.
 
-The engine is stepped by hand, so that every token has the time at which vLLM gave it out.
+We call the engine's `step` ourselves, so that every token has the time at which vLLM returned it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from engines.common import requests as checks
-from engines.common.cuda_device import cuda
+from engines.common.cuda_device import device_budget
 from engines.common.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -40,15 +40,15 @@ from harness.api import (
     UnsupportedError,
 )
 
-#: Of the device's memory vLLM plans with less than all: graphs and the allocator take the rest.
-_PLANNED = 0.9
+#: The fraction of device memory that vLLM plans with; CUDA graphs and the allocator take the rest.
+_UTILIZATION = 0.9
 
 
 class VllmEngine:
-    """Honours policy.gpu_batch_size (the most sequences at once) and policy.compute_dtype.
+    """Honours policy.gpu_batch_size (the most concurrent sequences) and policy.compute_dtype.
 
-    `cpu_offload` (bytes) sets how much of the weights stays in RAM; left out, what does not fit. `kv_tier` (bytes) is
-    the room for keys and values there; left out, what host memory's limit leaves, or none without a limit.
+    `cpu_offload`: bytes of weights in host memory; by default those that do not fit the device. `kv_tier`: bytes of
+    host memory for the KV cache; by default the rest of the host memory limit, or none without a limit.
     """
 
     name = "vllm"
@@ -63,33 +63,33 @@ class VllmEngine:
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
         if limits.threads is not None or limits.disk_bandwidth is not None:
-            raise UnsupportedError("engine vllm has no limits.threads or limits.disk_bandwidth")
-        if cuda(limits) is None or limits.device_memory is None:
-            raise UnsupportedError("vLLM's offloading is from a CUDA device: it needs limits.device_memory")
+            raise UnsupportedError("engine vllm does not support limits.threads or limits.disk_bandwidth")
+        if device_budget(limits) is None or limits.device_memory is None:
+            raise UnsupportedError("vLLM offloads from a CUDA device: it needs limits.device_memory")
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
         weights = shape.params_total * DTYPE_BYTES[dtype]
         whole = torch.cuda.get_device_properties(0).total_memory
         device = min(whole, limits.device_memory)
         cache, work = working_bytes(shape, batch, job.max_sequence, DTYPE_BYTES[dtype])
-        room = int(device * _PLANNED) - cache - work
-        offload = max(0, weights - room) if self._cpu_offload is None else self._cpu_offload
+        weight_room = int(device * _UTILIZATION) - cache - work
+        offload = max(0, weights - weight_room) if self._cpu_offload is None else self._cpu_offload
         if offload > weights or (limits.host_memory is not None and offload > limits.host_memory):
             raise InfeasibleError(
-                f"vllm keeps at most its weights in RAM: {offload / 2**30:.1f} GiB of {weights / 2**30:.1f} GiB would "
-                "have to be there; ask for a smaller batch"
+                f"vllm would need {offload / 2**30:.1f} GiB of host memory for weights, of {weights / 2**30:.1f} GiB "
+                "in all: more than its weights or than limits.host_memory; use a smaller batch"
             )
         spare = 0 if limits.host_memory is None else max(0, limits.host_memory - offload)
-        tier = spare if self._kv_tier is None else self._kv_tier
-        extra = {"kv_offloading_size": tier / 2**30, "kv_offloading_backend": "native"} if tier else {}
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the probes are of this process
+        kv_tier = spare if self._kv_tier is None else self._kv_tier
+        extra = {"kv_offloading_size": kv_tier / 2**30, "kv_offloading_backend": "native"} if kv_tier else {}
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the probes watch this process
         self._llm = vllm.LLM(
             model=model.path,
             skip_tokenizer_init=True,
             dtype=dtype,
             max_num_seqs=batch,
             max_model_len=min(shape.max_context, max(job.max_sequence, 16)),
-            gpu_memory_utilization=_PLANNED * device / whole,
+            gpu_memory_utilization=_UTILIZATION * device / whole,
             cpu_offload_gb=offload / 2**30,
             enable_prefix_caching=False,
             disable_log_stats=True,
@@ -103,50 +103,51 @@ class VllmEngine:
             policy=policy,
             compute_dtype=dtype,
             weights_by_tier=(weights - offload, offload, 0),
-            notes=(f"cpu_offload_gb {offload / 2**30:.2f}, room for keys and values in RAM {tier / 2**30:.2f} GiB",),
+            notes=(f"cpu_offload_gb {offload / 2**30:.2f}, host memory for the KV cache {kv_tier / 2**30:.2f} GiB",),
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """All requests in vLLM's own queue. Raises before any work for what it cannot run."""
+        """Queues all requests in vLLM as they arrive. Raises HarnessError before any work for one that cannot run."""
         for request in requests:
             checks.validate(request, self._model.shape)
             if request.sampling.stop or request.sampling.logprobs is not None:
                 raise UnsupportedError(
-                    f"request {request.id}: vLLM is asked in tokens here: no stop strings or logprobs"
+                    f"request {request.id}: engine vllm works on token ids and supports neither stop strings nor "
+                    "logprobs"
                 )
-        return self._stepped(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
+        return self._step_until_done(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
-    def _stepped(self, pending: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
+    def _step_until_done(self, pending: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
         engine = self._llm.llm_engine
-        open_: dict[str, tuple[GenerationRequest, float, list[int], list[float]]] = {}
-        while pending or open_:
+        running: dict[str, tuple[GenerationRequest, float, list[int], list[float]]] = {}
+        while pending or running:
             now = time.perf_counter() - began
             while pending and pending[0].arrival_s <= now:
                 request = pending.pop(0)
                 engine.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, _sampling(request))
-                open_[request.id] = (request, now, [], [])
-            if not open_:
+                running[request.id] = (request, now, [], [])
+            if not running:
                 time.sleep(pending[0].arrival_s - now)
                 continue
             for output in engine.step():
-                request, start, tokens, times = open_[output.request_id]
-                found = output.outputs[0]
-                tokens += found.token_ids
-                times += [time.perf_counter() - began] * len(found.token_ids)
+                request, start, tokens, times = running[output.request_id]
+                completion = output.outputs[0]
+                tokens += completion.token_ids
+                times += [time.perf_counter() - began] * len(completion.token_ids)
                 if output.finished:
-                    del open_[request.id]
+                    del running[request.id]
                     yield GenerationResult(
                         id=request.id,
                         tokens=tuple(tokens),
                         start_s=start,
                         token_times_s=tuple(times),
                         prompt_tokens=len(request.prompt),
-                        finish_reason="stop" if found.finish_reason == "stop" else "length",
+                        finish_reason="stop" if completion.finish_reason == "stop" else "length",
                     )
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """By vLLM's log-probabilities of prompts. An empty context becomes the token that begins a sequence, or ends
-        it. Raises HarnessError for a pair that cannot be scored."""
+        """Scores with vLLM's prompt log-probabilities. An empty context becomes the beginning-of-sequence token, or
+        else the end-of-sequence token. Raises HarnessError for a pair that cannot be scored."""
         config = self._llm.llm_engine.model_config.hf_config
         begin = checks.special_tokens(config, self._model.shape.vocab)[1]
         full = [checks.full_sequence(i, *pair, self._model.shape, begin) for i, pair in enumerate(pairs)]
@@ -154,9 +155,9 @@ class VllmEngine:
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in full], params, use_tqdm=False)
         scores = []
         for ids, (_, continuation), output in zip(full, pairs, outputs, strict=True):
-            last = range(len(ids) - len(continuation), len(ids))
-            found = [output.prompt_logprobs[i][ids[i]] for i in last]
-            scores.append(Score(sum(f.logprob for f in found), all(f.rank == 1 for f in found)))
+            positions = range(len(ids) - len(continuation), len(ids))
+            logprobs = [output.prompt_logprobs[i][ids[i]] for i in positions]
+            scores.append(Score(sum(p.logprob for p in logprobs), all(p.rank == 1 for p in logprobs)))
         return scores
 
     def trace(self) -> EngineTrace:
@@ -167,16 +168,16 @@ class VllmEngine:
 
 
 def _sampling(request: GenerationRequest) -> Any:
-    asked = request.sampling
+    sampling = request.sampling
     return vllm.SamplingParams(
-        max_tokens=asked.max_tokens,
-        min_tokens=asked.min_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k or -1,
-        min_p=asked.min_p,
-        seed=asked.seed,
-        ignore_eos=asked.ignore_eos,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or -1,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )

@@ -1,4 +1,4 @@
-"""The C++ compiler of this host, for the kernels that are built on first use."""
+"""Locates the host's C++ compiler, for kernels that are built on first use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import shutil
 
 
 def command() -> list[str]:
-    """How it is called: $CXX, which may have arguments, or the first that is found; empty where there is none."""
-    found = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
-    return shlex.split(os.environ.get("CXX", "")) or [*found][:1]
+    """The compiler's command line: $CXX with its arguments, else c++, g++ or clang++; empty where there is none."""
+    installed = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
+    return shlex.split(os.environ.get("CXX", "")) or [*installed][:1]

@@ -1,4 +1,4 @@
-"""Folders that are built once, whoever asks, and are whole or absent, even after kill -9 or a full disk."""
+"""Builds a folder once among concurrent processes: it is complete or absent, even after kill -9 or a full disk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 
 from harness.api import DiskFullError, HarnessError
 
-#: Where a folder's configuration says how the file that it was made from stored most weights, if not as floats.
+#: Key of config.json: the quantized type in which a converted file stored most weights; empty for a float type.
 QUANTIZED = "quantized_in_file"
 
 
 def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], None]) -> Path:
-    """`folder`, made by `build(temporary folder)` if it is not there, by one process at a time.
+    """Returns `folder`, after `build(temporary folder)` where it does not exist; one process builds at a time.
 
-    Written next to its place, and renamed when it is complete and on disk. `what` and `needed` (bytes) are for
-    messages. Raises DiskFullError where the disk cannot hold it, HarnessError where nothing can be written.
+    The build goes to a sibling folder, which is renamed once it is complete and synced to disk. `what` and `needed`
+    (bytes) are for messages. Raises DiskFullError where the disk cannot hold it, HarnessError where the parent folder
+    is not writable.
     """
     if folder.is_dir():
         return folder
@@ -30,9 +31,9 @@ def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], Non
         lock.touch()
     except OSError as exc:
         raise HarnessError(f"cannot write {folder.parent}: {exc.strerror}; choose another cache directory") from exc
-    _clear(folder.parent)
+    _remove_stale(folder.parent)
     with _locked(lock):
-        for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # of who held the lock just now, and was killed
+        for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # left by the previous lock holder, if it was killed
             shutil.rmtree(stale, ignore_errors=True)
         if not folder.is_dir():
             _build(folder, what, needed, build)
@@ -42,7 +43,9 @@ def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], Non
 def _build(folder: Path, what: str, needed: int, build: Callable[[Path], None]) -> None:
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
-        raise DiskFullError(f"{folder.parent}: {what} need {needed} bytes, {free} are free; free the rest")
+        raise DiskFullError(
+            f"{folder.parent}: {what} need {needed} bytes, {free} are free; free {needed - free} bytes more"
+        )
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     try:
         temporary.mkdir()
@@ -58,7 +61,7 @@ def _build(folder: Path, what: str, needed: int, build: Callable[[Path], None]) 
 
 
 def _sync(path: Path) -> None:
-    """To disk, and out of the page cache: a later run under a memory limit must not find it there."""
+    """Syncs a file or folder to disk and drops a file from the page cache: a run under a memory limit starts cold."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,8 +71,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _clear(parent: Path) -> None:
-    """Removes what builders that were killed have left: a lock that is free has no living builder."""
+def _remove_stale(parent: Path) -> None:
+    """Removes the temporary folders of killed builders: a free lock means that no builder is alive."""
     for stale in parent.glob("*.tmp-*"):
         with (
             suppress(BlockingIOError, PermissionError),
@@ -84,7 +87,7 @@ def _lock_of(name: str, parent: Path) -> Path:
 
 @contextmanager
 def _locked(path: Path, flags: int = 0) -> Iterator[None]:
-    """An exclusive lock between processes; the kernel releases it when its holder dies."""
+    """Holds an exclusive lock between processes; the kernel releases it when the holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | flags)
         yield

@@ -1,4 +1,4 @@
-"""Measures how fast this machine multiplies matrices, for the bound that a run is compared with."""
+"""Measures this machine's matrix multiplication and copy rates, for the roofline that a run is compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Product = Callable[[torch.Tensor, torch.Tensor], object]
 
 _REPETITIONS = 5
 _POINT_S = 0.3
-#: An engine finds no weight in the CPU's cache, having read all the others since: more than any cache holds.
+#: Weights multiplied in rotation, so that none is in the CPU cache when it is used again, as in a model's pass.
 _ROTATED_BYTES = 256 << 20
 
 
@@ -25,12 +25,12 @@ def gemm_rates(
     threads: int | None = None,
     seconds: float = 30.0,
 ) -> dict[str, dict[str, list[float]]]:
-    """FLOP/s of x[rows, k] times the transpose of a weight [n, k]: `rates[dtype][str(rows)]`.
+    """FLOP/s of x[rows, k] times the transpose of a weight [n, k]: `rates[dtype][str(rows)]`, one entry a sample.
 
-    By torch and, in float32, by numpy as well, which carries another BLAS: either may be what the machine can do.
-    Each has one warm-up and at most five repetitions or 0.3 s a point, every sample kept; the reader takes the
-    best. Points left when `seconds` are over are left out. Multiplications take turns over copies of the weight
-    of 256 MiB together, as none comes from the cache when a model runs. A multiply-add counts as two operations.
+    Multiplies with torch and, in float32, with numpy too, since numpy brings another BLAS that may be faster. Each
+    point has one warm-up and at most five repetitions or 0.3 s; every sample is kept, and the reader takes the best.
+    After `seconds` the remaining points are skipped. The multiplications rotate over 256 MiB of copies of the weight,
+    so that none is in the CPU cache, as in a model's pass. A multiply-add counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()
@@ -55,9 +55,9 @@ def gemm_rates(
 def device_rates(
     dtypes: Sequence[str], rows: Sequence[int], k: int, n: int
 ) -> tuple[dict[str, dict[str, list[float]]], list[float]]:
-    """As `gemm_rates`, of the CUDA device, and bytes/s of copies of pinned memory to it; nothing where there is none.
+    """FLOP/s of the CUDA device as in `gemm_rates`, and bytes/s of copies to it from pinned memory.
 
-    As much is multiplied, and copied, between two readings of the clock as tens of milliseconds take.
+    Both are empty without a device. One sample covers tens of milliseconds of work between two CUDA events.
     """
     if not torch.cuda.is_available():
         return {}, []
@@ -67,9 +67,9 @@ def device_rates(
         weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype), device="cuda")
         rates[dtype] = {str(count): _device_samples(weights, count) for count in rows}
         del weights
-    below = torch.empty(_ROTATED_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(below, device="cuda")
-    seconds = _device_seconds(lambda: there.copy_(below, non_blocking=True))
+    host = torch.empty(_ROTATED_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    seconds = _device_seconds(lambda: device.copy_(host, non_blocking=True))
     return rates, [_ROTATED_BYTES / s for s in seconds]
 
 
@@ -87,8 +87,8 @@ def _device_samples(weights: torch.Tensor, rows: int) -> list[float]:
 
 
 def _device_seconds(work: Callable[[], object]) -> list[float]:
-    """Seconds of each repetition on the device, by its own events; the first is not counted."""
-    found = []
+    """Seconds of each repetition by CUDA events, without the first one (the warm-up)."""
+    seconds = []
     for i in range(_REPETITIONS + 1):
         began, ended = (torch.Event("cuda", enable_timing=True) for _ in range(2))
         began.record()
@@ -96,8 +96,8 @@ def _device_seconds(work: Callable[[], object]) -> list[float]:
         ended.record()
         ended.synchronize()
         if i:
-            found.append(began.elapsed_time(ended) / 1e3)
-    return found
+            seconds.append(began.elapsed_time(ended) / 1e3)
+    return seconds
 
 
 def _products(dtype: str) -> list[_Product]:
@@ -110,15 +110,15 @@ def _by_numpy(x: torch.Tensor, weight: torch.Tensor) -> object:
 
 @torch.inference_mode()
 def _samples(product: _Product, weights: torch.Tensor, rows: int) -> list[float]:
-    """FLOP/s of each repetition after a warm-up, at least one; weights[copies, n, k] take turns."""
+    """FLOP/s of each repetition after a warm-up, at least one, in rotation over weights[copies, n, k]."""
     _, n, k = weights.shape
     x = torch.full((rows, k), 0.01, dtype=weights.dtype)
-    turns = itertools.cycle(weights)
-    product(x, next(turns))
+    rotation = itertools.cycle(weights)
+    product(x, next(rotation))
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or (len(samples) < _REPETITIONS and time.perf_counter() - began < _POINT_S):
-        weight = next(turns)
+        weight = next(rotation)
         start = time.perf_counter()
         product(x, weight)
         samples.append(2 * rows * k * n / (time.perf_counter() - start))

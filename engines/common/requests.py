@@ -1,4 +1,4 @@
-"""What every engine does with requests before it works: whether they can be run, and which of them together."""
+"""Validates requests and groups them into batches, for every engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingPar
 
 
 def validate(request: GenerationRequest, shape: ModelShape) -> None:
-    """Raises HarnessError naming the request and what about it cannot be run on a model of this shape."""
+    """Raises HarnessError naming the request and why a model of this shape cannot run it."""
     where = f"request {request.id}"
     if not request.prompt:
         raise HarnessError(f"{where}: the prompt is empty")
@@ -31,7 +31,7 @@ def validate(request: GenerationRequest, shape: ModelShape) -> None:
 
 def check_sampling(sampling: SamplingParams, request: str) -> None:
     """Raises HarnessError naming `request` and the first setting that is out of range."""
-    for name, holds, rule in (
+    for name, valid, allowed in (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
         ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
         ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
@@ -41,17 +41,22 @@ def check_sampling(sampling: SamplingParams, request: str) -> None:
         ("seed", sampling.seed is None or 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
     ):
-        if not holds:
-            raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {rule}")
+        if not valid:
+            raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {allowed}")
 
 
 def full_sequence(
     index: int, context: Sequence[int], continuation: Sequence[int], shape: ModelShape, begin: int | None
 ) -> list[int]:
-    """Context and continuation of a pair to score; an empty context becomes `begin`. Raises HarnessError."""
+    """Joins the context and continuation of a pair to score; an empty context becomes the token `begin`.
+
+    Raises HarnessError naming pair `index` where the model of this shape cannot score it.
+    """
     if not context:
         if begin is None:
-            raise HarnessError(f"pair {index}: empty context, and the model has no token that begins a sequence")
+            raise HarnessError(
+                f"pair {index}: empty context, and the model has no beginning-of-sequence or end-of-sequence token"
+            )
         context = [begin]
     full = [*context, *continuation]
     if not continuation:
@@ -64,52 +69,55 @@ def full_sequence(
     return full
 
 
-def in_turn(
+def batches(
     requests: Sequence[GenerationRequest],
-    take: Callable[[Sequence[GenerationRequest], float], list[GenerationRequest]],
+    select: Callable[[Sequence[GenerationRequest], float], list[GenerationRequest]],
     began: float,
 ) -> Iterator[list[GenerationRequest]]:
-    """All requests, in the batches that `take` makes of those that are left, given the seconds since `began`; waits for
-    the next one to arrive where none is there."""
+    """Yields all requests in batches, and sleeps until a request has arrived.
+
+    `select` picks the next batch from the pending requests, in order of arrival, given the seconds since `began` (of
+    `time.perf_counter`).
+    """
     pending = sorted(requests, key=lambda r: r.arrival_s)  # stable: equal arrivals keep their order
     while pending:
         wait = pending[0].arrival_s - (time.perf_counter() - began)
         if wait > 0:
             time.sleep(wait)
-        batch = take(pending, time.perf_counter() - began)
-        taken = {id(r) for r in batch}
-        pending = [r for r in pending if id(r) not in taken]
+        batch = select(pending, time.perf_counter() - began)
+        selected = {id(r) for r in batch}
+        pending = [r for r in pending if id(r) not in selected]
         yield batch
 
 
 def next_batch(pending: Sequence[GenerationRequest], now_s: float, size: int) -> list[GenerationRequest]:
-    """The next requests to run together: those that have arrived and are as long as the first one, at most `size`."""
+    """The first `size` requests that have arrived by `now_s` and whose prompt is as long as the first one's."""
     length = len(pending[0].prompt)
     return [r for r in pending if r.arrival_s <= now_s and len(r.prompt) == length][:size]
 
 
 def generation_settings(folder: str) -> SimpleNamespace:
-    """What a model folder's generation_config.json says, or else its config.json: ids of special tokens, for one."""
+    """Fields of a model folder's generation_config.json, or else of its config.json, such as `eos_token_id`."""
     files = [path for name in ("generation_config.json", "config.json") if (path := Path(folder) / name).is_file()]
     return SimpleNamespace(**json.loads(files[0].read_text())) if files else SimpleNamespace()
 
 
 def decoder(folder: str) -> Callable[[Sequence[int]], str]:
-    """Token ids to text by the tokenizer in a model folder. Raises HarnessError where there is none."""
+    """A function from token ids to text, by the model folder's tokenizer. Raises UnsupportedError where it has none."""
     tokenizer = load_tokenizer(Path(folder), "stop strings need one")
     return lambda tokens: str(tokenizer.decode(tokens))
 
 
 def special_tokens(config: Any, vocab: int) -> tuple[tuple[int, ...], int | None]:
-    """Ids that end a sequence, and the one that begins an empty one, as lm-eval finds them.
+    """The end-of-sequence ids, and the id that stands for an empty context (as lm-eval chooses it).
 
-    Those outside the vocabulary, which some configurations inherit, can never be generated and are left out.
+    Leaves out ids at or above `vocab`, which some configurations inherit: no model can generate them.
     """
     eos = getattr(config, "eos_token_id", None)
     eos = () if eos is None else (eos,) if isinstance(eos, int) else eos
-    ends = tuple(e for e in eos if e < vocab)
+    end_ids = tuple(e for e in eos if e < vocab)
     begin = getattr(config, "bos_token_id", None)
-    return ends, begin if begin is not None and begin < vocab else next(iter(ends), None)
+    return end_ids, begin if begin is not None and begin < vocab else next(iter(end_ids), None)
 
 
 def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:

@@ -1,7 +1,7 @@
-"""Writes an environment's pins anew: `python -m engines.environments NAME > engines/environments/NAME.txt`.
+"""Resolves an environment's pins: `python -m engines.environments NAME > engines/environments/NAME.txt`.
 
-pip resolves what is wanted without installing it; this interpreter has to have torch, which DeepSpeed's set-up asks for
-its requirements. Versions that constraints.txt names are taken from it, so that engines share what they can.
+pip resolves the requirements without installing them. This interpreter needs torch, which DeepSpeed's setup.py imports.
+Versions in constraints.txt apply to all environments but those whose own pins conflict, so that engines share packages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _TORCH = ("torch", "transformers", "safetensors", "numpy")
 
-#: What each is for, beside the harness's own dependencies.
-WANTED: Mapping[str, Sequence[str]] = {
+#: Requirements by environment, beside the harness's own dependencies.
+REQUIREMENTS: Mapping[str, Sequence[str]] = {
     "harness": ("vl-convert-python", "sqlalchemy", "ruptures"),
     "offload": (*_TORCH, "accelerate", "greenlet", "gguf", "nvidia-ml-py", "vl-convert-python"),
     "accelerate": (*_TORCH, "accelerate", "hqq", "lm-eval==0.4.13", "datasets"),
@@ -25,27 +25,28 @@ WANTED: Mapping[str, Sequence[str]] = {
     "flexgen": (*_TORCH, "flexgen==0.1.8"),
     "llamacpp": ("xllamacpp==2026.10.11549", "gguf", "numpy", "safetensors"),
     "airllm": (*_TORCH, "accelerate", "airllm==4.0.0"),
-    # it runs with CUDA alone: of torch's builds never the one for CPUs, which names no libraries of CUDA
+    # vLLM needs CUDA: === excludes torch's CPU build, which does not require the CUDA libraries
     "vllm": ("vllm", "torch===2.13.0", "transformers", "numpy"),
     "helm": ("torch==2.13.0", "crfm-helm==0.5.16"),
 }
-#: Whose own pins clash with ours.
+#: Environments whose own pins conflict with constraints.txt.
 _UNCONSTRAINED = ("vllm", "helm")
 
 
 def pins(name: str) -> str:
-    """The list for environment `name`, as pip takes it. Raises CalledProcessError where pip finds none."""
-    wanted = [*WANTED[name], "setuptools", "wheel"]
-    if name != "helm":  # it runs by itself: no worker of ours is in it
-        wanted += tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    """The requirements file of environment `name`. Raises CalledProcessError where pip cannot resolve it."""
+    requirements = [*REQUIREMENTS[name], "setuptools", "wheel"]
+    if name != "helm":  # HELM runs on its own, without a worker of the harness
+        requirements += tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     constraints = [] if name in _UNCONSTRAINED else ["-c", str(_ROOT / "constraints.txt")]
-    how = ["--quiet", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", "-"]
-    command = [sys.executable, "-m", "pip", "install", *how, *constraints, *wanted]
+    options = ["--quiet", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", "-"]
+    command = [sys.executable, "-m", "pip", "install", *options, *constraints, *requirements]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    found = [entry["metadata"] for entry in report["install"]]
-    # without the local part of a version: a CPU build is taken where an index has one
-    lines = sorted((f"{m['name']}=={m['version'].partition('+')[0]}" for m in found), key=str.lower)
-    return f"# python -m engines.environments {name}; wanted: {' '.join(WANTED[name])}\n" + "\n".join(lines) + "\n"
+    packages = [entry["metadata"] for entry in report["install"]]
+    # without the local version label, so that pip may install an index's CPU build
+    lines = sorted((f"{p['name']}=={p['version'].partition('+')[0]}" for p in packages), key=str.lower)
+    header = f"# python -m engines.environments {name}; requirements: {' '.join(REQUIREMENTS[name])}"
+    return "\n".join([header, *lines]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes a checkpoint ready on this machine, wherever it comes from, and checks that it is whole."""
+"""Prepares a checkpoint from any source on this machine, and verifies that it is complete."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from engines.common.folders import QUANTIZED, build_once
-from engines.models import dummy_weights, hub, packaged, shapes
-from engines.models import file_digest as content
+from engines.models import dummy_weights, file_digest, hub, packaged, shapes
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_MOST_LAYERS = 4096  # more would take all memory, and are a mistake
-_NO_LIMIT = 1 << 20  # positions of a model that needs none, such as one with ALiBi
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+_MAX_LAYERS = 4096  # a configuration with more is a mistake, and building its model would take all memory
+_UNLIMITED_CONTEXT = 1 << 20  # tokens, for a model without a maximum position, such as one with ALiBi
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None] | None = None) -> LocalModel:
-    """Makes `model` ready and describes it. Writes only under `cache`.
+    """Downloads, converts or generates `model` as needed and describes it. Writes only under `cache`.
 
-    `on_progress` gets bytes written and bytes in all while weights are made or converted. Raises HarnessError for
-    an unknown id, a damaged checkpoint, pickled weights nobody asked for, no network or a full disk;
+    `on_progress` gets (bytes written, total bytes) while weights are generated or converted. Raises HarnessError for an
+    unknown id, a damaged checkpoint, pickled weights without `weights: pickle`, no network or a full disk;
     UnsupportedError for quantized safetensors.
     """
     try:
-        return _prepared(model, cache, on_progress or (lambda done, total: None))
-    except OSError as exc:  # of its own files; what writes to the cache says so itself
+        return _prepare(model, cache, on_progress or (lambda done, total: None))
+    except OSError as exc:  # reading the model's files; writers to the cache raise their own HarnessError
         raise HarnessError(f"model {model.id} cannot be read: {exc.filename or exc}: {exc.strerror or ''}") from exc
 
 
-def _prepared(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> LocalModel:
+def _prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> LocalModel:
     if model.revision is not None and (model.weights == "dummy" or Path(model.id).expanduser().exists()):
-        raise HarnessError(f"model {model.id} has no revisions: only a hub id has; leave model.revision out")
+        raise HarnessError(f"model {model.id}: only a hub id has revisions; leave model.revision out")
     folder = _folder(model, cache, on_progress)
     local = _describe(folder, shapes.shape(model.id) if model.weights == "dummy" else None)
     if model.dtype not in ("auto", local.dtype):
@@ -53,7 +52,7 @@ def _prepared(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], N
 
 
 def evict(path: str | Path) -> None:
-    """Drops a folder's files from the page cache, so that a run under a memory limit starts cold."""
+    """Drops a folder's files from the page cache, for a cold start under a memory limit."""
     for file in Path(path).rglob("*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
@@ -66,13 +65,13 @@ def evict(path: str | Path) -> None:
 
 
 def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, int], None]) -> str:
-    """A digest of all that decides what a model answers: weights, configuration, tokenizer and templates.
+    """A digest of everything that determines a model's output: weights, configuration, tokenizer and templates.
 
-    Every file is read once, and what it holds is remembered in `cache`. `on_progress` gets bytes read and in all.
+    Reads each file once and keeps its digest in `cache`. `on_progress` gets (bytes read, total bytes).
     """
     folder = Path(model.path)
-    about = {path for pattern in hub.ABOUT for path in folder.glob(pattern)}
-    files = sorted(about | {folder / name for name in shard_names(folder)})
+    metadata = {path for pattern in hub.METADATA for path in folder.glob(pattern)}
+    files = sorted(metadata | {folder / name for name in shard_names(folder)})
     total, done = sum(file.stat().st_size for file in files), 0
 
     def read(count: int) -> None:
@@ -80,22 +79,22 @@ def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, i
         done += count
         on_progress(done, total)
 
-    digests = [f"{file.name}:{content.digest(file, cache, read)}" for file in files]
+    digests = [f"{file.name}:{file_digest.digest(file, cache, read)}" for file in files]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
 
 
 def largest_tensor_bytes(path: str | Path) -> int:
-    """Bytes of the largest single tensor of a model folder, in its stored dtype. Raises HarnessError as `prepare`."""
+    """Bytes of the largest tensor of a model folder, as stored. Raises HarnessError for a damaged checkpoint."""
     shards = [read_shard(Path(path) / name) for name in shard_names(Path(path))]
     return max(size for shard in shards for _, size in shard.tensors.values())
 
 
-# --------------------------------------------------------------------------- what is in a folder
+# --------------------------------------------------------------------------- the contents of a folder
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file: its header, and which bytes its tensors take."""
+    """A safetensors file: its header, and the dtype and size of each tensor."""
 
     name: str
     size: int
@@ -104,7 +103,7 @@ class Shard:
 
 
 def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
-    """Checks that a checkpoint is whole and describes it; reads the headers only. `shape` None: from its config."""
+    """Verifies and describes a checkpoint from its headers; with `shape` None the shape comes from its config."""
     config = _json_object(folder / "config.json")
     shards = [read_shard(folder / name) for name in shard_names(folder)]
     dtypes: Counter[str] = Counter()
@@ -127,31 +126,31 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The safetensors files of a checkpoint. Raises HarnessError where it has none, or an index names others."""
+    """The safetensors files of a checkpoint. Raises HarnessError where it has none, or its index is invalid."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = _json_object(index).get("weight_map")
-        found = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        # names come from a file: they must stay inside the folder
-        if not found or any(not isinstance(n, str) or Path(n).name != n for n in found):
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        # the index is untrusted: its names must stay inside the folder
+        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
             raise HarnessError(f"{index}: weight_map names no shards, or files outside the folder")
-        return sorted(set(found))
+        return sorted(set(names))
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
     pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
     if pickled:
         raise HarnessError(
             f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; "
-            "ask for them with model.weights: pickle, and what is no tensor in them is refused"
+            "set model.weights: pickle to read their tensors and refuse anything else"
         )
     raise HarnessError(
         f"{folder} has no model.safetensors and no model.safetensors.index.json; "
-        "if what it has is pickled (pytorch_model.bin), ask for that with model.weights: pickle"
+        "if its weights are pickled (pytorch_model.bin), set model.weights: pickle"
     )
 
 
 def read_shard(path: Path) -> Shard:
-    """The header of a safetensors file. Raises HarnessError for one that is missing, damaged or cut short."""
+    """Reads the header of a safetensors file. Raises HarnessError for a missing, damaged or truncated file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -185,32 +184,32 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _digest(config: Mapping[str, Any], shards: list[Shard]) -> str:
-    """A cheap content hash: the configuration and every shard's name, size and header, never the tensors."""
-    known = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    """A cheap content hash: the configuration and each shard's name, size and header, without the tensors."""
+    fields = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for shard in shards:
         digest.update(f"{shard.name}:{shard.size}:".encode() + shard.header)
     return digest.hexdigest()[:16]
 
 
 def shape_of(folder: Path) -> ModelShape:
-    """The shape of any architecture with attention that transformers knows, by its configuration.
+    """The shape of a model folder by its configuration, for any attention architecture that transformers supports.
 
-    Raises HarnessError for any other.
+    Raises HarnessError for any other architecture.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if (layers := getattr(config.get_text_config(), "num_hidden_layers", None) or 0) > _MOST_LAYERS:
+        if (layers := getattr(config.get_text_config(), "num_hidden_layers", None) or 0) > _MAX_LAYERS:
             raise ValueError(f"{layers} layers are more than any model has")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         return _shape(config, model)
-    except Exception as exc:  # a configuration is a program, and fails in its own words
+    except Exception as exc:  # configuration classes run code and raise anything
         raise HarnessError(
-            f"{folder / 'config.json'}: transformers builds no causal model of attention layers of it: "
+            f"{folder / 'config.json'}: transformers builds no causal model with attention layers from it: "
             f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
         ) from exc
 
@@ -218,9 +217,10 @@ def shape_of(folder: Path) -> ModelShape:
 def _shape(config: Any, model: Any) -> ModelShape:
     text = config.get_text_config()
     layers = text.num_hidden_layers
-    chosen = getattr(text, "num_experts_per_tok", None) or 1  # of a stack of experts' matrices a token meets so many
+    active_experts = getattr(text, "num_experts_per_tok", None) or 1
     layered = [p for name, p in model.named_parameters() if _LAYER.match(name)]
-    idle = sum(p.numel() - p.numel() // len(p) * chosen for p in layered if p.ndim == 3)
+    # a parameter of three dimensions stacks the experts' matrices
+    idle = sum(p.numel() - p.numel() // len(p) * active_experts for p in layered if p.ndim == 3)
     matrices = sum(p.numel() for p in layered if p.ndim in (2, 3)) - idle
     ffn = next((v for k in ("intermediate_size", "ffn_dim", "n_inter", "n_inner") if (v := getattr(text, k, None))), 0)
     return ModelShape(
@@ -232,18 +232,18 @@ def _shape(config: Any, model: Any) -> ModelShape:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab=text.vocab_size,
-        max_context=getattr(text, "max_position_embeddings", None) or _NO_LIMIT,
+        max_context=getattr(text, "max_position_embeddings", None) or _UNLIMITED_CONTEXT,
         params_per_layer=matrices // layers,
         params_total=sum(p.numel() for p in model.parameters()),
         params_idle=idle,
     )
 
 
-# --------------------------------------------------------------------------- where a folder comes from
+# --------------------------------------------------------------------------- the sources of a folder
 
 
 def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
-    """A folder of safetensors of `model`: its own, or one in `cache`."""
+    """A folder with the model's safetensors: the user's folder, or one in `cache`."""
     if model.weights == "dummy":
         return _dummy(model, cache, on_progress)
     path = packaged.gguf_in(model.id) if model.id.startswith(packaged.PREFIX) else Path(model.id).expanduser()
@@ -262,7 +262,7 @@ def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
 
 
 def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
-    """The folder of a seeded random checkpoint, built once however many ask for it at the same time."""
+    """The folder of a seeded random checkpoint, built once even by concurrent processes."""
     config = shapes.config_kwargs(model.id)
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     recipe = json.dumps([config, dummy_weights.SEED, dummy_weights.RECIPE], sort_keys=True)

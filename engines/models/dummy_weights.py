@@ -1,8 +1,8 @@
-"""Writes a random checkpoint of a published shape, one tensor at a time, so that 350 GB need no 350 GB of memory.
+"""Writes a random checkpoint of a published shape tensor by tensor, in about 200 MB of memory for any size.
 
-The values are the same on every machine: integer noise from a PCG64 stream, scaled and rounded once.
-One block of noise is tiled over all tensors, each starting at its own offset; the block's length is prime,
-so no two rows of a matrix are equal (equal embeddings would tie in the greedy choice of a token).
+The values are the same on every machine: integer noise from a PCG64 stream, scaled and rounded once. One block of noise
+is tiled over all tensors, each from an offset that depends on its name. The block's length is prime, so no two rows of
+a matrix are equal (equal embeddings would tie in greedy decoding).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SEED = 0
-#: Part of a dummy folder's name: raise it when the same id, dtype and seed no longer give the same bytes.
+#: Part of the folder's name: raise it when the same id, dtype and seed give different bytes.
 RECIPE = 1
 SHARD_BYTES = 1 << 30
 SAFETENSORS_DTYPE: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _BLOCK = 16777213  # the largest prime below 2**24
-_STD = 0.02  # initialisation of both families (Zhang et al. 2022, section 2.2)
+_STD = 0.02  # initialisation of OPT (Zhang et al. 2022, section 2.2), also used for LLaMA
 _RESIDUAL = ("out_proj.weight", "fc2.weight", "o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint to be written."""
+    """A tensor of the checkpoint to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checkpoint before it is written: its tensors in file order, sharded, and the configuration files."""
+    """The layout of a checkpoint: its tensors in file order, sharded, and the texts of its configuration files."""
 
     dtype: str
     shards: tuple[tuple[Tensor, ...], ...]
@@ -61,7 +61,7 @@ class Plan:
 
 
 def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_BYTES) -> Plan:
-    """Lays out a checkpoint of this configuration; tensors are what transformers' own model would save."""
+    """Lays out a checkpoint with the tensors that transformers' model of this configuration would save."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
-    # named_parameters gives a tied tensor once, as a checkpoint holds it
+    # named_parameters yields a tied tensor once, as a checkpoint holds it
     tensors = [Tensor(name, tuple(p.shape)) for name, p in model.named_parameters()]
     return Plan(
         dtype=dtype,
@@ -82,9 +82,9 @@ def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_
 
 
 def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int], None]) -> None:
-    """Writes `plan` into the existing empty `folder`.
+    """Writes `plan` into the empty `folder`.
 
-    `on_progress` gets bytes written and bytes in all. Holds about 200 MB. Raises OSError as the disk does.
+    `on_progress` gets (bytes written, total bytes). Holds about 200 MB. Raises OSError as the disk does.
     """
     noise = _Noise(plan, seed)
     done, weight_map = 0, {}
@@ -108,7 +108,7 @@ def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int],
 
 
 class _Noise:
-    """Streams the bytes of any tensor from two blocks of noise: plain, and scaled for residual outputs."""
+    """Yields the bytes of any tensor from two blocks of noise: plain, and scaled for residual outputs."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
         self._dtype = plan.dtype
@@ -136,23 +136,23 @@ class _Noise:
 
 
 def _integer_noise(seed: int) -> npt.NDArray[np.float32]:
-    """Near-normal noise of unit variance: sums of four 16-bit integers, so every machine gets the same bits."""
+    """Near-normal noise of unit variance: sums of four 16-bit integers, the same bits on every machine."""
     import numpy as np
 
     stream = np.random.PCG64(seed)
     noise = np.zeros(_BLOCK, dtype=np.float32)
-    for first in range(0, _BLOCK, 1 << 20):  # in parts, to hold few 64-bit words at a time
-        part = noise[first : first + (1 << 20)]
-        words = stream.random_raw(len(part))
+    for first in range(0, _BLOCK, 1 << 20):  # in chunks, to limit the 64-bit words in memory
+        chunk = noise[first : first + (1 << 20)]
+        words = stream.random_raw(len(chunk))
         for shift in (0, 16, 32, 48):
-            part += ((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.float32)  # exact: below 2**24
+            chunk += ((words >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.float32)  # exact: below 2**24
     noise -= np.float32(2 * 65535)
     noise /= np.float32(math.sqrt(4 * (65536**2 - 1) / 12))
     return noise
 
 
 def _encode(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Values as stored: little-endian float32 or float16, or the upper half of a float32, rounded to even."""
+    """Values as stored: little-endian float32 or float16, or bfloat16 bits as uint16, rounded to even."""
     if dtype == "float16":
         return values.astype("<f2")
     full = values.astype("<f4")
@@ -164,7 +164,7 @@ def _encode(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _shards(tensors: list[Tensor], limit: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors in order, at most `limit` elements a shard unless one tensor alone is larger."""
+    """Splits tensors in order into shards of at most `limit` elements; a larger tensor gets a shard of its own."""
     shard: list[Tensor] = []
     for tensor in tensors:
         if shard and sum(t.numel for t in shard) + tensor.numel > limit:

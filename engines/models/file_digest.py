@@ -1,4 +1,4 @@
-"""What a file holds, as a hash that is remembered, so that a checkpoint is read for it once."""
+"""Hashes files and caches the digests, so that a checkpoint is read for them once."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-_PIECE = 4 << 20
+_CHUNK_BYTES = 4 << 20
 
 
 def digest(file: Path, cache: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """SHA-256 of a file, remembered in `cache` for as long as its inode, size and time of change stay.
+    """SHA-256 of a file (64 hex digits), cached in `cache` while its inode, size and modification time stay the same.
 
-    `on_bytes` is told of what has been read, piece by piece, or at once of what is known.
+    `on_bytes` gets the size of each chunk read, or the file's size at once for a cached digest.
     """
     memo = cache / "contents.json"
     status = file.stat()
     key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
-    known: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError, TypeError):
-        known = dict(json.loads(memo.read_text()))
-    if key not in known:
-        sha = hashlib.sha256()
-        with file.open("rb", buffering=0) as source:
-            while piece := source.read(_PIECE):
-                sha.update(piece)
-                on_bytes(len(piece))
-                os.posix_fadvise(source.fileno(), 0, source.tell(), os.POSIX_FADV_DONTNEED)
-        known[key] = sha.hexdigest()
-        temporary = memo.with_suffix(f".new-{os.getpid()}")
-        try:
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(known))
-            temporary.replace(memo)
-        except OSError:  # it is only a memo: without it the next run hashes again
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-    else:
+        digests = dict(json.loads(memo.read_text()))
+    if key in digests:
         on_bytes(status.st_size)
-    return known[key]
+        return digests[key]
+    sha = hashlib.sha256()
+    with file.open("rb", buffering=0) as source:
+        while chunk := source.read(_CHUNK_BYTES):
+            sha.update(chunk)
+            on_bytes(len(chunk))
+            os.posix_fadvise(source.fileno(), 0, source.tell(), os.POSIX_FADV_DONTNEED)
+    digests[key] = sha.hexdigest()
+    temporary = memo.with_suffix(f".new-{os.getpid()}")
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(digests))
+        temporary.replace(memo)
+    except OSError:  # without the cached digest the next run only hashes again
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return digests[key]

@@ -1,4 +1,4 @@
-"""A GGUF file made into a folder of safetensors: once, a layer at a time, by transformers' own rules."""
+"""Unpacks a GGUF file into a folder of safetensors: once, layer by layer, by transformers' conversion rules."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from engines.common.folders import QUANTIZED, build_once
-from engines.models import file_digest as content
-from engines.models import shards
+from engines.models import file_digest, shards
 from harness.api import HarnessError, UnsupportedError, first_line
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _LAYER = re.compile(r"blk\.(\d+)\.")
-#: Part of a folder's name: raise it when the same file is unpacked into something else.
+#: Part of the folder's name: raise it when the same file is unpacked differently.
 _RECIPE = 2
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def to_folder(path: Path, dtype: str, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
-    """The checkpoint in a GGUF file, unpacked into `dtype`, with its configuration and tokenizer.
+    """Unpacks the checkpoint of a GGUF file to `dtype`, with its configuration and tokenizer, and returns the folder.
 
-    `auto` is the file's own float type, and bfloat16 for a quantized file (float32 keeps its values exactly, in
-    twice the bytes). At most one layer is in memory, in float32. Raises HarnessError for a file that is damaged or
-    lacks tensors, UnsupportedError for what transformers does not read.
+    `auto` is the file's float type, or bfloat16 for a quantized file (float32 would keep its values exactly, in twice
+    the bytes). Holds at most one layer in memory, in float32. Raises HarnessError for a damaged or incomplete file,
+    UnsupportedError for a file that transformers cannot read.
     """
     refuse_split(path)
     reader = _open(path)
     stored = _float_type(reader) if dtype == "auto" else dtype
     needed = sum(int(t.n_elements) for t in reader.tensors) * getattr(torch, stored).itemsize
-    digest = content.digest(path, cache)[:12]
+    digest = file_digest.digest(path, cache)[:12]
     folder = cache / "models" / f"{path.stem}-{stored}-{digest}-{_RECIPE}"
 
     def write(temporary: Path) -> None:
-        with TemporaryDirectory() as alone:  # transformers would take what lies beside it, of other models too, as its
-            (Path(alone) / path.name).symlink_to(path.resolve())
-            _write(path, alone, reader, getattr(torch, stored), temporary, lambda done: on_progress(done, needed))
+        # transformers would also read the files beside a GGUF file, which may belong to another model
+        with TemporaryDirectory() as isolated:
+            (Path(isolated) / path.name).symlink_to(path.resolve())
+            _write(path, isolated, reader, getattr(torch, stored), temporary, lambda done: on_progress(done, needed))
 
     return build_once(folder, "the weights of a GGUF file", needed, write)
 
 
 def refuse_split(path: Path) -> None:
-    """Raises UnsupportedError for one part of a file that was split."""
+    """Raises UnsupportedError for a part of a split GGUF file."""
     if _SPLIT.search(path.name):
-        raise UnsupportedError(f"{path} is one part of a split GGUF file: merge them (llama-gguf-split --merge)")
+        raise UnsupportedError(f"{path} is a part of a split GGUF file: merge the parts (llama-gguf-split --merge)")
 
 
 def _open(path: Path) -> Any:
@@ -72,13 +72,13 @@ def _open(path: Path) -> Any:
 
 
 def _float_type(reader: Any) -> str:
-    """That of most bytes; the rest is norms."""
+    """The float type of the largest tensor (the others may be norms), or bfloat16 for a quantized one."""
     largest = max(reader.tensors, key=lambda t: int(t.n_bytes))
     return _FLOATS.get(largest.tensor_type.name, "bfloat16")
 
 
 def _quantized_as(reader: Any) -> str:
-    """The type of most bytes, or nothing for a float type."""
+    """The type that holds the most bytes; empty for a float type."""
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
@@ -87,35 +87,36 @@ def _quantized_as(reader: Any) -> str:
 
 
 def _write(
-    path: Path, alone: str, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]
+    path: Path, isolated: str, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]
 ) -> None:
     try:
-        config = AutoConfig.from_pretrained(alone, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(isolated, gguf_file=path.name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        unpack = _Unpacker(path, reader, model)
-    except Exception as exc:  # whatever transformers meets in a file's metadata
+        unpacker = _Unpacker(path, reader, model)
+    except Exception as exc:  # transformers raises anything for metadata that it does not expect
         raise UnsupportedError(
             f"{path}: transformers builds no causal model of this GGUF file: {first_line(exc)}"
         ) from exc
     _refuse_scaled_positions(path, reader, config)
-    shards.write(folder, unpack.layers(dtype), on_bytes)
-    if unpack.missing:
-        raise UnsupportedError(f"{path}: no tensor of this GGUF file was found for {min(unpack.missing)}")
+    shards.write(folder, unpacker.layers(dtype), on_bytes)
+    if unpacker.missing:
+        raise UnsupportedError(f"{path}: this GGUF file has no tensor for {min(unpacker.missing)}")
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     setattr(config, QUANTIZED, _quantized_as(reader))
     config.save_pretrained(folder)
     try:
-        AutoTokenizer.from_pretrained(alone, gguf_file=path.name).save_pretrained(folder)
-    except Exception as exc:  # a tokenizer's parser raises bare ones too
+        AutoTokenizer.from_pretrained(isolated, gguf_file=path.name).save_pretrained(folder)
+    except Exception as exc:  # a tokenizer's parser raises anything, bare Exception included
         raise UnsupportedError(
             f"{path}: transformers cannot read this GGUF file's tokenizer: {first_line(exc)}"
         ) from exc
 
 
 def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
-    """transformers passes over how a GGUF file scales rotary frequencies, and would answer wrongly without a word."""
+    """Raises UnsupportedError for rotary scaling or bases that transformers ignores in GGUF files: its output would be
+    silently wrong."""
     architecture = reader.fields["general.architecture"].contents()
     scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
     scaled = scaling is not None and scaling.contents() != "none" and architecture != "gpt-oss"
@@ -125,17 +126,17 @@ def _refuse_scaled_positions(path: Path, reader: Any, config: Any) -> None:
             "use the model's safetensors"
         )
     base = reader.fields.get(f"{architecture}.rope.freq_base")
-    known = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    bases = [rope.get("rope_theta") for rope in (known, *known.values()) if isinstance(rope, Mapping)]
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    bases = [rope.get("rope_theta") for rope in (parameters, *parameters.values()) if isinstance(rope, Mapping)]
     if base is not None and not any(b is not None and math.isclose(b, base.contents(), rel_tol=1e-6) for b in bases):
         raise UnsupportedError(f"{path}: transformers does not read its rotary base {base.contents()}")
 
 
 class _Unpacker:
-    """The tensors of a GGUF file as `model` has them.
+    """Converts the tensors of a GGUF file to the names and layouts of `model`.
 
-    Names and orders of rows differ between the formats, for each architecture in its way: transformers knows them.
-    `missing`: the shapes of the model's tensors that have not been found yet.
+    Names and row orders differ between the formats by architecture; transformers' tensor processors map them.
+    `missing` maps the model's tensors that have not been unpacked yet to their shapes.
     """
 
     def __init__(self, path: Path, reader: Any, model: Any) -> None:
@@ -151,34 +152,34 @@ class _Unpacker:
         self.missing = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
 
     def layers(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-        """Those of a layer together."""
+        """Yields tensors by name, layer by layer. Raises HarnessError for a shape that the model does not have."""
         for _, tensors in groupby(self._tensors, key=_layer):
-            found = {name: values.to(dtype) for name, values in self._layer(tensors).items() if name in self.missing}
-            for name, values in found.items():
+            layer = {name: values.to(dtype) for name, values in self._layer(tensors).items() if name in self.missing}
+            for name, values in layer.items():
                 if tuple(values.shape) != (shape := self.missing.pop(name)):
                     raise HarnessError(
                         f"{self._path}: {name} has shape {list(values.shape)}, the model needs {list(shape)}"
                     )
-            if found:
-                yield found
+            if layer:
+                yield layer
 
     def _layer(self, tensors: Iterable[Any]) -> dict[str, torch.Tensor]:
-        layer: dict[str, torch.Tensor] = {}  # a processor that merges experts puts them here itself
+        layer: dict[str, torch.Tensor] = {}  # a processor that merges experts adds them here itself
         for tensor in tensors:
             try:
-                done = self._processor.process(
+                processed = self._processor.process(
                     weights=self._dequantize(tensor.data, tensor.tensor_type),
                     name=tensor.name,
                     tensor_key_mapping=self._names,
                     parsed_parameters={"tensors": layer},
                 )
-            except Exception as exc:  # types that gguf cannot unpack, tensors that transformers does not expect
+            except Exception as exc:  # a type that gguf cannot unpack, or a tensor that transformers does not expect
                 raise UnsupportedError(f"{self._path}: {tensor.name} cannot be unpacked: {first_line(exc)}") from exc
-            if done.name in self._names:
-                layer[self._names[done.name]] = torch.from_numpy(done.weights.copy())
+            if processed.name in self._names:
+                layer[self._names[processed.name]] = torch.from_numpy(processed.weights.copy())
         return layer
 
 
 def _layer(tensor: Any) -> int:
-    found = _LAYER.match(tensor.name)
-    return int(found[1]) if found else -1
+    match = _LAYER.match(tensor.name)
+    return int(match[1]) if match else -1

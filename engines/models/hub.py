@@ -1,4 +1,4 @@
-"""What the hub holds of a model, downloaded into the cache: any failure is one line with what to do instead."""
+"""Downloads a model from the hub into the cache; reports any failure in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from harness.api import DiskFullError, HarnessError, ModelSpec, first_line
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-#: What a model has beside its weights.
-ABOUT = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
+#: Files of a model beside its weights: configuration, tokenizer, chat templates.
+METADATA = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
 
 
 def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
-    """The folder of a repository's configuration, tokenizer, and files that match `weights`. Raises HarnessError."""
+    """Downloads a repository's metadata and the files that match `weights`; returns the folder. Raises HarnessError."""
     if not _is_id(model.id):
         raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
     from huggingface_hub import snapshot_download
 
-    patterns = [weights, *ABOUT]
-    return _downloaded(
+    patterns = [weights, *METADATA]
+    return _download(
         model,
         cache,
         lambda: snapshot_download(model.id, revision=model.revision, cache_dir=cache / "hub", allow_patterns=patterns),
@@ -29,13 +29,13 @@ def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
 
 
 def file(model: ModelSpec, cache: Path) -> Path:
-    """One file of a repository, where the id is `owner/name/file`. Raises HarnessError."""
+    """Downloads one file of a repository, for an id `owner/name/file`. Raises HarnessError."""
     repository, _, name = model.id.rpartition("/")
     if "/" not in repository or not _is_id(repository):
         raise HarnessError(f"model {model.id!r} is neither an existing file nor a file on the hub (owner/name/file)")
     from huggingface_hub import hf_hub_download
 
-    return _downloaded(
+    return _download(
         model, cache, lambda: hf_hub_download(repository, name, revision=model.revision, cache_dir=cache / "hub")
     )
 
@@ -44,7 +44,7 @@ def _is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and ".." not in name
 
 
-def _downloaded(model: ModelSpec, cache: Path, download: Callable[[], str]) -> Path:
+def _download(model: ModelSpec, cache: Path, download: Callable[[], str]) -> Path:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -62,7 +62,7 @@ def _downloaded(model: ModelSpec, cache: Path, download: Callable[[], str]) -> P
         raise HarnessError(f"model {model.id} has no revision {model.revision!r} on the hub") from None
     except RepositoryNotFoundError:
         raise HarnessError(f"model {model.id} is unknown to the hub (or private); {instead}") from None
-    except Exception as exc:  # the hub client lets its transport's own errors through: name them, never a traceback
+    except Exception as exc:  # the hub client passes on its transport's errors: report them without a traceback
         if isinstance(exc, EntryNotFoundError) and not isinstance(exc, LocalEntryNotFoundError):
             raise HarnessError(f"model {model.id}: its repository on the hub holds no such file") from None
         if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:

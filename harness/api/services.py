@@ -185,7 +185,7 @@ OpenModel = Callable[[Mapping[str, Any]], LmEvalModel]
 class LmEval(Protocol):
     """lm-eval's command line with our engines among its models."""
 
-    def run(self, words: Sequence[str]) -> int:
+    def run(self, arguments: Sequence[str]) -> int:
         """Runs it; returns its exit code."""
         ...
 
@@ -193,6 +193,6 @@ class LmEval(Protocol):
         """Writes task files that read the folder `data`."""
         ...
 
-    def register(self, names: Sequence[str], opening: Callable[[str], OpenModel], kept: Path) -> None:
+    def register(self, names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
         """Makes engines known by their names; answers are kept in the folder `kept`."""
         ...

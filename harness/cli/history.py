@@ -108,16 +108,16 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
             continue
         few = f"too few commits to tell (at least {FEWEST} are needed)"
         none = few if len(series.points) < FEWEST else "no change"
-        words = ", ".join(f"{short(c.commit)} {c.word} ({c.ratio:.3f})" for c in points)
+        words = ", ".join(f"{short(c.commit)} {c.direction} ({c.ratio:.3f})" for c in points)
         title = f"{series.cell}: {words or none} over {plural(len(series.points), 'commit')}"
         click.echo(plain_text(title, trend_table(series, points), ()))
 
 
 def _open(url: str, make: bool = False) -> History:
     """Opens the store; `make` creates a file that does not exist."""
-    from reports.optional import needed
+    from reports.optional import optional_packages
 
-    with needed("the history"):
+    with optional_packages("the history"):
         from reports.history import open_history
     return open_history(url, make)
 

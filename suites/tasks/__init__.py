@@ -1,4 +1,4 @@
-"""Accuracy tasks by name: prompts from data, and what answers are worth."""
+"""The registry of accuracy tasks by name."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from harness.api.task import Task
 from suites.helm_bridge import HelmRun
 from suites.tasks import helm, wikitext, wrangling
 
-#: Before the name of a task of lm-eval's.
+#: The prefix of a task of lm-eval.
 LM_EVAL = "lm_eval:"
-#: Before an entry of HELM's own command line.
+#: The prefix of a run entry of HELM's command line.
 HELM_RUN = "helm_run:"
 _TASKS: dict[str, Task] = {task.name: task for task in (*wrangling.TASKS, *helm.TASKS, wikitext.WikiText())}
 
 
 def names() -> list[str]:
-    """All tasks there are."""
+    """The names of all native tasks."""
     return list(_TASKS)
 
 
 def known(name: str) -> bool:
-    """Whether a suite may name it: of lm-eval's tasks and HELM's entries only they know which there are."""
+    """Whether a suite may use this name; accepts any lm-eval task and HELM entry, which only their packages know."""
     return name in _TASKS or (name.startswith((LM_EVAL, HELM_RUN)) and name not in (LM_EVAL, HELM_RUN))
 
 
 def task(name: str) -> Task:
-    """A task by its name; `lm_eval:NAME` is any of lm-eval's, `helm_run:ENTRY` any run spec of crfm-helm's.
+    """The task of a name: a native task, `lm_eval:NAME` of lm-eval, or `helm_run:ENTRY` of crfm-helm.
 
-    Raises HarnessError for one that there is not.
+    Raises HarnessError for an unknown task.
     """
     if name.startswith(HELM_RUN):
         return HelmRun(name.removeprefix(HELM_RUN))
@@ -43,7 +43,7 @@ def task(name: str) -> Task:
 
 
 def _of_lm_eval(name: str) -> Task:
-    """Imported only where it is asked for: it takes seconds. Raises HarnessError where it is not installed."""
+    """Imports lm-eval on demand, which takes seconds. Raises HarnessError where it is not installed."""
     try:
         from suites.lm_eval_bridge import LmEvalTask
     except ModuleNotFoundError as exc:

@@ -1,7 +1,7 @@
-"""Scenarios of HELM as native tasks: prompts equal to those of its in-context adapter, and its metrics.
+"""HELM scenarios as native tasks, with the prompts of HELM's in-context adapter and its metrics.
 
 Source: crfm-helm 0.2.1 (Liang et al. 2022), as FlexGen ran it (Sheng et al. 2023, table 9): a few hundred instances of
-the validation and test splits, chosen by numpy's generator of seed 0; worked examples chosen anew for each trial.
+the validation and test splits, drawn by numpy's generator with seed 0; each trial draws new worked examples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from suites.tasks.prompts import Example, Material, PromptTask
 
 @dataclass(frozen=True)
 class Instance:
-    """One question as it is shown, what is shown as its answer, and the text that tells classes of answers apart."""
+    """A question and its answer as the prompt shows them, and the label of the answer's class."""
 
     question: str
     answer: str
@@ -31,20 +31,20 @@ class Instance:
     answers: tuple[str, ...] = ()
 
     @property
-    def right(self) -> tuple[str, ...]:
-        """All answers that count."""
+    def golds(self) -> tuple[str, ...]:
+        """All accepted answers."""
         return self.answers or (self.answer,)
 
 
-#: Instances for worked examples, and those to be asked.
+#: (Instances for worked examples, instances to evaluate).
 Splits = tuple[Sequence[Instance], Sequence[Instance]]
 
 
 @dataclass(frozen=True)
 class Helm(PromptTask):
-    """One scenario. `read` makes its instances from files, `fetch` from the hub.
+    """A scenario. `read` makes its instances from files, `fetch` from the hub.
 
-    `asked`: how many instances are; None for all of them, in their order. `before_answer`: what stands between a
+    `num_instances`: how many instances are evaluated; None for all, in order. `before_answer`: the text between a
     question and its answer.
     """
 
@@ -55,7 +55,7 @@ class Helm(PromptTask):
     max_tokens: int
     metrics: tuple[str, ...]
     instructions: str = ""
-    asked: int | None = None
+    num_instances: int | None = None
     stop: tuple[str, ...] = ("\n",)
     temperature: float = 0.0
     trials: int = 3
@@ -65,67 +65,67 @@ class Helm(PromptTask):
 
     @property
     def protocol(self) -> str:
-        """Shots, trials and which instances."""
+        """HELM's version, shots, trials and instances."""
         return f"crfm-helm 0.2.1: {self.shots} shots, {self.trials} trials, validation and test together{self.note}"
 
     def material(self, folder: Path | None) -> Material:
-        """The same questions in each trial, after other worked examples."""
+        """The same questions in each trial, with other worked examples."""
         if folder is None:
             if self.fetch is None:
-                raise HarnessError(f"task {self.name}: its data are on no hub; name a folder of them by --data-dir")
+                raise HarnessError(f"task {self.name}: its data is not on the hub; name its folder with --data-dir")
             return Material(self._examples(self.fetch()))
         if self.read is None:
-            raise HarnessError(f"task {self.name}: no files of it are known; leave out --data-dir to ask the hub")
+            raise HarnessError(f"task {self.name}: it reads no files; leave out --data-dir to use the hub")
         data = Data(folder)
         examples = self._examples(self.read(data))
         return Material(examples, data.digests)
 
-    def worth(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
-        """Means of HELM's metrics over questions, of each over its trials: asked again it is no other question."""
+    def evaluate(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
+        """Means of HELM's metrics over questions; the trials of a question are averaged first."""
         keys = [example.key for example in examples]
         return by_name(self.metrics, [example.answers for example in examples], answers, keys)
 
     def _examples(self, splits: Splits) -> list[Example]:
         train, pool = splits
-        chosen = [pool[i] for i in _drawn(len(pool), self.asked)]
-        found = []
+        instances = [pool[i] for i in _drawn(len(pool), self.num_instances)]
+        examples = []
         for trial in range(self.trials):
             worked = [f"{w.question}{self.before_answer}{w.answer}\n\n" for w in sampled(train, self.shots, trial)]
-            # with the last of the worked examples left out first
-            fewer = ["".join(worked[:count]) for count in range(len(worked), -1, -1)]
-            for key, one in enumerate(chosen):
-                prompt, *shorter = (self.instructions + shown + one.question for shown in fewer)
-                found.append(Example(prompt, one.right, tuple(shorter), key))
-        return found
+            # shorter prompts drop worked examples from the last one on
+            prefixes = ["".join(worked[:count]) for count in range(len(worked), -1, -1)]
+            for key, instance in enumerate(instances):
+                prompt, *shorter = (self.instructions + prefix + instance.question for prefix in prefixes)
+                examples.append(Example(prompt, instance.golds, tuple(shorter), key))
+        return examples
 
 
 def sampled(train: Sequence[Instance], count: int, seed: int) -> list[Instance]:
-    """Worked examples, of every class in turn, the most frequent classes first.
+    """Draws worked examples from each class in turn, the most frequent classes first.
 
     Source: InContextLearningAdapter.sample_examples.
     """
     rng = random.Random(seed)
     by_label: dict[str, list[Instance]] = {}
-    for one in train:
-        by_label.setdefault(one.label, []).append(one)
+    for instance in train:
+        by_label.setdefault(instance.label, []).append(instance)
     by_count: dict[int, list[str]] = {}
-    for label, some in sorted(by_label.items()):
-        by_count.setdefault(len(some), []).append(label)
+    for label, instances in sorted(by_label.items()):
+        by_count.setdefault(len(instances), []).append(label)
     order: list[str] = []
     for size in sorted(by_count, reverse=True):
         rng.shuffle(by_count[size])
         order += by_count[size]
-    found: list[Instance] = []
+    drawn: list[Instance] = []
     for label in itertools.cycle(order):
-        if len(found) == min(count, len(train)):
+        if len(drawn) == min(count, len(train)):
             break
-        if some := by_label[label]:
-            found.append(some.pop(rng.randrange(len(some))))
-    return found
+        if instances := by_label[label]:
+            drawn.append(instances.pop(rng.randrange(len(instances))))
+    return drawn
 
 
 def _drawn(population: int, count: int | None) -> list[int]:
-    """Which of so many are asked: all where they are few, in their order; else as numpy's generator draws them."""
+    """Indices of the instances to evaluate: all in order if at most `count`, else as numpy's generator draws them."""
     if count is None or population <= count:
         return list(range(population))
     return [int(i) for i in np.random.RandomState(0).choice(population, count, replace=False)]
@@ -134,27 +134,27 @@ def _drawn(population: int, count: int | None) -> list[int]:
 # ------------------------------------------------------------------------------------------------- scenarios
 
 _LETTERS = "ABCD"
-#: Articles that are asked of: as many as HELM's sample has.
+#: Articles to summarise, as many as in HELM's sample.
 _SUMMARIES = 518
-#: Words of an article that are shown, and words of one that may be a worked example: as in its SummarizationScenario.
+#: Words of an article in a prompt, and the word range of a worked example, as in HELM's SummarizationScenario.
 _ARTICLE, _WORKED = 512, (50, 150)
 
 
 def _choice(question: str, choices: Sequence[str], letter: str) -> Instance:
-    shown = "".join(f"\n{mark}. {text}" for mark, text in zip(_LETTERS, choices, strict=True))
-    return Instance(f"Question: {question}{shown}\nAnswer:", letter, choices[_LETTERS.index(letter)])
+    options = "".join(f"\n{mark}. {text}" for mark, text in zip(_LETTERS, choices, strict=True))
+    return Instance(f"Question: {question}{options}\nAnswer:", letter, choices[_LETTERS.index(letter)])
 
 
 def _mmlu(subject: str) -> Helm:
     def read(data: Data) -> Splits:
         def split(name: str) -> list[Instance]:
             file = f"mmlu/{subject}_{name}.csv"
-            found = []
+            instances = []
             for question, *choices, letter in data.bare_rows(file, 6):
                 if letter not in tuple(_LETTERS):
-                    raise HarnessError(f"{file}: the answer {letter!r} is no letter of A to D")
-                found.append(_choice(question, choices, letter))
-            return found
+                    raise HarnessError(f"{file}: the answer {letter!r} is not a letter from A to D")
+                instances.append(_choice(question, choices, letter))
+            return instances
 
         return split("dev"), [*split("val"), *split("test")]
 
@@ -167,7 +167,7 @@ def _mmlu(subject: str) -> Helm:
 
     words = subject.replace("_", " ")
     return Helm(
-        f"helm_mmlu_{subject}", read, fetch, 5, 1, ("exact_match",), asked=100, stop=(),
+        f"helm_mmlu_{subject}", read, fetch, 5, 1, ("exact_match",), num_instances=100, stop=(),
         instructions=f"The following are multiple choice questions (with answers) about {words}.\n\n",
         note="; 100 questions, without augmentation",
     )  # fmt: skip
@@ -180,7 +180,7 @@ def _reasoning(
     def read(data: Data) -> Splits:
         def split(name: str) -> list[Instance]:
             lines = data.objects(f"helm_synthetic_reasoning_{kind}/{name}.jsonl", ("input", "output"))
-            return [Instance(shape(one["input"]), one["output"], one["output"]) for one in lines]
+            return [Instance(shape(line["input"]), line["output"], line["output"]) for line in lines]
 
         return split("train"), [*split("valid"), *split("test")]
 
@@ -188,12 +188,13 @@ def _reasoning(
         path, name = config.split(":")
 
         def split(part: str) -> list[Instance]:
-            return [Instance(shape(row["input"]), row["target"], row["target"]) for row in from_hub(path, name, part)]
+            rows = from_hub(path, name, part)
+            return [Instance(shape(row["input"]), row["target"], row["target"]) for row in rows]
 
         return split("train"), [*split("validation"), *split("test")]
 
     return Helm(
-        f"helm_synthetic_reasoning_{kind}", read, fetch, shots, max_tokens, metrics, asked=515,
+        f"helm_synthetic_reasoning_{kind}", read, fetch, shots, max_tokens, metrics, num_instances=515,
         instructions="Please solve the following problem.\n\n", before_answer=before_answer,
     )  # fmt: skip
 
@@ -204,13 +205,13 @@ def _summaries(name: str) -> Helm:
         question = f"###\nArticle: {words}\n\nSummarize the above article in 1 sentence."
         return Instance(question, summary, summary)
 
-    def split(train: Sequence[tuple[str, str]], asked: Sequence[tuple[str, str]]) -> Splits:
+    def split(train: Sequence[tuple[str, str]], test: Sequence[tuple[str, str]]) -> Splits:
         worked = [pair for pair in train if _WORKED[0] <= len(pair[0].split()) <= _WORKED[1]]
-        return [shape(*pair) for pair in worked], [shape(*pair) for pair in asked]
+        return [shape(*pair) for pair in worked], [shape(*pair) for pair in test]
 
     def read(data: Data) -> Splits:
         lines = data.objects("xsum_sample/dev.jsonl", ("dialogue", "summary"))
-        pairs = [(one["dialogue"], one["summary"]) for one in lines]
+        pairs = [(line["dialogue"], line["summary"]) for line in lines]
         return split(pairs[_SUMMARIES:], pairs[:_SUMMARIES])
 
     def fetch() -> Splits:
@@ -220,19 +221,19 @@ def _summaries(name: str) -> Helm:
         )
         return split(train, test)
 
-    return Helm(name, read, fetch, 5, 64, ("rouge_2",), asked=_SUMMARIES, stop=("###",), temperature=0.3, trials=1,
-                before_answer="\n",
-                note="; a stand-in for HELM's sample of XSum, worked examples of the rest of it")  # fmt: skip
+    return Helm(name, read, fetch, 5, 64, ("rouge_2",), num_instances=_SUMMARIES, stop=("###",), temperature=0.3,
+                trials=1, before_answer="\n",
+                note="; a substitute for HELM's sample of XSum, with worked examples from its rest")  # fmt: skip
 
 
 def _wikifact(subject: str) -> Helm:
     def fetch() -> Splits:
         def split(part: str) -> list[Instance]:
-            found = []
+            instances = []
             for row in from_hub("lighteval/wikifact", subject, part):
-                right = tuple(str(one) for one in row["references"])
-                found.append(Instance(row["question"], right[0], right[0], right))
-            return found
+                golds = tuple(map(str, row["references"]))
+                instances.append(Instance(row["question"], golds[0], golds[0], golds))
+            return instances
 
         return split("train"), split("test")
 

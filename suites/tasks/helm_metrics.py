@@ -1,4 +1,4 @@
-"""HELM's metrics of a text against the right one: each a number from 0 to 1.
+"""HELM's metrics of an answer against the gold text, each a number from 0 to 1.
 
 Source: crfm-helm 0.2.1, benchmark/metrics/basic_metrics.py.
 """
@@ -23,23 +23,24 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def by_name(
-    names: Sequence[str], right: Sequence[Sequence[str]], given: Sequence[Sequence[str]], keys: Sequence[int]
+    names: Sequence[str], golds: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], keys: Sequence[int]
 ) -> Judged:
-    """Means of metrics of answers against the right texts, with standard errors over questions by their `keys`.
+    """Means of metrics, with standard errors over questions, which `keys` identify.
 
-    A metric `name@k` is the best of k answers to a question, a plain one the first answer's.
+    `golds` and `answers` hold the accepted texts and the answers of each example. A metric `name@k` takes the best of k
+    answers, a plain one the first answer.
     """
-    pairs = [(golds, [text.strip() for text in texts]) for golds, texts in zip(right, given, strict=True)]
-    found = judged({name: _by_key(keys, [_best(name, *pair) for pair in pairs]) for name in names})
-    return replace(found, examples=len(set(keys)))
+    pairs = [(texts, [a.strip() for a in given]) for texts, given in zip(golds, answers, strict=True)]
+    figures = judged({name: _mean_by_key(keys, [_best(name, *pair) for pair in pairs]) for name in names})
+    return replace(figures, examples=len(set(keys)))
 
 
-def _by_key(keys: Sequence[int], values: Sequence[float]) -> list[float]:
+def _mean_by_key(keys: Sequence[int], values: Sequence[float]) -> list[float]:
     """The mean of each key's values."""
-    found: dict[int, list[float]] = {}
+    by_key: dict[int, list[float]] = {}
     for key, value in zip(keys, values, strict=True):
-        found.setdefault(key, []).append(value)
-    return [fmean(some) for some in found.values()]
+        by_key.setdefault(key, []).append(value)
+    return [fmean(key_values) for key_values in by_key.values()]
 
 
 def _best(name: str, golds: Sequence[str], answers: Sequence[str]) -> float:
@@ -48,7 +49,7 @@ def _best(name: str, golds: Sequence[str], answers: Sequence[str]) -> float:
 
 
 def normalized(text: str) -> str:
-    """In lower case, without punctuation and articles, with single spaces."""
+    """`text` in lower case, without punctuation and articles, with single spaces."""
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
@@ -70,7 +71,7 @@ def quasi_prefix_exact_match(gold: str, answer: str) -> float:
 
 
 def f1_score(gold: str, answer: str) -> float:
-    """Of the sets of words."""
+    """F1 of the sets of words."""
     return _f1(set(normalized(gold).split()), set(normalized(answer).split()))
 
 
@@ -79,7 +80,7 @@ def exact_set_match(gold: str, answer: str) -> float:
 
 
 def iou_set_match(gold: str, answer: str) -> float:
-    """What both name over what either names; of nothing only nothing is right."""
+    """Intersection over union of the named sets; for the gold text "Nothing." only that answer counts."""
     if gold == _NOTHING:
         return float(_line(answer) == _NOTHING)
     return len(_set(gold) & _set(_line(answer))) / len(_set(gold) | _set(_line(answer)))
@@ -92,7 +93,7 @@ def f1_set_match(gold: str, answer: str) -> float:
 
 
 def rouge_2(gold: str, answer: str) -> float:
-    """F1 of pairs of neighbouring words, of their stems. Raises HarnessError where rouge-score is not installed."""
+    """ROUGE-2: F1 of stemmed bigrams. Raises HarnessError where rouge-score is not installed."""
     return float(_rouge().score(gold, answer)["rouge2"].fmeasure)
 
 
@@ -117,12 +118,12 @@ def _line(text: str) -> str:
 
 
 def _set(text: str) -> set[str]:
-    """What a sentence such as `X is a and b.` says of its subject."""
+    """The set {a, b} of a sentence such as `X is a and b.`"""
     if text == _NOTHING:
         return set()
     return set(text.replace(".", "").split(" is ")[-1].split(" and "))
 
 
-def _f1(wanted: set[str], given: set[str]) -> float:
-    said = len(wanted) + len(given)
-    return 2 * len(wanted & given) / said if said else 0.0
+def _f1(gold: set[str], answer: set[str]) -> float:
+    total = len(gold) + len(answer)
+    return 2 * len(gold & answer) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""Tasks of prompts: examples become requests that fit a model's context, and a model's texts are judged."""
+"""The base of generation tasks: turns examples into requests that fit a model's context, and evaluates the texts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from harness.api.task import Answers, Circumstances, Judged, Questions, Report, Tokens
-from suites.seeds import own_seed
+from suites.seeds import request_seed
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its right answers, any of which counts. `shorter`: with fewer and fewer worked examples, for where
-    it is too long; `key`: which question it asks, where several ask the same one."""
+    """A prompt and its correct answers. `shorter`: the prompt with ever fewer worked examples, where it is too long.
+    `key`: identifies the question where several prompts ask it."""
 
     prompt: str
     answers: tuple[str, ...]
@@ -25,16 +25,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Material:
-    """The examples of a task, and the SHA-256 of each file that they were made from, by name."""
+    """The examples of a task, and the SHA-256 of each source file by name."""
 
     examples: Sequence[Example]
     files: Mapping[str, str] = field(default_factory=dict)
 
 
 class PromptTask(ABC):
-    """A task whose examples are prompts that a model goes on from.
+    """A task whose examples are prompts to complete.
 
-    `max_tokens`, `stop` and `temperature` say how the model answers, `outputs` how often.
+    `max_tokens`, `stop` and `temperature` are the sampling parameters, `outputs` the number of answers to a prompt.
     """
 
     name: str
@@ -45,21 +45,21 @@ class PromptTask(ABC):
 
     @abstractmethod
     def material(self, folder: Path | None) -> Material:
-        """All examples, in their order: from files under `folder`, else from the Hugging Face hub.
+        """All examples in order, from files under `folder` or else from the Hugging Face hub.
 
-        Raises HarnessError for what is missing or broken.
+        Raises HarnessError for missing or damaged data.
         """
 
     @abstractmethod
-    def worth(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
-        """What answers to examples, `outputs` to each, are worth."""
+    def evaluate(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
+        """The figures of the answers, `outputs` to each example."""
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
-        """See harness.api.task.Task. A prompt that is too long loses worked examples, then its beginning."""
+        """See harness.api.task.Task. A prompt that is too long loses worked examples first, then its beginning."""
         room = given.context - self.max_tokens
         if room < 1:
             raise HarnessError(f"task {self.name}: the model's context of {given.context} tokens leaves no room for a "
-                               f"prompt beside {self.max_tokens} new ones")  # fmt: skip
+                               f"prompt beside {self.max_tokens} new tokens")  # fmt: skip
         material = self.material(given.folder)
         examples = material.examples[: given.count]
         prompts: list[GenerationRequest] = []
@@ -69,7 +69,7 @@ class PromptTask(ABC):
             ids, lost = _fitting(example, given.tokens, room)
             shortened += lost > 0
             truncated += len(ids) > room
-            # as lm-eval does: the question is at the end
+            # as in lm-eval, keep the end of the prompt, where the question is
             prompts += [self._request(given.seed, i, k, ids[-room:]) for k in range(self.outputs)]
         return Questions(tuple(prompts), (), len(examples), shortened, truncated, material.files)
 
@@ -77,21 +77,21 @@ class PromptTask(ABC):
         """See harness.api.task.Task."""
         examples = self.material(given.folder).examples[: given.count]
         texts = [self._cut(text) for text in answers.texts]
-        return self.worth(examples, [texts[i : i + self.outputs] for i in range(0, len(texts), self.outputs)])
+        return self.evaluate(examples, [texts[i : i + self.outputs] for i in range(0, len(texts), self.outputs)])
 
     def _request(self, seed: int, example: int, answer: int, ids: tuple[int, ...]) -> GenerationRequest:
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop,
-                                  seed=own_seed(seed, example, answer))  # fmt: skip
+                                  seed=request_seed(seed, example, answer))  # fmt: skip
         return GenerationRequest(f"e{example:06d}.{answer}", ids, sampling)
 
     def _cut(self, text: str) -> str:
-        """An answer up to the first stop string: engines give the tokens that complete it."""
-        at = SamplingParams(stop=self.stop).stop_at(text)
-        return text if at is None else text[:at]
+        """An answer up to its first stop string: engines return the tokens that complete a stop string."""
+        end = SamplingParams(stop=self.stop).stop_at(text)
+        return text if end is None else text[:end]
 
 
 def _fitting(example: Example, tokens: Tokens, room: int) -> tuple[tuple[int, ...], int]:
-    """The longest form of a prompt that has room, else the shortest there is; and how many worked examples it lost."""
+    """Token ids of the longest form of a prompt that fits, or else of the shortest, and the worked examples it lost."""
     ids, lost = tokens.encode(example.prompt), 0
     while len(ids) > room and lost < len(example.shorter):
         ids, lost = tokens.encode(example.shorter[lost]), lost + 1

@@ -96,7 +96,7 @@ def test_a_tokenizer_of_another_model_is_said(cli, folder):
     tokenizer.add_tokens(["new1", "new2"])
     tokenizer.save_pretrained(other)
     done, rows = run(cli, other, {"prompt": "w5", "max_tokens": 2}, {"prompt": "w5 new2"})
-    assert f"the tokenizer knows {VOCAB + 2} tokens, the model {VOCAB}" in done.stderr
+    assert f"the tokenizer has {VOCAB + 2} tokens, the model {VOCAB}" in done.stderr
     assert rows[1]["error"] is None
     assert f"token id {VOCAB + 1} is outside the vocabulary of {VOCAB}" in rows[2]["error"]["message"]
 

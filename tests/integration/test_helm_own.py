@@ -27,9 +27,9 @@ def test_helm_asks_and_judges_through_our_client(smollm2, tmp_path, entry, metri
     tokens = Text(smollm2)
     given = Circumstances(tokens, 2048, COUNT, model=Path(smollm2.path), cache=tmp_path)
     one = task(f"helm_run:{entry}")
-    asked = one.questions(given, lambda done, total: None)
-    assert len(asked.prompts) == asked.examples == COUNT
-    for request in asked.prompts:
+    questions = one.questions(given, lambda done, total: None)
+    assert len(questions.prompts) == questions.examples == COUNT
+    for request in questions.prompts:
         text = tokens.decode(request.prompt)
         assert text.startswith("Please solve the following problem.\n")
         assert request.sampling.max_tokens == max_tokens

@@ -164,7 +164,7 @@ def test_figures_of_a_chart_unfold(browser: Any, report: Path) -> None:
     opened = Opened(browser, report)
     panel = opened.page.locator("figure.panel", has_text="Generation throughput").first
     assert not panel.locator("table").is_visible()
-    panel.get_by_text("The figures of this chart").click()
+    panel.get_by_text("Figures of this chart").click()
     assert panel.locator("table").is_visible()
     opened.clean()
 

@@ -39,7 +39,7 @@ def test_a_task_is_asked_and_judged(cli, data):
     }
     assert str(data) not in json.dumps(record)
     page = (cli.out / "report.html").read_text()
-    assert "What the answers are worth" in page
+    assert "Accuracy of the answers" in page
     assert "task di_buy" in page
 
 
@@ -93,4 +93,4 @@ def test_a_folder_of_data_that_is_not_there(cli):
     assert "--data-dir nowhere: no such folder" in done.stderr
     done = cli("run", suite(cli), "--out", "out")
     assert done.returncode == 1
-    assert "on no hub; name the folder that has them by --data-dir" in done.stderr
+    assert "not on the hub; name the folder that has them with --data-dir" in done.stderr

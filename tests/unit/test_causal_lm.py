@@ -1,8 +1,8 @@
-"""What all engines on transformers' models share."""
+"""The base class of engines on transformers models hands the vocabulary projection contiguous rows."""
 
 import torch
 
-from engines.adapters.causal_lm import _project_rows
+from engines.adapters.causal_lm import _make_projection_inputs_contiguous
 
 
 class _Model(torch.nn.Module):
@@ -16,9 +16,9 @@ class _Model(torch.nn.Module):
         return self.head
 
 
-def test_the_projection_takes_rows_in_one_piece() -> None:
+def test_the_projection_gets_contiguous_rows() -> None:
     model, seen = _Model(), []
-    _project_rows(model)
+    _make_projection_inputs_contiguous(model)
     model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))
     hidden = torch.randn(3, 5, 4)
     last = hidden[:, -1:, :]
@@ -27,5 +27,5 @@ def test_the_projection_takes_rows_in_one_piece() -> None:
     assert seen == [True]
 
 
-def test_models_without_one_are_left_alone() -> None:
-    _project_rows(torch.nn.ReLU())
+def test_a_model_without_a_projection_is_unchanged() -> None:
+    _make_projection_inputs_contiguous(torch.nn.ReLU())

@@ -147,7 +147,7 @@ def test_experts_of_a_gguf_file_are_put_together(tmp_path):
 
 def test_a_gguf_file_that_lacks_a_tensor_is_refused_and_leaves_nothing(llama, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama", leave_out=("blk.1.ffn_up.weight",))
-    with pytest.raises(UnsupportedError, match=r"no tensor .* for model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(UnsupportedError, match=r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
         checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache")
     assert not [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()]
 
@@ -261,7 +261,7 @@ def test_a_pickle_that_is_more_or_less_than_tensors_is_refused(pickled, tmp_path
     else:
         torch.save([torch.ones(1)] if content == "no table" else {"model": {"x": torch.ones(1)}}, file)
     with pytest.raises(
-        HarnessError, match=r"pytorch_model\.bin (is damaged, or holds more|is no plain table)"
+        HarnessError, match=r"pytorch_model\.bin (is damaged, or holds more|is not a plain state dict)"
     ) as caught:
         checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache")
     assert "\n" not in str(caught.value)

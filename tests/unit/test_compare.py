@@ -67,7 +67,7 @@ def test_a_difference_below_three_percent_is_none() -> None:
     (found,) = compared(repeats(cell(), exact), repeats(cell(), slower(0.98, exact))).cells
     assert found.p is not None and found.p < 0.002
     assert found.verdict == "no change" and found.threshold == 0.03
-    assert found.reason.startswith("2.0% slower, less than the 3.0% that counts")
+    assert found.reason.startswith("2.0% slower, below the threshold of 3.0%")
 
 
 def test_noise_raises_what_counts() -> None:
@@ -189,14 +189,14 @@ def test_another_machine_is_not_comparable_and_says_in_what() -> None:
     other = PROVENANCE | {"machine": PROVENANCE["machine"] | {"cpu": "AMD EPYC"}}
     kind, reason = verdict(BASE, repeats(cell(), SPEEDS, provenance=other))
     assert kind == "not comparable"
-    assert reason == "another environment: machine.cpu Intel(R) Xeon(R) Platinum 8481C is AMD EPYC"
+    assert reason == "another environment: machine.cpu was Intel(R) Xeon(R) Platinum 8481C, is AMD EPYC"
     mixed = [*BASE[:6], replace(BASE[6], provenance=other)]
-    assert "machine.cpu AMD EPYC or Intel" in verdict(mixed, BASE)[1]
+    assert "machine.cpu was AMD EPYC or Intel" in verdict(mixed, BASE)[1]
 
 
 def test_other_packages_are_not_comparable_unless_they_are_what_is_compared() -> None:
     head = repeats(cell(), slower(0.9), provenance=PROVENANCE | {"packages": {"torch": "2.9.0"}})
-    assert "packages.torch 2.8.0 is 2.9.0" in verdict(BASE, head)[1]
+    assert "packages.torch was 2.8.0, is 2.9.0" in verdict(BASE, head)[1]
     assert verdict(BASE, head, allow=["packages.torch"])[0] == "regression"
     assert verdict(BASE, head, allow=["packages"])[0] == "regression"
     assert verdict(BASE, head, allow=["pack"])[0] == "not comparable"
@@ -211,7 +211,7 @@ def test_a_changed_cell_of_the_same_name_says_what_changed() -> None:
     head = repeats(cell(policy=OffloadPolicy(gpu_batch_size=16)), SPEEDS)
     assert verdict(BASE, head) == (
         "not comparable",
-        "another cell of the same name: policy.gpu_batch_size 1 is 16",
+        "another cell of the same name: policy.gpu_batch_size was 1, is 16",
     )
 
 
@@ -237,14 +237,14 @@ def test_times_count_the_other_way_round() -> None:
     assert found.ratio == pytest.approx(0.8)  # as speed
     assert found.head is not None and found.base is not None and found.head > found.base  # as it was recorded
     with pytest.raises(
-        HarnessError, match="no speed or time named 'padding_tokens' here; there are throughput, decode_"
+        HarnessError, match="no speed or time is named 'padding_tokens'; the records have throughput, decode_"
     ):
         compared(BASE, BASE, metric="padding_tokens")
 
 
 def test_answers_that_differ_are_told() -> None:
     (found,) = compared(BASE, repeats(cell(), SPEEDS, digests=("a", "b", "x", "d"))).cells
-    assert found.remarks == ("7 of 28 answers are none of the base's",)
+    assert found.remarks == ("7 of 28 answers differ from the base's",)
 
 
 def test_a_loss_of_accuracy_is_a_regression() -> None:
@@ -255,7 +255,7 @@ def test_a_loss_of_accuracy_is_a_regression() -> None:
         for v in (right, worse)
     )
     kind, reason = verdict(repeats(cell(), SPEEDS, accuracy=old), repeats(cell(), SPEEDS, accuracy=new))
-    assert kind == "regression" and reason.startswith("less accurate: acc 1 is 0.")
+    assert kind == "regression" and reason.startswith("less accurate: acc 1 in the base, 0.")
     assert verdict(repeats(cell(), SPEEDS, accuracy=new), repeats(cell(), SPEEDS, accuracy=new))[0] == "no change"
 
 
@@ -385,5 +385,5 @@ def test_nine_of_ten_slowdowns_by_ten_percent_are_seen(cells: int) -> None:
 def test_settings_of_the_environment_must_be_the_same() -> None:
     head = repeats(cell(), SPEEDS, provenance=PROVENANCE | {"settings": {"OMP_NUM_THREADS": "1"}})
     base = repeats(cell(), SPEEDS, provenance=PROVENANCE | {"settings": {"OMP_NUM_THREADS": "2"}})
-    assert "settings.OMP_NUM_THREADS 2 is 1" in verdict(base, head)[1]
-    assert "settings.OMP_NUM_THREADS unknown is 1" in verdict(BASE, head)[1]
+    assert "settings.OMP_NUM_THREADS was 2, is 1" in verdict(base, head)[1]
+    assert "settings.OMP_NUM_THREADS was unknown, is 1" in verdict(BASE, head)[1]

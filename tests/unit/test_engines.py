@@ -88,7 +88,7 @@ def engine(model, tmp_path):
 
 @pytest.fixture
 def padding_engine(model, tmp_path):
-    """lm-eval's own model."""
+    """lm-eval's transformers model."""
     pytest.importorskip("lm_eval", reason="needs lm-eval")
     from engines.adapters.lm_eval_hf import LmEvalHfEngine
 
@@ -254,10 +254,10 @@ def test_scores_equal_a_float64_reference(engine, reference) -> None:
     for (context, continuation), score in zip(pairs, engine.score(pairs), strict=True):
         full = torch.tensor([(*(context or (prefix,)), *continuation)])
         with torch.no_grad():
-            logs = double(full[:, :-1]).logits.log_softmax(-1)[0, -len(continuation) :]
-        wanted = sum(logs[i, token].item() for i, token in enumerate(continuation))
-        assert score.logprob == pytest.approx(wanted, abs=1e-4)
-        assert score.is_greedy == (logs.argmax(-1).tolist() == list(continuation))
+            log_probs = double(full[:, :-1]).logits.log_softmax(-1)[0, -len(continuation) :]
+        expected = sum(log_probs[i, token].item() for i, token in enumerate(continuation))
+        assert score.logprob == pytest.approx(expected, abs=1e-4)
+        assert score.is_greedy == (log_probs.argmax(-1).tolist() == list(continuation))
 
 
 def test_lm_evals_own_model_scores_the_same_and_counts_its_padding(padding_engine, engine) -> None:
@@ -354,18 +354,18 @@ def test_accelerate_reports_where_the_weights_are(model, tmp_path) -> None:
 
 
 def test_accelerate_gives_weights_what_a_device_has_left(model, tmp_path, monkeypatch):
-    """Refused before loading where not even the passing tensor has room; else what it asks Accelerate for."""
-    monkeypatch.setattr("engines.adapters.accelerate.cuda", lambda limits: limits.device_memory)
-    asked = {}
+    """The engine refuses a budget without room for the largest tensor, and otherwise passes the rest as max_memory."""
+    monkeypatch.setattr("engines.adapters.accelerate.device_budget", lambda limits: limits.device_memory)
+    passed = {}
 
-    def loaded(*args, **placement):
-        asked.update(placement)
+    def load_module(*args, **placement):
+        passed.update(placement)
         return from_checkpoint(*args)
 
-    monkeypatch.setattr("engines.adapters.accelerate.from_checkpoint", loaded)
+    monkeypatch.setattr("engines.adapters.accelerate.from_checkpoint", load_module)
     limits = {"device_memory": 1 << 30, "host_memory": 1 << 30}
     load(AccelerateEngine(), model, tmp_path, limits=limits, gpu_batch_size=3)
-    shares = asked["max_memory"]
+    shares = passed["max_memory"]
     assert 0 < shares[0] < (1 << 30) - SLACK_BYTES
     assert 0 < shares["cpu"] < (1 << 30) - SLACK_BYTES
     with pytest.raises(InfeasibleError, match=r"accelerate needs \d+ MiB of device memory for 3 x"):

@@ -25,8 +25,9 @@ assert os.environ["PYTHONHASHSEED"] == "0"
 if words["-m"] == "13":
     sys.exit("Traceback\\nConnectionError: no route to the data")
 job = json.loads(pathlib.Path(os.environ["HARNESS_HELM_JOB"]).read_text())
-asked = dict(prompt="ab", max_tokens=4, temperature=0.5, num_completions=2, stop_sequences=["#"], top_p=1, random=None)
-pathlib.Path(job["asked"]).write_text(json.dumps(asked) + "\\n")
+request = dict(prompt="ab", max_tokens=4, temperature=0.5, num_completions=2, stop_sequences=["#"], top_p=1,
+               random=None)
+pathlib.Path(job["recording"]).write_text(json.dumps(request) + "\\n")
 right = float(bool(job["answers"]) and job["answers"] == ["x", "y"])
 def instance(split, value, perturbation=None):
     stats = [dict(name=dict(name="exact_match", split=split), mean=value),
@@ -68,9 +69,9 @@ def helm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> None:
     assert known(f"helm_run:{ENTRY}")
     one = task(f"helm_run:{ENTRY}")
-    asked = one.questions(given(helm), lambda done, total: None)
-    assert (asked.examples, asked.truncated) == (1, 0)
-    first, second = asked.prompts
+    questions = one.questions(given(helm), lambda done, total: None)
+    assert (questions.examples, questions.truncated) == (1, 0)
+    first, second = questions.prompts
     assert first.prompt == second.prompt == (97, 98)
     assert (first.sampling.max_tokens, first.sampling.temperature, first.sampling.stop) == (4, 0.5, ("#",))
     assert first.sampling.seed != second.sampling.seed
@@ -78,17 +79,17 @@ def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> 
     assert right.examples == 1
     assert right.figures == {"exact_match": 1.0, "exact_match_stderr": 0.0}
     assert one.judge(given(helm), Answers(texts=["x", "z"])).outcomes == {"exact_match": (0.0,)}
-    with pytest.raises(HarnessError, match="other questions"):
+    with pytest.raises(HarnessError, match="sent different requests"):
         one.judge(given(helm), Answers(texts=["x"]))
     assert "0.5.16" in one.protocol
     assert (helm / "helm" / "scenarios").is_dir()
 
 
 def test_what_is_too_long_loses_its_beginning_and_is_counted(helm: Path) -> None:
-    asked = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
-    assert asked.truncated == 1
-    assert asked.prompts[0].prompt == (98,)
-    with pytest.raises(HarnessError, match="asks for 4 new tokens, more than the model's context"):
+    questions = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
+    assert questions.truncated == 1
+    assert questions.prompts[0].prompt == (98,)
+    with pytest.raises(HarnessError, match="needs 4 new tokens, which leave no room for a prompt"):
         task(f"helm_run:{ENTRY}").questions(given(helm, context=4), lambda done, total: None)
 
 
@@ -100,5 +101,5 @@ def test_what_helm_cannot_do_is_told_in_its_last_line(helm: Path, monkeypatch: p
     with pytest.raises(HarnessError, match=r"/nowhere/python does not run.*README"):
         one.questions(given(helm), lambda done, total: None)
     monkeypatch.delenv("HARNESS_HELM_PYTHON")
-    with pytest.raises(HarnessError, match=r"crfm-helm is not here.*HARNESS_HELM_PYTHON"):
+    with pytest.raises(HarnessError, match=r"crfm-helm is not installed here.*HARNESS_HELM_PYTHON"):
         one.questions(given(helm), lambda done, total: None)

@@ -12,7 +12,7 @@ pytest.importorskip("lm_eval", reason="needs lm-eval")
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score
 from harness.api.task import Pair
-from suites.lm_eval_models import Kept, _class_of
+from suites.lm_eval_models import AnswerCache, _model_class
 
 
 class Ready:
@@ -35,7 +35,7 @@ class Ready:
 
 
 def model(ready: Ready, folder: Path) -> Any:
-    return _class_of(lambda settings: ready, folder).create_from_arg_obj({"pretrained": "a b", "memory": "1GiB"})
+    return _model_class(lambda settings: ready, folder).create_from_arg_obj({"pretrained": "a b", "memory": "1GiB"})
 
 
 PAIRS: list[Pair] = [((1, 2), (3,)), ((1,), (2, 3)), ((1, 2), (3,))]
@@ -75,7 +75,7 @@ def test_a_killed_runs_half_line_costs_only_itself(tmp_path: Path) -> None:
 def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xff")
     with pytest.raises(HarnessError, match=r"a\.jsonl: answers of an earlier run cannot be read.*remove the file"):
-        Kept(tmp_path / "a.jsonl")
+        AnswerCache(tmp_path / "a.jsonl")
     (tmp_path / "file").touch()
     with pytest.raises(HarnessError, match="cannot be written"):
         model(Ready(), tmp_path / "file").scores(PAIRS)

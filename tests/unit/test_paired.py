@@ -29,18 +29,18 @@ def test_equal_answers_differ_by_nothing():
     found = paired([1.0, 0.0, 1.0], [1.0, 0.0, 1.0])
     assert (found.difference, found.low, found.high, found.p) == (0, 0, 0, 1)
     assert not found.significant
-    assert paired([0.5, 0.7], [0.5, 0.7]).seen == 0
+    assert paired([0.5, 0.7], [0.5, 0.7]).detectable == 0
 
 
 def test_a_loss_that_mcnemars_test_could_not_see_is_not_said_to_be_seen():
     """Six answers that turned wrong are the fewest that it sees; eight must be expected for that to be likely."""
     assert mcnemar(0, 5) > 0.05 > mcnemar(0, 6)
     found = paired([1.0] * 100, [1.0] * 99 + [0.0])
-    assert found.seen == pytest.approx(0.079)
+    assert found.detectable == pytest.approx(0.079)
     rng = random.Random(4)
-    flips = [sum(rng.random() < found.seen for _ in range(100)) for _ in range(2000)]
+    flips = [sum(rng.random() < found.detectable for _ in range(100)) for _ in range(2000)]
     assert sum(mcnemar(0, n) < 0.05 for n in flips) / 2000 == pytest.approx(0.8, abs=0.05)
-    assert paired([1.0] * 4, [1.0] * 4).seen == 1.0
+    assert paired([1.0] * 4, [1.0] * 4).detectable == 1.0
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.2])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.api import Accuracy, Forecast, HarnessError, ModelSpec, OffloadPolicy, RequestTrace, WorkloadSpec
-from reports.ablation import ablation_panel, steps
+from reports.ablation import ablation_panel, ablations
 from reports.accuracy import accuracy_panel
 from reports.build import build
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
@@ -120,7 +120,7 @@ def test_an_ablation_is_of_cells_that_differ_in_one_thing() -> None:
         *repeats(cell("both", "offload", policy=replace(full, overlap=False, weight_bits=16)), (0.5, 0.6)),
         *repeats(cell("other", "accelerate"), (0.4, 0.5)),
     ]
-    found = steps(summary_rows(records))
+    found = ablations(summary_rows(records))
     assert found is not None
     base, changes = found
     assert base.name == "full"
@@ -129,7 +129,7 @@ def test_an_ablation_is_of_cells_that_differ_in_one_thing() -> None:
         ("exact", "weight_bits 4 to 16, kv_bits 4 to 16"),
     ]
     panel = ablation_panel(summary_rows(records))
-    assert [(d["from"], d["kind"]) for d in values(panel)] == [(0.0, "all of it"), (3.05, "loses"), (3.05, "loses")]
+    assert [(d["from"], d["kind"]) for d in values(panel)] == [(0.0, "base cell"), (3.05, "loses"), (3.05, "loses")]
     assert ablation_panel(summary_rows(records[:4])) is None  # one change is no ablation
 
 
@@ -158,7 +158,7 @@ def test_published_figures_stand_beside_ours(tmp_path: Path) -> None:
     (run / "suite.yaml").write_text("name: x\nreproduces: flexgen_throughput_t4\n")
     assert read_runs([run]).reproduces == {"flexgen_throughput_t4"}
     build([run])
-    assert "Published beside ours" in (run / "report.html").read_text()
+    assert "Published results and ours" in (run / "report.html").read_text()
     assert published_table(ROWS, {"flexgen_throughput_t4"}) is None  # another model
 
 
@@ -187,7 +187,7 @@ def test_mixed_machines_are_told(tmp_path: Path) -> None:
     first = record(cell())
     other = {**first.provenance, "machine": {**first.provenance["machine"], "cpu": "another"}}
     build([write(tmp_path, [first, record(cell("b", seed=1), provenance=other)])])
-    assert "These records are of 2 machines" in (tmp_path / "report.md").read_text()
+    assert "These records come from 2 machines" in (tmp_path / "report.md").read_text()
 
 
 def test_without_the_charts_package_the_page_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_without_the_charts_package_the_page_is_complete(tmp_path: Path, monkeyp
     monkeypatch.setattr("reports.vega.version", missing)
     build([write(tmp_path, demo())])
     assert (tmp_path / "report.html").stat().st_size < 300_000
-    assert "The figures of this chart" in (tmp_path / "report.html").read_text()
+    assert "Figures of this chart" in (tmp_path / "report.html").read_text()
 
 
 def test_the_charts_code_is_made_once_and_kept(tmp_path: Path) -> None:

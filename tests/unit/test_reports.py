@@ -154,14 +154,14 @@ def test_what_each_resource_allows_is_the_median_over_repeats() -> None:
 
 def test_headline() -> None:
     assert headline(summary_rows(demo())) == (
-        "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the best of another engine, and at 77.5 % of "
+        "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the fastest of another engine, and at 77.5 % of "
         "the roofline (disk): 3.10 tok/s within the limit."
     )
     close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
-    assert "b, the next" in headline(summary_rows(close))
-    assert "(1 is possible: not told apart)" in headline(summary_rows(close))
+    assert "b, the next fastest cell" in headline(summary_rows(close))
+    assert "(not significant: the interval includes 1)" in headline(summary_rows(close))
     assert "too few launches for an interval" in headline(summary_rows([record(cell("a")), record(cell("b", seed=1))]))
-    assert headline(summary_rows([failed(cell(), "error", "x")])) == "The cell gave no result."
+    assert headline(summary_rows([failed(cell(), "error", "x")])) == "The cell has no result."
 
 
 def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:

@@ -64,11 +64,11 @@ def test_prompts_are_those_that_were_given_byte_for_byte(name: str) -> None:
 def test_right_answers_are_worth_all_and_wrong_ones_nothing(name: str) -> None:
     one = task(name)
     examples = one.material(DATA).examples[:300]
-    right = one.worth(examples, [(f" {e.answers[0]}",) for e in examples])
+    right = one.evaluate(examples, [(f" {e.answers[0]}",) for e in examples])
     first = next(iter(right.outcomes))
     if one.stop == ("\n",):
         assert right.figures[first] == 1
-    wrong = one.worth(examples, [("zzz",)] * len(examples))
+    wrong = one.evaluate(examples, [("zzz",)] * len(examples))
     assert wrong.figures[first] == 0
     questions = {e.key for e in examples} - {-1}  # one that is asked in three trials is one question
     assert len(right.outcomes[first]) == (right.examples if questions else len(examples))
@@ -127,12 +127,12 @@ def test_a_question_that_is_asked_again_is_no_other_question() -> None:
 def test_what_is_neither_right_nor_a_choice_is_wrong() -> None:
     one = task("helm_mmlu_abstract_algebra")
     examples = one.material(DATA).examples[:20]
-    assert one.worth(examples, [("the",)] * 20).figures["exact_match"] == 0
+    assert one.evaluate(examples, [("the",)] * 20).figures["exact_match"] == 0
 
 
 @pytest.mark.parametrize(
     ("table", "what"),
-    [("Answer,BC", "'BC' is no letter"), ("Answer,", "'' is no letter")],
+    [("Answer,BC", "'BC' is not a letter"), ("Answer,", "'' is not a letter")],
 )
 def test_answers_of_multiple_choice_are_one_letter(tmp_path: Path, table: str, what: str) -> None:
     (tmp_path / "mmlu").mkdir()
@@ -179,13 +179,13 @@ def test_a_broken_table_is_told_with_its_line(tmp_path: Path, table: str, words:
 
 def test_files_that_are_not_there_not_text_or_not_json(tmp_path: Path) -> None:
     data = Data(tmp_path)
-    with pytest.raises(HarnessError, match=r"a\.txt is not there: name the folder of the data by --data-dir"):
+    with pytest.raises(HarnessError, match=r"a\.txt does not exist: name the data folder with --data-dir"):
         data.text("a.txt")
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with pytest.raises(HarnessError, match=r"not UTF-8 \(byte 2\)"):
         data.text("a.txt")
     (tmp_path / "a.jsonl").write_text('{"input": "x", "output": "y"}\n{"input": 1}\n')
-    with pytest.raises(HarnessError, match=r"a\.jsonl:2: expected an object with texts for input, output"):
+    with pytest.raises(HarnessError, match=r"a\.jsonl:2: expected an object with strings for input, output"):
         data.objects("a.jsonl", ("input", "output"))
     (tmp_path / "a.json").write_text("[" * 100_000)
     with pytest.raises(HarnessError, match="not JSON"):
@@ -198,7 +198,7 @@ def test_files_that_are_not_there_not_text_or_not_json(tmp_path: Path) -> None:
 def test_tasks_without_data_say_where_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HarnessError, match=r"em_beer.*--data-dir"):
         task("em_beer").material(None)
-    with pytest.raises(HarnessError, match="no files of it are known"):
+    with pytest.raises(HarnessError, match="it reads no files"):
         task("helm_wikifact_plaintiff").material(Path())
     with pytest.raises(HarnessError, match="did you mean 'em_beer'"):
         task("em_bear")
@@ -223,7 +223,7 @@ def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPat
     assert len(examples) == 3 * 6
     assert examples[0].prompt.endswith("\n\nq0 is by")
     assert examples[0].answers == ("p0", "x")
-    assert one.worth(examples[:1], [("no", "x", "", "", "")]).figures == {
+    assert one.evaluate(examples[:1], [("no", "x", "", "", "")]).figures == {
         "quasi_exact_match": 0, "quasi_exact_match_stderr": 0, "quasi_exact_match@5": 1, "quasi_exact_match@5_stderr": 0
     }  # fmt: skip
 
@@ -231,7 +231,7 @@ def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPat
         raise ConnectionError("no route")
 
     hub.load_dataset = refuse
-    with pytest.raises(HarnessError, match=r"lighteval/wikifact cannot be had: no route; reach the hub"):
+    with pytest.raises(HarnessError, match=r"lighteval/wikifact cannot be loaded: no route; connect to the hub"):
         one.material(None)
 
 

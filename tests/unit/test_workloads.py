@@ -38,10 +38,10 @@ def test_requests_have_the_lengths_of_the_lines_within_the_limits(tmp_path: Path
     ("header", "lines", "words"),
     [
         (HEADER, "", "has no lines below its header"),
-        (HEADER, "a,5,3\nb,five,3\n", "trace.csv:3: expected whole numbers"),
-        (HEADER, "a,5\n", "trace.csv:2: expected whole numbers"),
+        (HEADER, "a,5,3\nb,five,3\n", "trace.csv:3: expected integers"),
+        (HEADER, "a,5\n", "trace.csv:2: expected integers"),
         (HEADER, "a,-5,3\n", "trace.csv:2: a number of tokens is negative"),
-        ("when,prompt\n", "1,2\n", "trace.csv:2: expected whole numbers in ContextTokens and GeneratedTokens"),
+        ("when,prompt\n", "1,2\n", "trace.csv:2: expected integers in ContextTokens and GeneratedTokens"),
     ],
 )
 def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, header: str, lines: str, words: str) -> None:
@@ -59,7 +59,7 @@ def test_a_trace_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="cannot be read: No such file"):
         Traced(str(tmp_path / "none.csv"), 10, 10).lengths(3)
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(HarnessError, match="it is no text"):
+    with pytest.raises(HarnessError, match="it is not text"):
         Traced(str(tmp_path / "binary.csv"), 10, 10).lengths(3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engines.common.cuda_device import cuda
+from engines.common.cuda_device import device_budget
 from engines.offload.device.protocol import Accelerator
 from engines.offload.memory.layout import ALIGN
 from harness.api import HardwareLimits, UnsupportedError, first_line
@@ -20,7 +20,7 @@ def opened(limits: HardwareLimits, attention_units: int | None = None) -> Accele
 
     Raises UnsupportedError where there is no CUDA device, or where it cannot be partitioned so.
     """
-    return None if cuda(limits) is None else Cuda(attention_units)
+    return None if device_budget(limits) is None else Cuda(attention_units)
 
 
 def attached() -> tuple[Accelerator, str, int] | None:

@@ -22,7 +22,7 @@ from suites.tasks.measures import judged
 
 #: The interpreter of an environment with crfm-helm.
 PYTHON = "HARNESS_HELM_PYTHON"
-_HINT = f"`make helm` makes its environment; name the interpreter in it by {PYTHON} (see the README)"
+_HINT = f"`make helm` makes its environment; name the interpreter in it by {PYTHON} (docs/guides/accuracy.md)"
 _PLUGIN = "harness_helm_plugin"
 #: HELM wants to be told how many instances at most.
 _ALL = 10**9

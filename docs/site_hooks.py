@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _help(command: click.Command, parent: click.Context | None, name: str) -> str:
     """The output of --help for a command and those below it, a section each."""
-    context = click.Context(command, parent, name, terminal_width=78)
+    context = click.Context(command, parent, name, terminal_width=78, **command.context_settings)
     section = f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n\n"
     below = command.commands if isinstance(command, click.Group) else {}
     return section + "".join(_help(below[key], context, key) for key in sorted(below))

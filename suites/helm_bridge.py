@@ -22,7 +22,7 @@ from suites.tasks.measures import judged
 
 #: The interpreter of an environment with crfm-helm.
 PYTHON = "HARNESS_HELM_PYTHON"
-_HINT = f"`make helm` creates its environment; set {PYTHON} to the interpreter in it (see the README)"
+_HINT = f"`make helm` creates its environment; set {PYTHON} to the interpreter in it (docs/guides/accuracy.md)"
 _PLUGIN = "harness_helm_plugin"
 #: More instances than any scenario has: HELM requires a limit.
 _ALL = 10**9

@@ -11,7 +11,9 @@ from suites.tasks import task
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif("HARNESS_HELM_PYTHON" not in os.environ, reason="needs HARNESS_HELM_PYTHON: see the README"),
+    pytest.mark.skipif(
+        "HARNESS_HELM_PYTHON" not in os.environ, reason="needs HARNESS_HELM_PYTHON (docs/guides/accuracy.md)"
+    ),
 ]
 COUNT = 12
 

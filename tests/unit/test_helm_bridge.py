@@ -98,7 +98,7 @@ def test_what_helm_cannot_do_is_told_in_its_last_line(helm: Path, monkeypatch: p
     with pytest.raises(HarnessError, match="crfm-helm failed: ConnectionError: no route to the data"):
         one.questions(given(helm, count=13), lambda done, total: None)
     monkeypatch.setenv("HARNESS_HELM_PYTHON", "/nowhere/python")
-    with pytest.raises(HarnessError, match=r"/nowhere/python does not run.*README"):
+    with pytest.raises(HarnessError, match=r"/nowhere/python does not run.*accuracy.md"):
         one.questions(given(helm), lambda done, total: None)
     monkeypatch.delenv("HARNESS_HELM_PYTHON")
     with pytest.raises(HarnessError, match=r"crfm-helm is not installed here.*HARNESS_HELM_PYTHON"):

@@ -1,0 +1,79 @@
+"""Every file in examples/ runs: suites and the engine in the slow lane, the readers of records in the fast one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.registry import ENGINES
+from harness.suite.config import load_suite
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SUITES = sorted(EXAMPLES.glob("*.yaml"))
+COMMITTED = EXAMPLES.parent / "docs" / "results" / "cpu_offload-2026-11-23"
+
+
+def test_every_example_has_a_test_and_a_line_in_the_readme():
+    readme = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert files == {path.name for path in SUITES} | {"generate.py", "ratios.py", "read_records.ipynb"}
+    assert all(f"]({name})" in readme for name in files)
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
+def test_suites_are_valid(suite):
+    loaded = load_suite(suite, (), ENGINES)
+    assert loaded.name == suite.stem
+    assert loaded.cells
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
+def test_suites_end_as_they_expect(cli, suite, request):
+    if suite.stem == "accuracy":
+        request.getfixturevalue("gguf_file")
+    done = cli.run(suite, "--set", "repeats=1", "--data-dir", EXAMPLES / "data")
+    assert done.returncode == 0, done.stderr
+    assert {record.status for record in cli.records()} <= {"ok", "infeasible"}
+    assert len(cli.records()) == len(load_suite(suite, (), ENGINES).cells)
+
+
+@pytest.mark.slow
+def test_the_engine_generates_from_python(tmp_path):
+    done = python("generate.py", tmp_path)
+    lines = done.stdout.splitlines()
+    assert "MiB on disk" in lines[0]
+    assert sorted(line.split()[0] for line in lines[1:]) == [f"r{i}" for i in range(8)]
+    assert all(line.split()[1] == "length" and len(line.split()) == 2 + 8 for line in lines[1:])
+
+
+def test_ratios_of_a_committed_run():
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in python("ratios.py", COMMITTED, "accelerate-bfloat16").stdout.splitlines()
+    }
+    assert rows["offload-sweep"] == ["18.06", "15.06", "18.98", "1.59"]
+    assert rows["accelerate-bfloat16"][-1] == "1.00"
+    assert len(rows["twin-airllm"]) == 3, "another model has no ratio"
+
+
+def test_the_notebook_runs(capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES)
+    names: dict[str, object] = {}
+    notebook = json.loads((EXAMPLES / "read_records.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [], "committed without outputs"
+            exec(compile("".join(cell["source"]), "read_records.ipynb", "exec"), names)
+    assert "offload-sweep       32.30 tok/s  (31.92 to 34.60, 3 launches)" in capsys.readouterr().out
+
+
+def python(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, EXAMPLES / name, *map(str, arguments)], cwd=EXAMPLES.parent, capture_output=True, text=True,
+        check=True, env=None,
+    )  # fmt: skip

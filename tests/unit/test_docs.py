@@ -1,0 +1,64 @@
+"""README and the pages: links and anchors lead somewhere, named files exist, and the suites in them are valid."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.registry import ENGINES
+from harness.suite.config import load_suite
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "engines/**/*.md")
+    for path in ROOT.glob(pattern)
+)  # fmt: skip
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+#: Files of the source tree that a page names in code font.
+NAMED = re.compile(
+    r"`((?:\.ci|ci|docs|engines|examples|harness|reports|suites|tests)/[\w./-]+\.(?:py|yaml|yml|sh|json|ipynb))`"
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_named_files_exist(page):
+    text = FENCED.sub("", page.read_text())
+    for image, target in re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if target.startswith(("https://", "http://")):
+            continue
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{target}: no such file"
+        generated = anchor.startswith("harness.api.")  # from docstrings: the strict build of the site checks it
+        assert not anchor or image or generated or anchor in anchors(linked), f"{target}: no such heading"
+    for name in NAMED.findall(text):
+        assert (ROOT / name).exists(), f"{name}: no such file"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guides/suites.md"])
+def test_suites_in_pages_are_valid(name, tmp_path):
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        (tmp_path / "suite.yaml").write_text(block)
+        assert load_suite(tmp_path / "suite.yaml", (), ENGINES).cells
+
+
+def test_navigation_names_every_page():
+    """The site's strict build checks the same; this needs no MkDocs."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    named = set(re.findall(r"[\w/.-]+\.md", str(nav)))
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
+    assert {page for page in there if not re.match(r"results/.+/", page)} <= named

@@ -35,14 +35,14 @@ def calibrate(
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise HarnessError(f"{cache}: {exc.strerror}; give another folder by --cache-dir") from None
-    found = registry.calibrator().measure(cache, cache, quick, report)
-    dtype = found.host.dtype
+    measured = registry.calibrator().measure(cache, cache, quick, report)
+    dtype = measured.host.dtype
     probed = {
         str(k): registry.machine_rates().gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS
     }
-    memory = min(found.host.memory, own_limit() or math.inf)
-    host = dataclasses.replace(found.host, probed={k: max(samples) for k, samples in probed.items()}, memory=memory)
-    profile = dataclasses.replace(found, host=host, host_id=provenance.machine_key())
+    memory = min(measured.host.memory, own_limit() or math.inf)
+    host = dataclasses.replace(measured.host, probed={k: max(samples) for k, samples in probed.items()}, memory=memory)
+    profile = dataclasses.replace(measured, host=host, host_id=provenance.machine_key())
     profile.validate()
     hardware.save(profile, path)
     return profile, path

@@ -124,7 +124,7 @@ def test_eaten_memory_is_touched_and_freed() -> None:
     code = """
 import os
 from pathlib import Path
-from engines.fake import *
+from engines.adapters.fake import *
 from harness.api import *
 
 def resident():

@@ -1,4 +1,4 @@
-"""The modules behind the registry are what its protocols say: nothing else would notice, as they are imported by name."""
+"""The modules behind the registry have what its protocols say: they are imported by name, so no type checker looks."""
 
 import inspect
 

@@ -1,5 +1,5 @@
-# Images of this harness, one target for each environment that engines have (harness images build NAME):
-#   docker build --target offload -t offload-harness/offload .
+# Images of this harness, one for each list of pins in engines/environments (harness images build NAME):
+#   docker build --target worker --build-arg ENVIRONMENT=offload -t offload-harness/offload .
 # BASE_IMAGE is any Debian-like image whose Python is 3.11 or later (it is installed where there is none); for CUDA targets
 # one with the toolkit, where kernels are to be compiled. Wheels in the folder .wheels are found before those of an index:
 # a CPU build of torch, for example.
@@ -50,86 +50,21 @@ CMD ["--help"]
 WORKDIR /results
 USER 1000:1000
 
-# ------------------------------------------------------------------ the targets, offload first: a builder without
-# BuildKit builds whatever stands above the one that is asked for (harness images build leaves that out)
-FROM installer AS offload-packages
-COPY engines/environments/offload.txt .wheels* /pins/
-RUN install-pins offload
-FROM engine AS offload
-COPY --from=offload-packages /opt/engine /opt/engine
+# ------------------------------------------------------------------ the worker's image of any environment
+FROM installer AS packages
+ARG ENVIRONMENT=offload
+COPY engines/environments/${ENVIRONMENT}.txt .wheels* /pins/
+RUN install-pins ${ENVIRONMENT}
+FROM engine AS worker
+COPY --from=packages /opt/engine /opt/engine
 COPY --from=code /code /code
+ARG ENVIRONMENT=offload
 ARG CODE=unknown
-LABEL offload-harness.environment=offload offload-harness.code=$CODE
-
-FROM installer AS harness-packages
-COPY engines/environments/harness.txt .wheels* /pins/
-RUN install-pins harness
-FROM engine AS harness
-COPY --from=harness-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=harness offload-harness.code=$CODE
-
-FROM installer AS accelerate-packages
-COPY engines/environments/accelerate.txt .wheels* /pins/
-RUN install-pins accelerate
-FROM engine AS accelerate
-COPY --from=accelerate-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=accelerate offload-harness.code=$CODE
-
-FROM installer AS deepspeed-packages
-COPY engines/environments/deepspeed.txt .wheels* /pins/
-RUN install-pins deepspeed
-FROM engine AS deepspeed
-COPY --from=deepspeed-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=deepspeed offload-harness.code=$CODE
-
-FROM installer AS flexgen-packages
-COPY engines/environments/flexgen.txt .wheels* /pins/
-RUN install-pins flexgen
-FROM engine AS flexgen
-COPY --from=flexgen-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=flexgen offload-harness.code=$CODE
-
-FROM installer AS llamacpp-packages
-COPY engines/environments/llamacpp.txt .wheels* /pins/
-RUN install-pins llamacpp
-FROM engine AS llamacpp
-COPY --from=llamacpp-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=llamacpp offload-harness.code=$CODE
-
-FROM installer AS airllm-packages
-COPY engines/environments/airllm.txt .wheels* /pins/
-RUN install-pins airllm
-FROM engine AS airllm
-COPY --from=airllm-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=airllm offload-harness.code=$CODE
-
-FROM installer AS vllm-packages
-COPY engines/environments/vllm.txt .wheels* /pins/
-RUN install-pins vllm
-FROM engine AS vllm
-COPY --from=vllm-packages /opt/engine /opt/engine
-COPY --from=code /code /code
-ARG CODE=unknown
-LABEL offload-harness.environment=vllm offload-harness.code=$CODE
+LABEL offload-harness.environment=${ENVIRONMENT} offload-harness.code=$CODE
 
 # HELM asks its questions and judges the answers in an interpreter of its own (HARNESS_HELM_PYTHON): no worker is in it
-FROM installer AS helm-packages
-COPY engines/environments/helm.txt .wheels* /pins/
-RUN install-pins helm
 FROM base AS helm
-COPY --from=helm-packages /opt/engine /opt/engine
+COPY --from=packages /opt/engine /opt/engine
 ARG CODE=unknown
 LABEL offload-harness.environment=helm offload-harness.code=$CODE
 USER 1000:1000

@@ -9,10 +9,10 @@ import functools
 import importlib
 import importlib.resources
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec
 from harness.api.services import (
@@ -36,6 +36,8 @@ from harness.api.task import Task, Text
 from harness.common import plugins
 from harness.common.plugins import Plugin, resolve
 from harness.common.words import nearest
+
+Kind = Literal["engine", "launcher", "task"]
 
 
 @dataclass(frozen=True)
@@ -186,17 +188,16 @@ def engines() -> dict[str, EngineEntry]:
 
 
 def engine_entry(name: str) -> EngineEntry:
-    """Raises HarnessError with the nearest name for an unknown engine, and for a plug-in whose name clashes."""
+    """Raises HarnessError with the nearest name for an unknown engine."""
     entry = engines().get(name)
     if entry is None:
         raise HarnessError(f"unknown engine {name!r}; {nearest(name, engines())}")
-    _require_own_name(plugins.ENGINES, name, ENGINES)
     return entry
 
 
 def make_engine(name: str, options: Mapping[str, Any]) -> Engine:
     """Builds an engine. Raises HarnessError for a missing module, an unknown option, or a plug-in that is no engine."""
-    # the suite's check has refused clashes: a worker of a built-in engine spends no time on plug-ins
+    # a built-in engine comes first: its worker spends no time on a look at plug-ins
     entry = ENGINES.get(name) or engine_entry(name)
     entry.require(f"engine {name}")
     factory = plugins.load(entry.plugin) if entry.plugin else resolve(entry.target)
@@ -268,7 +269,6 @@ def launchers() -> list[str]:
 
 def make_launcher(name: str, cache: Path) -> Launcher:
     """Builds a launcher. Raises HarnessError for one that is unknown, broken, or cannot work on this machine."""
-    _require_own_name(plugins.LAUNCHERS, name, LAUNCHERS)
     plugin = plugins.plugins(plugins.LAUNCHERS).get(name)
     if plugin is None and name not in LAUNCHERS:
         raise HarnessError(f"unknown launcher {name!r}; {nearest(name, launchers())}")
@@ -285,15 +285,13 @@ def task(name: str) -> Task:
     plugin = plugins.plugins(plugins.TASKS).get(name)
     if plugin is None:
         return _tasks().task(name)
-    _require_own_name(plugins.TASKS, name, _tasks().names())
     made = _plugin_object(plugin)
     plugins.require(plugin, made, Task, "Task")
     return cast(Task, made)
 
 
 def is_task(name: str) -> bool:
-    """Whether a suite may name it. Raises HarnessError for a plug-in whose name clashes."""
-    _require_own_name(plugins.TASKS, name, _tasks().names())
+    """Whether a suite may name it."""
     return name in plugins.plugins(plugins.TASKS) or _tasks().known(name)
 
 
@@ -317,10 +315,13 @@ def lengths(spec: WorkloadSpec) -> RequestLengths:
     return cast(Any, workload(spec)).lengths(count) if spec.kind == "trace" else []
 
 
-def _require_own_name(group: str, name: str, built_in: Iterable[str]) -> None:
-    plugin = plugins.plugins(group).get(name)
-    if plugin and (why := plugins.clash(plugin, name in built_in)):
-        raise HarnessError(why)
+def clash(kind: Kind, name: str) -> str:
+    """Why a suite may not use this name although it is known: a plug-in and something else have it. Empty otherwise."""
+    group = {"engine": plugins.ENGINES, "launcher": plugins.LAUNCHERS, "task": plugins.TASKS}[kind]
+    if (plugin := plugins.plugins(group).get(name)) is None:
+        return ""
+    built_in: Collection[str] = {"engine": ENGINES, "launcher": LAUNCHERS}.get(kind) or _tasks().names()
+    return plugins.clash(plugin, name in built_in)
 
 
 def _plugin_object(plugin: Plugin, *arguments: Path) -> object:

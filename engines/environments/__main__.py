@@ -1,7 +1,9 @@
-"""Resolves an environment's pins: `python -m engines.environments NAME > engines/environments/NAME.txt`.
+"""Resolves an environment's pins again: `python -m engines.environments NAME` rewrites engines/environments/NAME.txt.
 
-pip resolves the requirements without installing them. This interpreter needs torch, which DeepSpeed's setup.py imports.
-Versions in constraints.txt apply to all environments but those whose own pins conflict, so that engines share packages.
+The packages are those that the file's first line names after `wanted:`, beside the harness's own dependencies; a new
+environment begins as a file of that line alone. pip resolves them without installing; this interpreter has to have
+torch, which DeepSpeed's set-up asks for its requirements. Versions come from constraints.txt, so that engines share
+them, unless the line pins torch itself.
 """
 
 from __future__ import annotations
@@ -10,44 +12,38 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_TORCH = ("torch", "transformers", "safetensors", "numpy")
+#: Environments that no worker of ours runs in: they have none of the harness's dependencies.
+_STANDALONE = ("helm",)
 
-#: Requirements by environment, beside the harness's own dependencies.
-REQUIREMENTS: Mapping[str, Sequence[str]] = {
-    "harness": ("vl-convert-python", "sqlalchemy", "ruptures"),
-    "offload": (*_TORCH, "accelerate", "greenlet", "gguf", "nvidia-ml-py", "vl-convert-python"),
-    "accelerate": (*_TORCH, "accelerate", "hqq", "lm-eval==0.4.13", "datasets"),
-    "deepspeed": (*_TORCH, "accelerate", "deepspeed==0.19.8", "ninja"),
-    "flexgen": (*_TORCH, "flexgen==0.1.8"),
-    "llamacpp": ("xllamacpp==2026.10.11549", "gguf", "numpy", "safetensors"),
-    "airllm": (*_TORCH, "accelerate", "airllm==4.0.0"),
-    # vLLM needs CUDA: === excludes torch's CPU build, which does not require the CUDA libraries
-    "vllm": ("vllm", "torch===2.13.0", "transformers", "numpy"),
-    "helm": ("torch==2.13.0", "crfm-helm==0.5.16"),
-}
-#: Environments whose own pins conflict with constraints.txt.
-_UNCONSTRAINED = ("vllm", "helm")
+
+def file_of(name: str) -> Path:
+    """The file of an environment's pins."""
+    return Path(__file__).with_name(f"{name}.txt")
+
+
+def wanted(name: str) -> list[str]:
+    """The packages that an environment is for."""
+    return file_of(name).read_text(encoding="utf-8").partition("\n")[0].partition("wanted:")[2].split()
 
 
 def pins(name: str) -> str:
-    """The requirements file of environment `name`. Raises CalledProcessError where pip cannot resolve it."""
-    requirements = [*REQUIREMENTS[name], "setuptools", "wheel"]
-    if name != "helm":  # HELM runs on its own, without a worker of the harness
-        requirements += tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    constraints = [] if name in _UNCONSTRAINED else ["-c", str(_ROOT / "constraints.txt")]
-    options = ["--quiet", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", "-"]
-    command = [sys.executable, "-m", "pip", "install", *options, *constraints, *requirements]
+    """The list for environment `name`, as pip takes it. Raises CalledProcessError where pip resolves none."""
+    packages = [*wanted(name), "setuptools", "wheel"]
+    if name not in _STANDALONE:
+        packages += tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pins_torch = any(package.startswith("torch==") for package in packages)
+    constraints = [] if pins_torch else ["-c", str(_ROOT / "constraints.txt")]
+    how = ["--quiet", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", "-"]
+    command = [sys.executable, "-m", "pip", "install", *how, *constraints, *packages]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    packages = [entry["metadata"] for entry in report["install"]]
-    # without the local version label, so that pip may install an index's CPU build
-    lines = sorted((f"{p['name']}=={p['version'].partition('+')[0]}" for p in packages), key=str.lower)
-    header = f"# python -m engines.environments {name}; requirements: {' '.join(REQUIREMENTS[name])}"
-    return "\n".join([header, *lines]) + "\n"
+    resolved = [entry["metadata"] for entry in report["install"]]
+    # without the local part of a version: a CPU build is taken where an index has one
+    lines = sorted((f"{m['name']}=={m['version'].partition('+')[0]}" for m in resolved), key=str.lower)
+    return f"# python -m engines.environments {name}; wanted: {' '.join(wanted(name))}\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(pins(sys.argv[1]))
+    file_of(sys.argv[1]).write_text(pins(sys.argv[1]), encoding="utf-8")

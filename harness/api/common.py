@@ -1,4 +1,4 @@
-"""Words every contract uses: statuses, dtypes and errors the user can act on."""
+"""Statuses, dtypes and errors that every contract uses."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ _BATCH_POLICY = OffloadPolicy(gpu_batch_size=8)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """In what an engine differs from others: nobody branches on an engine's name."""
+    """What an engine can do and what its records need: the harness never branches on an engine's name."""
 
     phased: bool = True  # a block's prefill and decode do not overlap
     simulated: bool = False  # times come from a model of time, not from a clock
@@ -151,7 +151,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class EngineTrace:
-    """What an engine saw of its own work: sums over all passes, and one pass in steady state in detail."""
+    """An engine's own measurements: sums over all passes, and one pass in steady state in detail."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     events: tuple[TraceEvent, ...] = ()
@@ -182,7 +182,7 @@ class Engine(Protocol):
         ...
 
     def trace(self) -> EngineTrace:
-        """What there is to say of the last `generate`; empty for an engine that keeps nothing."""
+        """Metrics and events of the last `generate`; empty for an engine that keeps none."""
         ...
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def plugins(group: str) -> dict[str, Plugin]:
 
 
 def clash(plugin: Plugin, built_in: bool) -> str:
-    """Why a plug-in's name is not its own, in one line; empty where it is."""
+    """Why a plug-in's name is ambiguous, in one line; empty where it is not."""
     others = [*(["the harness itself"] if built_in else []), *plugin.rivals]
     if not others:
         return ""

@@ -14,17 +14,17 @@ class LocalProfile:
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
-        self._found: HardwareProfile | HarnessError | None = None
+        self._profile: HardwareProfile | HarnessError | None = None
 
     def get(self, measure: Callable[[], None]) -> HardwareProfile:
         """The profile; `measure` leaves one in the cache. Raises HarnessError, the same every time after the first."""
-        if self._found is None:
+        if self._profile is None:
             try:
                 if hardware.is_unknown(self._cache):
                     measure()
-                self._found = hardware.load("local", self._cache)
+                self._profile = hardware.load("local", self._cache)
             except HarnessError as exc:
-                self._found = exc
-        if isinstance(self._found, HarnessError):
-            raise self._found
-        return self._found
+                self._profile = exc
+        if isinstance(self._profile, HarnessError):
+            raise self._profile
+        return self._profile

@@ -1,4 +1,4 @@
-"""What a figure was measured on: hardware, software and code, without names of hosts, people or folders."""
+"""Provenance of a figure: hardware, software and code, without names of hosts, people or folders."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def machine() -> dict[str, Any]:
 
 def machine_key() -> str:
     """Hash of the hardware that decides what fits and how fast: remembered results are good for this machine only."""
-    found = machine()
-    stable = {k: found[k] for k in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
+    known = machine()
+    stable = {k: known[k] for k in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -73,11 +73,11 @@ def gpus() -> list[dict[str, str]]:
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of the installed distributions among `names`."""
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

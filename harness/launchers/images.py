@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Labels of an image: which environment is in it, and a digest of this project's code in it.
 ENVIRONMENT, CODE = "offload-harness.environment", "offload-harness.code"
 _REPOSITORY = "offload-harness"
+#: Environments whose image is not the worker's.
+_OWN_TARGETS = ("helm",)
 #: What an image is built from.
 _CONTEXT = ("Dockerfile", "harness", "engines", "suites", "reports")
 _CODE_SUFFIXES = (".py", ".cpp", ".h", ".yaml", ".csv", ".json", ".txt", ".html", ".css", ".js")
@@ -127,16 +129,18 @@ def build(
         raise HarnessError(f"images are built from a checkout of this project: {root} has no {missing[0]}")
     given = dict(_argument(text) for text in arguments)
     settings = {name: os.environ[name] for name in _PIP if name in os.environ}
+    known = {"ENVIRONMENT": environment, "CODE": code_digest()}
     client = connect()
     with tempfile.TemporaryFile() as context:
-        _pack(root, environment, wheels, context)
+        target = environment if environment in _OWN_TARGETS else "worker"
+        _pack(root, target, wheels, context)
         context.seek(0)
         last, image = "", ""
         with engine_errors(f"image {environment} was not built"):
             lines = client.api.build(
-                fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=environment,
-                tag=name_of(environment), buildargs={"CODE": code_digest()} | settings | given, rm=True, forcerm=True,
-                decode=True, network_mode="host" if host_network else None,
+                fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=target,
+                tag=name_of(environment), buildargs=known | settings | given, rm=True, forcerm=True, decode=True,
+                network_mode="host" if host_network else None,
             )  # fmt: skip
             for line in lines:
                 if "error" in line:
@@ -188,7 +192,7 @@ def _argument(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _pack(root: Path, environment: str, wheels: Path | None, target: Any) -> None:
+def _pack(root: Path, stage: str, wheels: Path | None, target: Any) -> None:
     """The build's context. Times and owners are left out, so that a layer of the same files is the same layer."""
 
     def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -200,7 +204,7 @@ def _pack(root: Path, environment: str, wheels: Path | None, target: Any) -> Non
         return entry
 
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as tar:
-        text = stages_of((root / "Dockerfile").read_text(), environment).encode()
+        text = stages_of((root / "Dockerfile").read_text(), stage).encode()
         entry = tarfile.TarInfo("Dockerfile")
         entry.size = len(text)
         tar.addfile(entry, io.BytesIO(text))

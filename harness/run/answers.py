@@ -1,4 +1,4 @@
-"""Checks an engine's answers: whoever did not do the work gets no figure."""
+"""Checks an engine's answers: an engine that did not do the work gets no figure."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def check(
         if request.id not in answered:
             raise HarnessError(f"check failed: request {request.id} was not answered")
         result = answered[request.id]
-        wanted = request.sampling.max_tokens
+        expected = request.sampling.max_tokens
         problems = {
-            f"{len(result.tokens)} tokens instead of {wanted}": request.sampling.ignore_eos
-            and len(result.tokens) != wanted,
-            f"{len(result.tokens)} tokens, more than {wanted}": len(result.tokens) > wanted,
+            f"{len(result.tokens)} tokens instead of {expected}": request.sampling.ignore_eos
+            and len(result.tokens) != expected,
+            f"{len(result.tokens)} tokens, more than {expected}": len(result.tokens) > expected,
             f"attended to {result.prompt_tokens} prompt tokens instead of {len(request.prompt)}": result.prompt_tokens
             != len(request.prompt),
             "token ids outside the vocabulary": any(not 0 <= t < vocab for t in result.tokens),
@@ -49,8 +49,8 @@ def check(
             "no token": not result.tokens,
             "negative padding": result.padding_tokens < 0,
         }
-        for problem, found in problems.items():
-            if found:
+        for problem, is_there in problems.items():
+            if is_there:
                 raise HarnessError(f"check failed: request {request.id}: {problem}")
         traces.append(
             RequestTrace(

@@ -201,6 +201,10 @@ def _require_known(spec: RunSpec, node: Node, engines: Collection[str]) -> None:
     if task and not registry.is_task(task):
         hint = nearest(task, registry.task_names())
         raise node.find(("workload", "task")).error(f"unknown task {shown(task)}; {hint}")
+    names: dict[registry.Kind, str] = {"engine": spec.engine, "launcher": spec.launcher, "task": task}
+    for kind, name in names.items():
+        if problem := registry.clash(kind, name):
+            raise node.find(("workload", "task") if kind == "task" else (kind,)).error(problem)
 
 
 def _require_name(name: str, node: Node, longest: int) -> None:

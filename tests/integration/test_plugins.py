@@ -1,0 +1,172 @@
+"""Engines, launchers and tasks of other distributions: found by entry points, run in suites, refused in one line."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "plugin_engine"
+GUIDE = ROOT / "docs" / "developer" / "add-an-engine.md"
+
+
+def distribution(folder: Path, name: str, entries: str, code: str = "") -> Path:
+    """A folder as pip's --target leaves it: a module of the same name, and what its distribution declares."""
+    about = folder / f"{name}-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: of a test\n")
+    (about / "entry_points.txt").write_text(textwrap.dedent(entries))
+    (folder / f"{name}.py").write_text(textwrap.dedent(code))
+    return folder
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Puts folders on the path of the commands that a test runs."""
+
+    def install(*folders: Path) -> None:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, *folders))))
+
+    return install
+
+
+def test_the_guide_shows_the_example_as_it_is():
+    shown = re.findall(r"<!-- file: (\S+) -->\n```\w*\n(.*?)```\n", GUIDE.read_text(), re.DOTALL)
+    assert {name for name, _ in shown} == {
+        f"examples/plugin_engine/{name}"
+        for name in ("echo_engine/__init__.py", "echo_engine/pins.txt", "pyproject.toml", "suite.yaml")
+    }
+    for name, text in shown:
+        assert text == (ROOT / name).read_text(), name
+
+
+def test_an_engine_from_another_folder_runs_in_a_suite(cli, installed, tmp_path):
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    copy = tmp_path / "source"
+    subprocess.run(["cp", "-r", str(EXAMPLE), str(copy)], check=True)  # a build leaves files beside the sources
+    subprocess.run([*command, "--target", str(site), str(copy)], check=True)
+    installed(site)
+    done = cli.run(EXAMPLE / "suite.yaml")
+    assert done.returncode == 0, done.stderr
+    (record,) = cli.records()
+    assert (record.status, record.spec.engine) == ("ok", "echo")
+    assert record.metrics["generated_tokens"] == 16 and record.load.block_size == 2
+    assert record.provenance["packages"] == {"echo-engine": "1.0"}
+    (row,) = (line for line in cli("ls", "engines").stdout.splitlines() if line.startswith("echo "))
+    assert "ready" in row and "buildable" in row and "plug-in of echo-engine 1.0" in row
+    pins = "from harness import registry; print(registry.environment_pins('echo'))"
+    found = subprocess.run([sys.executable, "-c", pins], capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()) == site / "echo_engine" / "pins.txt"
+
+
+TASK = """
+    from harness.api import GenerationRequest, SamplingParams
+    from harness.api.task import Judged, Questions
+
+
+    class Lengths:
+        name, protocol = "lengths", "letters of an answer"
+
+        def questions(self, given, report):
+            prompts = [given.tokens.encode(text) for text in ("ab", "abc")]
+            sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+            asked = tuple(GenerationRequest(f"r{i}", p, sampling) for i, p in enumerate(prompts))
+            return Questions(prompts=asked, examples=len(asked))
+
+        def judge(self, given, answers):
+            return Judged({"mean_length": sum(map(len, answers.texts)) / len(answers.texts)})
+"""
+
+
+def test_a_task_of_another_distribution_is_asked_and_judged(cli, installed, tmp_path):
+    installed(
+        distribution(
+            tmp_path / "site", "lengths_task", "[offload_harness.tasks]\nlengths = lengths_task:Lengths\n", TASK
+        )
+    )
+    done = cli.run(cli.suite("  - {engine: fake}", repeats=1, workload="{kind: task, task: lengths}"))
+    assert done.returncode == 0, done.stderr
+    (record,) = cli.records()
+    assert record.accuracy.task == "lengths" and record.accuracy.examples == 2
+    assert record.accuracy.figures["mean_length"] > 0
+
+
+LAUNCHER = """
+    from harness.launchers.process import ProcessSandbox
+
+
+    class Sandbox(ProcessSandbox):
+        def identity(self):
+            return {"environment": "of another kind"}
+
+
+    class Launcher:
+        def __init__(self, cache):
+            pass
+
+        def sandbox(self, spec, exchange):
+            return Sandbox()
+"""
+
+
+def test_a_launcher_of_another_distribution_runs_cells(cli, installed, tmp_path):
+    installed(distribution(tmp_path / "site", "kind", "[offload_harness.launchers]\nother = kind:Launcher\n", LAUNCHER))
+    done = cli.run(cli.suite("  - {engine: fake}", repeats=1), "--launcher", "other")
+    assert done.returncode == 0, done.stderr
+    (record,) = cli.records()
+    assert record.spec.launcher == "other" and record.provenance["environment"] == "of another kind"
+    done = cli.run(cli.suite("  - {engine: fake}", repeats=1), "--launcher", "othre")
+    assert done.returncode == 2 and "unknown launcher 'othre'; did you mean 'other'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "words"),
+    [
+        ("broken:Engine", "import nothing_of_this_name", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("broken:Missing", "", "cannot be imported: AttributeError"),
+        ("broken:Engine", "class Engine:\n    def load(self): ...", "is no Engine: broken:Engine lacks capabilities"),
+        ("broken:Engine", "Engine = 3", "is no class"),
+    ],
+)
+def test_an_engine_that_is_none_is_told_in_one_line(installed, tmp_path, target, code, words):
+    entries = f"[offload_harness.engines]\nbad = {target}\n"
+    installed(distribution(tmp_path / "site", "broken", entries, code))
+    script = (
+        "from harness import registry; from harness.api import HarnessError\n"
+        "try: registry.make_engine('bad', {})\n"
+        "except HarnessError as exc: print(exc)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    assert "bad" in line and words in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "cell"),
+    [
+        ("engines", "fake", "engine: fake"),
+        ("tasks", "di_buy", "engine: fake, workload: {kind: task, task: di_buy}"),
+        ("launchers", "process", "engine: fake, launcher: process"),
+    ],
+)
+def test_a_name_of_ours_is_not_taken(cli, installed, tmp_path, kind, target, cell):
+    installed(distribution(tmp_path / "site", "thief", f"[offload_harness.{kind}]\n{target} = thief:X\n"))
+    changes = {"workload": "{}"} if kind == "tasks" else {}
+    done = cli.run(cli.suite(f"  - {{{cell}}}", repeats=1, **changes))
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if "plug-in" in line)
+    assert f"plug-in '{target}' of thief 1.0 has the name of one of the harness itself: uninstall one of them" in line
+
+
+def test_two_plug_ins_of_one_name_are_refused(cli, installed, tmp_path):
+    for name in ("first", "second"):
+        distribution(tmp_path / name, name, f"[offload_harness.engines]\nshared = {name}:Engine\n")
+    installed(tmp_path / "first", tmp_path / "second")
+    done = cli("validate", cli.suite("  - {engine: shared}"))
+    assert done.returncode == 2
+    assert "plug-in 'shared' of first 1.0 has the name of one of second 1.0: uninstall one of them" in done.stderr

@@ -1,9 +1,9 @@
 """The longest sequence that our engine's memory plan admits, computed from a model's shape without loading anything.
 
 The loader counts things that a shape does not tell: the exact sizes of small tensors, how matrices are cut into tiles,
-and the buffers of whichever arithmetic is fastest on this CPU. The plan here takes the largest value for each and leaves
-a share of the limits free, so it errs on the short side. Where it is still too optimistic (without a C++ compiler, for
-example, attention needs more memory), `load` raises InfeasibleError by its own count.
+and the buffers of whichever arithmetic is fastest on this CPU. The plan here takes the largest value for each and
+leaves a share of the limits free, so it errs on the short side. Where it is still too optimistic (without a C++
+compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The longest sequence that our engine's memory plan admits, told by a model's shape without loading anything.
+"""The longest sequence that our engine's memory plan admits, computed from a model's shape without loading anything.
 
-A shape leaves some things open that the loader counts: the true sizes of small tensors, the order of matrices in tiles,
-and which arithmetic is fastest on this CPU. So each of them is taken at its largest here, and a share of the limits is
-left free. The answer errs on the short side; where it does not, as where kernels cannot be compiled and attention
-needs more room, `load` raises InfeasibleError by its own count.
+The loader counts things that a shape does not tell: the exact sizes of small tensors, how matrices are cut into tiles,
+and the buffers of whichever arithmetic is fastest on this CPU. The plan here takes the largest value for each and
+leaves a share of the limits free, so it errs on the short side. Where it is still too optimistic (without a C++
+compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from harness.api import (
 )
 from harness.common.host_memory import free_memory
 
-#: The share of each limit that is left free for what a shape does not tell.
+#: The share of each limit that stays free for what a shape does not tell.
 _MARGIN = 1 / 32
 
 
 def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
     """The most tokens (prompt and new) that a sequence may have under a policy and limits, up to the model's context.
 
-    Raises InfeasibleError, with the numbers, where not even a sequence of `shortest` tokens fits, and UnsupportedError
-    for a placement that the engine does not have.
+    Raises InfeasibleError, with the numbers, if not even a sequence of `shortest` tokens fits, and UnsupportedError for
+    a placement that the engine does not support.
     """
     planner = _Planner(model.shape, model.dtype, spec.policy, spec.limits)
     planner.plan(shortest)

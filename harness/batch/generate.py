@@ -81,10 +81,11 @@ def _advance(progress: Progress, phase: str) -> Callable[[int, int], None]:
 
 
 def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
-    """Refuses the lines that are longer than the memory plan admits; the plan is made without loading the engine.
+    """Refuses the lines that are longer than the engine's memory plan admits; planning loads nothing.
 
-    Of an engine that has no planner, and of ours where its load counts more than the plan, `load` itself refuses: that
-    ends the job, since which lines are to blame is unknown. Raises InfeasibleError where no line fits.
+    An engine without a planner refuses in `load`, and so may one whose loader counts more memory than its plan does.
+    Either ends the job with one line, because that error does not say which lines would fit. Raises InfeasibleError if
+    no line fits.
     """
     if not lines.ready:
         return

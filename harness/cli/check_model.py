@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 
 import click
 
@@ -30,22 +31,18 @@ def check_model(as_json: bool) -> None:
     print_rows(
         [
             {
-                "hardware": group.hardware,
-                "engine": group.engine,
-                "cells not fitted": len(group.unseen),
-                "median error": _unsigned(group.median_unseen),
-                "largest": _unsigned(max(group.unseen)),
-                "cells fitted": len(group.fitted),
-                "their median": _unsigned(group.median_fitted),
-                "their largest": _unsigned(max(group.fitted, default=None)),
+                "hardware": hardware,
+                "engine": engine,
+                "cells not fitted": len(unseen),
+                "median error": f"{median(unseen):.1%}",
+                "largest": f"{max(unseen):.1%}",
+                "cells fitted": len(fitted),
+                "their median": f"{median(fitted):.1%}" if fitted else "",
+                "their largest": f"{max(fitted):.1%}" if fitted else "",
             }
-            for group in errors_by_group(cells)
+            for (hardware, engine), (unseen, fitted) in errors_by_group(cells).items()
         ]
     )
-
-
-def _unsigned(error: float | None) -> str:
-    return "" if error is None else f"{error:.1%}"
 
 
 def _signed(error: float | None) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import hardware, registry
 
@@ -13,22 +11,11 @@ from harness import hardware, registry
 Cell = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class GroupErrors:
-    """Absolute relative errors of one engine on one machine: of cells that no constant was fitted on, and of others."""
+class Errors(NamedTuple):
+    """Absolute relative errors: of cells that no constant was fitted on, and of those that one was."""
 
-    hardware: str
-    engine: str
-    unseen: Sequence[float]
-    fitted: Sequence[float]
-
-    @property
-    def median_unseen(self) -> float:
-        return statistics.median(self.unseen)
-
-    @property
-    def median_fitted(self) -> float | None:
-        return statistics.median(self.fitted) if self.fitted else None
+    unseen: list[float]
+    fitted: list[float]
 
 
 def published_cells() -> Sequence[Cell]:
@@ -36,15 +23,11 @@ def published_cells() -> Sequence[Cell]:
     return registry.published_figures().table({name: hardware.load(name) for name in hardware.names()})
 
 
-def errors_by_group(cells: Sequence[Cell]) -> list[GroupErrors]:
+def errors_by_group(cells: Sequence[Cell]) -> dict[tuple[str, str], Errors]:
     """Errors by hardware and engine; repeated cells, and those without a prediction, do not count."""
-    groups: dict[tuple[str, str], list[Cell]] = {}
+    groups: dict[tuple[str, str], Errors] = {}
     for cell in cells:
-        groups.setdefault((cell["hardware"], cell["engine"]), []).append(cell)
-    found = []
-    for (machine, engine), members in groups.items():
-        known = [cell for cell in members if cell["error"] is not None and not cell["repeated"]]
-        unseen = [abs(cell["error"]) for cell in known if not cell["fitted"]]
-        fitted = [abs(cell["error"]) for cell in known if cell["fitted"]]
-        found.append(GroupErrors(machine, engine, unseen, fitted))
-    return found
+        errors = groups.setdefault((cell["hardware"], cell["engine"]), Errors([], []))
+        if cell["error"] is not None and not cell["repeated"]:
+            (errors.fitted if cell["fitted"] else errors.unseen).append(abs(cell["error"]))
+    return groups

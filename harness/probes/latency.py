@@ -10,7 +10,7 @@ from harness.common.intervals import union_length
 
 
 def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | None]:
-    """Figures in real, non-pad tokens and seconds; definitions as in suites.md, Metrics.
+    """Figures in real, non-pad tokens and seconds; definitions as in docs/reference/records.md.
 
     Time runs from the first request's start to the last token. Prefill time is the time during which some
     request was between its start and its first token; decode time is the rest. Where an engine mixes the two

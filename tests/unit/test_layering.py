@@ -1,5 +1,6 @@
 """The layering of architecture.md holds, and help and validation stay light."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -56,3 +57,12 @@ def test_contracts_use_the_standard_library_only():
         "assert not new, new"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_reader_follows_a_request_through_few_files():
+    """The engine's README names them in the order in which a request meets them."""
+    folder = ROOT / "engines" / "offload"
+    steps = re.findall(r"^\d+\. \[[^]]+\]\(([^)]+)\)", (folder / "README.md").read_text(), re.MULTILINE)
+    assert steps[0] == "engine.py" and steps[-1] == "kernels/attention.py"
+    assert len(steps) <= 12
+    assert sum(len((folder / step).read_text().splitlines()) for step in steps) < 2000

@@ -9,12 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.offload.kernels import AttentionMetadata, NoCompilerError, quantize
-from engines.offload.kernels.attention import compiled_attention, merge_attention_states, reference_attention
+from engines.offload.kernels.attention import compiled_attention, merge_attention_states
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.gemm import compiled_gemm, torch_gemm
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
+from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Grouped, Plain
 

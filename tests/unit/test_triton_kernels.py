@@ -14,10 +14,11 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
 from engines.offload.kernels import quantize
-from engines.offload.kernels.attention import AttentionMetadata, reference_attention
+from engines.offload.kernels.attention import AttentionMetadata
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
+from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.triton_attention import triton_attention
 from engines.offload.kernels.triton_quantizer import pack, unpack
 from engines.offload.memory.kv_blocks import BLOCK_SIZE

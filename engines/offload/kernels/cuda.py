@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-from engines.offload.kernels.attention import AttentionKernel, reference_attention, reference_memory
+from engines.offload.kernels.attention import AttentionKernel
 from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard, hadamard
 from engines.offload.kernels.quantizer import Quantizer, plain_quantizer, reference_quantizer
+from engines.offload.kernels.reference_attention import reference_attention, reference_memory
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 

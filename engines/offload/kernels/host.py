@@ -6,12 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from engines.offload.kernels.attention import (
-    AttentionKernel,
-    compiled_attention,
-    reference_attention,
-    reference_memory,
-)
+from engines.offload.kernels.attention import AttentionKernel, compiled_attention
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
@@ -22,6 +17,7 @@ from engines.offload.kernels.quantizer import (
     plain_quantizer,
     reference_quantizer,
 )
+from engines.offload.kernels.reference_attention import reference_attention, reference_memory
 from engines.offload.memory.host import attention_memory
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape

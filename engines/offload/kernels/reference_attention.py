@@ -1,0 +1,83 @@
+"""Attention over the paged KV cache in torch: the reference for compiled kernels, and the fallback without them."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata
+from engines.offload.kernels.attention_spec import AttentionSpec, attend, attend_with_lse
+from engines.offload.kernels.layer_blocks import KVBlocks
+from engines.offload.kernels.quantizer import Quantizer
+from engines.offload.memory.storage import Storage
+from harness.api import ModelShape
+
+
+def reference_attention(quantizer: Quantizer) -> AttentionKernel:
+    """The reference in torch, segment by segment; by torch's fused attention where the spec allows it."""
+
+    def dequantized(stored: torch.Tensor, seen: int, like: torch.Tensor) -> torch.Tensor:
+        """Blocks [n, kv_heads, block, ...] as values [kv_heads, seen, dim] in the query's dtype."""
+        rows = stored.transpose(0, 1).flatten(1, 2)[:, :seen]
+        packed = stored.dtype == torch.uint8
+        dtype = torch.float32 if packed else like.dtype
+        out = torch.empty(rows.shape[0] * seen, like.shape[2], dtype=dtype, device=like.device)
+        quantizer.unpack(rows.flatten(0, 1).contiguous(), out)
+        return out.view(rows.shape[0], seen, like.shape[2]).to(like.dtype)
+
+    def attention(
+        query: torch.Tensor,
+        blocks: KVBlocks,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads, tokens, dim = query.shape
+        out = query.new_empty(tokens, heads, dim)
+        start = 0
+        for i, (first, count) in enumerate(zip(metadata.before, metadata.counts, strict=True)):
+            rows, seen = slice(start, start + count), first + count
+            start += count
+            keys, values = blocks.gather(metadata.block_table[i].long()).unbind(1)
+            operands = query[:, rows], dequantized(keys, seen, query), dequantized(values, seen, query)
+            if lse is None:
+                attended = _attend(*operands, spec, first)
+            else:
+                attended, segment_lse = attend_with_lse(*operands, spec, first)
+                lse[rows] = segment_lse.T
+            out[rows] = attended.transpose(0, 1)
+        return out
+
+    return attention
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
+) -> torch.Tensor:
+    if spec.softcap is not None or spec.sinks is not None or spec.value_topk < 1:
+        return attend(query, key, value, spec, first)
+    rows, seen = query.shape[1], key.shape[1]
+    causal = not first and (spec.window is None or spec.window >= seen)
+    return scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=None if causal else spec.visible(first, rows, seen, query.device),
+        is_causal=causal,
+        scale=spec.scale,
+        enable_gqa=key.shape[0] != query.shape[0],
+    )[0]
+
+
+def reference_memory(
+    shape: ModelShape, longest: int, stored: Storage, compute_bytes: int, sparse: bool
+) -> tuple[int, int]:
+    """The reference's working memory in bytes, fixed and per prompt row; see KernelSet.attention_memory.
+
+    Fixed: one sequence's keys and values as stored, in float32 and in the compute dtype. Per row: scores, a mask, and
+    for sparse values two sort orders of the scores.
+    """
+    values = shape.num_kv_heads * (stored.row_bytes(shape.head_dim) + shape.head_dim * (4 + compute_bytes))
+    of_score = 3 * compute_bytes + (2 * 8 + compute_bytes if sparse else 0)  # a softmax, beside a copy with sinks
+    scores = shape.num_heads // shape.num_kv_heads * of_score
+    return longest * 2 * values, longest * (scores + compute_bytes + 2)

@@ -17,6 +17,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Schedulable, Scheduler
 from harness.api import OffloadPolicy
+from harness.api.machine import mean_cached_tokens
 
 S = TypeVar("S", bound=Schedulable)
 
@@ -44,7 +45,7 @@ def make_scheduler(
         size, batches = policy.gpu_batch_size, policy.num_gpu_batches
         return BlockScheduler(sequences, cache, size, batches, prefill_chunk, max_logits)
     work = [(s.tokens, s.steps_left) for s in sequences]
-    mean = sum(len(tokens) + steps / 2 for tokens, steps in work) / len(work)
+    mean = sum(mean_cached_tokens(len(tokens), steps) for tokens, steps in work) / len(work)
     together = max(1, min(plan.sequences, cache.num_blocks // blocks_for(int(mean) + 1)))
     budget = search_prefill_budget(work, cache.num_blocks, plan.sequences, together, balance_rows, prefill_chunk)
     return ContinuousScheduler(sequences, cache, plan.sequences, budget, max_logits)

@@ -19,6 +19,7 @@ from harness.api import (
     RunSpec,
     SamplingParams,
 )
+from harness.api.machine import mean_cached_tokens
 from harness.batch.answer_file import AnswerFile
 from harness.batch.format import answer, refusal
 from harness.batch.input import Lines, Ready, Refused, Text, read
@@ -141,7 +142,7 @@ def _loaded(cell: RunSpec, model: LocalModel, lines: Lines, cache: Path, progres
     except OSError as exc:
         raise HarnessError(f"cannot write {cache}: {exc.strerror or exc}; choose another --cache-dir") from exc
     tally, cell = _tally(lines), _sized(cell, lines)
-    mean = max(1, (tally.prompt_tokens + tally.new_tokens // 2) // lines.requests)
+    mean = max(1, int(mean_cached_tokens(tally.prompt_tokens, tally.new_tokens)) // lines.requests)
     work = Job(Path(scratch.name), cache, tally.longest, mean, _advance(progress, "loading"))
     progress.note(f"loading {cell.model.id} in {cell.engine}")
     with (

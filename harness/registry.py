@@ -189,7 +189,7 @@ def engines() -> dict[str, EngineEntry]:
 
 def engine_entry(name: str) -> EngineEntry:
     """Raises HarnessError with the nearest name for an unknown engine."""
-    entry = engines().get(name)
+    entry = ENGINES.get(name) or _plugin_engines().get(name)  # built-in ones without a look at plug-ins
     if entry is None:
         raise HarnessError(f"unknown engine {name!r}; {nearest(name, engines())}")
     return entry

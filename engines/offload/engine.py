@@ -31,6 +31,7 @@ from harness.api import (
     Job,
     LoadReport,
     LocalModel,
+    ModelShape,
     OffloadPolicy,
     Score,
     UnsupportedError,
@@ -45,6 +46,10 @@ _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache"
 class _Loaded:
     model: LoadedModel
     runner: ModelRunner
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.model.model.shape
 
 
 class OffloadEngine:
@@ -93,29 +98,29 @@ class OffloadEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
-        now = self._require_loaded()
+        loaded = self._require_loaded()
         for request in requests:
-            checks.validate(request, now.model.model.shape)
+            checks.validate(request, loaded.shape)
             tokens = len(request.prompt) + request.sampling.max_tokens - 1
-            now.runner.require_blocks(f"request {request.id}", tokens)
-        decode = checks.decoder(now.model.model.path) if any(r.sampling.stop for r in requests) else None
-        sequences = [Generation(r, now.model.meta_model.eos, decode) for r in requests]
-        return (sequence.result() for sequence in now.runner.run(sequences))
+            loaded.runner.require_blocks(f"request {request.id}", tokens)
+        decode = checks.decoder(loaded.model.model.path) if any(r.sampling.stop for r in requests) else None
+        sequences = [Generation(r, loaded.model.meta_model.eos, decode) for r in requests]
+        return (sequence.result() for sequence in loaded.runner.run(sequences))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores from the logits of the continuation's positions only; an empty context becomes the token that
         begins a sequence, or else the one that ends it."""
-        now = self._require_loaded()
+        loaded = self._require_loaded()
         sequences = []
         for i, (context, continuation) in enumerate(pairs):
-            bos = now.model.meta_model.bos
-            full = checks.full_sequence(i, context, continuation, now.model.model.shape, bos)
-            now.runner.require_blocks(f"pair {i}", len(full) - 1)
+            bos = loaded.model.meta_model.bos
+            full = checks.full_sequence(i, context, continuation, loaded.shape, bos)
+            loaded.runner.require_blocks(f"pair {i}", len(full) - 1)
             sequences.append(Scoring(i, full, len(continuation)))
         if not sequences:
             return []
         continued = sum(len(continuation) for _, continuation in pairs) / sum(len(s.tokens) for s in sequences)
-        done = now.runner.run(sequences, *now.model.plan.chunk_limits(continued))
+        done = loaded.runner.run(sequences, *loaded.model.plan.chunk_limits(continued))
         scores = {sequence.index: sequence.result() for sequence in done}
         return [scores[i] for i in range(len(pairs))]
 

@@ -99,7 +99,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         *backend.notes(),
         f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s",
         "" if reader.direct or not streamed else _buffered("weights"),
-        "" if kv.direct else _buffered("the KV cache"),
+        "" if kv.direct else _buffered("KV blocks"),
         "" if offload is None or offload.direct else _buffered("activations"),
     ]
     if policy.nano_batches > 1 and policy.nano_overlap and not overlaps:

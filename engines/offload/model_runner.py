@@ -23,7 +23,7 @@ S = TypeVar("S", bound=ActiveSequence)
 
 
 class ModelRunner:
-    """A loaded model at work: schedules passes, packs their batches, samples from their logits."""
+    """A loaded model at work: schedules passes, packs their batches, hands each sequence its logits."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded

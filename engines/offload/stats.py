@@ -12,7 +12,7 @@ class EngineStats:
     """Counts and bytes since the load, but for `passes`: those of the last run.
 
     `num_kv_blocks` are all blocks of the cache, `offloaded_kv_blocks` those in host memory or on disk beside it.
-    `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and `kv_bytes_written`: of KV blocks on disk.
+    `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and `kv_bytes_written`: of offloaded KV blocks.
     `activation_rows`, and of them `activation_rows_on_disk`: rows that passed between layers.
     """
 

@@ -85,7 +85,8 @@ class Timeline:
 
     def end_pass(self, rows: int) -> PassSums:
         """Closes a pass of `rows` tokens; the one with the most rows, a later one among equals, is kept."""
-        spans, self._spans = self._timed(self._spans), []
+        untimed, self._spans = self._spans, []  # before timing, which may wait while threads add spans of the next pass
+        spans = self._timed(untimed)
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)

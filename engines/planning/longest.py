@@ -41,8 +41,8 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
     a placement that the engine does not support.
     """
     planner = _Planner(model.shape, model.dtype, spec.policy, spec.limits)
-    planner.plan(shortest)
-    return largest(model.shape.max_context, planner.fits)
+    planner.plan(shortest, margin=0)
+    return max(shortest, largest(model.shape.max_context, planner.fits))
 
 
 class _Planner:
@@ -63,14 +63,14 @@ class _Planner:
         threads = (policy.threads, limits.threads, len(os.sched_getaffinity(0)))
         self._threads = min(count for count in threads if count is not None)
 
-    def plan(self, tokens: int) -> None:
-        """Raises InfeasibleError where sequences of so many tokens do not fit."""
+    def plan(self, tokens: int, margin: float = _MARGIN) -> None:
+        """Raises InfeasibleError where sequences of `tokens` tokens do not fit into the limits less the margin."""
         if self._device is None:
-            plan_host_memory(self._request(tokens, self._host or 0), self._policy, self._host)
+            plan_host_memory(self._request(tokens, margin * (self._host or 0)), self._policy, self._host)
         else:
             assert self._host is not None
-            host = int(self._host * (1 - _MARGIN))
-            plan_device_memory(self._request(tokens, self._device), self._policy, self._device, host)
+            host = int(self._host * (1 - margin))
+            plan_device_memory(self._request(tokens, margin * self._device), self._policy, self._device, host)
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens fit."""
@@ -80,15 +80,15 @@ class _Planner:
             return False
         return True
 
-    def _request(self, tokens: int, limit: int) -> MemoryRequest:
-        """The request for sequences of so many tokens, with the margin counted among the small tensors."""
+    def _request(self, tokens: int, margin_bytes: float) -> MemoryRequest:
+        """The request for sequences of `tokens` tokens, with the margin counted among the small tensors."""
         request = memory_request(
             self._shape, self._tiles, self._cache, self._dtype, [Lengths(tokens, 0)], reserved=tokens,
             cast_bytes=self._cast_bytes,
             attention_bytes=(0, 0) if self._device is not None else attention_memory(self._shape, tokens,
             self._threads),
         )  # fmt: skip
-        return replace(request, small_bytes=request.small_bytes + int(limit * _MARGIN))
+        return replace(request, small_bytes=request.small_bytes + int(margin_bytes))
 
 
 def _compute_dtypes(dtype: Dtype, policy: OffloadPolicy, on_device: bool) -> list[Dtype]:

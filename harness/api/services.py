@@ -194,5 +194,5 @@ class LmEval(Protocol):
         ...
 
     def register(self, names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
-        """Makes engines known by their names; answers are kept in the folder `kept`."""
+        """Makes engines known by their names; answers are kept in the folder `cache`."""
         ...

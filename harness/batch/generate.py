@@ -96,7 +96,7 @@ def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
         return
     for item in lines.ready:
         if item.tokens > longest:
-            reason = f"{item.tokens} tokens are too long for the memory, which holds {longest} of a line"
+            reason = f"{item.tokens} tokens (prompt and new) are too long for the memory limit, which allows {longest}"
             lines.refused.append(item.refused(reason))
     lines.ready = [item for item in lines.ready if item.tokens <= longest]
 

@@ -20,7 +20,7 @@ _MODEL, _MEMORY = "pretrained", "memory"
 
 
 class EngineModel:
-    """Implements suites.lm_eval_models.Ready by an engine.
+    """Implements harness.api.services.LmEvalModel by an engine.
 
     `settings` are the pairs of `--model_args`: the model, its memory, and overrides as of `harness generate --set`.
     `progress` shows how the model is prepared, and `note` takes what the engine says when it loads. Raises HarnessError

@@ -22,6 +22,8 @@ def classify(exc: BaseException) -> Refusal:
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             return Refusal("disk_full", reason)
+        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:  # a memory map, such as resident weights
+            return Refusal("oom_host", reason)
         cause = cause.__cause__ or cause.__context__
     if "No space left on device" in str(exc):  # libraries that turn errno into text
         return Refusal("disk_full", reason)

@@ -1,4 +1,4 @@
-"""Runs a suite: expand, skip what is done, launch interleaved, persist. The one place that decides a status."""
+"""Runs a suite: skips what is done, launches in interleaved rounds, records each launch."""
 
 from __future__ import annotations
 

@@ -327,13 +327,15 @@ def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in (50, 5, 300, 90, 91, 7, 200)))
     dry = files("--set", "options.longest=100", "--dry-run")
     assert (dry.returncode, "7 lines; 4 to run" in dry.stdout, "3 refused" in dry.stdout) == (1, True, True)
-    assert "in.jsonl:3: 310 tokens are too long for the memory" in dry.stderr
+    assert "in.jsonl:3: 310 tokens (prompt and new) are too long for the memory" in dry.stderr
     done = files("--set", "options.longest=100")
     assert done.returncode == 1
     assert "7 lines; 4 answered" in done.stdout
     rows = files.answers()
     assert [n for n, row in rows.items() if row["error"]] == [3, 5, 7]
-    assert "310 tokens are too long for the memory, which holds 100 of a line" in rows[3]["error"]["message"]
+    assert (
+        "310 tokens (prompt and new) are too long for the memory limit, which allows 100" in rows[3]["error"]["message"]
+    )
     done = files("--set", "options.longest=500")
     assert done.returncode == 0, "with more memory they are run"
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout

@@ -114,6 +114,7 @@ def wrapped(inner):
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
         (wrapped(OSError(errno.ENOSPC, "No space left on device")), "disk_full"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk_full"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "oom_host"),
         (OSError(errno.ENOENT, "no such file"), "error"),
         (ValueError("several\nlines"), "error"),
     ],

@@ -14,8 +14,8 @@ class BlockManager:
     """Allocates, shares and frees blocks. A cached block keeps its content while it is free, for sequences with the
     same prefix, until it is evicted: the least recently used goes first.
 
-    The last `offloaded` of all blocks live elsewhere; of those in use the same fraction does, to a block, where
-    possible. Source: Kwon et al. 2023 (vLLM), section 4.4.
+    The last `offloaded` block numbers are of blocks that live elsewhere. Allocation keeps their share of the blocks in
+    use equal to their share of all blocks, where possible. Source: Kwon et al. 2023 (vLLM), section 4.4.
     """
 
     def __init__(self, num_blocks: int, offloaded: int = 0) -> None:

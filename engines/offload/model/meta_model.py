@@ -44,7 +44,8 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Tokens of several sequences in one row: ids and positions [tokens], and the rows whose logits are wanted.
+    """Tokens of several sequences, concatenated without padding: ids and positions [tokens], and the indices of tokens
+    whose logits are needed.
 
     The ids are in host memory, everything else where the model computes.
     """

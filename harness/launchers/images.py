@@ -40,7 +40,7 @@ def require_sdk() -> None:
 
 @contextlib.contextmanager
 def engine_errors(doing: str) -> Iterator[None]:
-    """Turns a container engine's errors, and a lost connection to it, into a one-line HarnessError; `doing` begins it."""
+    """Turns the container engine's errors, and a lost connection to it, into a HarnessError that begins with `doing`."""
     import docker
     import requests
 
@@ -139,8 +139,8 @@ def build(
         with engine_errors(f"image {environment} was not built"):
             lines = client.api.build(
                 fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=target,
-                tag=name_of(environment), buildargs=known | settings | build_arguments, rm=True, forcerm=True, decode=True,
-                network_mode="host" if host_network else None,
+                tag=name_of(environment), buildargs=known | settings | build_arguments, rm=True, forcerm=True,
+                decode=True, network_mode="host" if host_network else None,
             )  # fmt: skip
             for line in lines:
                 if "error" in line:

@@ -40,7 +40,7 @@ def require_sdk() -> None:
 
 @contextlib.contextmanager
 def engine_errors(doing: str) -> Iterator[None]:
-    """Turns the container engine's errors, and a lost connection to it, into a HarnessError that begins with `doing`."""
+    """Turns errors of the container engine, and of the connection to it, into a HarnessError beginning with `doing`."""
     import docker
     import requests
 

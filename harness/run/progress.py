@@ -137,7 +137,7 @@ class LiveProgress:
 
     def started(self, step: Step, activity: str) -> None:
         self._step, self._activity, self._phase, self._tokens = step, activity, "", (0, 0)
-        self._started = time.monotonic()  # ends up as the launch's start: the probes and searches before it are not in the estimate
+        self._started = time.monotonic()  # probes and searches restart it, so the launch's own call counts in the end
 
     def event(self, phase: str, done: int, total: int) -> None:
         if phase != self._phase:

@@ -140,7 +140,7 @@ def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
     if work.model is not None:
         scratch = folder / "scratch"
         scratch.mkdir()
-        policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # so that the footprint does not depend on the batch
+        policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the footprint must not depend on it
         job = Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
         limits = HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
         load = engine.load(work.model, policy, limits, job)

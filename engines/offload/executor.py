@@ -1,4 +1,4 @@
-"""Runs a pass: each batch is a greenlet that stops where it needs a weight, so a tile is read once for all batches."""
+"""Runs a pass: each batch is a greenlet that stops when it needs a weight, so a tile is read once for all batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.api import HarnessError
 
 @dataclass(frozen=True)
 class _Attending:
-    """What a batch has stopped for while its attention runs beside other batches' products."""
+    """The attention that a batch waits for while it runs beside other batches' products."""
 
     task: AttentionTask
     launched: Event
@@ -37,9 +37,9 @@ class _Attending:
 
 
 class _Batch:
-    """One batch of a pass: the greenlet that runs the model over it, and what it has stopped for.
+    """One batch of a pass: the greenlet that runs the model over it, and the reason for which it has stopped.
 
-    `stopped_for` is a GemmRequest, an _Attending or PAUSED, and the logits once the model has returned.
+    `stopped_for` is a GemmRequest, an _Attending or PAUSED, and holds the logits once the model has returned.
     """
 
     def __init__(self, model: MetaModel, batch: PackedBatch, device: Device, timeline: Timeline) -> None:
@@ -47,10 +47,10 @@ class _Batch:
         self._device = device
         self._timeline = timeline
         self.stopped_for: Any = None
-        self.answer: Any = batch  # what the greenlet is resumed with; None while it has to stay
+        self.answer: Any = batch  # the value to resume the greenlet with; None while it must wait
 
     def resume(self, stop_at_attention: bool) -> None:
-        """Runs on to the next matrix, if it has an answer, or just to its attention."""
+        """Resumes the batch, if it has an answer: up to its next matrix, or only to its attention."""
         began = self._timeline.now()
         if isinstance(self.stopped_for, _Attending):
             self.answer = self.stopped_for.wait(self._device)
@@ -65,14 +65,14 @@ class _Batch:
         self._timeline.add("compute", BETWEEN, began, self._timeline.now())
 
     def resume_paused(self) -> None:
-        """Runs on from a pause, as the other batches have come as far."""
+        """Resumes the batch from a pause, once the other batches have reached it too."""
         if self.stopped_for is PAUSED:
             began = self._timeline.now()
             self.stopped_for = self._greenlet.switch()
             self._timeline.add("compute", BETWEEN, began, self._timeline.now())
 
     def abandon(self) -> None:
-        """Waits for an attention that runs: its KV blocks may soon be another sequence's."""
+        """Waits for a running attention, since its KV blocks may soon belong to another sequence."""
         if isinstance(self.stopped_for, _Attending):
             with suppress(Exception):
                 self.stopped_for.wait(self._device)
@@ -81,10 +81,10 @@ class _Batch:
 class Executor:
     """Runs passes of a loaded model.
 
-    A batch stops in `gemm`. When all have stopped, the rows of those that need the matrix that is due are multiplied
-    together, tile by tile as they come, and each batch is resumed with its rows: a weight is read, and unpacked or
-    cast, once for all. Where attention overlaps products, a batch also stops in `attend`, while its attention runs in a
-    thread or stream of its own.
+    A batch stops in `gemm`. When all have stopped, the executor multiplies the rows of all batches that wait for the
+    next matrix together, tile by tile as tiles arrive, and resumes each batch with its rows: a weight is read, and
+    unpacked or cast, once for all batches. If attention overlaps products, a batch also stops in `attend`, while its
+    attention runs in a separate thread or stream.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -106,7 +106,7 @@ class Executor:
         model.weights = self
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """Logits of each batch. Inference mode is the caller's to enter: inside greenlets it would leak."""
+        """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak."""
         self._stream.align()
         self._experts.begin_pass()
         self._batches = len(batches)
@@ -140,7 +140,7 @@ class Executor:
     def _multiply(
         self, op: Op, joint: JointGemm | None, batches: Sequence[_Batch], in_ring: dict[int, torch.Tensor]
     ) -> JointGemm | None:
-        """Adds a tile to its matrix's product, which begins with the matrix's first tile."""
+        """Multiplies one tile into its matrix's product; the matrix's first tile starts the product."""
         tile = self._tiles[op.tile]
         if not self._experts.needs(tile.matrix):
             return joint
@@ -157,13 +157,14 @@ class Executor:
         return joint
 
     def _requests(self, matrix: str, number: int, batches: Sequence[_Batch]) -> list[GemmRequest | None]:
-        """What batch `number`, or each of ALL, has stopped for: the same matrix, unless that is an expert's."""
+        """The requests that batch `number`, or each batch for ALL, has stopped for. All are for `matrix`, unless it is
+        an expert's, which a batch may skip (None)."""
         requests: list[GemmRequest | None] = []
         for k, batch in enumerate(batches):
             request = batch.stopped_for if number in (ALL, k) else None
             if request is not None and request.matrix != matrix:
                 if not self._experts.is_expert(matrix):
-                    raise HarnessError(f"the model asks for {request.matrix}, its dry pass had {matrix} here")
+                    raise HarnessError(f"the model needs {request.matrix}, but its dry pass had {matrix} here")
                 request = None
             requests.append(request)
         return requests
@@ -178,14 +179,14 @@ class Executor:
             self._ops[batches] = pass_ops(self._streamed, self._spans, batches, overlaps)
         return self._ops[batches]
 
-    # ------------------------------------------------------------------- called inside a batch's greenlet, which stops
+    # ------------------------------------------------------------- called inside a batch's greenlet, which they stop
 
     def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [rows, columns] times the transpose of a matrix, plus `bias`."""
         return torch.as_tensor(getcurrent().parent.switch(GemmRequest(matrix, x, bias)))
 
     def attend(self, task: AttentionTask) -> torch.Tensor:
-        """A batch's attention, beside what others compute where that pays."""
+        """Runs a batch's attention, beside other batches' products if the policy overlaps them."""
         if self._batches > 1 and self._overlaps:
             return torch.as_tensor(getcurrent().parent.switch(_Attending(task, self._device.run_async(task.launch))))
         task.launch()
@@ -194,6 +195,6 @@ class Executor:
         return task.wait()
 
     def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
-        """Notes which experts a batch will ask for, before it asks for the first."""
+        """Records which experts a batch will need, before it needs the first."""
         self._experts.route(stacks, experts)
         return experts

@@ -43,13 +43,13 @@ class ModelRunner:
     def run(
         self, sequences: Sequence[S], prefill_chunk: int | None = None, max_logits: int | None = None
     ) -> Iterator[S]:
-        """Yields each sequence as it is done; of a batch and pass at most `prefill_chunk` prompt tokens are computed,
-        and at most `max_logits` of them get logits.
+        """Yields each sequence when it is done. Per pass, a batch computes at most `prefill_chunk` prompt tokens and at
+        most `max_logits` rows of logits.
 
-        One run at a time: raises HarnessError for a second. A run that is abandoned frees what it held.
+        Raises HarnessError if another run is active. Closing the iterator early frees the run's KV blocks.
         """
         if self._busy:
-            raise HarnessError("engine offload does one thing at a time: finish or close the generation in hand")
+            raise HarnessError("engine offload runs one generation at a time: finish or close the current one")
         if not sequences:
             return
         loaded = self._loaded
@@ -68,7 +68,7 @@ class ModelRunner:
                     continue
                 batches = [p for b in scheduler.next_pass(now) for p in split(b, loaded.policy.nano_batches)]
                 if not batches:
-                    raise HarnessError("no sequence can go on: the cache is too small for what was let in")
+                    raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
                 try:
                     done = self._pass(scheduler, batches, began)
                 except BaseException:
@@ -81,7 +81,7 @@ class ModelRunner:
             self._busy = False
 
     def require_blocks(self, what: str, tokens: int) -> None:
-        """Raises HarnessError naming `what` if its `tokens` can never be cached."""
+        """Raises HarnessError naming `what` if the cache can never hold its `tokens` tokens."""
         blocks = self._loaded.cache.num_blocks
         if blocks_for(tokens) > blocks:
             raise HarnessError(
@@ -90,7 +90,7 @@ class ModelRunner:
             )
 
     def _pass(self, scheduler: Scheduler[S], batches: list[list[ScheduledChunk[S]]], began: float) -> list[S]:
-        """One pass over the layers; returns the sequences that it ended."""
+        """Runs one pass over the layers; returns the sequences that end with it."""
         loaded = self._loaded
         chunks = list(chain.from_iterable(batches))
         for chunk in chunks:
@@ -105,10 +105,10 @@ class ModelRunner:
             done = []
             for batch, rows in zip(batches, logits, strict=True):
                 counts = [len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch]
-                for chunk, own in zip(batch, torch.split(rows, counts), strict=True):
+                for chunk, chunk_rows in zip(batch, torch.split(rows, counts), strict=True):
                     sequence = chunk.sequence
                     sequence.cached += chunk.count
-                    if sequence.consume(own, now):
+                    if sequence.consume(chunk_rows, now):
                         scheduler.finish(sequence)
                         done.append(sequence)
         return done
@@ -131,7 +131,7 @@ class ModelRunner:
         )
 
     def _reset(self) -> None:
-        """After a pass that failed: blocks were published as filled that it should have filled."""
+        """Recovers from a failed pass, whose KV blocks the prefix cache already lists as filled."""
         loaded = self._loaded
         if loaded.host_attention is not None:
             loaded.host_attention.settle()

@@ -1,4 +1,4 @@
-"""Who shares a pass: blocks of sequences in step (row, zigzag) or continuous batching (sweep), within the KV cache."""
+"""Forms passes within the KV cache: blocks of sequences in step (row, zigzag) or continuous batching (sweep)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.api import OffloadPolicy
 
 
 class Schedulable(Protocol):
-    """What a scheduler needs of a sequence; see sequence.ActiveSequence."""
+    """A sequence as a scheduler sees it; see sequence.ActiveSequence."""
 
     tokens: list[int]
     cached: int
@@ -37,7 +37,7 @@ class Schedulable(Protocol):
 
 S = TypeVar("S", bound=Schedulable)
 
-#: After so many blocks of requests the start and end of a sweep hardly change its throughput.
+#: After this many blocks of requests the start and end of a sweep hardly affect its throughput.
 _SWEEP_BLOCKS = 4
 
 
@@ -48,7 +48,7 @@ def steady_blocks(policy: OffloadPolicy) -> int:
 
 @dataclass(frozen=True)
 class ScheduledChunk(Generic[S]):
-    """What a pass computes of one sequence: its next `count` tokens that are not cached."""
+    """The part of one sequence that a pass computes: its next `count` tokens that are not cached."""
 
     sequence: S
     count: int
@@ -65,25 +65,25 @@ class ScheduledChunk(Generic[S]):
 
 
 class Scheduler(ABC, Generic[S]):
-    """Forms passes. The chunks of `next_pass` have their KV blocks; `finish` frees a sequence's blocks.
+    """Forms passes. `next_pass` allocates the KV blocks of its chunks; `finish` frees a sequence's blocks.
 
-    A sequence whose prefix is cached is admitted with the cached blocks. `shared_tokens` counts the prompt tokens that
-    are not computed because of it.
+    A sequence whose prefix is cached starts with the cached blocks. `shared_tokens` counts the prompt tokens that this
+    saves.
     """
 
     def __init__(self, waiting: Iterable[S], cache: BlockManager) -> None:
-        # stable: of those that arrive together the first in the list is served first
+        # a stable sort: sequences that arrive together keep their order
         self._waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
         self._running: dict[S, None] = {}  # in the order of their admission
         self._cache = cache
-        self._hashes: dict[S, list[bytes]] = {}  # by sequence, of its first full blocks, as far as needed so far
+        self._hashes: dict[S, list[bytes]] = {}  # by sequence, of its leading full blocks so far
         self._shared: dict[S, list[int]] = {}  # by running sequence, the cached blocks it was admitted with
         self._preempted: set[S] = set()
         self.shared_tokens = 0
 
     @property
     def running(self) -> list[S]:
-        """Admitted sequences, the oldest first."""
+        """Admitted sequences, oldest first."""
         return list(self._running)
 
     @property
@@ -93,7 +93,7 @@ class Scheduler(ABC, Generic[S]):
 
     @property
     def next_arrival_s(self) -> float | None:
-        """When there is work: 0 when there is now, None when all is done."""
+        """When there is work next: 0 if sequences are running, None if all are done."""
         if self._running:
             return 0.0
         return self._waiting[0].arrival_s if self._waiting else None
@@ -105,7 +105,7 @@ class Scheduler(ABC, Generic[S]):
 
     @abstractmethod
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        """The batches of the next pass; empty where nothing has arrived, or nothing gets the blocks it needs."""
+        """The batches of the next pass; empty if no sequence has arrived or none gets the blocks it needs."""
 
     def finish(self, sequence: S) -> None:
         """Removes a running sequence and frees its blocks."""
@@ -120,7 +120,7 @@ class Scheduler(ABC, Generic[S]):
             self.finish(sequence)
 
     def admit(self, now_s: float) -> S | None:
-        """Admits the next sequence that has arrived, if the cache holds it to its end beside the running ones."""
+        """Admits the next arrived sequence if the cache can hold it to its end beside the running sequences."""
         if not self._waiting or self._waiting[0].arrival_s > now_s:
             return None
         sequence = self._waiting[0]
@@ -133,24 +133,24 @@ class Scheduler(ABC, Generic[S]):
         self._shared[sequence] = prefix
         self._cache.ref(prefix)
         sequence.block_table, sequence.cached = list(prefix), len(prefix) * BLOCK_SIZE
-        if sequence not in self._preempted:  # one that was preempted may find its own blocks
+        if sequence not in self._preempted:  # a preempted sequence may find blocks of its first run
             self.shared_tokens += sequence.cached
         return sequence
 
     def _fits(self, sequence: S, prefix: Sequence[int]) -> bool:
-        """Whether the cache holds a sequence that begins with blocks `prefix` to its end beside the running ones."""
+        """Whether the cache can hold `sequence`, which starts with the blocks `prefix`, beside the running ones."""
         shared = {block for blocks in self._shared.values() for block in blocks} | set(prefix)
         borrowed = [*(len(blocks) for blocks in self._shared.values()), len(prefix)]
         return peak_blocks([*self._running, sequence], borrowed) + len(shared) <= self._cache.num_blocks
 
     def _allocate_blocks(self, batches: Sequence[Sequence[ScheduledChunk[S]]]) -> list[list[ScheduledChunk[S]]]:
-        """The chunks that can be computed, with blocks for the tokens they add.
+        """Allocates blocks for the tokens of each chunk; returns the chunks that can be computed.
 
-        A prompt that takes several passes can exceed the predicted peak: then the youngest sequences are preempted, to
-        be recomputed later. The oldest always runs on.
+        A prompt that takes several passes can exceed the predicted peak. Then the youngest sequences are preempted and
+        recomputed later; the oldest sequence always continues.
         """
         for chunk in chain.from_iterable(batches):
-            if chunk.sequence not in self._running:  # preempted for an older one
+            if chunk.sequence not in self._running:  # preempted for an older sequence
                 continue
             missing = blocks_for(chunk.cached + chunk.count) - len(chunk.block_table)
             if missing <= 0:
@@ -273,8 +273,9 @@ class ContinuousScheduler(Scheduler[S]):
 class PrefillBudget:
     """How many prompt tokens go into a pass of a sweep.
 
-    `steady`: what keeps as many sequences running as fit, each that ends making room for one. `balance`: rows up to
-    which prompts fill a pass beyond that, as fewer would take no less time. `most`: what memory allows.
+    `steady`: the tokens that keep the number of running sequences constant, as each that ends makes room for the next.
+    `balance`: the rows up to which prompts fill a pass beyond that, since fewer rows would take no less time. `most`:
+    the tokens that memory allows.
     """
 
     steady: int
@@ -282,12 +283,12 @@ class PrefillBudget:
     most: int
 
     def __call__(self, decoding: int) -> int:
-        """Prompt tokens beside so many decoding rows."""
+        """Prompt tokens of a pass with `decoding` decode rows."""
         return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
 def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[ScheduledChunk[S]]]:
-    """A batch as at most `count` nano-batches of about as many rows, in order."""
+    """Splits a batch into at most `count` nano-batches with similar numbers of rows, in order."""
     count = min(count, len(batch))
     total, rows = sum(chunk.count for chunk in batch), 0
     nano_batches: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
@@ -298,10 +299,10 @@ def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[Scheduled
 
 
 def prompt_rows(missing: int, left: int, budget: int) -> int:
-    """How many of a prompt's `missing` rows go into a pass that has room for `left` of the `budget` for all prompts.
+    """How many of a prompt's `missing` rows go into a pass with room for `left` of its `budget` of prompt rows.
 
-    Never one by itself, where that can be helped: attention of a single row sums in another order, and a result must
-    not depend on who shares the pass.
+    Avoids single rows if it can: attention of a single row sums in another order, and a result must not depend on the
+    other sequences of the pass.
     """
     if missing <= left or budget < 3:
         return min(left, missing)
@@ -310,8 +311,8 @@ def prompt_rows(missing: int, left: int, budget: int) -> int:
 
 
 def _within_logits(sequence: Schedulable, count: int, max_logits: int | None) -> tuple[int, int | None]:
-    """How many of a sequence's next `count` tokens can be computed within `max_logits` rows of logits, and the rows
-    that are left after them. No single row of a prompt, as in `prompt_rows`."""
+    """How many of a sequence's next `count` tokens fit within `max_logits` rows of logits, and the rows left after
+    them. Avoids single rows of a prompt, as `prompt_rows` does."""
     if max_logits is None:
         return count, None
     missing = len(sequence.tokens) - sequence.cached
@@ -324,17 +325,18 @@ def _within_logits(sequence: Schedulable, count: int, max_logits: int | None) ->
 
 
 def peak_blocks(sequences: Sequence[Schedulable], shared: Sequence[int] = ()) -> int:
-    """The most blocks that `sequences` will hold at once, if none ends early and each runs on one token a pass.
+    """The most blocks that `sequences` will hold at once, if none ends early and each adds one token per pass.
 
-    The `shared` blocks of each are not counted. The sum falls only where a sequence ends, so its maximum is just
-    before. Source: NanoFlow (Zhu et al. 2025), section 4 (admission by predicted peak), exactly instead of by averages.
+    The `shared` blocks of each sequence are not counted. The total falls only when a sequence ends, so its maximum is
+    just before an end. Source: NanoFlow (Zhu et al. 2025), section 4 (admission by predicted peak), here computed
+    exactly instead of from averages.
     """
     steps = np.array([s.steps_left for s in sequences])
     tokens = np.array([max(s.cached, len(s.tokens)) for s in sequences])
     ends = np.unique(steps)
     held = tokens[None, :] + ends[:, None] - 1  # at its last step a sequence has steps - 1 tokens more
-    own = -(-held // BLOCK_SIZE) - (np.array(shared, dtype=int) if len(shared) else 0)
-    blocks = own * (steps[None, :] >= ends[:, None])
+    unshared = -(-held // BLOCK_SIZE) - (np.array(shared, dtype=int) if len(shared) else 0)
+    blocks = unshared * (steps[None, :] >= ends[:, None])
     return int(blocks.sum(axis=1).max())
 
 

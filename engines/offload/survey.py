@@ -1,4 +1,4 @@
-"""Which of transformers' architectures the engine carries: each is tried, none listed by hand.
+"""Lists the transformers architectures that the engine runs, by trying each.
 
 `python -m engines.offload.survey > docs/reference/architectures.md`, or `make architectures`.
 """
@@ -24,7 +24,7 @@ from harness.api import HardwareLimits, HarnessError, Job, ModelSpec, OffloadPol
 
 _LAYERS = 4  # enough for every kind of layer that a default configuration alternates
 _LARGEST = 50_000_000  # parameters of a small model
-#: Sizes of a small model by what configurations call them; an architecture takes those it has.
+#: Sizes of a small model by configuration key; an architecture gets the keys that its configuration has.
 _SMALL: Mapping[str, int] = {
     "vocab_size": 512, "max_position_embeddings": 128, "n_positions": 128, "sliding_window": 8,
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "head_dim": 16,
@@ -33,14 +33,14 @@ _SMALL: Mapping[str, int] = {
     "shared_expert_intermediate_size": 32, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # by whatever alias
+_ALWAYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # all configurations take these
 _CONTEXTS = (1, 20, 45)  # tokens: within and beyond the sliding window, and in several chunks
 _CHUNK = 11
 _CONTINUATION = (7, 8, 9)
 
 
 def refusal(kind: str) -> str:
-    """Why the engine refuses an architecture's default configuration; empty where it does not."""
+    """Why the engine refuses an architecture's default configuration; empty if it runs it."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             _default(kind).save_pretrained(folder)
@@ -54,10 +54,10 @@ def refusal(kind: str) -> str:
 
 
 def difference(kind: str) -> float | None:
-    """By how much the engine's log-probabilities differ from transformers' at most, relatively, in float32.
+    """The largest relative difference between the engine's and transformers' log-probabilities, in float32.
 
-    On a small random model of the architecture, in chunks; None where its configuration does not let itself be made
-    small. Raises HarnessError where the engine refuses the small model.
+    Measured on a small random model of the architecture, with chunked prompts; None if its configuration has no small
+    form. Raises HarnessError if the engine refuses the small model.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -79,19 +79,19 @@ def difference(kind: str) -> float | None:
 
 
 def _default(kind: str) -> transformers.PretrainedConfig:
-    """With few layers, where the configuration lets itself be cut."""
+    """The default configuration, with few layers if it accepts that."""
     try:
         return AutoConfig.for_model(kind, num_hidden_layers=_LAYERS)
-    except Exception:  # a list with an entry for each layer, for example
+    except Exception:  # for example, it has a list with an entry per layer
         return AutoConfig.for_model(kind)
 
 
 def _save_small(kind: str, folder: Path) -> bool:
-    """A random model whose logits differ enough to tell right from wrong; False where there is no small one."""
+    """Saves a small random model with weights large enough that errors show in its logits; False if there is none."""
     try:
-        known = AutoConfig.for_model(kind).to_dict()
-        sizes = {k: v for k, v in _SMALL.items() if k in _ALWAYS or known.get(k) is not None}
-        if known.get("num_key_value_heads") == 1:
+        defaults = AutoConfig.for_model(kind).to_dict()
+        sizes = {k: v for k, v in _SMALL.items() if k in _ALWAYS or defaults.get(k) is not None}
+        if defaults.get("num_key_value_heads") == 1:
             del sizes["num_key_value_heads"]
         config = AutoConfig.for_model(kind, **sizes)
         with torch.device("meta"):
@@ -117,10 +117,10 @@ def _logprob(model: Any, context: Sequence[int], continuation: Sequence[int]) ->
 
 def _measured(kind: str) -> str:
     try:
-        found = difference(kind)
+        largest = difference(kind)
     except HarnessError as exc:
         return f"the small model is refused: {exc}".replace("|", "/")
-    return "no small model" if found is None else f"{found:.0e}"
+    return "no small model" if largest is None else f"{largest:.0e}"
 
 
 def _table() -> str:
@@ -129,18 +129,18 @@ def _table() -> str:
     refused: list[str] = []
     for number, kind in enumerate(kinds, 1):
         reason = refusal(kind).replace("|", "/")
-        found = reason or _measured(kind)
-        (refused if reason else runs).append(f"| `{kind}` | {found} |")
-        sys.stderr.write(f"[{number}/{len(kinds)}] {kind}: {found}\n")
+        outcome = reason or _measured(kind)
+        (refused if reason else runs).append(f"| `{kind}` | {outcome} |")
+        sys.stderr.write(f"[{number}/{len(kinds)}] {kind}: {outcome}\n")
     return "\n".join(
         [
             "# Architectures",
             "",
-            f"What the offload engine says of each causal model in transformers {transformers.__version__}; made by",
-            "`make architectures`. Each default configuration is tried on the meta device: what is refused is refused",
-            "before anything is loaded, with this reason. What runs is then compared with transformers on a small",
-            "random model in float32: the largest relative difference of a log-probability, with prompts in chunks and",
-            "beyond windows.",
+            f"The causal models of transformers {transformers.__version__} that the offload engine runs or refuses,",
+            "generated by `make architectures`. Each default configuration is tried on the meta device; the engine",
+            "refuses an architecture with the reason below, before it loads anything. An architecture that runs is",
+            "compared with transformers on a small random model in float32; the difference is the largest relative",
+            "difference of a log-probability, with prompts in chunks and beyond sliding windows.",
             "",
             f"{len(runs)} of {len(kinds)} run.",
             "",

@@ -1,4 +1,4 @@
-"""Statuses, dtypes and errors that every contract uses."""
+"""Statuses, dtypes and errors that all contracts use."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Status = Literal[
     "infeasible",  # refused before loading: the budget cannot hold what the engine needs
     "unsupported",  # the engine cannot run this model, policy or host, and says why
     "interrupted",  # the user or a signal ended the harness; run again on resume
-    "skipped",  # not attempted, e.g. because its batch search found nothing that survives
-    "error",  # anything else; the reason holds the last line of the log
+    "skipped",  # not attempted, e.g. because no batch of its search survived
+    "error",  # any other failure; the reason holds the last line of the log
 ]
-#: A repeat that ended so says something about the engine and is not repeated on resume.
+#: Statuses that are a result about the engine: resuming a run does not repeat such a launch.
 FINAL_STATUSES: frozenset[str] = frozenset({"ok", "oom_device", "oom_host", "timeout", "infeasible", "unsupported"})
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 Schedule = Literal["row", "zigzag", "sweep"]
-#: Of a stored value; 16 is the checkpoint's precision.
+#: Bits of a stored value; 16 is the checkpoint's precision.
 Bits = Literal[3, 4, 8, 16]
-#: How a cell's batch is settled: as given, the largest that survives, or by a plan, with
-#: its placement, and with its bits.
+#: How a cell's batch is chosen: as given; the largest that survives; by a plan, which also chooses the placement
+#: (`search`) and the bits (`search_bits`).
 Tune = Literal["none", "max_batch", "search", "search_bits"]
 
-FORBID = {"extra": "forbid"}  # read by pydantic where a suite file is validated; inert otherwise
+FORBID = {"extra": "forbid"}  # for pydantic's validation of suite files; no other effect
 
 
 class HarnessError(Exception):
-    """An error the user can act on: its text is one line that says what is wrong, where, and what to do.
+    """An error that the user can act on. Its text is one line: what is wrong, where, and what to do.
 
-    `status` is the status of a launch that the error ends.
+    `status`: the status of a launch that ends with this error.
     """
 
     status: Status = "error"
@@ -49,7 +49,7 @@ def first_line(exc: BaseException) -> str:
 
 
 class Refusal(HarnessError):
-    """A launch, or a step that prepares one, ended without a result: the status and reason that its record gets."""
+    """A launch, or a step that prepares one, ended without a result; holds its record's status and reason."""
 
     def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
@@ -57,14 +57,14 @@ class Refusal(HarnessError):
 
     @property
     def reason(self) -> str:
-        """Why, in one line."""
+        """The reason, in one line."""
         return str(self)
 
 
 class InfeasibleError(HarnessError):
-    """The budget cannot hold what the engine needs; the text carries the numbers, as does `lacking`.
+    """The budget cannot hold what the engine needs; the text gives the numbers.
 
-    `lacking`: bytes by tier; empty where something else than memory is short.
+    `lacking`: the missing bytes by tier; empty if something other than memory is short.
     """
 
     status = "infeasible"
@@ -75,7 +75,7 @@ class InfeasibleError(HarnessError):
 
 
 class DiskFullError(HarnessError):
-    """The disk cannot hold what has to be written; the text says where and how much."""
+    """The disk is too small for a write; the text says where and by how much."""
 
     status = "disk_full"
 

@@ -1,4 +1,4 @@
-"""What an engine is given and what it gives back."""
+"""The contract of engines: the `Engine` protocol, its inputs and its results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from harness.api.spec import HardwareLimits, OffloadPolicy
 class SamplingParams:
     """How one request is decoded. Temperature 0 is greedy. `ignore_eos` runs to `max_tokens`.
 
-    Neither an end of sequence nor a stop string ends a request before its `min_tokens`, and a stop string that was
-    complete before then does not count. `logprobs`: how many
-    alternatives to report beside each token's own log-probability; None reports nothing.
+    Neither an end of sequence nor a stop string ends a request before `min_tokens`; a stop string that is complete
+    before then does not count. `logprobs`: how many alternatives to report beside each token's log-probability; None
+    reports nothing.
     """
 
     max_tokens: int = 16
@@ -32,9 +32,10 @@ class SamplingParams:
     logprobs: int | None = None
 
     def stop_at(self, text: str, too_early: int = 0) -> int | None:
-        """Where the first stop string in `text` begins, of those that end after its first `too_early` characters."""
-        found = (text.find(stop, max(0, too_early - len(stop) + 1)) for stop in self.stop)
-        return min((position for position in found if position >= 0), default=None)
+        """Where the first stop string in `text` begins; one that ends within the first `too_early` characters does not
+        count. None if there is none."""
+        positions = (text.find(stop, max(0, too_early - len(stop) + 1)) for stop in self.stop)
+        return min((position for position in positions if position >= 0), default=None)
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log-probability of a generated token by the model itself, before temperature and any filter.
+    """Natural log-probability of a generated token under the model, before temperature and filters.
 
-    `top`: the likeliest tokens and theirs, falling.
+    `top`: the likeliest tokens with their log-probabilities, in descending order.
     """
 
     logprob: float
@@ -60,10 +61,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The tokens of one request; times are seconds since `generate` began, one per token.
+    """The tokens of one request. Times are seconds since `generate` began, one per token.
 
-    `start_s` is when work on it began. `padding_tokens` counts pad positions computed on its behalf
-    (masked, so never attended to): wasted work that throughput does not count. `logprobs`: one per token, or none.
+    `start_s` is when work on the request began. `padding_tokens` counts the masked pad positions computed for it:
+    wasted work that throughput does not count. `logprobs`: one per token, or empty.
     """
 
     id: str
@@ -78,24 +79,24 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class Score:
-    """Log-likelihood (natural log, summed) of a continuation and whether greedy decoding would give it."""
+    """Log-likelihood (natural log, summed) of a continuation, and whether greedy decoding would produce it."""
 
     logprob: float
     is_greedy: bool
 
 
-#: For a big job, where an engine knows no better.
+#: For a large job, if the engine suggests no policy.
 _BATCH_POLICY = OffloadPolicy(gpu_batch_size=8)
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do and what its records need: the harness never branches on an engine's name."""
+    """What an engine can do and what its records need, so that the harness never branches on an engine's name."""
 
     phased: bool = True  # a block's prefill and decode do not overlap
-    simulated: bool = False  # times come from a model of time, not from a clock
-    device: bool = False  # runs on a device where limits.device_memory gives it one
-    packages: tuple[str, ...] = ()  # distributions whose versions belong in the record
+    simulated: bool = False  # reports simulated times
+    device: bool = False  # can run on a device, within limits.device_memory
+    packages: tuple[str, ...] = ()  # distributions whose versions the record keeps
     batch_policy: OffloadPolicy = _BATCH_POLICY
 
 
@@ -103,10 +104,10 @@ class Capabilities:
 class Job:
     """What an engine may know of the work before it loads.
 
-    `scratch` is an empty folder for offloaded tensors, removed afterwards; `cache` a folder that stays, for what
-    is worth keeping until the next run. `max_sequence` is the most tokens (prompt and new ones) a sequence will
-    have: memory for more need not be kept free. `mean_sequence` is how many it has on average over its life.
-    `on_progress` may be told of work done and in all while a load takes long.
+    `scratch` is an empty folder for offloaded tensors, removed afterwards; `cache` is a folder that persists between
+    runs. `max_sequence` is the largest number of tokens (prompt and new) of any sequence: an engine need not reserve
+    memory for more. `mean_sequence` is the mean number of a sequence's tokens over its life. A long load may report
+    progress by `on_progress(done, total)`.
     """
 
     scratch: Path
@@ -118,9 +119,9 @@ class Job:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was really loaded: `policy` as realised, weights by tier in bytes (device, host, disk).
+    """What an engine has loaded: `policy` as realised, weights in bytes by tier (device, host, disk).
 
-    `steady_blocks` is how many blocks of requests it takes until throughput no longer changes.
+    `steady_blocks` is the number of request blocks after which throughput no longer changes.
     """
 
     vocab: int
@@ -135,9 +136,9 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that ran, as a complete event of the Chrome trace format: `ts` and `dur` in microseconds.
+    """A complete event of the Chrome trace format; `ts` and `dur` in microseconds.
 
-    `cat` is the lane it is shown in and `tid` the lane's number.
+    `cat` names the lane that shows it, `tid` is the lane's number.
     """
 
     name: str
@@ -151,7 +152,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class EngineTrace:
-    """An engine's own measurements: sums over all passes, and one pass in steady state in detail."""
+    """An engine's measurements: sums over all passes, and the events of one pass in steady state."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     events: tuple[TraceEvent, ...] = ()
@@ -159,18 +160,18 @@ class EngineTrace:
 
 @runtime_checkable
 class Engine(Protocol):
-    """One way to run a model. Built with its options as keywords; an unknown option raises TypeError.
+    """A way to run models. Its constructor takes the options as keywords and raises TypeError for an unknown one.
 
-    Methods raise InfeasibleError, UnsupportedError, HarnessError, MemoryError or OSError(ENOSPC) for what
-    they name; anything else is recorded as `error`.
+    Methods raise InfeasibleError, UnsupportedError, another HarnessError, MemoryError or OSError(ENOSPC), which decide
+    the status of the record; any other exception is recorded as `error`.
     """
 
     def capabilities(self) -> Capabilities:
-        """Cheap and callable before `load`."""
+        """What the engine can do. Cheap, and callable before `load`."""
         ...
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        """Makes the model ready within `limits`, or raises before it takes more."""
+        """Loads the model within `limits`, or raises before it exceeds them."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
@@ -186,12 +187,12 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what load took. Idempotent."""
+        """Frees all that `load` took. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Workload(Protocol):
-    """Where requests come from; the same seed gives the same request i however many are asked for."""
+    """A source of requests. Request i depends on the seed only, not on `count`."""
 
     def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]: ...

@@ -10,10 +10,10 @@ from typing import Any
 
 from harness.api.common import FORBID, Dtype, HarnessError
 
-#: No machine has more of anything, in any unit: what is beyond is a slip of the pen.
+#: Above any real machine's figure, in every unit: a larger value is a typing error.
 _ABSURD = 1e18
 
-#: What can limit a plan, in words.
+#: The resources that can limit a plan, as messages name them.
 RESOURCE_WORDS: Mapping[str, str] = {
     "device": "the device",
     "host": "the host's arithmetic",
@@ -25,20 +25,23 @@ RESOURCE_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Processor:
-    """A device or the host's CPU. `flops`: FLOP/s of dense products in 16 bits (on a CPU in the dtype that is fastest
-    there), by rows; `bandwidth`: bytes/s of its memory, as a copy or a stream reaches it.
+    """A device or the host's CPU.
 
-    `batched_flops`: FLOP/s of attention's batched products; `prompts`: FLOP/s of our attention of prompts, by bits of
-    the cache, and `cached`: values/s that it puts there before; `attention`: bytes/s of what is stored that attention
-    of one token reads, by bits; `dequantize`: values/s of weights unpacked; all of them derived from `flops` and
-    `bandwidth` where they are missing. `attention_call_s`: seconds around one sequence's head in the attention of an
-    engine that calls a library for it. `elementwise`: values/s (rows times hidden size, a layer) that pass through what
-    is between products, and `layer_call_s`: seconds that a pass takes in a layer besides; no time where missing.
-    `beside_disk`: the part of the products' rate that is left while weights stream from the disk; all where missing.
-    `probed`: FLOP/s at 256 rows, by columns of the matrix, by the measure that is also taken beside each launch: how
-    far a machine has drifted.
-    `memory`: bytes that programs can have.
-    `by_threads`: FLOP/s at 256 rows on so many threads. `dtype`: in which `flops` were measured.
+    `memory`: bytes available to programs. `bandwidth`: bytes/s of its memory, as a copy or a stream reaches it.
+    `flops`: FLOP/s of dense products by rows, in 16 bits (on a CPU in its fastest dtype), measured in `dtype`.
+
+    Derived from `flops` and `bandwidth` if missing: `batched_flops`, FLOP/s of attention's batched products;
+    `prompts`, FLOP/s of our prompt attention by KV bits; `cached`, values/s that it writes to the KV cache, by bits;
+    `attention`, bytes/s of stored keys and values that decode attention reads, by bits; `dequantize`, weights
+    unpacked per second.
+
+    Free of cost if missing: `attention_call_s`, the overhead in seconds per sequence and head of an engine that calls
+    a library for attention; `elementwise`, values/s (rows times hidden size, per layer) of the operations between
+    products; `layer_call_s`, the remaining seconds of a pass per layer; `beside_disk`, the fraction of the products'
+    rate that remains while weights stream from the disk.
+
+    `probed`: FLOP/s at 256 rows by columns of the matrix, measured as beside each launch, to tell how far the machine
+    has drifted. `by_threads`: FLOP/s at 256 rows by number of threads.
     """
 
     __pydantic_config__ = FORBID
@@ -64,7 +67,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Link:
-    """Between host and device, bytes/s: of pinned memory, and of memory that is copied into a pinned buffer first."""
+    """The link between host and device, bytes/s: from pinned memory, and from pageable memory by a pinned buffer."""
 
     __pydantic_config__ = FORBID
 
@@ -76,7 +79,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """A disk, bytes/s: read and written in large pieces, several at a time."""
+    """A disk: capacity in bytes, and bytes/s of large concurrent reads and writes."""
 
     __pydantic_config__ = FORBID
 
@@ -89,9 +92,9 @@ class Disk:
 class HardwareProfile:
     """One machine with `devices` equal devices, or none.
 
-    `sources` says where each figure comes from, by its path (`device.bandwidth`); `fitted` names for each figure that
-    was fitted the published cells it was fitted on. `between`: bytes/s from one device to another.
-    `host_id`: of a measured profile the machine it is of.
+    `sources` gives the source of each figure by its path (`device.bandwidth`); `fitted` lists the published cells that
+    each fitted figure was fitted on; `spread` gives the lowest and highest round of each measured figure. `between`:
+    bytes/s from one device to another. `host_id` identifies the machine of a measured profile.
     """
 
     __pydantic_config__ = FORBID
@@ -110,13 +113,13 @@ class HardwareProfile:
     host_id: str = ""
 
     def validate(self) -> None:
-        """Raises HarnessError naming the first figure that no machine has, or that is missing."""
+        """Raises HarnessError naming the first figure that is missing or out of range."""
         for path, value in _figures(self):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and _least(path) <= value < _ABSURD):
                 raise HarnessError(f"hardware {self.name}: {path} is {value}; it must be a positive number, in bytes, "
                                    "values or operations (a second)")  # fmt: skip
         if (share := self.host.beside_disk) is not None and share > 1:
-            raise HarnessError(f"hardware {self.name}: host.beside_disk is {share}; it is a part of a rate, at most 1")
+            raise HarnessError(f"hardware {self.name}: host.beside_disk is {share}; a fraction is at most 1")
         if self.devices < 0:
             raise HarnessError(f"hardware {self.name}: devices is {self.devices}; it must be 0 or more")
         if (self.device is None) != (self.devices == 0) or (self.device is None) != (self.link is None):
@@ -127,26 +130,26 @@ class HardwareProfile:
             for curve in () if processor is None else (getattr(processor, kind) for kind in names):
                 if unknown := next((key for key in curve if not (key.isdecimal() and 0 < int(key) < 1 << 31)), None):
                     raise HarnessError(
-                        f"hardware {self.name}: {name} has a rate at {unknown!r}, which is no whole number"
+                        f"hardware {self.name}: {name} has a rate at {unknown!r}; it must be a positive whole number"
                     )
             if processor is not None and not processor.flops:
                 raise HarnessError(f"hardware {self.name}: {name}.flops is empty; give FLOP/s by rows")
 
 
 def _least(path: str) -> float:
-    """No rate is below one a second, and no memory below a byte; of seconds and shares anything above 0 may be."""
+    """The least plausible figure: 1 for rates (per second) and memory (bytes), next to 0 for seconds and fractions."""
     return 1e-12 if path.endswith(("_s", "beside_disk")) else 1.0
 
 
 def _figures(part: Any, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every number of a profile that must be one, with its path."""
+    """Every numeric figure of a profile, with its path."""
     for f in dataclasses.fields(part):
-        value, own = getattr(part, f.name), f"{path}{f.name}"
+        value, name = getattr(part, f.name), f"{path}{f.name}"
         if f.name in ("sources", "fitted", "spread", "devices") or isinstance(value, str) or value is None:
             continue
         if dataclasses.is_dataclass(value):
-            yield from _figures(value, f"{own}.")
+            yield from _figures(value, f"{name}.")
         elif isinstance(value, Mapping):
-            yield from ((f"{own}.{key}", one) for key, one in value.items())
+            yield from ((f"{name}.{key}", rate) for key, rate in value.items())
         else:
-            yield own, value
+            yield name, value

@@ -9,17 +9,17 @@ from harness.api.common import Dtype
 
 
 def mean_cached_tokens(prompt: float, generated: float) -> float:
-    """Tokens that a request has in the KV cache on average while it generates: its prompt and half of its answer."""
+    """The mean number of a request's tokens in the KV cache while it generates: its prompt and half of its output."""
     return prompt + generated / 2
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that arithmetic needs: FLOPs, weight bytes and KV bytes.
+    """The sizes of a decoder, from which FLOPs, weight bytes and KV bytes follow.
 
-    `params_per_layer` counts what a token meets of one decoder layer's matrices (elements of the linear layers);
-    `params_total` everything in the checkpoint, tied tensors once; `params_idle` what of it are experts that a
-    token does not meet, in all layers together.
+    `params_per_layer` counts the elements of one decoder layer's matrices that a token is multiplied with;
+    `params_total` counts the whole checkpoint, tied tensors once; `params_idle` counts the experts that a token does
+    not use, over all layers.
     """
 
     family: str
@@ -37,43 +37,43 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Of one layer's matrices those around attention: queries, keys, values and output."""
+        """Elements of one layer's attention matrices: queries, keys, values and output."""
         return self.hidden * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
 
     @property
     def forward_params(self) -> int:
-        """Of one layer's matrices those of its feed-forward that a token meets."""
+        """Elements of one layer's feed-forward matrices that a token uses."""
         return self.params_per_layer - self.attention_params
 
     @property
     def forward_stored(self) -> int:
-        """The same with the experts that it does not meet."""
+        """Elements of one layer's feed-forward matrices, unused experts included."""
         return self.forward_params + self.params_idle // self.num_layers
 
     def flops(self, new_tokens: int, context: float, logits: int) -> float:
-        """Floating-point operations to run `new_tokens` tokens attending to `context` earlier ones on average.
+        """Floating-point operations of `new_tokens` tokens that attend to `context` earlier tokens on average.
 
-        `logits` of them reach the head. A multiply-add counts as two.
+        `logits` of the tokens reach the head. A multiply-add counts as two.
         """
         dense = 2 * new_tokens * self.params_per_layer * self.num_layers
         attention = 4 * new_tokens * context * self.num_heads * self.head_dim * self.num_layers
         return dense + attention + 2.0 * logits * self.hidden * self.vocab
 
     def block_flops(self, sequences: int, prompt: int, generated: int) -> tuple[float, float]:
-        """Of a block of sequences: of the pass over its prompts, and of the passes after it."""
+        """Floating-point operations of a block of sequences: of its prefill pass, and of all its decode passes."""
         prefill = self.flops(sequences * prompt, prompt / 2, sequences)
         return prefill, (generated - 1) * self.flops(sequences, mean_cached_tokens(prompt, generated), sequences)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values of one token over all layers."""
+        """Bytes of one token's keys and values over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A checkpoint made ready on this machine: what `ModelSpec` became.
+    """A checkpoint on this machine, ready to load; prepared from a `ModelSpec`.
 
-    `quantized_as`: how the file that it was unpacked from stored most weights, such as Q4_1; nothing for floats.
+    `quantized_as`: the type of most weights in the file that it was unpacked from, such as Q4_1; empty for floats.
     """
 
     path: str
@@ -86,11 +86,11 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """What one machine could do just before a launch, for the launch's bound.
+    """Rates measured on this machine just before a launch, for the launch's bound. Each holds all its samples.
 
-    `gemm_flops[dtype][rows]` is FLOP/s of x[rows, k] @ W[k, n] at the `gemm_shape` (k, n); missing means
-    not measured. Bandwidths are bytes/s. Each curve carries every sample. `h2d`: of pinned memory to the device, for a
-    launch that has one; the GEMM rates are the device's then.
+    `gemm_flops[dtype][rows]` is FLOP/s of x[rows, k] @ W[k, n] at the `gemm_shape` (k, n); a missing key was not
+    measured. For a launch with a device the GEMM rates are the device's. `disk_read`: bytes/s; `h2d`: bytes/s of
+    copies from pinned memory to the device.
     """
 
     disk_read: tuple[float, ...] = ()

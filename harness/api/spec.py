@@ -1,4 +1,4 @@
-"""What to run: models, workloads, policies, limits, and the cell that holds them."""
+"""What to run: models, workloads, policies, limits, and the cell that combines them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from harness.api.serial import to_json
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model by hub id (`facebook/opt-1.3b`), folder of safetensors, GGUF file, `package:NAME` of an installed package
-    that brings one, or `fake` for the fake engine.
+    """A model: a hub id (`facebook/opt-1.3b`), a folder of safetensors, a GGUF file, `package:NAME` for a model inside
+    an installed package, or `fake` for the fake engine.
 
-    `weights: dummy` makes a seeded random checkpoint of that id's shape on first use, and `weights: pickle` reads
-    `pytorch_model.bin`, which `auto` refuses. `dtype` is the dtype of the stored weights, `auto` the checkpoint's
-    own; a GGUF file is unpacked into it.
+    `weights: dummy` makes a seeded random checkpoint with the shape of `id` on first use; `weights: pickle` reads
+    `pytorch_model.bin`, which `auto` refuses. `dtype` is the dtype of the stored weights; `auto` keeps the
+    checkpoint's. A GGUF file is unpacked to it.
     """
 
     __pydantic_config__ = FORBID
@@ -36,10 +36,10 @@ class ModelSpec:
 class WorkloadSpec:
     """Synthetic requests: `num_requests` prompts of `prompt_len` random tokens, `gen_len` new tokens each.
 
-    `auto` runs whole blocks at the engine's own batch, as many as it needs for a steady state. Of kind `trace` the
-    lengths are those of a file's lines instead, `prompt_len` and `gen_len` the most that is taken of each. A trace is
-    known by its path: one whose content changes needs another. Of kind `task` the requests are an accuracy task's
-    examples, all of them or the first `num_requests`, with lengths of their own.
+    `num_requests: auto` runs whole blocks of the engine's batch, as many as a steady state takes. Kind `trace` reads
+    the lengths from a CSV file, capped at `prompt_len` and `gen_len`; a trace is identified by its path, so changed
+    content needs a new path. Kind `task` runs an accuracy task's examples, all or the first `num_requests`; the
+    examples set the lengths.
     """
 
     __pydantic_config__ = FORBID
@@ -53,7 +53,7 @@ class WorkloadSpec:
 
     @property
     def words(self) -> str:
-        """What is asked for."""
+        """The workload in words, for messages."""
         if self.kind == "task":
             return f"task {self.task}"
         lengths = f"prompt {self.prompt_len}, generate {self.gen_len}"
@@ -61,7 +61,7 @@ class WorkloadSpec:
 
     @property
     def label(self) -> str:
-        """The same, short enough for names."""
+        """The workload in short, for names of cells."""
         if self.kind == "task":
             return self.task
         lengths = f"p{self.prompt_len}g{self.gen_len}"
@@ -70,13 +70,13 @@ class WorkloadSpec:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where tensors live and in which order they are computed; what an engine cannot honour it refuses.
+    """Where tensors live and in which order they are computed. An engine refuses settings that it cannot honour.
 
-    Fractions (wg wc wd weights, cg cc cd KV cache, hg hc hd activations; device, host, disk) sum to 1 in
-    each triple; None leaves the placement to the engine. Bits of 16 mean the checkpoint's precision;
-    fewer are codes in groups of `group_size` values, of weights along a matrix's inputs or its outputs. Without
-    `overlap` transfers and arithmetic take turns. `nano_batches` are parts of a sweep's batch; with `nano_overlap` one
-    attends while another's products run.
+    The fractions of each triple (device, host, disk: wg wc wd for weights, cg cc cd for the KV cache, hg hc hd for
+    activations) sum to 1; None leaves the placement to the engine. 16 bits keep the checkpoint's precision; fewer
+    quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`). Without
+    `overlap`, transfers and arithmetic alternate. A sweep splits its batch into `nano_batches`; with `nano_overlap`
+    the attention of one runs beside the products of another.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -137,8 +137,8 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class HardwareLimits:
-    """What the model's work may take, in bytes, and bytes/s of the disk. None is no limit. Host memory counts the page
-    cache."""
+    """Limits on a launch: bytes of memory, threads, and bytes/s of the disk. None is no limit. Host memory includes the
+    page cache."""
 
     __pydantic_config__ = FORBID
 
@@ -161,7 +161,7 @@ class HardwareRequirements:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One cell: everything that decides what is measured, and the labels under which it is shown."""
+    """One cell: every setting that affects a measurement, and the labels that reports show."""
 
     engine: str
     model: ModelSpec
@@ -173,18 +173,18 @@ class RunSpec:
     seed: int = 0
     warmup: int = 1
     timeout_s: float = 1800.0
-    latency_s: float | None = None  # of a block, from its first token to its last, where the policy is searched
+    latency_s: float | None = None  # a searched policy's limit for a block, from its first token to its last
     launcher: str = "process"
-    image: str = ""  # of a container, where it is not the engine's own
+    image: str = ""  # of a container; by default the engine's
     repeats: int = 3
-    # labels: they change what is shown, never what is measured
+    # labels: they never change what is measured
     suite: str = ""
     name: str = ""
     expect: Status = "ok"
     reference: bool = False
 
     LABELS: ClassVar[tuple[str, ...]] = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
-    #: Fields that came later: where they are left alone, what was measured before them is still the same.
+    #: Fields added later. At their defaults they stay out of the fingerprint, so that it equals that of older records.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "": {"latency_s": None, "launcher": "process", "image": ""},
         "workload": {"trace": "", "task": ""},
@@ -193,7 +193,7 @@ class RunSpec:
     }
 
     def fingerprint(self) -> str:
-        """Stable hash (16 hex digits) of all that is measured; labels, repeats and the timeout are left out."""
+        """Stable hash (16 hex digits) of every setting but the labels, which include repeats and the timeout."""
         body = {k: v for k, v in to_json(self).items() if k not in self.LABELS}
         for section, later in self._LATER.items():
             kept = body[section] if section else body
@@ -204,7 +204,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class SuiteSpec:
-    """A suite file after expansion: its cells in order, and what the machine must have."""
+    """A suite file after expansion: its cells in order, and its requirements on the machine."""
 
     name: str
     description: str

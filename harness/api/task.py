@@ -1,4 +1,4 @@
-"""What an accuracy task is: questions for a model made from data, and figures from its answers to them."""
+"""The contract of accuracy tasks: a task makes questions for a model from data, and figures from its answers."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Protocol, runtime_checkable
 
 from harness.api.engine import GenerationRequest, Score
 
-#: To be told how many examples are ready, and of how many.
+#: Progress: called with the number of examples that are ready, and of all.
 Report = Callable[[int, int], None]
-#: Token ids of a context, which may be empty, and of what goes on from it.
+#: Token ids of a context, which may be empty, and of its continuation.
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Tokens(Protocol):
-    """Text to a model's token ids and back."""
+    """A tokenizer as tasks use it: text to a model's token ids and back."""
 
     @property
     def begin(self) -> int:
-        """What stands before a text that has no context: the beginning of a sequence, else its end."""
+        """The token before a text without context: the beginning of a sequence, or its end in models without one."""
         ...
 
     @property
     def end(self) -> int:
-        """The end of a sequence."""
+        """The end-of-sequence token."""
         ...
 
     def encode(self, prompt: str) -> tuple[int, ...]:
-        """With the special tokens that the model expects around a text."""
+        """Token ids with the special tokens that the model expects around a text."""
         ...
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Without any."""
+        """Token ids without special tokens."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Text of the tokens, special tokens left out."""
         ...
 
 
@@ -45,24 +45,24 @@ class Text(Tokens, Protocol):
     """A model's tokenizer as batch jobs use it."""
 
     def problem(self) -> str:
-        """In what the tokenizer and the model disagree; empty where they agree."""
+        """How the tokenizer and the model disagree; empty if they agree."""
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """By the model's chat template, up to where the answer begins. Raises HarnessError."""
+        """Token ids by the model's chat template, up to the start of the answer. Raises HarnessError if it fails."""
         ...
 
     def token(self, token: int) -> str:
-        """One token's text as in the middle of others, or its name where it is only a part of a character."""
+        """One token's text as it reads among other tokens; the token's name if it is only part of a character."""
         ...
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What a task asks of a model: texts to go on from, and continuations to score.
+    """The questions of a task: prompts to complete, and continuations to score.
 
-    `examples`: how many they are made from. `shortened`: prompts that were too long and lost worked examples;
-    `truncated`: those that lost their beginning. `files`: SHA-256 of what was read, by name.
+    `examples`: how many examples they are made from. `shortened`: how many prompts lost worked examples because they
+    were too long; `truncated`: how many lost their beginning. `files`: SHA-256 of each file that was read, by name.
     """
 
     prompts: tuple[GenerationRequest, ...] = ()
@@ -74,24 +74,24 @@ class Questions:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """Tokens of each before and after which the model is asked."""
-        asked = [(len(r.prompt), r.sampling.max_tokens) for r in self.prompts]
-        return asked + [(len(context) + len(continuation), 0) for context, continuation in self.pairs]
+        """Prompt tokens and new tokens of each question; a pair to score counts as prompt."""
+        completions = [(len(r.prompt), r.sampling.max_tokens) for r in self.prompts]
+        return completions + [(len(context) + len(continuation), 0) for context, continuation in self.pairs]
 
     @property
     def max_sequence(self) -> int:
-        """Tokens that a sequence has at most."""
+        """Tokens of the longest sequence."""
         return max(map(sum, self.lengths))
 
     @property
     def mean_sequence(self) -> int:
-        """Tokens that are cached of a sequence on average over its life."""
+        """Mean number of a sequence's cached tokens over its life."""
         return sum(prompt + generated // 2 for prompt, generated in self.lengths) // len(self.lengths)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A model's: the text that goes on from each prompt, and the score of each pair."""
+    """A model's answers: the completion of each prompt, and the score of each pair."""
 
     texts: Sequence[str] = ()
     scores: Sequence[Score] = ()
@@ -99,11 +99,11 @@ class Answers:
 
 @dataclass(frozen=True)
 class Judged:
-    """Figures over answers: means, each with its `_stderr`, and what else there is; `outcomes`: of each example, in
-    order, what the means are of, and `weights`: what each counts for, where not all count alike.
+    """A task's figures over answers: means, each with its `_stderr`, and others without.
 
-    Figures named `*perplexity` have mean log-likelihoods, in nats, for outcomes. `examples`: of how many, where that is
-    not how many were asked. `version`: which of the task's versions and data, in words, beyond `files`.
+    `outcomes`: per mean, its value for each example, in order; `weights`: the weight of each example, if they differ.
+    The outcomes of figures named `*perplexity` are mean log-likelihoods in nats. `examples`: how many examples were
+    judged, if that is not how many were asked. `version`: the versions of task and data in words, beyond `files`.
     """
 
     figures: Mapping[str, float]
@@ -115,10 +115,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """For which model a task asks: its tokens, its `context` in tokens; and of how many examples (None: all), from
-    which folder of data (None: from the Hugging Face hub), under which seed.
+    """The model that a task examines, and how: tokenizer, length of its `context` in tokens, number of examples (None:
+    all), folder of data (None: the Hugging Face hub), and seed.
 
-    `model` is the folder of its tokenizer, where it has one; `cache` one for what is kept between runs.
+    `model` is the folder of the model's tokenizer, if there is one; `cache` is a folder that persists between runs.
     """
 
     tokens: Tokens
@@ -132,7 +132,7 @@ class Circumstances:
 
 @runtime_checkable
 class Task(Protocol):
-    """Questions and what answers to them are worth. `protocol`: what a reader must know to compare its figures."""
+    """Asks a model questions and judges its answers. `protocol`: what a reader must know to compare its figures."""
 
     @property
     def name(self) -> str: ...
@@ -141,9 +141,9 @@ class Task(Protocol):
     def protocol(self) -> str: ...
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
-        """The same for the same circumstances. Raises HarnessError for data that are missing or broken."""
+        """The questions; equal circumstances give equal questions. Raises HarnessError for missing or broken data."""
         ...
 
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
-        """What answers to those questions are worth."""
+        """The figures of the answers to those questions."""
         ...

@@ -1,1 +1,1 @@
-"""Small things that every package may use: units, files, memory of the host, the roofline."""
+"""Small modules that every package may use: units, files, memory of the host, the roofline."""

@@ -1,4 +1,4 @@
-"""Memory that storage fills fast."""
+"""Buffers for direct I/O."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import suppress
 
 
 def direct_buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory for direct I/O, of huge pages where the kernel gives them.
+    """Page-aligned memory for direct I/O, in huge pages if the kernel provides them.
 
-    A read into small pages is cut into a piece for each: in a virtual machine that halved the disk's bandwidth and
-    took ten times the CPU time. Nothing is taken before it is written.
+    The kernel splits a read at page borders: small pages halved the disk's bandwidth in a virtual machine and took ten
+    times the CPU time. The memory is allocated on first write.
     """
     buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without huge pages

@@ -1,4 +1,4 @@
-"""The status and one-line reason of an exception that ended a launch."""
+"""The status and one-line reason that a record gets for an exception."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def classify(exc: BaseException) -> Refusal:
-    """What a record says of an exception, from its type, errno and (for CUDA) its name."""
+    """The status and reason of an exception, from its class, errno and text."""
     if isinstance(exc, HarnessError):
         return Refusal(exc.status, str(exc))
     reason = f"{type(exc).__name__}: {exc}".splitlines()[0][:500]
@@ -25,6 +25,6 @@ def classify(exc: BaseException) -> Refusal:
         if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:  # a memory map, such as resident weights
             return Refusal("oom_host", reason)
         cause = cause.__cause__ or cause.__context__
-    if "No space left on device" in str(exc):  # libraries that turn errno into text
+    if "No space left on device" in str(exc):  # some libraries keep only the text of errno
         return Refusal("disk_full", reason)
     return Refusal("error", reason)

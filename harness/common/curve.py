@@ -1,4 +1,4 @@
-"""A measured curve, read between its points."""
+"""Interpolation of a measured curve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` > 0: straight between points (in ascending x) on logarithmic axes, flat beyond their ends."""
+    """The value at `x` > 0: log-log linear between `points` (in ascending x), constant beyond both ends."""
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):

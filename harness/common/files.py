@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and told by what they hold; and where they are kept."""
+"""Atomic file replacement, file digests, and the cache folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def replace_with(path: Path, text: str) -> None:
-    """Puts `text` into a file; what was there before stays whole until the new one is. Raises OSError."""
-    path = Path(os.path.realpath(path))  # a link stays one
+    """Writes `text` to `path` atomically: the old content stays until the new content is complete. Raises OSError."""
+    path = Path(os.path.realpath(path))  # replaces a link's target, not the link
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     if os.path.lexists(path) and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -24,7 +24,7 @@ def replace_with(path: Path, text: str) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a text names a file or folder; a model's id, which it may be, can be longer than any path."""
+    """Whether `name` is an existing file or folder. Other texts, such as model ids, may be longer than any path."""
     try:
         return bool(name) and Path(name).exists()
     except OSError:
@@ -32,7 +32,7 @@ def is_there(name: str) -> bool:
 
 
 def file_digest(path: Path) -> str | None:
-    """The SHA-256 of a file, or None where it cannot be read."""
+    """The SHA-256 of a file, or None if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""How much memory this process may take: of the machine, and within the limits of the cgroups that it is in."""
+"""How much memory this process may use: what the machine has free, within the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-#: cgroup v1 says "no limit" by a number near 2^63, v2 by the word max.
+#: cgroup v1 writes "no limit" as a number near 2^63, v2 as the word max.
 _NO_LIMIT = 1 << 60
 
 
 def free_memory() -> int:
-    """Bytes that a process may take before others are squeezed."""
+    """Bytes that this process may allocate without taking memory from others."""
     free = psutil.virtual_memory().available
     limit = own_limit()
     return free if limit is None else min(free, limit)
 
 
 def own_limit() -> int | None:
-    """Bytes of the tightest memory limit on this process's own cgroups and those above them; None for no limit."""
+    """Bytes of the tightest memory limit on this process's cgroups and their ancestors; None for no limit."""
     limits = []
-    for version, own in memory_cgroups():
+    for version, cgroup in memory_cgroups():
         name = "memory.limit_in_bytes" if version == 1 else "memory.max"
-        for group in (own, *own.parents):
+        for group in (cgroup, *cgroup.parents):
             with contextlib.suppress(OSError, ValueError):
                 limits.append(int((group / name).read_text()))
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def memory_cgroups(process: int | str = "self") -> list[tuple[int, Path]]:
-    """The version (1 or 2) and folder of each cgroup that may account for the memory of a process, by its number."""
-    found = []
+    """The version (1 or 2) and folder of each cgroup that may account for the memory of `process` (a pid or "self")."""
+    cgroups = []
     with contextlib.suppress(OSError):
         for line in (PROC / str(process) / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            own = path.strip("/")
+            relative = path.strip("/")
             if "memory" in controllers.split(","):
-                found.append((1, CGROUP_ROOT / "memory" / own))
+                cgroups.append((1, CGROUP_ROOT / "memory" / relative))
             elif not controllers:
-                found.append((2, CGROUP_ROOT / own))
-    return found
+                cgroups.append((2, CGROUP_ROOT / relative))
+    return cgroups

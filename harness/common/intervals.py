@@ -1,4 +1,4 @@
-"""How long something went on, where its parts overlap: used for requests, loads and lanes alike."""
+"""Total length of overlapping time intervals, such as those of requests, loads and trace lanes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (start, end) intervals, in their unit."""
+    """The length of the union of (start, end) intervals, in their unit."""
     length, reach = 0.0, -math.inf
     for low, high in sorted(intervals):
         length += max(0.0, high - max(low, reach))

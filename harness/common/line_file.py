@@ -1,4 +1,4 @@
-"""A file of lines that only grows, and that kill -9 or a full disk leave whole."""
+"""An append-only file of JSON lines that survives kill -9 and a full disk."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 class LineFile:
-    """Appends lines of JSON, each by one write: a crash leaves at most one truncated last line; `mend` cuts it off."""
+    """Appends JSON lines, each in one write. A crash leaves at most one truncated last line, which `mend` removes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def mend(self) -> None:
-        """Cuts off a truncated last line; a whole one that lacks only its end gets that back. Raises OSError."""
+        """Removes a truncated last line; completes a last line that lacks only its line feed. Raises OSError."""
         if not self.path.exists():
             return
         with self.path.open("rb+") as file:
@@ -31,7 +31,7 @@ class LineFile:
                 file.write(b"\n")
 
     def append(self, line: bytes) -> None:
-        """Adds one line, without its end, and syncs it. Raises OSError; then nothing of it is left."""
+        """Appends `line`, given without its line feed, and syncs. Raises OSError; the file is then as before."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
@@ -45,7 +45,7 @@ class LineFile:
             os.close(descriptor)
 
     def set_aside(self) -> None:
-        """Renames the file, if there is one, to the next free NAME.<number>.SUFFIX. Raises OSError."""
+        """Renames the file, if it exists, to the next free NAME.<number>.SUFFIX. Raises OSError."""
         if not self.path.exists():
             return
         number = 1

@@ -1,4 +1,4 @@
-"""Plug-ins: engines, launchers and tasks of other distributions, by entry points and without an import of any."""
+"""Plug-ins: engines, launchers and tasks of other distributions, listed from entry points without importing them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Plugin:
 
 @functools.cache
 def plugins(group: str) -> dict[str, Plugin]:
-    """The plug-ins of a group by name, in the order of their names. Reads metadata of what is on sys.path only."""
+    """The plug-ins of a group by name, sorted. Reads only the metadata of distributions on sys.path."""
     by_name: dict[str, Plugin] = {}
     for entry in sorted(metadata.entry_points(group=group), key=lambda e: (e.name, e.dist.name if e.dist else "")):
         about = entry.dist.metadata if entry.dist else None
@@ -46,7 +46,7 @@ def plugins(group: str) -> dict[str, Plugin]:
 
 
 def clash(plugin: Plugin, built_in: bool) -> str:
-    """Why a plug-in's name is ambiguous, in one line; empty where it is not."""
+    """Why a plug-in's name is ambiguous, in one line; empty if it is not."""
     others = [*(["the harness itself"] if built_in else []), *plugin.rivals]
     if not others:
         return ""
@@ -60,15 +60,15 @@ def resolve(target: str) -> object:
 
 
 def load(plugin: Plugin) -> object:
-    """The plug-in's object. Raises HarnessError where it cannot be imported."""
+    """The plug-in's object. Raises HarnessError if it cannot be imported."""
     try:
         return resolve(plugin.target)
-    except Exception as exc:  # an import runs any code
+    except Exception as exc:  # importing runs arbitrary code
         raise HarnessError(f"{plugin} cannot be imported: {type(exc).__name__}: {first_line(exc)}") from exc
 
 
 def require(plugin: Plugin, made: object, kind: type, what: str) -> None:
-    """Raises HarnessError for a plug-in's object that has not all members of the protocol `kind`, naming them."""
+    """Raises HarnessError naming the members of the protocol `kind` that a plug-in's object lacks."""
     members = getattr(kind, "__protocol_attrs__", None) or {n for n in dir(kind) if not n.startswith("_")}
     if lacking := sorted(name for name in members if not hasattr(made, name)):
         raise HarnessError(f"{plugin} is no {what}: {plugin.target} lacks {', '.join(lacking)}")

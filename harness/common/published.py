@@ -1,4 +1,4 @@
-"""Figures that papers published, as numbers, each file with its source in its first lines."""
+"""Figures published in papers, as CSV files whose first lines give the source."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-#: A paper's table that a suite can say it reproduces.
+#: The published tables that a suite can declare to reproduce.
 PublishedTable = Literal["flexgen_throughput_t4", "lm_offload_a100"]
 _FOLDER = Path(__file__).with_name("published_figures")
 
 
 def published_rows(name: str) -> Iterator[dict[str, str]]:
-    """Rows of a file by column; empty where the paper gives nothing."""
+    """The rows of a table by column; a cell is empty if the paper gives no figure."""
     with (_FOLDER / f"{name}.csv").open(encoding="utf-8") as file:
         yield from csv.DictReader(line for line in file if not line.startswith("#"))

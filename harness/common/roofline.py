@@ -3,14 +3,14 @@
 `roofline` bounds a cell by the rates measured beside its launch. A block of B sequences (prompt s, generated n) needs
 B*(s + n - 1) rows: in step, one prefill pass of B*s rows and n - 1 decode passes of B; mixed, with a sequence entering
 whenever one ends, n passes of B*(s + n - 1)/n. A pass computes at the GEMM rate measured for its rows, so memory
-bandwidth limits small passes, and the faster of the two ways counts, for every engine alike. The disk reads in each
-pass what the memory budget cannot hold of the weights (without idle experts) and of the KV cache at its mean length.
+bandwidth limits small passes. The bound takes the faster of the two ways for every engine. In each pass the disk reads
+the part of the weights (without idle experts) and of the KV cache at its mean length that exceeds the memory budget.
 
-The bound assumes perfect overlap and a budget full of weights and cache, and takes the best sample of each rate, since
-noise only slows. With a device, compute is the device's, its memory is full of weights, and the remaining weights cross
-the link once a pass; attention runs where the cache is.
+The bound assumes perfect overlap and a budget filled with weights and cache. It uses the best sample of each rate,
+since noise only slows a machine. With a device, its GEMM rates count, its memory is full of weights, the remaining
+weights cross the link once per pass, and attention runs where the cache is.
 
-The planner bounds a profile by `block_bound` too.
+The planner also bounds a profile by `block_bound`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from harness.common.sizes import value_bytes
 
 
 def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, machine: MachineRates) -> Bound | None:
-    """The bound for whole blocks of `batch` sequences, or of all requests if they are fewer.
+    """The bound for whole blocks of `batch` sequences, or for all requests if they are fewer.
 
-    Weights and cache are in the policy's bits, memory is within the limits of `spec`. None if a rate that it needs was
+    Weights and cache take the policy's bits, and memory stays within the limits of `spec`. None if a required rate was
     not measured.
     """
     workload, policy, limits = spec.workload, spec.policy, spec.limits
@@ -63,28 +63,28 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
 
 
 def block_bound(tokens: float, compute_s: float, disk_s: float, link_s: float = 0.0) -> Bound:
-    """The bound for a block that generates `tokens` and needs each resource for so many seconds."""
+    """The bound for a block that generates `tokens` tokens and occupies each resource for the given seconds."""
     times: dict[Literal["compute", "disk", "link"], float] = {"compute": compute_s, "disk": disk_s, "link": link_s}
     limited_by = max(times, key=lambda resource: times[resource])
     return Bound(tokens / times[limited_by], compute_s, disk_s, limited_by, link_s)
 
 
 def bound_of(record: RunRecord, machine: MachineRates) -> Bound | None:
-    """The bound of a finished launch, for the batch and policy that it loaded and the mean lengths of its requests."""
+    """The bound of a finished launch, for its loaded batch and policy and the mean lengths of its requests."""
     spec, load, model = record.spec, record.load, record.model
     if load is None or model is None or spec.workload.kind == "task":
-        return None  # examples of a task share prefixes, which need not be computed twice
-    job = spec.workload
-    if job.kind == "trace" and record.requests:
+        return None  # a task's examples share prefixes, which an engine may compute once
+    workload = spec.workload
+    if workload.kind == "trace" and record.requests:
         prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))
         generated = round(statistics.mean(r.generated_tokens for r in record.requests))
-        job = replace(job, prompt_len=max(1, prompt), gen_len=max(1, generated))
-    spec = replace(spec, workload=job, policy=load.policy or spec.policy)
+        workload = replace(workload, prompt_len=max(1, prompt), gen_len=max(1, generated))
+    spec = replace(spec, workload=workload, policy=load.policy or spec.policy)
     return roofline(model, spec, load.block_size, load.compute_dtype, machine)
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:
-    """FLOP/s at `rows` by the best sample, log-linear between measured rows and flat above them."""
+    """FLOP/s at `rows` from the best samples, log-log linear between measured rows and constant above them."""
     points = sorted((float(r), max(samples)) for r, samples in curve.items())
-    # reading the weights limits fewer rows than were measured: the rate falls in proportion
+    # below the fewest measured rows, reading the weights is the limit: the rate falls in proportion to the rows
     return interpolate(points, rows) * min(1.0, rows / points[0][0])

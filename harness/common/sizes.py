@@ -1,4 +1,4 @@
-"""Sizes that rooflines, plans and jobs share: bytes of a stored value, tokens that a request has cached on average."""
+"""Sizes for rooflines, plans and jobs: bytes of a stored value, and the mean number of a request's cached tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def value_bytes(bits: int, group_size: int, plain_bytes: float) -> float:
 
 
 def mean_cached_length(lengths: Iterable[tuple[int, int]]) -> int:
-    """Tokens that requests of (prompt, generated) tokens have in the KV cache on average, over all of them."""
-    each = [int(mean_cached_tokens(prompt, generated)) for prompt, generated in lengths]
-    return sum(each) // len(each)
+    """The mean number of cached tokens over requests of (prompt, generated) tokens."""
+    means = [int(mean_cached_tokens(prompt, generated)) for prompt, generated in lengths]
+    return sum(means) // len(means)

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parses sizes and durations with units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUANTITY = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?) ?([A-Za-z]{1,9})")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `16GiB`, `208GB` or `1.5 MiB`. Raises HarnessError for anything else, and above 1 PiB."""
+    """Bytes of a size such as `16GiB`, `208GB` or `1.5 MiB`. Raises HarnessError for other text and above 1 PiB."""
     size = int(_quantity(text, _SIZES, "a size such as 16GiB, 208GB or 600MiB"))
     if size > MAX_SIZE:
         raise HarnessError(f"{text!r} is more than 1 PiB")
@@ -28,16 +28,16 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in `90s`, `20min` or `1.5h`. Raises HarnessError for anything else."""
+    """Seconds of a duration such as `90s`, `20min` or `1.5h`. Raises HarnessError for other text."""
     return float(_quantity(text, _DURATIONS, "a duration such as 90s, 20min or 1h"))
 
 
-def _quantity(text: str, units: Mapping[str, int | Decimal], wanted: str) -> Decimal:
+def _quantity(text: str, units: Mapping[str, int | Decimal], expected: str) -> Decimal:
     got = repr(text if len(text) <= 64 else f"{text[:64]}...")
     match = _QUANTITY.fullmatch(text)
     if not match:
-        raise HarnessError(f"expected {wanted}, got {got}")
+        raise HarnessError(f"expected {expected}, got {got}")
     factor = {name.lower(): factor for name, factor in units.items()}.get(match[2].lower())
     if factor is None:
-        raise HarnessError(f"expected {wanted}, got {got}; the units are {', '.join(units)}")
+        raise HarnessError(f"expected {expected}, got {got}; the units are {', '.join(units)}")
     return Decimal(match[1]) * factor

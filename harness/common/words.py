@@ -1,15 +1,15 @@
-"""Names in error messages."""
+"""Suggestions for mistyped names in error messages."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-_LONGEST = 64  # characters of an unknown word that are compared
+_LONGEST = 64  # characters of an unknown word to compare
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """`did you mean 'x'?`, or the list of what is known."""
+    """`did you mean 'x'?`, or the list of known names."""
     if close := difflib.get_close_matches(word[:_LONGEST], known, n=1):
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(known)}"

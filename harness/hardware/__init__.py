@@ -1,4 +1,4 @@
-"""Hardware profiles: those that are shipped, a user's own files, and what was measured on this host."""
+"""Hardware profiles: shipped ones, a user's files, and the profile measured on this host."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The shipped profiles."""
+    """Names of the shipped profiles."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def load(name: str, cache: Path | None = None) -> HardwareProfile:
-    """A shipped profile by its name, a file's, or `local`: what `harness calibrate` has left in `cache`.
+    """A profile by the name of a shipped profile, by its file, or `local` for what `harness calibrate` left in `cache`.
 
-    Raises HarnessError for a name or file that there is not, for each figure that is missing, absurd or unknown, and
-    for a local profile that is another machine's.
+    Raises HarnessError for an unknown name or missing file, for figures that are missing, implausible or unknown, and
+    for a local profile that was measured on another machine.
     """
     path = Path(name)
     if name == "local" and cache is not None:
         path = local_path(cache)
         if not path.exists():
-            raise HarnessError("no profile of this host yet: run `harness calibrate`, or name one of "
+            raise HarnessError("no profile of this host yet: run `harness calibrate`, or choose one of "
                                f"{', '.join(names())} by --hardware")  # fmt: skip
     elif not path.suffix and len(path.parts) == 1:
         path = _FOLDER / f"{name}.yaml"
         if name not in names():
-            near = difflib.get_close_matches(name, names(), 1, 0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            matches = difflib.get_close_matches(name, names(), 1, 0.4)
+            hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise HarnessError(f"no hardware profile {name!r}{hint} (shipped: {', '.join(names())}; or give a file)")
     profile = suite_check.hardware(yaml_source.read(path))
     profile.validate()
@@ -48,18 +48,18 @@ def load(name: str, cache: Path | None = None) -> HardwareProfile:
 
 
 def is_unknown(cache: Path) -> bool:
-    """Whether there is no profile of this host in `cache`."""
+    """Whether `cache` holds no profile of this host."""
     path = local_path(cache)
     return not path.exists() or suite_check.hardware(yaml_source.read(path)).host_id != provenance.machine_key()
 
 
 def local_path(cache: Path) -> Path:
-    """Where this host's own profile is kept."""
+    """The file of this host's profile."""
     return cache / "hardware.yaml"
 
 
 def require_writable(path: Path) -> None:
-    """Raises HarnessError for a file that `save` could not write: before minutes are spent on its content."""
+    """Raises HarnessError if `save` could not write `path`; called before a measurement that takes minutes."""
     folder = path.absolute().parent
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -67,7 +67,7 @@ def require_writable(path: Path) -> None:
 
 
 def save(profile: HardwareProfile, path: Path) -> None:
-    """Writes a profile; a file that was there stays whole until the new one is."""
+    """Writes a profile, replacing an existing file atomically."""
     text = yaml.safe_dump(to_json(profile), sort_keys=False, allow_unicode=True)
     try:
         replace_with(path, text)

@@ -1,4 +1,4 @@
-"""Measures this host for plans and keeps its profile."""
+"""Measures this host for plans and saves its profile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from harness.hardware import provenance
 
 #: Prefixes of rates that are steady on an idle machine, and the ratio of highest to lowest above which they are noisy.
 _STEADY, NOISE = ("host.flops", "host.attention", "host.bandwidth", "disk.read"), 1.5
-#: The product that is also measured beside launches: its rows, and its columns, hidden sizes of models.
+#: The product that is also measured beside launches: its rows, and its columns (hidden sizes of models).
 _ROWS, _COLUMNS = 256, (512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured rate of a profile, by its path there: the median of its rounds, the lowest and the highest."""
+    """A measured rate of a profile: its path, and the median, lowest and highest of its rounds."""
 
     name: str
     median: float
@@ -30,16 +30,17 @@ class Rate:
 
     @property
     def noisy(self) -> bool:
-        """Whether it varied more than it does on an idle machine."""
+        """Whether it varied more than on an idle machine."""
         return self.name.startswith(_STEADY) and self.highest > NOISE * self.lowest
 
 
 def calibrate(
     out: Path | None, quick: bool, cache: Path, report: Callable[[str], None]
 ) -> tuple[HardwareProfile, Path]:
-    """Measures this host, and writes its profile to `out` or as the local one; `report` is told what is being measured.
+    """Measures this host and writes its profile to `out`, by default as the local profile; returns profile and path.
 
-    Raises HarnessError where the profile or the cache cannot be written.
+    `report` is called with the name of each measurement. Raises HarnessError if the profile or the cache cannot be
+    written.
     """
     path = out or hardware.local_path(cache)
     hardware.require_writable(path)
@@ -60,7 +61,7 @@ def calibrate(
 
 
 def rates(profile: HardwareProfile) -> Iterator[Rate]:
-    """The measured rates of a profile, with their spread."""
+    """The measured rates of a profile with their spread."""
     for path, (low, high) in profile.spread.items():
         yield Rate(path, _at(profile, path), low, high)
 

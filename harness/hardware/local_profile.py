@@ -1,4 +1,4 @@
-"""The profile of this host for a run: measured where there is none, but only once."""
+"""The profile of this host for a run, measured at most once if there is none."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from harness.api import HardwareProfile, HarnessError
 
 
 class LocalProfile:
-    """What `harness calibrate` has left in `cache`, or what a run measures itself."""
+    """The profile that `harness calibrate` left in `cache`, or that the run measures."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
         self._profile: HardwareProfile | HarnessError | None = None
 
     def get(self, measure: Callable[[], None]) -> HardwareProfile:
-        """The profile; `measure` leaves one in the cache. Raises HarnessError, the same every time after the first."""
+        """The profile; `measure` must leave one in the cache. A HarnessError is raised again at every later call."""
         if self._profile is None:
             try:
                 if hardware.is_unknown(self._cache):

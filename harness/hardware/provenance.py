@@ -1,4 +1,4 @@
-"""Provenance of a figure: hardware, software and code, without names of hosts, people or folders."""
+"""Provenance of a measurement: hardware, software and code, without names of hosts, people or folders."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
-#: Instruction sets that decide how fast an engine's kernels are.
+#: Instruction sets that affect the speed of engines' kernels.
 _FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
           "amx_tile", "amx_int8", "amx_bf16", "avx_vnni", "asimd", "asimddp", "bf16", "i8mm", "sve")  # fmt: skip
 
-#: Beginnings of names of variables that OpenMP, MKL, oneDNN, the allocator and engines read.
+#: Prefixes of the environment variables that OpenMP, MKL, oneDNN, the allocator and engines read.
 _SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD", "TORCH_",
              "PYTORCH_", "CUDA_VISIBLE_DEVICES", "DS_", "VLLM_", "GGML_")  # fmt: skip
 
@@ -37,7 +37,7 @@ def collect(code: Path | None = None) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, memory, devices and kernel; what is unknown is null."""
+    """CPU, memory, devices and kernel; None for unknown values."""
     cpu = _cpuinfo()
     return {
         "cpu": cpu.get("model name") or platform.processor() or None,
@@ -54,14 +54,14 @@ def machine() -> dict[str, Any]:
 
 
 def machine_key() -> str:
-    """Hash of the hardware that decides what fits and how fast: remembered results are good for this machine only."""
-    known = machine()
-    stable = {k: known[k] for k in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
+    """Hash of the hardware that affects memory and speed; the key of results that hold for this machine only."""
+    description = machine()
+    stable = {k: description[k] for k in ("cpu", "cpu_flags", "cores_usable", "ram_bytes", "gpus")}
     return hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of each NVIDIA GPU, from nvidia-smi; empty where there is none."""
+    """Name, memory and driver of each NVIDIA GPU, from nvidia-smi; empty if there is none."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -81,7 +81,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether tracked files differ from it; None outside a repository."""
+    """The commit, and whether tracked files differ from it; None outside a repository."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(folder), *args]
@@ -94,7 +94,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def settings() -> dict[str, str]:
-    """Variables of this environment that change how fast an engine computes, and how it gets its memory."""
+    """Environment variables that affect an engine's speed or memory allocation."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
 
 
@@ -104,21 +104,22 @@ def now() -> str:
 
 
 def scrub(text: str, places: Mapping[str, str]) -> str:
-    """Replaces folders of this machine by placeholders, longest first, so that records can be shared."""
+    """Replaces this machine's folders with placeholders, longest first, so that records can be shared."""
     home = str(Path.home())
-    known = {path: "$HOME" for path in (home, os.path.realpath(home)) if path not in ("/", "")} | dict(places)
-    for path in sorted(known, key=len, reverse=True):
-        text = re.sub(re.escape(path) + r"(?=[/\s'\":,;)\]]|$)", lambda _, p=path: known[p], text)  # type: ignore[misc]
+    placeholders = {path: "$HOME" for path in (home, os.path.realpath(home)) if path not in ("/", "")} | dict(places)
+    for path in sorted(placeholders, key=len, reverse=True):
+        pattern = re.escape(path) + r"(?=[/\s'\":,;)\]]|$)"
+        text = re.sub(pattern, lambda _, p=path: placeholders[p], text)  # type: ignore[misc]
     return text
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's fields of /proc/cpuinfo."""
-    found: dict[str, str] = {}
+    """The first processor's fields in /proc/cpuinfo."""
+    fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if not line.strip():
                 break
             key, _, value = line.partition(":")
-            found[key.strip()] = value.strip()
-    return found
+            fields[key.strip()] = value.strip()
+    return fields

@@ -1,4 +1,4 @@
-"""What a machine must have before a suite is worth starting."""
+"""Checks that a machine meets a suite's requirements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from harness.hardware import provenance
 
 
 def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) -> list[str]:
-    """What this machine lacks for the suite, one line each; empty if nothing.
+    """The suite's requirements that this machine does not meet, one line each.
 
-    A run that goes on has already taken of the free disk what it was required for.
+    A resumed run does not check free disk, since its first part has already used some of the required space.
     """
     need, lacking = suite.requires, []
-    have_memory = min(provenance.machine()["ram_bytes"], own_limit() or math.inf)
-    if have_memory < need.host_memory:
-        lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(have_memory)} present")
+    memory = min(provenance.machine()["ram_bytes"], own_limit() or math.inf)
+    if memory < need.host_memory:
+        lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(memory)} present")
     if need.device_memory:
         devices = [float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()]
         if max(devices, default=0.0) < need.device_memory:

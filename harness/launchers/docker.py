@@ -1,4 +1,4 @@
-"""The `docker` launcher's sandbox: a worker in a container of its engine's image, through Docker's own API."""
+"""The `docker` launcher's sandbox: a worker in a container of its engine's image, through Docker's API."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from harness.launchers.memory import GroupReader
 from harness.launchers.protocol import REQUEST, WORKER
 from harness.launchers.sandbox import log_tail, opened, read_result, settings, watch
 
-#: The label of a container's owner: host, process namespace, process, and when that process began.
+#: The label with a container's owner: host, process namespace, process id, and start time of that process.
 OWNER = "offload-harness.owner"
 _OWNER = re.compile(r"(?P<host>.*)/(?P<space>.*)/(?P<pid>\d+)@(?P<began>.*)")
-#: Paths in a container: the exchange folder, the cache, the model's files, and other files that are read.
+#: Paths in a container: the exchange folder, the cache, the model's files, and other input files.
 _WORK, _CACHE, _MODEL, _INPUTS = "/harness/work", "/harness/cache", "/harness/model", "/harness/inputs"
-#: The user and group of a worker whose harness runs as root.
+#: The user and group of a worker if the harness runs as root.
 _UNPRIVILEGED = 1000
 _MAX_PROCESSES = 4096
 _GONE_TIMEOUT_S = 20.0
 
 
 class Containers:
-    """The launcher `docker`: containers of the Docker engine that answers. Raises HarnessError where none does.
+    """The launcher `docker`. Raises HarnessError if no container engine answers.
 
-    Containers of harnesses that were killed are removed first.
+    First removes the containers of harnesses that were killed.
     """
 
     def __init__(self, cache: Path) -> None:
@@ -77,7 +77,7 @@ class Containers:
         if spec.limits.host_memory is not None and not self._engine.limits_memory:
             raise UnsupportedError("this container engine cannot limit memory (no such cgroup): use --launcher process")
         with engine_errors(f"no image {name} ({images.remedy(spec)})"):
-            image = self._client.images.get(name)  # first: a run would try to download a missing one
+            image = self._client.images.get(name)  # before any run, which would try to download a missing image
         images.check(image, name, spec)
         return ContainerSandbox(self._client, self._engine, name, image.id, self._cache)
 
@@ -94,7 +94,7 @@ class _Engine:
 
 @dataclass
 class _Watched:
-    """What the threads beside a container learn: its exit code, and why the engine was lost."""
+    """Results of the threads that watch a container: its exit code, or why the connection to the engine was lost."""
 
     exit_code: int | None = None
     lost: str = ""
@@ -102,7 +102,7 @@ class _Watched:
 
 
 class ContainerSandbox:
-    """Runs the worker that is in an image: no network, no privilege, not as root, the model read-only."""
+    """Runs the worker of an image without network, privileges or root; the model is mounted read-only."""
 
     inherits_environment = False
 
@@ -120,11 +120,10 @@ class ContainerSandbox:
     def run(self, request: WorkerRequest) -> Outcome:
         user = os.getuid() or _UNPRIVILEGED
         group = os.getgid() if os.getuid() else _UNPRIVILEGED
-        # a rootless engine's root is the user who runs it; its other users own nothing on this host
+        # a rootless engine maps root to the user that runs it; its other users own no file on this host
         inside = "0:0" if self._engine.rootless else f"{user}:{group}"
         if not self._engine.rootless and (unreadable := _unreadable(request.work, user, group)):
-            why = f"{unreadable} is not readable by the container's user {user}: chmod a+r it"
-            return _refused("error", why)
+            return _refused("error", f"{unreadable} is not readable by the container's user {user}: chmod a+r it")
         work, mounts = _translated(request, self._cache)
 
         def attempt(log_start: int) -> Outcome:
@@ -141,25 +140,26 @@ class ContainerSandbox:
         with opened(request, 1, work) as log_start:
             self._cache.mkdir(parents=True, exist_ok=True)
             if os.getuid() == 0:
-                # these and nothing below them: a container may have left a link to anything in the cache
+                # only these, not their content: a container may have left links to any file in the cache
                 folder = request.exchange.folder
                 for path in (self._cache, folder, folder / REQUEST):
                     os.chown(path, user, group, follow_symlinks=False)
             outcome = attempt(log_start)
             if self._locks_memory and outcome.refusal and "rlimit" in outcome.refusal.reason:
-                self._locks_memory = False  # an engine without root's rights cannot raise the limit
+                self._locks_memory = False  # an unprivileged container engine cannot raise the limit
                 outcome = attempt(log_start)
             return outcome
 
     def _create(self, request: WorkerRequest, mounts: list[Mount], user: str) -> Any:
-        allowed = request.limit_bytes
-        limit = {} if allowed is None else {"mem_limit": allowed, "memswap_limit": allowed}
+        limit_bytes = request.limit_bytes
+        limit = {} if limit_bytes is None else {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}
         cores: dict[str, Any] = {}
         if request.threads is not None:
             cores["nano_cpus"] = min(request.threads, os.cpu_count() or 1) * 10**9
-        if len(mine := os.sched_getaffinity(0)) < (os.cpu_count() or 1):  # a process would inherit it
-            cores["cpuset_cpus"] = ",".join(map(str, sorted(mine)))
-        # pinned buffers are locked memory; the cgroup bounds that too
+        # a child process would inherit this process's affinity; a container does not
+        if len(usable := os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+            cores["cpuset_cpus"] = ",".join(map(str, sorted(usable)))
+        # pinned buffers are locked memory, which the cgroup bounds too
         locked = [Ulimit(name="memlock", soft=-1, hard=-1)] if self._locks_memory else []
         gpus = {"device_requests": [_devices()]} if request.gpu else {}
         return self._client.containers.create(
@@ -188,9 +188,9 @@ class ContainerSandbox:
             container.start()
             container.reload()
         except (DockerException, requests.RequestException) as exc:
-            if "could not select device driver" in (why := reason(exc)):
-                return _refused("unsupported", "this container engine has no GPU to give: install the vendor's runtime")
-            return _refused("error", f"the container did not start: {why}")
+            if "could not select device driver" in reason(exc):
+                return _refused("unsupported", "this container engine offers no GPU: install the vendor's runtime")
+            return _refused("error", f"the container did not start: {reason(exc)}")
         pid = int(container.attrs["State"]["Pid"])
         group = GroupReader(pid, container.id)
         watched = _Watched()
@@ -228,19 +228,19 @@ class ContainerSandbox:
 
 
 def _devices() -> DeviceRequest:
-    """The devices that a process of ours would see."""
+    """The devices that a child process would see."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
         return DeviceRequest(device_ids=visible.split(","), capabilities=[["gpu"]])
     return DeviceRequest(count=-1, capabilities=[["gpu"]])
 
 
 def remove_abandoned(client: docker.DockerClient) -> list[str]:
-    """Removes containers whose harness, on this host, is gone; returns their names."""
+    """Removes containers of harnesses of this host that no longer run; returns their names."""
     removed = []
     for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         owner = _OWNER.fullmatch(container.labels[OWNER])
-        here = (platform.node(), _space())
-        if owner and (owner["host"], owner["space"]) == here and not _lives(int(owner["pid"]), owner["began"]):
+        this_host = (platform.node(), _space())
+        if owner and (owner["host"], owner["space"]) == this_host and not _lives(int(owner["pid"]), owner["began"]):
             with contextlib.suppress(DockerException):
                 container.remove(force=True)
                 removed.append(container.name)
@@ -252,25 +252,26 @@ def _owner() -> str:
 
 
 def _space() -> str:
-    """This process's namespace of processes: in another one, such as a container's, its numbers mean nothing."""
+    """This process's pid namespace: in another namespace, such as a container's, the same pid is another process."""
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").readlink())
     return ""
 
 
 def _lives(pid: int, began: str) -> bool:
-    """Whether a process that began then still runs; one that may not be signalled is another user's and counts."""
+    """Whether the process `pid` that began at `began` still runs; another user's process counts although we may not
+    signal it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
-    return _began(pid) in (began, "")  # it cannot be looked at, so it may be the same
+    return _began(pid) in (began, "")  # unknown: it may be the same process
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks of this boot: numbers of processes are reused, and clocks are set."""
+    """A process's start in ticks since boot, which tells apart processes that reused a pid; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
         return f"{boot}.{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
@@ -279,10 +280,10 @@ def _began(pid: int) -> str:
 
 
 def _translated(request: WorkerRequest, cache: Path) -> tuple[Work, list[Mount]]:
-    """The work with a container's paths, and the mounts that put its files there.
+    """The work with its paths inside the container, and the mounts that put its files there.
 
-    A mount of type bind refuses a source that does not exist (`volumes=` would make it, as root), and takes sources
-    with colons and spaces. Each file of a model folder is mounted by itself: a hub's are links to elsewhere.
+    A mount of type bind refuses a source that does not exist (`volumes=` would create it, as root) and accepts sources
+    with colons and spaces. Each file of a model folder is mounted by itself, as hub folders hold links to elsewhere.
     """
     work = request.work
     assert isinstance(work, EngineWork)
@@ -306,12 +307,12 @@ def _translated(request: WorkerRequest, cache: Path) -> tuple[Work, list[Mount]]
 
 
 def _unreadable(work: Work, user: int, group: int) -> str:
-    """The name of the first of a model's files that this user may not read, empty where there is none."""
+    """The name of the model's first file that this user may not read; empty if the user may read all."""
     assert isinstance(work, EngineWork)
     if not (work.model and work.model.path):
         return ""
     for file in sorted(Path(work.model.path).iterdir()):
-        if not file.exists():  # a link to nowhere
+        if not file.exists():  # a broken link
             continue
         status = file.stat()
         by_user, by_group = status.st_uid == user, status.st_gid == group
@@ -326,14 +327,14 @@ def _read_only(inside: str, source: Path) -> Mount:
 
 
 def _log(container: Any, log: Path) -> None:
-    """Streams the container's output into the log. The stream ends silently when the engine dies: `_wait` notices."""
+    """Streams the container's output to the log. If the engine dies, the stream just ends, and `_wait` reports it."""
     with contextlib.suppress(DockerException, requests.RequestException, OSError), log.open("ab", 0) as sink:
         for piece in container.logs(stream=True, follow=True):
             sink.write(piece)
 
 
 def _wait(container: Any, watched: _Watched) -> None:
-    """Waits for the container's end, without a timeout: the engine's death ends the connection."""
+    """Waits for the container's end, without a timeout: if the engine dies, the connection ends."""
     try:
         watched.exit_code = int(container.wait()["StatusCode"])
     except (DockerException, requests.RequestException) as exc:
@@ -343,14 +344,14 @@ def _wait(container: Any, watched: _Watched) -> None:
 
 
 def _exit_code(status: int | None) -> int:
-    """The exit code as of a process: the container's init adds 128 to the number of a signal that ended the worker."""
+    """The exit code as for a process: the container's init reports 128 plus the number of a signal that killed it."""
     if status is None:
         return -signal.SIGKILL
     return 128 - status if 128 < status < 128 + signal.NSIG else status
 
 
 def _kill(container: Any, pid: int) -> None:
-    """Ends a container through the engine, or by the kernel where the engine does not answer."""
+    """Kills a container through the engine, or its processes if the engine does not answer."""
     with contextlib.suppress(DockerException, requests.RequestException):
         container.kill()
         return
@@ -361,7 +362,7 @@ def _kill(container: Any, pid: int) -> None:
 
 
 def _in_container(pid: int) -> bool:
-    """Whether a process is in a container: its number may have been reused on this host."""
+    """Whether a process runs in another pid namespace: this host may have reused the pid of a container's process."""
     return Path(f"/proc/{pid}/ns/pid").readlink() != Path("/proc/self/ns/pid").readlink()
 
 
@@ -374,7 +375,7 @@ def _killed_for_memory(container: Any) -> bool:
 
 
 def _remove(container: Any) -> None:
-    """Removes a container in any state; where the engine is gone the next run's clean-up does."""
+    """Removes a container in any state. If the engine is gone, the next run's clean-up removes it."""
     deadline = time.monotonic() + _GONE_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -382,7 +383,7 @@ def _remove(container: Any) -> None:
             return
         except NotFound:
             return
-        except APIError:  # its removal is under way, or one of its files is busy
+        except APIError:  # already being removed, or a file of it is busy
             time.sleep(0.2)
         except (DockerException, requests.RequestException):
             return

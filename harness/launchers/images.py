@@ -1,4 +1,4 @@
-"""Images of the engines' environments: their names, what is in them, and how they are built from a checkout."""
+"""Images of the engines' environments: their names, their checks, and their build from a checkout."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from harness.api import HarnessError, RunSpec
 if TYPE_CHECKING:
     import docker
 
-#: Labels of an image: which environment is in it, and a digest of this project's code in it.
+#: Labels of an image: its environment, and the digest of this project's code in it.
 ENVIRONMENT, CODE = "offload-harness.environment", "offload-harness.code"
 _REPOSITORY = "offload-harness"
-#: Environments whose image is not the worker's.
+#: Environments with a build target other than `worker`.
 _OWN_TARGETS = ("helm",)
-#: What an image is built from.
+#: The files and folders in a build's context.
 _CONTEXT = ("Dockerfile", "harness", "engines", "suites", "reports")
 _CODE_SUFFIXES = (".py", ".cpp", ".h", ".yaml", ".csv", ".json", ".txt", ".html", ".css", ".js")
-#: Settings of pip that a build takes from this environment.
+#: pip's settings that a build inherits from this process.
 _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT", "PIP_DEFAULT_TIMEOUT")
 
 
 def require_sdk() -> None:
-    """Raises HarnessError where Docker's SDK is not installed."""
+    """Raises HarnessError if Docker's SDK is not installed."""
     if importlib.util.find_spec("docker") is None:
         raise HarnessError("containers need Docker's SDK: pip install 'offload-harness[docker]' -c constraints.txt")
 
 
 @contextlib.contextmanager
 def engine_errors(doing: str) -> Iterator[None]:
-    """Whatever a container engine refuses, or that it is gone, as a HarnessError of one line that says `doing` what."""
+    """Turns errors of the container engine, and of the connection to it, into a HarnessError beginning with `doing`."""
     import docker
     import requests
 
@@ -51,13 +51,13 @@ def engine_errors(doing: str) -> Iterator[None]:
 
 
 def reason(error: object) -> str:
-    """What an error says, in one line; of the API's the explanation."""
+    """An error's text in one line; for an API error its explanation."""
     text = getattr(error, "explanation", None) or error
     return " ".join(str(text).split())[:300]
 
 
 def connect() -> docker.DockerClient:
-    """A client of the container engine. Raises HarnessError with the remedy where none answers."""
+    """A client of the container engine. Raises HarnessError with the remedy if no engine answers."""
     require_sdk()
     import docker
     import requests
@@ -75,40 +75,40 @@ def connect() -> docker.DockerClient:
 
 
 def name_of(environment: str) -> str:
-    """The image of an environment."""
+    """The name of an environment's image."""
     return f"{_REPOSITORY}/{environment}"
 
 
 def image_of(spec: RunSpec) -> str:
-    """The image that a cell runs in. Raises HarnessError for an engine without one."""
+    """The name of the image that a cell runs in. Raises HarnessError for an engine without an image."""
     environment = registry.engine_entry(spec.engine).environment
     if not (spec.image or environment):
-        raise HarnessError(f"engine {spec.engine} has no image: name one by `image`, or use another launcher")
+        raise HarnessError(f"engine {spec.engine} has no image: set `image`, or use another launcher")
     return spec.image or name_of(environment)
 
 
 def remedy(spec: RunSpec) -> str:
-    """What makes a cell's image available."""
+    """The step that makes a cell's image available."""
     if spec.image:
         return "build or pull it, or leave `image` out"
     return f"harness images build {registry.engine_entry(spec.engine).environment}"
 
 
 def check(image: Any, name: str, spec: RunSpec) -> None:
-    """Raises HarnessError for an image that cannot run a cell as this code would."""
-    labels, wanted = image.labels, registry.engine_entry(spec.engine).environment
+    """Raises HarnessError for an image without this harness's worker, with another environment, or with other code."""
+    labels, environment = image.labels, registry.engine_entry(spec.engine).environment
     if ENVIRONMENT not in labels:
         raise HarnessError(f"image {name} has no worker of this harness in it: {remedy(spec)}")
-    if wanted and labels[ENVIRONMENT] != wanted:
+    if environment and labels[ENVIRONMENT] != environment:
         raise HarnessError(
-            f"image {name} holds environment {labels[ENVIRONMENT]}, and engine {spec.engine} needs {wanted}"
+            f"image {name} holds environment {labels[ENVIRONMENT]}, but engine {spec.engine} needs {environment}"
         )
     if labels.get(CODE) != code_digest():
-        raise HarnessError(f"image {name} holds other code than this harness: harness images build {wanted}")
+        raise HarnessError(f"image {name} holds other code than this harness: harness images build {environment}")
 
 
 def code_digest() -> str:
-    """A digest of this project's own code, as far as a launch may depend on it."""
+    """A digest of this project's code, of all file types that a launch may depend on."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for package in ("harness", "engines", "suites", "reports"):
         for path in sorted(p for p in (root / package).rglob("*") if p.suffix in _CODE_SUFFIXES):
@@ -119,15 +119,15 @@ def code_digest() -> str:
 def build(
     environment: str, arguments: Sequence[str], wheels: Path | None, host_network: bool, say: Callable[[str], None]
 ) -> str:
-    """Builds an environment's image and returns its id; `say` gets every line of the build.
+    """Builds an environment's image and returns its id; `say` receives every line of the build.
 
-    `arguments` are KEY=VALUE of the Dockerfile; settings of pip are taken from this process's environment. Packages
-    in `wheels` are found before those of an index. Raises HarnessError with the last line of a build that fails.
+    `arguments` are KEY=VALUE build arguments of the Dockerfile; pip's settings come from this process's environment.
+    pip prefers packages in `wheels` to an index. Raises HarnessError with the last line of a failed build.
     """
     root = Path(__file__).parents[2]
     if missing := [name for name in _CONTEXT if not (root / name).exists()]:
         raise HarnessError(f"images are built from a checkout of this project: {root} has no {missing[0]}")
-    given = dict(_argument(text) for text in arguments)
+    build_arguments = dict(_argument(text) for text in arguments)
     settings = {name: os.environ[name] for name in _PIP if name in os.environ}
     known = {"ENVIRONMENT": environment, "CODE": code_digest()}
     client = connect()
@@ -139,8 +139,8 @@ def build(
         with engine_errors(f"image {environment} was not built"):
             lines = client.api.build(
                 fileobj=context, custom_context=True, encoding="gzip", dockerfile="Dockerfile", target=target,
-                tag=name_of(environment), buildargs=known | settings | given, rm=True, forcerm=True, decode=True,
-                network_mode="host" if host_network else None,
+                tag=name_of(environment), buildargs=known | settings | build_arguments, rm=True, forcerm=True,
+                decode=True, network_mode="host" if host_network else None,
             )  # fmt: skip
             for line in lines:
                 if "error" in line:
@@ -153,8 +153,8 @@ def build(
 
 
 def built() -> Iterator[dict[str, Any]]:
-    """A row for each environment: its image, if there is one, its age and whether it holds this code."""
-    client, now = connect(), code_digest()
+    """A row for each environment: its image, the image's state and age, and whether it holds this code."""
+    client, current_code = connect(), code_digest()
     import docker
 
     for environment in registry.environments():
@@ -167,21 +167,21 @@ def built() -> Iterator[dict[str, Any]]:
                 raise
             yield row | {"state": "not built", "created": "", "size": "", "digest": ""}
             continue
-        state = "ready" if image.labels.get(CODE) == now else "of other code"
+        state = "ready" if image.labels.get(CODE) == current_code else "of other code"
         size = f"{image.attrs['Size'] / 2**30:.2f} GiB"
         yield row | {"state": state, "created": image.attrs["Created"][:19], "size": size, "digest": image.short_id}
 
 
 def stages_of(dockerfile: str, target: str) -> str:
-    """A Dockerfile with the stages that `target` is made of and no others: a builder without BuildKit builds all."""
+    """A Dockerfile reduced to the stages that `target` needs: without BuildKit, Docker would build every stage."""
     head, *rest = re.split(r"(?m)^(?=FROM \S+ AS (\S+))", dockerfile)
     stages = dict(zip(rest[::2], rest[1::2], strict=True))
-    needed, left = set[str](), [target]
-    while left:
-        name = left.pop()
+    needed, pending = set[str](), [target]
+    while pending:
+        name = pending.pop()
         if name in stages and name not in needed:
             needed.add(name)
-            left += re.findall(r"(?m)^(?:FROM |COPY --from=)(\S+)", stages[name])
+            pending += re.findall(r"(?m)^(?:FROM |COPY --from=)(\S+)", stages[name])
     return head + "".join(text for name, text in stages.items() if name in needed)
 
 
@@ -193,7 +193,7 @@ def _argument(text: str) -> tuple[str, str]:
 
 
 def _pack(root: Path, stage: str, wheels: Path | None, target: Any) -> None:
-    """The build's context. Times and owners are left out, so that a layer of the same files is the same layer."""
+    """Writes the build context to `target`. It has no times or owners, so that equal files give equal layers."""
 
     def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if "__pycache__" in entry.name or entry.name.endswith((".pyc", ".egg-info")):

@@ -1,4 +1,4 @@
-"""Caps on a process tree's memory: cgroup v1 or v2 where one can be made, else a sampling monitor."""
+"""Caps a process tree's memory: by cgroup v1 or v2 if this host allows one, else by a sampling monitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PREFIX = "harness-"
 
 
 class MemoryGroup(Protocol):
-    """A bounded group of processes. Used as: make, `wrap` the command, start, `adopt`, wait, read, `close`."""
+    """A group of processes with bounded memory. Order of use: make, `wrap` the command, start it, `adopt`, wait, read,
+    `close`."""
 
     method: str
     counts_page_cache: bool
@@ -32,7 +33,7 @@ class MemoryGroup(Protocol):
         ...
 
     def oom_kills(self) -> int:
-        """How often the limit ended a process of the group: the evidence for `oom_host`."""
+        """How often the limit killed a process of the group: the evidence for `oom_host`."""
         ...
 
     def anonymous_bytes(self) -> int:
@@ -53,7 +54,7 @@ class MemoryGroup(Protocol):
 
 
 class _Cgroup:
-    """What both versions share: a child group that a process enters before it becomes the command."""
+    """Common to both versions: a child group that a process enters before it execs the command."""
 
     counts_page_cache = True
     path: Path
@@ -62,7 +63,7 @@ class _Cgroup:
         return _enter_and_exec(self.path, command)
 
     def adopt(self, pid: int) -> None:
-        """Nothing to do: the process entered before it became the command."""
+        """Does nothing: the process entered the group before it became the command."""
 
     def kill(self) -> None:
         _kill_group(self.path)
@@ -132,10 +133,11 @@ class CgroupV2(_Cgroup):
 
 
 class Monitor:
-    """Where no cgroup can be made: samples the tree's anonymous and shared memory and kills it above the limit. What is
-    pinned for a device is shared memory.
+    """The fallback without cgroups: samples the tree's anonymous and shared memory and kills the tree above the limit.
+    Memory that is pinned for a device counts as shared.
 
-    It does not see the page cache and can be outrun between samples; records say `monitor` for that reason.
+    The monitor does not see the page cache, and memory can grow past the limit between samples; so that readers know,
+    records name the method `monitor`.
     """
 
     method = "monitor"
@@ -145,7 +147,7 @@ class Monitor:
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._process: psutil.Process | None = None
-        self._seen: set[psutil.Process] = set()  # a child whose parent died is no longer found below it
+        self._seen: set[psutil.Process] = set()  # a child whose parent died is no longer in the tree
         self._peak = 0
         self._kills = 0
         self._stop = threading.Event()
@@ -195,9 +197,10 @@ class Monitor:
 
 
 class GroupReader:
-    """What the kernel counted of a container's memory group, as far as this host shows it; `read` while it lives.
+    """The kernel's counters of a container's memory group, if this host shows them. Call `read` while the group exists.
 
-    The group's path holds the container's id, or it is another's: an engine elsewhere numbers processes of its own.
+    A group counts only if its path holds the container's id: a container engine on another host gives process ids that
+    belong to other processes here.
     """
 
     def __init__(self, pid: int, container: str) -> None:
@@ -209,7 +212,7 @@ class GroupReader:
                 self._group, self.version = group, f"cgroup-v{version}"
 
     def read(self) -> None:
-        """Takes what is there now; what was read stays when the group is gone."""
+        """Updates the counters; they keep their values once the group is gone."""
         if not self.version:
             return
         v1 = self.version == "cgroup-v1"
@@ -220,7 +223,7 @@ class GroupReader:
 
 
 def make_group(limit: int | None) -> MemoryGroup:
-    """The strictest group this host allows; `limit` in bytes."""
+    """The strictest group that this host allows; `limit` in bytes."""
     for kind, parent in _parents():
         with contextlib.suppress(OSError):
             return kind(parent, limit)
@@ -228,14 +231,14 @@ def make_group(limit: int | None) -> MemoryGroup:
 
 
 def cap_method() -> str:
-    """How a launch's memory would be bounded now."""
+    """The method by which this host would bound a launch's memory."""
     group = make_group(None)
     group.close()
     return group.method
 
 
 def sweep_stale_groups() -> None:
-    """Removes groups left by harnesses that were killed, with whatever still runs in them."""
+    """Removes groups left by killed harnesses, and kills the processes in them."""
     for _, parent in _parents():
         for path in parent.glob(f"{_PREFIX}*-*") if parent.is_dir() else ():
             owner = path.name.removeprefix(_PREFIX).split("-")[0]
@@ -246,15 +249,15 @@ def sweep_stale_groups() -> None:
 
 
 def _parents() -> list[tuple[type[CgroupV1] | type[CgroupV2], Path]]:
-    """Where a group may be made, best first: below this process's own group, so outer limits still hold."""
-    found: list[tuple[type[CgroupV1] | type[CgroupV2], Path]] = []
-    for version, own in memory_cgroups():
+    """Possible parents of a new group, best first: this process's own group, so outer limits still hold."""
+    parents: list[tuple[type[CgroupV1] | type[CgroupV2], Path]] = []
+    for version, group in memory_cgroups():
         if version == 1:
-            found.append((CgroupV1, own))
+            parents.append((CgroupV1, group))
             continue
-        # a v2 group with processes of its own cannot delegate memory to children: try those above it too
-        found += [(CgroupV2, base) for base in (own, *own.parents) if (base / "cgroup.controllers").exists()]
-    return found
+        # a v2 group that has processes cannot delegate memory to children: try its parents too
+        parents += [(CgroupV2, base) for base in (group, *group.parents) if (base / "cgroup.controllers").exists()]
+    return parents
 
 
 def _make_group(parent: Path) -> Path:
@@ -274,7 +277,7 @@ def _kill_group(path: Path) -> None:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:
-            # a process of another pid namespace reads as 0, which kill would take for our own group
+            # a process of another pid namespace reads as 0, and kill(0) would signal our own group
             pids = [int(p) for p in (path / "cgroup.procs").read_text().split() if p != "0"]
         except OSError:
             return

@@ -1,4 +1,4 @@
-"""Bytes this process moved to and from storage, and how fast the disk reads."""
+"""Storage I/O: the bytes this process reads and writes, and the disk's sequential read rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.common.buffers import direct_buffer
 class DiskProbe:
     """Bytes read from and written to storage in one phase, page faults on mapped files included.
 
-    Source: /proc/self/io; children that have ended and been waited for are included.
+    Source: /proc/self/io, which includes children that have ended and been waited for.
     """
 
     def __enter__(self) -> DiskProbe:
@@ -26,13 +26,13 @@ class DiskProbe:
         self._after = _counters()
 
     def measurements(self, phase: Phase) -> list[Measurement]:
-        """`read_bytes` and `write_bytes`; empty where the kernel does not account I/O."""
-        found = []
+        """`read_bytes` and `write_bytes`; no samples if the kernel does not account I/O."""
+        measurements = []
         for name in ("read_bytes", "write_bytes"):
             known = name in self._before and name in self._after
             samples = (float(self._after[name] - self._before[name]),) if known else ()
-            found.append(Measurement(name, "bytes", samples, phase, "" if known else "no /proc/self/io"))
-        return found
+            measurements.append(Measurement(name, "bytes", samples, phase, "" if known else "no /proc/self/io"))
+        return measurements
 
 
 def _counters() -> dict[str, int]:
@@ -43,11 +43,11 @@ def _counters() -> dict[str, int]:
 
 
 def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 << 20) -> list[float]:
-    """Bytes/s of sequential direct reads of the largest file below `folder`; none where O_DIRECT is refused.
+    """Bytes/s of two sequential direct reads of the largest file below `folder`; empty if O_DIRECT is refused.
 
-    The page cache is bypassed, so the figures are the device's. The reads walk through the file and stop after
-    `seconds` or at its end; twice, because storage behind a virtual disk may be slow to give what is asked for the
-    first time.
+    Direct I/O bypasses the page cache, so the rates are the device's. Each read starts at the beginning of the file
+    and stops after `seconds` or at its end. It runs twice because storage behind a virtual disk can serve the first
+    access to a block slowly.
     """
     files = [p for p in folder.rglob("*") if p.is_file()]
     if not files:
@@ -59,7 +59,7 @@ def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 <<
         return []
     buffer = direct_buffer(block)
     try:
-        return [rate for _ in range(2) if (rate := _walk(descriptor, buffer, seconds))]
+        return [rate for _ in range(2) if (rate := _read_rate(descriptor, buffer, seconds))]
     except OSError:
         return []
     finally:
@@ -67,7 +67,8 @@ def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 <<
         buffer.close()
 
 
-def _walk(descriptor: int, buffer: mmap.mmap, seconds: float) -> float:
+def _read_rate(descriptor: int, buffer: mmap.mmap, seconds: float) -> float:
+    """Bytes/s of reading from the file's start into `buffer`, again and again, for `seconds` or to the file's end."""
     done, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         count = os.preadv(descriptor, [buffer], done)

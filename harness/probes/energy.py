@@ -1,4 +1,4 @@
-"""Energy of the packages from RAPL counters, or null where there is none."""
+"""Energy of the CPU packages from RAPL counters, where the host has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyProbe:
-    """Joules of all CPU packages over one phase (Linux powercap). One wrap of a counter is accounted for."""
+    """Joules of all CPU packages over one phase (Linux powercap), correct if each counter wraps at most once."""
 
     def __enter__(self) -> EnergyProbe:
         self._before = _microjoules()
@@ -21,7 +21,7 @@ class EnergyProbe:
         self._after = _microjoules()
 
     def measurements(self, phase: Phase) -> list[Measurement]:
-        """`energy_j`, empty where no counter can be read."""
+        """`energy_j`; no samples if no counter can be read."""
         zones = self._before.keys() & self._after.keys()
         if not zones:
             return [Measurement("energy_j", "J", (), phase, "no readable RAPL counter")]
@@ -33,9 +33,9 @@ class EnergyProbe:
 
 
 def _microjoules() -> dict[Path, int]:
-    found = {}
+    counters = {}
     for zone in POWERCAP.glob("intel-rapl:*"):
         if zone.name.count(":") == 1:
             with contextlib.suppress(OSError, ValueError):
-                found[zone] = int((zone / "energy_uj").read_text())
-    return found
+                counters[zone] = int((zone / "energy_uj").read_text())
+    return counters

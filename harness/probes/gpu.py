@@ -1,4 +1,4 @@
-"""A CUDA device over one phase, by NVML: its memory that this process holds, bytes over PCIe, energy; or null."""
+"""A CUDA device over one phase, from NVML: memory held by this process, bytes over PCIe, energy."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from harness.api import Measurement, Phase
 
 _MAX_SAMPLES = 240
-_WHOSE = "of all processes: the driver does not tell them apart here"
-_NONE = "no NVML: pip install nvidia-ml-py, and NVIDIA's driver"
-#: What NVML counts of a device's link (nvml.h).
+_ALL_PROCESSES = "of all processes: the driver reports no memory per process here"
+_NO_NVML = "no NVML: pip install nvidia-ml-py, and NVIDIA's driver"
+#: NVML's counters of a device's PCIe link (nvml.h).
 _TX, _RX = "NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "NVML_FI_DEV_PCIE_COUNT_RX_BYTES"
 
 
 class GpuProbe:
-    """Of the first device that this process may see: samples of memory every `period_s`, and what counters went on by.
+    """Samples the memory of this process's first visible device every `period_s`, and sums its counters' increments.
 
-    Directions are the device's: it receives what the host copies to it.
+    Directions are seen from the device: it receives what the host copies to it.
     """
 
     def __init__(self, period_s: float = 0.05) -> None:
@@ -57,35 +57,36 @@ class GpuProbe:
 
     def measurements(self, phase: Phase) -> list[Measurement]:
         """`device_memory_bytes` as peaks of consecutive windows, `device_received_bytes`, `device_sent_bytes` and
-        `device_energy_j`; empty where the driver does not tell."""
-        own = [held for held, _ in self._samples if held is not None]
-        held, whose = (own, "of this process") if own else ([h for _, h in self._samples if h is not None], _WHOSE)
+        `device_energy_j`; no samples of a figure that the driver does not report."""
+        held, scope = [process for process, _ in self._samples if process is not None], "of this process"
+        if not held:
+            held, scope = [total for _, total in self._samples if total is not None], _ALL_PROCESSES
         window = max(1, -(-len(held) // _MAX_SAMPLES))
         peaks = tuple(float(max(held[i : i + window])) for i in range(0, len(held), window))
         note = self._device.missing
-        found = [Measurement("device_memory_bytes", "bytes", peaks, phase, note or whose)]
+        measurements = [Measurement("device_memory_bytes", "bytes", peaks, phase, note or scope)]
         units = {"device_received_bytes": "bytes", "device_sent_bytes": "bytes", "device_energy_j": "J"}
         for name, unit in units.items():
             samples = (self._spent[name],) if name in self._spent else ()
-            why = "" if samples else note or "the driver does not count it"
-            found.append(Measurement(name, unit, samples, phase, why))
-        return found
+            reason = "" if samples else note or "the driver does not count it"
+            measurements.append(Measurement(name, unit, samples, phase, reason))
+        return measurements
 
 
 @dataclass(frozen=True)
 class _Count:
-    """A counter, of 32 bits (`wraps`) or more; nvml.h says of bytes that their value can be wrapped."""
+    """A counter's value. With `wraps` it has 32 bits and can wrap, as nvml.h says of the byte counters."""
 
     value: float
     wraps: bool = False
 
     def since(self, before: _Count) -> float:
-        """By how much it went on; nothing where it began anew."""
+        """The increment since `before`; 0 if a wider counter was reset."""
         return (self.value - before.value) % 2**32 if self.wraps else max(0.0, self.value - before.value)
 
 
 class _Device:
-    """One device through NVML. `missing` says why there is none."""
+    """One device through NVML. `missing` says why NVML gives no device."""
 
     def __init__(self, nvml: Any, handle: Any, missing: str = "") -> None:
         self._nvml = nvml
@@ -94,7 +95,7 @@ class _Device:
 
     @staticmethod
     def open() -> _Device:
-        """The first that this process may see, where CUDA counts devices by their bus as NVML does (sandbox.py)."""
+        """The first visible device. Its index is NVML's because workers set CUDA_DEVICE_ORDER to the bus order."""
         try:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
@@ -102,33 +103,33 @@ class _Device:
             if first.isdigit():
                 return _Device(nvml, nvml.nvmlDeviceGetHandleByIndex(int(first)))
             return _Device(nvml, nvml.nvmlDeviceGetHandleByUUID(first))
-        except Exception:  # no package, no driver, no device: each with errors of its own
-            return _Device(None, None, _NONE)
+        except Exception:  # no package, no driver or no device: each raises different errors
+            return _Device(None, None, _NO_NVML)
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Bytes of the device that this process holds, and all do; none where the driver does not tell."""
-        own = everybody = None
+        """Bytes of device memory held by this process and by all processes; None if the driver does not report it."""
+        process_bytes = total_bytes = None
         if self._nvml is not None:
             with contextlib.suppress(Exception):
                 for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
                     if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                        own = int(process.usedGpuMemory)
+                        process_bytes = int(process.usedGpuMemory)
             with contextlib.suppress(Exception):
-                everybody = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-        return own, everybody
+                total_bytes = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return process_bytes, total_bytes
 
     def counters(self) -> dict[str, _Count]:
-        """What the driver counts, by the measurement's name."""
-        found: dict[str, _Count] = {}
+        """The driver's counters by the name of their measurement."""
+        counters: dict[str, _Count] = {}
         if self._nvml is None:
-            return found
+            return counters
         with contextlib.suppress(Exception):
             fields = [getattr(self._nvml, name) for name in (_RX, _TX)]
             values = self._nvml.nvmlDeviceGetFieldValues(self._handle, fields)
             for name, value in zip(("device_received_bytes", "device_sent_bytes"), values, strict=True):
                 if value.nvmlReturn == 0:
                     wraps = value.valueType == self._nvml.NVML_VALUE_TYPE_UNSIGNED_INT
-                    found[name] = _Count(float(value.value.uiVal if wraps else value.value.ullVal), wraps)
+                    counters[name] = _Count(float(value.value.uiVal if wraps else value.value.ullVal), wraps)
         with contextlib.suppress(Exception):
-            found["device_energy_j"] = _Count(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3)
-        return found
+            counters["device_energy_j"] = _Count(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3)
+        return counters

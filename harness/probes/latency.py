@@ -1,4 +1,4 @@
-"""Throughput and latency of one run, computed from the times of every token."""
+"""Throughput and latency of one run, computed from the time of every token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from harness.common.intervals import union_length
 def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | None]:
     """Figures in real, non-pad tokens and seconds; definitions as in docs/reference/records.md.
 
-    Time runs from the first request's start to the last token. Prefill time is the time during which some
-    request was between its start and its first token; decode time is the rest. Where an engine mixes the two
-    (`phased` false) or nothing was decoded, the decoding figures are None.
+    Time runs from the first request's start to the last token. Prefill time is the time during which at least one
+    request was between its start and its first token; decode time is the rest. The decode figures are None if the
+    engine mixes the two (`phased` is false) or nothing was decoded.
     """
     begin = min(t.start_s for t in traces)
     end = max(t.token_times_s[-1] for t in traces)
@@ -48,7 +48,10 @@ def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | N
 
 
 def scored_metrics(pairs: int, tokens: int, seconds: float, padding: float) -> dict[str, float | None]:
-    """Figures of continuations that were scored with their contexts, `tokens` of both; `padding`: beside them."""
+    """Figures of scoring `pairs` of context and continuation in `seconds`.
+
+    `tokens` counts contexts and continuations; `padding` counts the pad tokens computed in addition.
+    """
     return {
         "score_s": seconds,
         "scored_pairs": float(pairs),
@@ -60,7 +63,7 @@ def scored_metrics(pairs: int, tokens: int, seconds: float, padding: float) -> d
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:
-    """Percentile `q` in [0, 100], linear between order statistics; None of nothing."""
+    """Percentile `q` in [0, 100], linear between order statistics; None for no values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -35,7 +35,7 @@ class MemoryProbe:
             self._samples.append(resident_bytes())
 
     def measurements(self, phase: Phase) -> list[Measurement]:
-        """Peaks of consecutive windows, so that a long phase stays small in the record and keeps its maximum."""
+        """Peaks of consecutive windows: a long phase takes little space in the record and keeps its maximum."""
         window = -(-len(self._samples) // _MAX_SAMPLES)
         chunks = [self._samples[i : i + window] for i in range(0, len(self._samples), window)]
         anon = tuple(float(max(a for a, _ in c)) for c in chunks)
@@ -48,7 +48,7 @@ class MemoryProbe:
 
 
 def held_bytes() -> int:
-    """Resident bytes of this process now that no file backs: anonymous, and shared as pinned memory is."""
+    """Resident bytes of this process without a backing file: anonymous memory, and shared memory such as pinned."""
     fields = _resident()
     return fields.get("RssAnon", 0) + fields.get("RssShmem", 0)
 

@@ -1,5 +1,5 @@
-"""Accuracy tasks around a launch: questions are made before it and answers judged after it, each in a process of its
-own, so that neither the limits nor the times of the launch include them."""
+"""Accuracy tasks around a launch. Separate processes make the questions before it and judge the answers after it, so
+that neither counts towards the launch's limits or times."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def read_questions(path: Path) -> Questions:
 def answers_of(
     prompts: Sequence[GenerationRequest], results: Sequence[GenerationResult], scores: Sequence[Score]
 ) -> TaskAnswers:
-    """A launch's answers in the order of the questions."""
+    """A launch's answers, in the order of the questions."""
     by_id = {result.id: result.tokens for result in results}
     return TaskAnswers(tuple(by_id[p.id] for p in prompts), tuple(scores))
 
 
 def judge(work: JudgeTask) -> Accuracy:
-    """What answers to a task's questions are worth."""
+    """The task's figures for a launch's answers."""
     circumstances, task = _circumstances(work.asked), registry.task(work.asked.spec.workload.task)
     questions = read_questions(work.asked.questions)
     texts = [circumstances.tokens.decode(tokens) for tokens in work.answers.tokens]

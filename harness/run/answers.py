@@ -1,4 +1,4 @@
-"""Checks an engine's answers: an engine that did not do the work gets no figure."""
+"""Checks an engine's answers, so that an engine that did not do the work gets no figures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def check(
     vocab: int,
     elapsed_s: float | None = None,
 ) -> list[RequestTrace]:
-    """Refuses a run that did not do the work: every engine answers every request once, with the tokens asked for.
+    """Checks that every request was answered once, in full and with plausible times; returns the requests' traces.
 
-    `elapsed_s` is how long it took by the worker's own clock, None for an engine of virtual time: figures come
-    from the engine's times, and these must tell the same story. Raises HarnessError naming the first request
-    that was lost, repeated, cut short, ran on another prompt length, or has impossible ids or times.
+    `elapsed_s` is the duration by the worker's clock, None for simulated times. Figures are computed from the engine's
+    times, so these must agree with it. Raises HarnessError naming the first request that was lost, repeated, cut
+    short, run with another prompt length, or that has impossible token ids or times.
     """
     answered = {r.id: r for r in results}
     if len(answered) != len(results):
@@ -28,7 +28,7 @@ def check(
         raise HarnessError(f"check failed: {unknown[0]} was never asked for")
     end = max((t for r in results for t in r.token_times_s), default=0.0)
     if elapsed_s is not None and not 0.9 * elapsed_s - 1.0 <= end <= elapsed_s + 0.01:
-        raise HarnessError(f"check failed: the times given end at {end:.2f} s, but the work took {elapsed_s:.2f} s")
+        raise HarnessError(f"check failed: token times end at {end:.2f} s, but the work took {elapsed_s:.2f} s")
     traces = []
     for request in requests:
         if request.id not in answered:
@@ -49,8 +49,8 @@ def check(
             "no token": not result.tokens,
             "negative padding": result.padding_tokens < 0,
         }
-        for problem, is_there in problems.items():
-            if is_there:
+        for problem, occurs in problems.items():
+            if occurs:
                 raise HarnessError(f"check failed: request {request.id}: {problem}")
         traces.append(
             RequestTrace(

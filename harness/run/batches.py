@@ -1,4 +1,4 @@
-"""Settles the batch of cells with `policy: max_batch`: by a search, by one that was remembered, or by what survives."""
+"""Chooses the batch of cells with `policy: max_batch`, by a new or remembered search, and lowers it after failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.run.tuning import CEILING, Patience, Remembered, choose, lasting, s
 
 @dataclass(frozen=True)
 class Settled:
-    """A cell with its searched batch, None where none survives; the trials, and the key they are remembered under."""
+    """A cell with its searched batch (None if no batch survives), the search's trials, and their key in the cache."""
 
     spec: RunSpec | None
     trials: tuple[Trial, ...]
@@ -23,7 +23,7 @@ class Settled:
 
 
 class Batches:
-    """The searched batches of a run. `launch` launches a cell with a given batch, for a step and a model."""
+    """The searched batches of a run. `launch` launches a cell whose batch is set, for a step and a model."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Batches:
         self._settled: dict[str, Settled] = {}
 
     def settle(self, step: Step, model: LocalModel, exchange: Exchange) -> Settled:
-        """The cell's batch, or the trials that all failed; one trial where its engine has no environment to run in."""
+        """The cell with its batch, or the failed trials; a single failed trial if the engine has no environment."""
         cell = step.cell
         if cell.fingerprint() not in self._settled:
             try:
@@ -55,13 +55,13 @@ class Batches:
             self._take(cell, trials, key)
         known = self._settled[cell.fingerprint()]
         if known.spec is None and any(t.status == "ok" for t in known.trials):
-            # every batch that once survived failed later: one search below the least that failed, and no other
-            least = min(t.gpu_batch_size for t in known.trials if t.status != "ok")
-            self._take(cell, (*known.trials, *self._search(step, model, least // 2, least - 1)), known.key)
+            # every batch that survived once failed later: search once more, below the smallest that failed
+            smallest = min(t.gpu_batch_size for t in known.trials if t.status != "ok")
+            self._take(cell, (*known.trials, *self._search(step, model, smallest // 2, smallest - 1)), known.key)
         return self._settled[cell.fingerprint()]
 
     def take_less(self, cell: RunSpec, record: RunRecord) -> bool:
-        """Whether there is a smaller batch for a cell whose searched batch did not survive again; it is taken then."""
+        """Takes a smaller batch for a cell whose searched batch failed in a repeat. Returns whether one remains."""
         old = self._settled.get(cell.fingerprint())
         if old is None or old.spec is None:
             return False
@@ -72,7 +72,7 @@ class Batches:
         return self._settled[cell.fingerprint()].spec is not None or batch > 1
 
     def _take(self, cell: RunSpec, trials: tuple[Trial, ...], key: str) -> None:
-        """Takes the best batch of these trials."""
+        """Takes the best batch of `trials`, and remembers them if the result can be reused."""
         batch = choose(trials)
         self._settled[cell.fingerprint()] = Settled(None if batch is None else settled(cell, batch), trials, key)
         if lasting(trials):

@@ -24,7 +24,7 @@ _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
 
 
 class Progress(Protocol):
-    """Where progress is shown. `done` launches come with the number of seconds they took."""
+    """Shows the progress of a run's steps."""
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None: ...
 
@@ -42,27 +42,27 @@ class Progress(Protocol):
 
 
 class Clock:
-    """Estimates the time left from launches already timed: the cell's own, else the mean of all."""
+    """Estimates the time left from timed launches: the cell's mean, or the mean of all for a cell not timed yet."""
 
     def __init__(self) -> None:
         self._walls: dict[str, list[float]] = defaultdict(list)
 
     def add(self, cell: str, seconds: float) -> None:
-        """Notes how long one launch took."""
+        """Records the duration of a launch."""
         self._walls[cell].append(seconds)
 
     def left(self, todo: Sequence[Step], spent: float) -> tuple[float, bool] | None:
-        """Seconds for `todo` less what the first has `spent`, and whether every cell in it was timed before."""
-        everything = [w for walls in self._walls.values() for w in walls]
-        if not everything:
+        """Seconds for `todo` minus what its first step has `spent`, and whether each of its cells was timed before."""
+        all_walls = [w for walls in self._walls.values() for w in walls]
+        if not all_walls:
             return None
-        mean = statistics.fmean(everything)
+        mean = statistics.fmean(all_walls)
         total = sum(statistics.fmean(self._walls.get(s.cell.name) or [mean]) for s in todo)
         return max(0.0, total - spent), all(s.cell.name in self._walls for s in todo)
 
 
 class PlainProgress:
-    """One line when a launch starts and one when it ends; for logs and CI."""
+    """One line when a launch starts and another when it ends; for logs and CI."""
 
     def __init__(self) -> None:
         self._clock = Clock()
@@ -82,7 +82,7 @@ class PlainProgress:
         self.note(f"[{self._done + 1}/{self._total}] {step.cell.name}: {activity}")
 
     def event(self, phase: str, done: int, total: int) -> None:
-        """Of phases only what takes minutes before a launch begins: a log wants results."""
+        """Shows only builds, which take minutes before a launch begins; other phases would clutter a log."""
         if phase != self._phase and phase.startswith("building"):
             self.note(f"[{self._done + 1}/{self._total}] {phase}")
         self._phase = phase
@@ -102,7 +102,7 @@ class PlainProgress:
         self._total += len(steps)
 
     def note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a log that is full or read no more must not end the measurement
+        with contextlib.suppress(OSError):  # a full disk or closed pipe must not end the measurement
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
@@ -112,7 +112,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A table with the cell, phase, tokens, rate and time left, and a line for each finished launch."""
+    """A table with the cell, phase, tokens, rate and time left, above it a line for each finished launch."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, emoji=False)
@@ -137,7 +137,7 @@ class LiveProgress:
 
     def started(self, step: Step, activity: str) -> None:
         self._step, self._activity, self._phase, self._tokens = step, activity, "", (0, 0)
-        self._started = time.monotonic()  # of the launch in the end: searches and probes do not recur
+        self._started = time.monotonic()  # probes and searches restart it, so the launch's own call counts in the end
 
     def event(self, phase: str, done: int, total: int) -> None:
         if phase != self._phase:
@@ -183,14 +183,14 @@ class LiveProgress:
 
 
 def make_progress() -> PlainProgress | LiveProgress:
-    """Live on a terminal, plain where stderr is none or CI is set."""
+    """Live progress if stderr is a terminal, plain progress otherwise or if CI is set."""
     if sys.stderr.isatty() and not os.environ.get("CI"):
         return LiveProgress()
     return PlainProgress()
 
 
 def describe(record: RunRecord) -> str:
-    """A finished launch in one line."""
+    """A one-line summary of a finished launch."""
     head = f"{record.spec.name} repeat {record.repeat + 1}/{record.spec.repeats}"
     if record.status == "ok":
         rate = record.metrics.get("generation_throughput_tok_s", record.metrics.get("score_throughput_tok_s"))
@@ -203,6 +203,6 @@ def describe(record: RunRecord) -> str:
 
 
 def duration(seconds: float, complete: bool) -> str:
-    """A rough duration, with `about` while some cells have not been timed."""
+    """A rounded duration, prefixed by `about` unless the estimate is `complete`."""
     text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     return text if complete else f"about {text}"

@@ -1,4 +1,4 @@
-"""`policy: max_batch`: the largest batch an engine survives under its limit, searched once a machine."""
+"""`policy: max_batch`: the largest batch that an engine survives within its limits, searched once per machine."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 from harness.common.files import replace_with
 
 CEILING = 4096
-#: A larger batch this much slower than a smaller one is past the best.
+#: Below this fraction of a smaller batch's throughput, a larger batch is past the optimum.
 _PAYS = 0.9
-#: A trial may take so many times what the one before makes expect, and this many seconds more.
+#: A trial's timeout: this factor on the time expected from the trial before, and this many seconds of start-up.
 _THRASHING, _STARTUP_S = 1.5, 60.0
-#: How a trial ends if only the batch's size decided.
+#: Statuses of trials whose outcome depends on the batch size only.
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
 
 def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING) -> tuple[Trial, ...]:
     """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
 
-    It stops going up where a larger batch is clearly slower than a smaller one: it survives, but it does not pay.
-
-    No batch above `ceiling`, such as the number of requests there are, is tried.
-
-    `attempt(batch)` launches the cell with that batch. Survival is taken to be monotone. Each batch is tried once.
-    A trial that failed for another reason than size ends the search.
+    `attempt(batch)` launches the cell with that batch, once per batch and never above `ceiling`, such as the number of
+    requests. The search assumes that survival is monotone in the batch. It stops if a larger batch survives but is
+    clearly slower than a smaller one, and if a trial fails for a reason other than size.
     """
     trials: list[Trial] = []
 
@@ -38,33 +35,33 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
         trials.append(attempt(batch))
         return trials[-1].status == "ok"
 
-    good, bad = 0, 0
+    largest_ok, smallest_failed = 0, 0
     batch = min(start, ceiling)
-    while not (good and bad) and batch >= 1 and good < ceiling:
+    while not (largest_ok and smallest_failed) and batch >= 1 and largest_ok < ceiling:
         if survives(batch):
-            if _pays_no_more(trials):
+            if _is_slower(trials):
                 return tuple(trials)
-            good, batch = batch, min(batch * 2, ceiling)
+            largest_ok, batch = batch, min(batch * 2, ceiling)
         else:
-            bad, batch = batch, batch // 2
+            smallest_failed, batch = batch, batch // 2
         if trials[-1].status not in SIZE_STATUSES:
             return tuple(trials)
-    while good and bad and bad - good > max(1, good // 4):
-        middle = (good + bad) // 2
+    while largest_ok and smallest_failed and smallest_failed - largest_ok > max(1, largest_ok // 4):
+        middle = (largest_ok + smallest_failed) // 2
         if survives(middle):
-            good = middle
+            largest_ok = middle
         else:
-            bad = middle
+            smallest_failed = middle
         if trials[-1].status not in SIZE_STATUSES:
             break
     return tuple(trials)
 
 
 class Patience:
-    """How long a trial of a batch search may take: of each launch, at most `longest` seconds.
+    """Timeouts for the trials of a batch search, at most `longest` seconds each.
 
-    A batch that takes far longer a sequence than the one before it thrashes, which is no way to survive and pays for
-    nothing: its trial ends long before the cell's own timeout.
+    A batch that takes far longer per sequence than the batch before it thrashes: its trial should end long before the
+    cell's timeout.
     """
 
     def __init__(self, longest: float) -> None:
@@ -72,36 +69,36 @@ class Patience:
         self._last: tuple[int, float] | None = None
 
     def seconds(self, batch: int) -> float:
-        """For a trial of this batch. A smaller one may take as long as a larger that was done: most is start-up."""
+        """The timeout of a trial of `batch`. A smaller batch than the last gets no less, as start-up dominates."""
         if self._last is None:
             return self._longest
-        done, wall_s = self._last
-        return min(self._longest, _THRASHING * wall_s * max(1.0, batch / done) + _STARTUP_S)
+        last_batch, wall_s = self._last
+        return min(self._longest, _THRASHING * wall_s * max(1.0, batch / last_batch) + _STARTUP_S)
 
     def learn(self, batch: int, wall_s: float) -> None:
-        """A trial of this batch survived and took so long."""
+        """Records that a trial of `batch` survived and took `wall_s` seconds."""
         self._last = (batch, wall_s)
 
 
-def _pays_no_more(trials: Sequence[Trial]) -> bool:
-    """Whether the last trial, of the largest batch, gave less than another by more than launches differ."""
+def _is_slower(trials: Sequence[Trial]) -> bool:
+    """Whether the last trial has the largest batch and less throughput than another, by more than launches vary."""
     speeds = [t.throughput_tok_s or 0.0 for t in trials if t.status == "ok"]
     largest = trials[-1].gpu_batch_size == max(t.gpu_batch_size for t in trials)
     return largest and speeds[-1] < _PAYS * max(speeds)
 
 
 def choose(trials: Sequence[Trial]) -> int | None:
-    """The batch to run: the fastest that always survived, nearly always the largest; None if none did."""
+    """The batch to run: the fastest that never failed, nearly always the largest; None if every batch failed."""
     failed = {t.gpu_batch_size for t in trials if t.status != "ok"}
-    alive = [t for t in trials if t.gpu_batch_size not in failed]
-    if not alive:
+    survivors = [t for t in trials if t.gpu_batch_size not in failed]
+    if not survivors:
         return None
-    return max(alive, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size
+    return max(survivors, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size
 
 
 def lasting(trials: Sequence[Trial]) -> bool:
-    """Whether a search need not be done again: only sizes decided, and some survived or none can ever fit. What else
-    ends all trials, such as a missing compiler or a busy machine, may be mended."""
+    """Whether a search's result can be reused: only sizes decided, and either a batch survived or none can ever fit.
+    Other failures of all trials, such as a missing compiler or a busy machine, can be repaired."""
     statuses = {t.status for t in trials}
     return statuses <= {*SIZE_STATUSES} and (choose(trials) is not None or statuses == {"infeasible"})
 
@@ -114,14 +111,14 @@ class _Trials:
 
 
 class Remembered:
-    """Searches that were done on this machine: one JSON file in the cache, replaced atomically."""
+    """Earlier searches on this machine, in one JSON file of the cache that is replaced atomically."""
 
     def __init__(self, path: Path, machine_key: str) -> None:
         self._path = path
         self._machine_key = machine_key
 
     def key(self, spec: RunSpec, versions: Mapping[str, str], model_digest: str, cap: str) -> str:
-        """What a search depends on: machine, cell (less labels and repeats), packages, weights, kind of cap."""
+        """The key of a search, over all it depends on: machine, cell without labels, packages, weights, memory cap."""
         parts = [self._machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), model_digest, cap]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -132,7 +129,7 @@ class Remembered:
         return None
 
     def put(self, key: str, trials: Sequence[Trial]) -> None:
-        """Keeps a search's trials, if the cache can be written: forgetting costs a search, failing a run."""
+        """Stores a search's trials. A cache that cannot be written is ignored: it costs a search, not the run."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_suffix(".lock").open("w") as lock:
@@ -148,5 +145,5 @@ class Remembered:
 
 
 def settled(spec: RunSpec, batch: int) -> RunSpec:
-    """The cell with its searched batch in place of the search."""
+    """The cell with the batch that its search chose."""
     return replace(spec, policy=replace(spec.policy, gpu_batch_size=batch), tune="none")

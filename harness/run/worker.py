@@ -1,7 +1,7 @@
-"""The process inside the sandbox: one request in, one result file out.
+"""The process inside the sandbox: it reads one request and writes one result file.
 
-`python -m harness.run.worker FOLDER` reads FOLDER/request.json and writes FOLDER/events.jsonl while it runs and
-FOLDER/result.json once, by rename, when it is done. The launcher adds what the worker cannot know: limits, exit status,
+`python -m harness.run.worker FOLDER` reads FOLDER/request.json, appends to FOLDER/events.jsonl while it runs and
+writes FOLDER/result.json at the end, by rename. The launcher adds what the worker cannot know: limits, exit status,
 provenance of the harness. The log is this process's stdout and stderr.
 """
 
@@ -73,19 +73,19 @@ from harness.run.accuracy import answers_of, ask, judge, read_questions
 from harness.run.answers import check
 
 _EVENT_PERIOD_S = 0.2
-#: Pairs that an engine scores at a time.
-_SCORED = 1024
+#: Pairs per call of an engine's `score`.
+_PAIRS_PER_CALL = 1024
 
 
 class Events:
-    """Progress for the launcher: one JSON line each, at most a few a second within a phase."""
+    """Progress events for the launcher, one JSON line each, at most a few per second within a phase."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / EVENTS).open("a", buffering=1)
         self._last = ("", 0.0)
 
     def emit(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Writes an event when the phase is new, complete, or the last one is old enough."""
+        """Writes an event if the phase is new or complete, or the last event is old enough."""
         now = time.monotonic()
         if phase == self._last[0] and done < total and now - self._last[1] < _EVENT_PERIOD_S:
             return
@@ -94,7 +94,7 @@ class Events:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Does the work in folder argv[0]; returns 0 if a result was written, else EXIT_DISK_FULL."""
+    """Does the work in folder argv[0]. Returns 0 if it wrote a result, else EXIT_DISK_FULL."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     _die_with(request["parent"])
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _end_after(seconds: float) -> None:
-    """Asks Linux to end this process by then: nothing else ends a container whose harness was killed."""
+    """Asks Linux to end this process after `seconds`: nothing else ends a container whose harness was killed."""
     signal.alarm(math.ceil(seconds))
 
 
@@ -120,7 +120,7 @@ def _die_with(parent: int) -> None:
     """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the harness died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -130,9 +130,9 @@ def _check_device(engine: Engine, spec: RunSpec) -> None:
 
 
 def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
-    """The footprint of an engine's process that has loaded, run and closed a negligible model.
+    """The footprint of an engine's process after it has loaded, run and closed a negligible model.
 
-    All that is imported or set up on first use is in memory then, and no weights are.
+    By then memory holds everything that is imported or set up on first use, but no weights.
     """
     spec = work.spec
     engine = registry.make_engine(spec.engine, spec.options)
@@ -140,7 +140,7 @@ def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
     if work.model is not None:
         scratch = folder / "scratch"
         scratch.mkdir()
-        policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the same floor for every batch
+        policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the footprint must not depend on it
         job = Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
         limits = HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
         load = engine.load(work.model, policy, limits, job)
@@ -152,7 +152,7 @@ def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
 
 
 def _measure_machine(work: MeasureMachine) -> MachineRates:
-    """Disk bandwidth and GEMM rates of this moment."""
+    """Measures disk bandwidth and GEMM rates now."""
     disk, (k, n) = tuple(sequential_read_rates(work.folder)), work.gemm_shape
     rates, h2d = registry.machine_rates(), tuple[float, ...]()
     if work.gpu:
@@ -166,13 +166,13 @@ def _measure_machine(work: MeasureMachine) -> MachineRates:
 
 def _calibrate(events: Events, cache: Path) -> None:
     """Writes a quick profile of this host into the cache."""
-    from harness.hardware import calibration  # not at the top: no launch needs it
+    from harness.hardware import calibration  # imported here because no launch needs it
 
     calibration.calibrate(None, True, cache, lambda what: events.emit(f"measuring {what}"))
 
 
 def _done(folder: Path, kind: str, body: object) -> WorkerResult:
-    """The result of work that is given as JSON, with status and reason where it ended in an error."""
+    """Does the work given as JSON; the result holds status and reason if the work ended in an error."""
     try:
         work = from_json(WORK[kind], body)
         return (
@@ -186,7 +186,7 @@ def _done(folder: Path, kind: str, body: object) -> WorkerResult:
 
 
 def _help(folder: Path, work: Work) -> object:
-    """What a helper's work gives; see harness.api.launcher."""
+    """Does a helper's work and returns its value; see harness.api.launcher."""
     match work:
         case MeasureIdle():
             return _idle(folder, work)
@@ -205,7 +205,7 @@ def _help(folder: Path, work: Work) -> object:
 
 
 class _Run:
-    """One launch: load, warm up, generate under probes, check, and say how it ended."""
+    """One launch: load, warm up, generate under probes, check, and report how it ended."""
 
     def __init__(self, folder: Path, work: RunCell) -> None:
         self._folder = folder
@@ -218,7 +218,7 @@ class _Run:
         self._measured = CellResult()
 
     def result(self) -> WorkerResult:
-        """Never raises for what the engine did; a kill leaves no result and the launcher classifies it."""
+        """Never raises for an engine's failure. A killed worker leaves no result, and the launcher classifies that."""
         refusal = None
         try:
             self._run()
@@ -231,7 +231,7 @@ class _Run:
         return WorkerResult(refusal.status, refusal.reason, measured) if refusal else WorkerResult("ok", value=measured)
 
     def _note(self, **measured: Any) -> None:
-        """Keeps what is known by now: a failure that follows does not lose it."""
+        """Adds to the measured result, which a later failure does not lose."""
         self._measured = replace(self._measured, **measured)
 
     def _run(self) -> None:
@@ -285,7 +285,7 @@ class _Run:
         spec = self._spec.workload
         requests = questions.prompts if questions else _requests(self._spec, load)
         for round_ in range(self._spec.warmup):
-            # One short request per warm-up: touches every layer once, reads every weight once.
+            # One short request per warm-up runs every layer and reads every weight once.
             self._events.emit("warmup", round_, self._spec.warmup)
             short = registry.workload(WorkloadSpec(prompt_len=min(8, spec.prompt_len), gen_len=1))
             list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
@@ -312,14 +312,14 @@ class _Run:
             self._events.emit("generate", done, total)
 
     def _score(self, engine: Engine, pairs: Sequence[Pair], scores: list[Score]) -> None:
-        """Scores pairs in pieces, large enough to be packed well and small enough to show progress; the longest first,
-        so that an engine that pads gets pairs of about one length together."""
+        """Scores pairs in groups, large enough to pack well and small enough to show progress. Longest first, so that
+        an engine that pads gets pairs of similar length together."""
         began = time.perf_counter()
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]) - len(pairs[i][1]), pairs[i]))
         by_index: dict[int, Score] = {}
-        for start in range(0, len(order), _SCORED):
+        for start in range(0, len(order), _PAIRS_PER_CALL):
             self._events.emit("score", start, len(pairs))
-            piece = order[start : start + _SCORED]
+            piece = order[start : start + _PAIRS_PER_CALL]
             by_index |= zip(piece, engine.score([pairs[i] for i in piece]), strict=True)
         scores += [by_index[i] for i in range(len(pairs))]
         self._scored = (len(pairs), sum(len(context) + len(more) for context, more in pairs),
@@ -327,14 +327,13 @@ class _Run:
 
 
 def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
-    """The requests of a workload: as many as the cell names, or as a steady state takes with `auto`."""
-    job = spec.workload
-    if job.prompt_len + job.gen_len > load.max_context:
-        raise HarnessError(
-            f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of {load.max_context}"
-        )
-    count = load.block_size * load.steady_blocks if job.num_requests == "auto" else job.num_requests
-    return registry.workload(job).requests(load.vocab, count, spec.seed)
+    """The requests of a workload: the cell's `num_requests`, or as many as a steady state takes with `auto`."""
+    workload = spec.workload
+    prompt, generated = workload.prompt_len, workload.gen_len
+    if prompt + generated > load.max_context:
+        raise HarnessError(f"prompt {prompt} + {generated} new tokens exceed the model's context of {load.max_context}")
+    count = load.block_size * load.steady_blocks if workload.num_requests == "auto" else workload.num_requests
+    return registry.workload(workload).requests(load.vocab, count, spec.seed)
 
 
 def _mean_cached(spec: WorkloadSpec) -> int:
@@ -342,7 +341,7 @@ def _mean_cached(spec: WorkloadSpec) -> int:
 
 
 class _Probed:
-    """All probes around one phase; those of the device with `gpu`."""
+    """Runs all probes around one phase; the device's only with `gpu`."""
 
     def __init__(self, sink: list[Measurement], phase: Phase, gpu: bool) -> None:
         self._sink = sink

@@ -1,4 +1,4 @@
-"""Names cells by what tells them apart: short, unique in the suite and safe as file names."""
+"""Cell names: short, unique in the suite, safe as file names, and built from the settings in which cells differ."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Part = Callable[[RunSpec], str]
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that has at most the name given to it, and where its layers were written.
+    """A cell before it gets its final name, with the positions of the layers it was merged from.
 
-    `layers` are all of them, `entry` those of the matrix.
+    `layers` holds the positions of all layers, `entry` those of the matrix only.
     """
 
     spec: RunSpec
@@ -28,7 +28,7 @@ class Cell:
 
     @property
     def group(self) -> Hashable:
-        """Cells among which the name has to tell differences."""
+        """The key of the group of cells within which the settings added to a name must make it unique."""
         return (self.spec.name, self.entry) if self.spec.name else self.spec.engine
 
 
@@ -63,10 +63,10 @@ _INPUTS: tuple[_Part, ...] = (_lengths, _model)
 def name_cells(cells: Sequence[Cell]) -> list[RunSpec]:
     """The cells' specs with their final names.
 
-    A cell without a name is called after its engine; then compute dtype, schedule, batch, bits, seed and launcher where
-    they vary among that engine's cells, then lengths and model where they vary in the suite. A given name is
-    kept as it is, but where one matrix entry meets several workloads or models: these are added.
-    Raises HarnessError for a name that is no safe file name, and for two cells of one name.
+    The default name is the engine, then each of compute dtype, schedule, batch, bits, latency, seed and launcher that
+    varies among that engine's cells, then lengths and model if they vary in the suite. A name from the suite is kept;
+    if its matrix entry expands over several workloads or models, these are added.
+    Raises HarnessError for a name that is not a safe file name, and for two cells with the same name.
     """
     groups: dict[Hashable, list[RunSpec]] = {}
     for cell in cells:
@@ -86,7 +86,7 @@ def name_cells(cells: Sequence[Cell]) -> list[RunSpec]:
                 f"{cell.layers[-1]}: cell name {name[:MAX_CELL_NAME]!r} must be at most {MAX_CELL_NAME} {NAME_RULE}; "
                 "give the cell another name"
             )
-        other = taken.setdefault(name.lower(), cell)  # some file systems do not tell A from a
+        other = taken.setdefault(name.lower(), cell)  # some file systems ignore case
         if other is not cell:
             raise _clash(cell, other, name)
         named.append(replace(cell.spec, name=name))
@@ -98,14 +98,14 @@ def _varying(parts: Sequence[_Part], specs: Sequence[RunSpec]) -> tuple[_Part, .
 
 
 def _clash(cell: Cell, other: Cell, name: str) -> HarnessError:
-    """Two cells share at least the suite's own layer: the first that differs shows where they come from."""
+    """The error for two cells with one name. It points at the first layer in which they differ."""
     pairs = zip(cell.layers, other.layers, strict=True)
-    at, first = next((pair for pair in pairs if pair[0] != pair[1]), (cell.layers[-1], other.layers[-1]))
-    return HarnessError(f"{at}: cell name {name!r} is already that of the cell from {first}; give one another name")
+    at, other_at = next((pair for pair in pairs if pair[0] != pair[1]), (cell.layers[-1], other.layers[-1]))
+    return HarnessError(f"{at}: cell name {name!r} is already used by the cell from {other_at}; rename one of them")
 
 
 def find_twins(specs: Sequence[RunSpec]) -> tuple[str, str] | None:
-    """Names of the first two cells that measure the same, so that their records could not be told apart."""
+    """Names of the first two cells with equal fingerprints, whose records could not be distinguished; else None."""
     first: dict[str, str] = {}
     for spec in specs:
         if (twin := first.setdefault(spec.fingerprint(), spec.name)) != spec.name:

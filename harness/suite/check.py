@@ -1,4 +1,4 @@
-"""Checks merged suite data against the dataclasses of harness.api and words what is wrong at its position."""
+"""Validates merged suite data against the dataclasses of harness.api; every error names its position in the file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _FIELDS = {
     "disk": Disk,
 }
 _FRACTIONS = "three fractions (device, host, disk)"
-_WANTED = {  # by pydantic's type of error
+_EXPECTED = {  # by pydantic's error type
     "int_type": "an integer",
     "float_type": "a number",
     "string_type": "text",
@@ -82,7 +82,7 @@ _WANTED = {  # by pydantic's type of error
 
 @dataclass(frozen=True)
 class Header:
-    """The keys of a suite that belong to no cell."""
+    """The keys of a suite file outside its cells."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - pydantic's own name, as in harness.api
 
@@ -100,7 +100,7 @@ _POLICY = TypeAdapter(OffloadPolicy)
 
 
 def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
-    """`function` of each argument; the HarnessErrors of all of them, each line once, raised as one."""
+    """Applies `function` to each argument. Raises one HarnessError with every distinct line of the errors it caught."""
     results, problems = [], dict[str, None]()
     for argument in arguments:
         try:
@@ -112,7 +112,7 @@ def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
 
 
 def raise_all(problems: Collection[str]) -> None:
-    """Raises HarnessError with a line for each problem, if there is any."""
+    """Raises HarnessError with one line per problem; does nothing for no problems."""
     if not problems:
         return
     lines = list(problems)[:MAX_ERRORS]
@@ -122,12 +122,12 @@ def raise_all(problems: Collection[str]) -> None:
 
 
 def refuse_unknown(node: Node, known: Collection[str], where: str) -> None:
-    """Raises HarnessError naming each key of a mapping that is not known, and the nearest that is."""
+    """Raises HarnessError for the keys of a mapping that are not in `known`, each with the nearest known key."""
     raise_all([unknown_key(node.entries[key], key, known, where) for key in node.entries if key not in known])
 
 
 def unknown_key(node: Node, key: str, known: Collection[str], where: str) -> str:
-    """The line about one unknown key, at the position of the key."""
+    """The error line for one unknown key, with the position of the key."""
     return f"{node.key_at}: unknown key {shown(key)} in {where}; {nearest(key, known)}"
 
 
@@ -140,7 +140,7 @@ def header(node: Node) -> Header:
 
 
 def hardware(node: Node) -> HardwareProfile:
-    """The profile in `node`, its figures not checked. Raises HarnessError with a line for each problem."""
+    """The profile in `node`, without a range check of its figures. Raises HarnessError with a line for each problem."""
     if not isinstance(node.value, dict):
         raise node.error(f"a hardware profile is a mapping of keys, got {shown(node.value)}")
     return _typed(_HARDWARE, node, "hardware")
@@ -154,7 +154,7 @@ def policy(node: Node) -> OffloadPolicy:
 
 
 def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
-    """The cell in `node`, its name and suite not settled. Raises HarnessError with a line for each problem."""
+    """The cell in `node`, before its suite and final name are set. Raises HarnessError with a line for each problem."""
     spec = _typed(_RUN_SPEC, node, "cell")
     raise_all(_out_of_range(spec, node, _CELL_RANGES))
     try:
@@ -165,23 +165,22 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     _require_known(spec, node, engines)
     if spec.latency_s is not None and not spec.tune.startswith("search"):
         raise node.find(("latency_s",)).error(
-            "latency goes with `policy: search` or `search_bits`: what is searched keeps it"
+            "latency goes with `policy: search` or `search_bits`: only a search can keep to a latency"
         )
-    if (spec.workload.kind == "trace") != bool(spec.workload.trace):
-        raise node.find(("workload", "trace")).error(
-            "workload.trace goes with `kind: trace`, and that needs one: a CSV file"
-        )
-    job = spec.workload
-    if (job.kind == "task") != bool(job.task):
-        raise node.find(("workload", "task")).error("workload.task goes with `kind: task`, and that needs one by name")
-    if job.task and spec.tune.startswith("search"):
+    workload = spec.workload
+    if (workload.kind == "trace") != bool(workload.trace):
+        raise node.find(("workload", "trace")).error("workload.trace goes with `kind: trace`: set both, or neither")
+    if (workload.kind == "task") != bool(workload.task):
+        raise node.find(("workload", "task")).error("workload.task goes with `kind: task`: set both, or neither")
+    if workload.task and spec.tune.startswith("search"):
         raise node.find(("policy",)).error(
-            "policy: a search needs the lengths of requests, which a task's cell does not name; give a policy"
+            "policy: a search needs prompt and output lengths, and a task sets none; give a policy"
         )
-    if job.task and (given := [n for n in ("prompt_len", "gen_len") if n in node.find(("workload",)).entries]):
-        raise node.find(("workload", given[0])).error(f"workload.{given[0]}: the examples of a task have their own")
+    if workload.task and (set_lengths := node.find(("workload",)).only("prompt_len", "gen_len").entries):
+        key = next(iter(set_lengths))
+        raise node.find(("workload", key)).error(f"workload.{key}: the examples of a task have their own lengths")
     if spec.image and spec.launcher != "docker":
-        raise node.find(("image",)).error("image goes with `launcher: docker`: only a container has one")
+        raise node.find(("image",)).error("image goes with `launcher: docker`: other launchers use no image")
     if not spec.model.id:
         raise node.find(("model", "id")).error("model.id is empty")
     if "name" in node.entries:
@@ -223,32 +222,32 @@ def _out_of_range(checked: Any, node: Node, ranges: Mapping[str, tuple[float, fl
 
 
 def _typed(adapter: TypeAdapter[T], node: Node, where: str) -> T:
-    """Strict JSON rules: no number from text, no integer from a boolean or a fraction, no unknown key."""
+    """Validates by strict JSON rules: no number from text, no integer from a boolean or a fraction, no unknown key."""
     try:
         return adapter.validate_json(json.dumps(node.plain()), strict=True)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_input=False)
     problems: list[str] = []
-    wanted: dict[str, tuple[Node, list[str]]] = {}  # a value that fits no arm of a union has an error for each
+    mismatches: dict[str, tuple[Node, list[str]]] = {}  # pydantic reports one error per arm of a union
     for error in errors:
         location, kind = error["loc"], error["type"]
-        found = node.trace(location)
-        path = _dotted(location[: len(found) - 1])
+        nodes = node.trace(location)
+        path = _dotted(location[: len(nodes) - 1])
         if kind == "unexpected_keyword_argument":
             section = str(location[-2]) if len(location) > 1 else where
             known = [field.name for field in fields(_FIELDS[section])]
-            problems.append(unknown_key(found[-1], str(location[-1]), known, section))
+            problems.append(unknown_key(nodes[-1], str(location[-1]), known, section))
         elif kind == "missing" and isinstance(location[-1], str):
-            problems.append(f"{found[-1].at}: missing key {location[-1]!r} in {path or where}")
+            problems.append(f"{nodes[-1].at}: missing key {location[-1]!r} in {path or where}")
         else:
-            want = _WANTED.get(kind) or error.get("ctx", {}).get("expected") or error["msg"]
-            wanted.setdefault(path, (found[-1], []))[1].append(want)
-    for path, (value, options) in wanted.items():
+            option = _EXPECTED.get(kind) or error.get("ctx", {}).get("expected") or error["msg"]
+            mismatches.setdefault(path, (nodes[-1], []))[1].append(option)
+    for path, (value, options) in mismatches.items():
         expected = " or ".join(dict.fromkeys(options))
         problems.append(f"{value.at}: {path}: expected {expected}, got {shown(value.value)}")
     raise HarnessError("\n".join(problems))
 
 
 def _dotted(path: Iterable[int | str]) -> str:
-    """A path in the words of a suite file."""
+    """A dotted path with the keys of a suite file, which write durations without their unit."""
     return ".".join(str(part) for part in path).replace("timeout_s", "timeout").replace("latency_s", "latency")

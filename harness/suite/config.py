@@ -1,8 +1,8 @@
 """Turns a suite file into a SuiteSpec: layers of YAML merged into cells, each checked against harness.api.
 
 Every layer (the suite's own keys, one of its workloads, one of its models, a matrix entry, a --set option)
-is first brought into the shape of a RunSpec; a cell is one of each, merged in that order. Positions travel
-with the values, so a message points at the layer that set the wrong one.
+is first brought into the shape of a RunSpec; a cell merges one layer of each kind, in that order. Values keep
+their positions, so an error points at the layer that set the wrong value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["load_cell", "load_suite", "parse_duration", "parse_size"]
 
 MAX_CELLS = 10_000
 MAX_LAUNCHES = 100_000
-MAX_VALUES = 2_000_000  # of all cells together
+MAX_VALUES = 2_000_000  # in all cells together
 
 _TUNED = tuple(tune for tune in get_args(Tune) if tune != "none")
 _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
@@ -43,18 +43,18 @@ SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", 
 
 
 def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[str] | None = None) -> SuiteSpec:
-    """The suite in `path`, expanded, with each `key=value` of `overrides` laid over every cell.
+    """The expanded suite in `path`, with each `key=value` of `overrides` applied to every cell.
 
-    `engines`: names that cells may have; those of the registry by default.
+    `engines`: the engine names that cells may use; by default those of the registry.
 
-    Cells come workload by workload, then model by model, then in the order of the matrix (its first axis
-    outermost), so that engines to be compared are neighbours.
+    Cells are ordered by workload, then model, then the order of the matrix (its first axis outermost), so that
+    engines to compare are neighbours.
 
-    In a cell mappings merge over the suite's and scalars replace; `limits: none` lifts the limits. `policy:
-    max_batch`, or `max_batch: true` inside a policy, is `tune: max_batch` over the merged policy, whose
-    `gpu_batch_size` is where the search starts; `tune: none` keeps that batch. As an override, `policy.x=v`
-    merges and keeps the tuning; `policy=v` replaces the whole policy with its tuning, as `workload=v`,
-    `model=v`, `options=v` and `limits=v` replace theirs.
+    A cell's mappings merge over the suite's and its scalars replace them; `limits: none` lifts the limits. `policy:
+    max_batch`, or `max_batch: true` inside a policy, means `tune: max_batch` over the merged policy, and the search
+    starts at its `gpu_batch_size`; `tune: none` keeps that batch. As an override, `policy.x=v` merges and keeps the
+    tuning; `policy=v` replaces the whole policy and its tuning; `workload=v`, `model=v`, `options=v` and `limits=v`
+    replace the whole section.
 
     Raises HarnessError with a line for each problem: file:line:column or the --set option, what is wrong,
     and the nearest valid key.
@@ -82,7 +82,7 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
 
 
 def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
-    """One cell from `settings` in the shape of a suite's, under `overrides`. Raises HarnessError as `load_suite`."""
+    """One cell from `settings`, written as in a suite, under `overrides`. Raises HarnessError as `load_suite` does."""
     cell = _layer(yaml_source.parse(json.dumps(settings, ensure_ascii=False), "settings", positions=False))
     return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell), registry.engines())
 
@@ -98,25 +98,25 @@ def _header(root: Node, hardware: Node) -> Node:
 
 
 def _expand(base: Node, suite: Node, overrides: Sequence[_Override], engines: Collection[str]) -> list[Cell]:
-    """All cells, checked. The product is counted before any of it is made."""
+    """All cells, checked. The product of the axes is counted before any cell is built."""
     axes = [[base.without("workload", "model")]]
     axes += [_axis(key, base.entries[key]) for key in ("workload", "model") if key in base.entries]
     inputs = len(axes)
     matrix = suite.entries.get("matrix")
     if matrix is not None:
         axes += _matrix(matrix)
-    blame = matrix or base
+    origin = matrix or base  # where an error about the whole expansion points
     count = math.prod(len(axis) for axis in axes)
     if count > MAX_CELLS:
-        raise blame.error(f"expands to {count:,} cells; at most {MAX_CELLS:,} are allowed")
+        raise origin.error(f"expands to {count:,} cells; at most {MAX_CELLS:,} are allowed")
 
     merged, values = [], 0
     for layers in itertools.product(*suite_check.each(partial(suite_check.each, _layer), axes)):
         cell = reduce(_apply, overrides, reduce(Node.merged, layers))
         values += cell.size
         if values > MAX_VALUES:
-            raise blame.error(f"expands to cells of more than {MAX_VALUES:,} values together")
-        at = layers[-1].at if matrix and matrix.items else blame.at  # where a missing key is missed
+            raise origin.error(f"expands to cells of more than {MAX_VALUES:,} values together")
+        at = layers[-1].at if matrix and matrix.items else origin.at  # where an error about a missing key points
         merged.append((replace(cell, at=at), tuple(layer.at for layer in layers)))
 
     def checked(item: tuple[Node, tuple[str, ...]]) -> Cell:
@@ -127,14 +127,14 @@ def _expand(base: Node, suite: Node, overrides: Sequence[_Override], engines: Co
 
 
 def _matrix(matrix: Node) -> list[list[Node]]:
-    """The axes of a matrix: one of whole entries, or one for each key."""
+    """The axes of a matrix: a single axis for a list of entries, or one axis per key."""
     if not matrix.children:
         raise matrix.error(f"matrix: expected a list of cells or lists of values by key, got {shown(matrix.value)}")
     return [matrix.items] if matrix.items else [_axis(key, values) for key, values in matrix.entries.items()]
 
 
 def _axis(key: str, values: Node) -> list[Node]:
-    """A layer for each of a list of values for one key, or for the one value."""
+    """One layer per value in a list of values for `key`; a single value makes a single layer."""
     if values.value == []:
         raise values.error(f"{key}: the list is empty")
     return [_under(replace(value, key_at=values.key_at), key) for value in values.items or [values]]
@@ -149,7 +149,7 @@ def _apply(cell: Node, override: _Override) -> Node:
 
 @dataclass(frozen=True)
 class _Override:
-    """A --set option: a layer for every cell, and the keys of the cell it takes the place of."""
+    """A --set option: the layer it adds to every cell, and the keys of the cell it replaces."""
 
     layer: Node
     replaced: tuple[str, ...]
@@ -169,7 +169,7 @@ def _override(text: str) -> _Override:
 
 
 def _layer(node: Node) -> Node:
-    """What a mapping of cell keys sets, in the shape of a RunSpec: shorthands spelled out, units resolved."""
+    """Converts a mapping of cell keys to the shape of a RunSpec: expands shorthands and resolves units."""
     if not isinstance(node.value, dict):
         raise node.error(f"expected a mapping of cell keys, got {shown(node.value)}")
     suite_check.refuse_unknown(node, CELL_KEYS, "cell")
@@ -186,7 +186,7 @@ def _layer(node: Node) -> Node:
 
 
 def _policy(policy: Node) -> list[Node]:
-    """A policy, less the ways in which it can ask for tuning, and the tuning."""
+    """Splits a policy into its settings and its tuning."""
     if policy.value in _TUNED:
         return [_under(policy, "tune")]
     if isinstance(policy.value, str):
@@ -201,7 +201,7 @@ def _policy(policy: Node) -> list[Node]:
 
 
 def _limits(limits: Node) -> Node:
-    """Limits in bytes; `none` in place of all, or of one, lifts what an earlier layer set."""
+    """Limits in bytes. `none` for all limits, or for a single limit, lifts what an earlier layer set."""
     if limits.value in (None, "none"):
         return replace(limits, value={f.name: replace(limits, value=None) for f in fields(HardwareLimits)})
     lifted = {key: replace(node, value=None) for key, node in limits.entries.items() if node.value == "none"}
@@ -209,13 +209,13 @@ def _limits(limits: Node) -> Node:
 
 
 def _in_bytes(section: Node) -> Node:
-    """A mapping with its sizes such as 16GiB turned into bytes."""
+    """Converts the sizes of a mapping, such as 16GiB, to bytes."""
     sizes = section.only(*_SIZE_KEYS).entries
     return section.updated({key: _in_unit(node, parse_size) for key, node in sizes.items()})
 
 
 def _in_unit(node: Node, parse: Callable[[str], float]) -> Node:
-    """A text turned into a number; any other value is left to be judged by its type."""
+    """Parses a text value; leaves any other value to the later type check."""
     if not isinstance(node.value, str):
         return node
     try:
@@ -229,12 +229,12 @@ def _under(node: Node, key: str) -> Node:
     return Node({key: replace(node, key_at=node.key_at or node.at)}, node.at)
 
 
-def _joined(one: Node, other: Node) -> Node:
-    """Two parts of one layer; the same key in both is refused, for neither may win in silence."""
-    for key, node in other.entries.items():
-        twin = one.entries.get(key)
+def _joined(first: Node, second: Node) -> Node:
+    """Merges two parts of one layer. Raises HarnessError for a key in both: neither may silently win."""
+    for key, node in second.entries.items():
+        twin = first.entries.get(key)
         if twin is not None and isinstance(twin.value, dict) and isinstance(node.value, dict):
             _joined(twin, node)
         elif twin is not None:
             raise node.error(f"{key} is given twice in one place: here and at {twin.at}")
-    return one.merged(other)
+    return first.merged(second)

@@ -12,12 +12,12 @@ _FOLDER = Path(suites.__file__).parent
 
 
 def shipped_suites() -> list[SuiteSpec]:
-    """Every one of them."""
+    """Loads every shipped suite, in the order of their names."""
     return [load_suite(path) for path in sorted(_FOLDER.glob("*.yaml"))]
 
 
 def find_suite(name: str) -> Path:
-    """A file, or a shipped suite by its name. Raises HarnessError for what is neither."""
+    """The path of a suite, given as a file or as the name of a shipped suite. Raises HarnessError if it is neither."""
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         return path

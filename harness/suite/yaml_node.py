@@ -1,4 +1,4 @@
-"""Values of a YAML file that remember where they were written, and how they are shown in messages."""
+"""YAML values with their source positions, and their rendering in error messages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from harness.api import HarnessError
 
-TEXT_UNIT = 64  # characters of text that count as one value, and that a message shows
+TEXT_UNIT = 64  # characters: a text counts as one value more per unit, and a message shows one unit of it
 
 
 @dataclass(slots=True)
 class Node:
-    """A value and where it was written. Shared between trees: never changed once made.
+    """A value and its source position. Trees share nodes, so a node never changes after it is built.
 
-    `at` and `key_at` are `file:line:column`, or the text of a --set option. `size` counts this node and all
-    below it, a shared one at each use; `height` is the levels below it.
+    `at` and `key_at` are `file:line:column`, or the text of a --set option. `size` counts this node and all nodes
+    below it, a shared node once per use; `height` is the number of levels below it.
     """
 
     value: str | int | float | bool | list[Node] | dict[str, Node] | None
@@ -73,7 +73,7 @@ class Node:
         return replace(self, value=self.value | entries) if isinstance(self.value, dict) else self
 
     def without(self, *keys: str) -> Node:
-        """The mapping less some keys."""
+        """The mapping without these keys."""
         return Node({key: child for key, child in self.entries.items() if key not in keys}, self.at, self.key_at)
 
     def trace(self, path: Iterable[str | int]) -> list[Node]:
@@ -99,7 +99,7 @@ class Node:
 
 
 def shown(value: object) -> str:
-    """A value in an error message: one line, of bounded length, in YAML's words."""
+    """A value as an error message shows it: one line of bounded length, in YAML notation."""
     match value:
         case dict():
             return "a mapping"

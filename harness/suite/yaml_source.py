@@ -1,7 +1,7 @@
-"""Reads untrusted YAML into values that remember where they were written, within fixed bounds.
+"""Reads untrusted YAML into nodes with source positions, within fixed bounds.
 
-PyYAML's safe loader forgets positions, accepts duplicate keys and expands aliases without limit; this
-composer works on the same event stream and refuses all three kinds of surprise.
+PyYAML's safe loader drops positions, accepts duplicate keys and expands aliases without limit. This composer works
+on the same event stream, keeps positions, rejects duplicate keys and bounds the expansion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.api import HarnessError
 from harness.suite.yaml_node import TEXT_UNIT, Node, shown
 
 MAX_BYTES = 1 << 20
-MAX_NODES = 50_000  # counted after expansion of aliases; a long text counts once for every TEXT_UNIT characters
+MAX_NODES = 50_000  # counted after aliases are expanded; a long text counts once more per TEXT_UNIT characters
 MAX_DEPTH = 64
 MAX_KEY = 128
 
@@ -29,12 +29,12 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where Py
 
 
 def read(path: Path) -> Node:
-    """The one document of a YAML file. Raises HarnessError with file, line and column for all it refuses."""
+    """Parses the single document of a YAML file. Raises HarnessError with file, line and column for all it rejects."""
     try:
         if path.is_dir():
             raise HarnessError(f"{path}: is a folder; give a suite file")
         if path.exists() and not path.is_file():
-            raise HarnessError(f"{path}: is not a regular file")  # opening a pipe would wait for ever
+            raise HarnessError(f"{path}: is not a regular file")  # opening a pipe would block
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
@@ -52,21 +52,21 @@ def read(path: Path) -> Node:
 
 
 def parse(text: str, label: str, positions: bool = True) -> Node:
-    """The one document in `text`; errors start with `label`, and `line:column` unless `positions` is off.
+    """Parses the single document in `text`. Errors start with `label`, and `line:column` unless `positions` is off.
 
-    Raises HarnessError for bad syntax, any tag beyond str, int, float, bool, null, seq and map, duplicate
-    keys, keys that are not text, recursion, infinities, control characters and documents that are empty,
-    several, nested too deeply or too large once aliases are expanded.
+    Raises HarnessError for bad syntax, tags other than str, int, float, bool, null, seq and map, duplicate keys,
+    keys that are not text, recursion, infinities, control characters, an empty text, a second document, and a
+    document that is nested too deeply or too large once its aliases are expanded.
     """
     return _Composer(text, label, positions).document()
 
 
 class _Composer:
-    """One pass over the events of one text. An alias reuses its node, whose size is spent again."""
+    """One pass over the events of one text. An alias reuses its node and counts the node's size again."""
 
     def __init__(self, text: str, label: str, positions: bool) -> None:
         self._label, self._positions = label, positions
-        self._anchors: dict[str, Node | None] = {}  # None while the node is being made
+        self._anchors: dict[str, Node | None] = {}  # None while the node is being built
         self._budget = MAX_NODES
         if bad := _UNSAFE.search(text):
             line = text.count("\n", 0, bad.start())
@@ -126,7 +126,7 @@ class _Composer:
             self._require_tag(event, "map")
             value = self._mapping(depth + 1)
         node = Node(value, self._where(event), key_at)
-        self._spend(event, 1 if node.height else node.size)  # children have spent their own
+        self._spend(event, 1 if node.height else node.size)  # children have spent theirs
         if event.anchor:
             self._anchors[event.anchor] = node
         return node
@@ -149,7 +149,7 @@ class _Composer:
         return items
 
     def _mapping(self, depth: int) -> dict[str, Node]:
-        own: dict[str, Node] = {}
+        entries: dict[str, Node] = {}
         inherited: dict[str, Node] = {}
         merges = False
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
@@ -161,18 +161,18 @@ class _Composer:
                 raise self._error(event, f"a key must be text, got {shown(key)}; quote it if text is meant")
             if len(key) > MAX_KEY:
                 raise self._error(event, f"key {shown(key)} is longer than {MAX_KEY} characters")
-            if (merges and merge) or (not merge and key in own):
+            if (merges and merge) or (not merge and key in entries):
                 raise self._error(event, f"duplicate key {shown(key)}")
             value = self._node(self._next(), depth, self._where(event))
             if merge:
                 merges = True
                 inherited = self._inherited(value)
             else:
-                own[key] = value
-        return own | {key: node for key, node in inherited.items() if key not in own}
+                entries[key] = value
+        return entries | {key: node for key, node in inherited.items() if key not in entries}
 
     def _inherited(self, value: Node) -> dict[str, Node]:
-        """What `<<: value` brings: of several mappings the earlier wins."""
+        """The entries that `<<: value` merges in; of several mappings the earliest wins."""
         entries: dict[str, Node] = {}
         for source in value.items or [value]:
             if not isinstance(source.value, dict):
@@ -181,12 +181,12 @@ class _Composer:
         return entries
 
     def _tag(self, event: Any) -> str:
-        """The tag of a scalar, resolved by the rules of YAML 1.1 where none is written."""
+        """The tag of a scalar, resolved by the rules of YAML 1.1 if the file gives none."""
         if event.tag in (None, "!"):
-            found = str(self._loader.resolve(yaml.ScalarNode, event.value, event.implicit))
-            # YAML 1.1 takes 1e-5 for text, which is a number in JSON and to everybody
-            plain = not event.style and found == _TAG + "str"
-            return _TAG + "float" if plain and _EXPONENT.fullmatch(event.value) else found
+            tag = str(self._loader.resolve(yaml.ScalarNode, event.value, event.implicit))
+            # YAML 1.1 reads 1e-5 as text; we read it as a number, as JSON does
+            plain = not event.style and tag == _TAG + "str"
+            return _TAG + "float" if plain and _EXPONENT.fullmatch(event.value) else tag
         return str(event.tag)
 
     def _require_tag(self, event: Any, kind: str) -> None:
@@ -195,7 +195,7 @@ class _Composer:
 
     def _scalar(self, event: Any) -> str | int | float | bool | None:
         kind, text = self._tag(event).removeprefix(_TAG), event.value
-        if event.style == '"' and (bad := _UNSAFE.search(text)):  # escapes can bring in what the file does not hold
+        if event.style == '"' and (bad := _UNSAFE.search(text)):  # written as an escape
             raise self._error(event, f"control character {bad.group()!a} is not allowed")
         if kind == "str":
             return str(text)
@@ -203,7 +203,7 @@ class _Composer:
             if event.tag:
                 raise self._error(event, f"tag {shown(event.tag)} is not allowed")
             raise self._error(event, f"{shown(text)} reads as a {kind}; quote it if text is meant")
-        if len(text) > TEXT_UNIT or ":" in text:  # YAML 1.1 reads 1:30 as 90, which nobody expects
+        if len(text) > TEXT_UNIT or ":" in text:  # YAML 1.1 reads 1:30 as the number 90
             raise self._error(event, f"{shown(text)} is not a plain number; quote it if text is meant")
         try:
             node = yaml.ScalarNode(_TAG + kind, text)

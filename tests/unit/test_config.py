@@ -298,7 +298,7 @@ matrix:
 
     def test_clash_within_axes_points_at_the_axis_that_differs(self, error: Error) -> None:
         text = error(CELL + "matrix:\n  options: [{x: 1}, {x: 2}]\n  seed: 0")
-        assert text.startswith("x.yaml:6:21: cell name 'fake' is already that of the cell from x.yaml:6:13")
+        assert text.startswith("x.yaml:6:21: cell name 'fake' is already used by the cell from x.yaml:6:13")
 
     @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", "a b", "é", "a\n", "x" * 129, "-rf"])
     def test_unsafe_names(self, error: Error, name: str) -> None:

@@ -461,7 +461,7 @@ def test_a_generation_that_is_given_up_leaves_the_engine_as_it_was(model, cache,
     expected = {r.id: r.tokens for r in engine.generate(GOOD)}
     begun = engine.generate(GOOD)
     next(begun)
-    with pytest.raises(HarnessError, match="one thing at a time"):
+    with pytest.raises(HarnessError, match="one generation at a time"):
         next(engine.generate(GOOD))
     del begun
     assert {r.id: r.tokens for r in engine.generate(GOOD)} == expected

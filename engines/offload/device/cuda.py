@@ -15,16 +15,16 @@ from harness.api import HardwareLimits, UnsupportedError, first_line
 
 
 def opened(limits: HardwareLimits, attention_units: int | None = None) -> Accelerator | None:
-    """The CUDA device, its allocator capped at the memory that `limits` give beside CUDA's own; None where they give
-    none. `attention_units`: multiprocessors that attention beside products is held to.
+    """The CUDA device, with its allocator capped at what `limits` leave after CUDA's own memory; None if they give no
+    device memory. `attention_units`: the number of multiprocessors for attention that runs beside products.
 
-    Raises UnsupportedError where there is no CUDA device, or where it cannot be partitioned so.
+    Raises UnsupportedError if there is no CUDA device, or it cannot be partitioned like that.
     """
     return None if device_budget(limits) is None else Cuda(attention_units)
 
 
 def attached() -> tuple[Accelerator, str, int] | None:
-    """The CUDA device of this host, its name and its free bytes; None where there is none."""
+    """The CUDA device of this host, its name and its free bytes; None without a device."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info()
@@ -55,9 +55,9 @@ class Cuda:
     def pinned(self, nbytes: int) -> torch.Tensor:
         assert nbytes & (nbytes - 1) == 0  # torch's pinned allocator would round it up
         self._pinned += nbytes
-        found = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        assert not found.data_ptr() % ALIGN  # the disk reads into it directly
-        return found
+        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        assert not buffer.data_ptr() % ALIGN  # direct disk reads need the alignment
+        return buffer
 
     def copy(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Any] = (), kv: bool = False
@@ -78,21 +78,21 @@ class Cuda:
         torch.cuda.current_stream().wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        # torch keeps the pinned copy until it is read
+        # torch keeps the pinned copy until the transfer has read it
         return tensor.contiguous().pin_memory().to(self.where, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         tensor = tensor.contiguous()
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        event = self.copy([(found, tensor)], (self.mark(),))
+        fetched = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        event = self.copy([(fetched, tensor)], (self.mark(),))
         tensor.record_stream(self._down)
-        return found, event
+        return fetched, event
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        found.copy_(tensor, non_blocking=True)
+        downloaded = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        downloaded.copy_(tensor, non_blocking=True)
         self.mark().synchronize()
-        return found
+        return downloaded
 
     def run_async(self, work: Callable[[], None]) -> torch.cuda.Event:
         before = self.mark()
@@ -113,27 +113,28 @@ class Cuda:
     def seconds(self, stamps: Sequence[torch.cuda.Event]) -> list[float]:
         if not stamps:
             return []
-        stamps[-1].synchronize()  # whoever asks has waited for the other streams
+        stamps[-1].synchronize()  # the caller has waited for the other streams
         first, last = stamps[0], stamps[-1]
-        # from near to near: CUDA gives milliseconds in float32, which after hours tell no microseconds apart
+        # CUDA's float32 milliseconds lose microseconds after hours: measure from the last origin and move it along
         began = self._origin_s + self._origin.elapsed_time(first) / 1e3
-        found = [began + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
-        self._origin, self._origin_s = last, found[-1]
-        return found
+        times = [began + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+        self._origin, self._origin_s = last, times[-1]
+        return times
 
     def memory(self) -> dict[str, float]:
         return {
             "device_peak_bytes": float(torch.cuda.max_memory_allocated()),
             "device_reserved_bytes": float(torch.cuda.max_memory_reserved()),
-            "pinned_bytes": float(self._pinned),  # beside what torch keeps of uploads and downloads
+            "pinned_bytes": float(self._pinned),  # without torch's buffers for uploads and downloads
         }
 
 
 def _side_stream(units: int | None) -> tuple[torch.cuda.Stream, str, Any]:
     """The stream for attention beside products, a description, and the context that keeps the stream alive.
 
-    Of a green context with so many `units`, or of high priority where that is None. Products may use all units in
-    either case: torch makes no context of the rest (NanoFlow, section 4.2, partitions both).
+    The stream belongs to a green context with `units` multiprocessors, or has high priority if `units` is None. In
+    either case products may use all multiprocessors: torch makes no context of the rest (NanoFlow, section 4.2,
+    partitions both).
     """
     if units is None:
         return torch.cuda.Stream(priority=-1), "", None

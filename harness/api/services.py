@@ -122,7 +122,7 @@ class Simulator(Protocol):
         """One cell, predicted."""
         ...
 
-    def searched(
+    def search_policy(
         self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: RequestLengths
     ) -> RunSpec:  # fmt: skip
         """The cell with the best policy for it on that machine. Raises HarnessError."""

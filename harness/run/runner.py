@@ -214,7 +214,7 @@ class Runner:
             return cell
         try:
             host = self._host(step)
-            return registry.simulator().searched(cell, model, host, registry.lengths(cell.workload))
+            return registry.simulator().search_policy(cell, model, host, registry.lengths(cell.workload))
         except HarnessError as exc:
             raise classify(exc) from exc
 

@@ -50,7 +50,7 @@ def test_several_heads_are_as_bad_as_the_worst(runs: Path, cli: Cli) -> None:
     [
         (["base"], "name BASE and at least one HEAD"),
         (["base", "nothing"], "has no records.jsonl"),
-        (["base", "same", "--metric", "beauty"], "no speed or time named 'beauty'"),
+        (["base", "same", "--metric", "beauty"], "no speed or time is named 'beauty'"),
         (["base", "same", "--alpha", "nan"], "not between 0 and 1"),
         (["base", "--against", "llama"], "named 'llama'"),
         (["base", "same", "--against", "accelerate", "--allow", "packages"], "go with BASE and HEAD"),

@@ -100,14 +100,14 @@ class _ends:
 
     def __enter__(self):
         if isinstance(self._engine, OffloadEngine):
-            self._old, self._engine._now.meta_model.eos = self._engine._now.meta_model.eos, (self._token,)
+            self._old, self._engine.loaded.meta_model.eos = self._engine.loaded.meta_model.eos, (self._token,)
         else:
             config = self._engine._module.generation_config
             self._old, config.eos_token_id = config.eos_token_id, self._token
 
     def __exit__(self, *_):
         if isinstance(self._engine, OffloadEngine):
-            self._engine._now.meta_model.eos = self._old
+            self._engine.loaded.meta_model.eos = self._old
         else:
             self._engine._module.generation_config.eos_token_id = self._old
 

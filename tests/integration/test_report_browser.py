@@ -115,7 +115,7 @@ def test_tooltips_and_what_a_screen_reader_is_told(browser: Any, report: Path) -
 
 def test_the_axis_can_be_logarithmic(browser: Any, report: Path) -> None:
     opened = Opened(browser, report)
-    place = '.plot [aria-label="offload-zigzag: median 3.10 tok/s of 3"]'
+    place = '.plot [aria-label="offload-zigzag: median 3.10 tok/s of 3 launches"]'
     before = opened.page.locator(place).first.bounding_box()
     opened.page.get_by_label("Logarithmic axis").check()
     opened.page.wait_for_timeout(500)

@@ -45,7 +45,7 @@ def _engines(cache: Path) -> list[Row]:
                 "engine": name,
                 "process": "not installed" if entry.missing() else "ready",
                 "venv": "no pins" if not pinned else "built" if venvs.built(own) else "buildable",
-                "image": images.get(own, "buildable") if pinned else "no pins",
+                "image": "set `image`" if entry.plugin else images.get(own, "buildable") if pinned else "no pins",
                 "description": entry.summary,
                 "remedy": _remedy(entry),
             }

@@ -91,6 +91,8 @@ def remedy(spec: RunSpec) -> str:
     """The step that makes a cell's image available."""
     if spec.image:
         return "build or pull it, or leave `image` out"
+    if registry.engine_entry(spec.engine).plugin:
+        return "set `image` to one that holds this harness and the engine"
     return f"harness images build {registry.engine_entry(spec.engine).environment}"
 
 

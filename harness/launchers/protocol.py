@@ -2,11 +2,11 @@
 
 A cell on its way from `harness run` to an engine, and what each hand-over adds:
 
-    RunSpec        a cell as the suite says it
+    RunSpec        a cell as the suite states it
     Step           which repeat of it (harness.run.steps)
     LaunchRequest  its batch settled, its model on this machine, the folders and the log of the launch
     WorkerRequest  the work as a worker does it, the limit of memory with the engine's idle footprint, threads, device
-    request.json   the same, in the paths of the sandbox
+    request.json   the kind of work and its data, in the sandbox's paths, with the parent's pid and a time limit
     Engine.load    the model, policy and limits of the spec, and a Job: scratch folder and lengths of sequences
 
 Back come a WorkerResult (result.json), an Outcome (with what the kernel counted), a LaunchResult (judged), a RunRecord.

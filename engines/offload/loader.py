@@ -26,7 +26,7 @@ from engines.offload.weights.convert import ConvertedCheckpoint, convert
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import DTYPE_BYTES, LoadReport, OffloadPolicy
+from harness.api import DTYPE_BYTES, LoadReport
 
 
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
@@ -67,20 +67,20 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     )
 
     # weights
-    timeline, throttle = backend.timeline(), Throttle(limits.disk_bandwidth)
+    timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
     converted = _convert(request, meta_model, tiles, host_kernels)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
-    weights = backend.weights(reader)
     streamed = [tile for tile in tiles if tile.index not in plan.resident]
+    weights = backend.weights(reader, streamed)
     stream = WeightStream(streamed, weights.ring, timeline, policy.overlap)
     stack.callback(stream.close)
 
     # KV cache and activations
-    kv = backend.kv_cache(timeline, throttle, stack)
+    kv = backend.kv_cache(throttle, stack)
     offload = None
     if policy.activations is not None and on_disk:
         rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
@@ -94,16 +94,21 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     streamed_bytes = sum(tile.nbytes for tile in streamed)
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
     balance = io_compute_balance_rows(streamed_bytes, load_rate, gemm.flops, model.shape)
-    overlaps = _overlaps(policy, meta_model, tiles, plan, stream.slots)
-    notes = [
-        *backend.notes(),
-        f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s",
-        "" if reader.direct or not streamed else _buffered("weights"),
-        "" if kv.direct else _buffered("KV blocks"),
-        "" if offload is None or offload.direct else _buffered("activations"),
-    ]
-    if policy.nano_batches > 1 and policy.nano_overlap and not overlaps:
-        notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
+    direct = {
+        "weights": reader.direct or not streamed,
+        "KV blocks": kv.direct,
+        "activations": offload is None or offload.direct,
+    }
+    buffered = [what for what in direct if not direct[what]]
+    notes = [*backend.notes(), f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s"]
+    notes += [f"the file system refuses direct I/O: {what} pass through the page cache" for what in buffered]
+    overlaps: Sequence[AttentionOverlap] = ()
+    if policy.nano_batches > 1 and policy.nano_overlap:
+        is_streamed = [i not in plan.resident for i in range(len(tiles))]
+        groups = [matrix.group for matrix in meta_model.matrices]
+        overlaps = attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, is_streamed, stream.slots)
+        if not overlaps:
+            notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
     realised = replace(policy, cpu_attention=kv.host_attention is not None)
     return LoadedModel(
         model=model,
@@ -144,17 +149,6 @@ def _convert(
                    request.job.cache, request.job.on_progress)  # fmt: skip
 
 
-def _overlaps(
-    policy: OffloadPolicy, meta_model: MetaModel, tiles: Sequence[WeightTile], plan: MemoryPlan, slots: int
-) -> list[AttentionOverlap]:
-    """The attentions that nano-batches overlap with products, where the policy says so."""
-    if policy.nano_batches == 1 or not policy.nano_overlap:
-        return []
-    streamed = [i not in plan.resident for i in range(len(tiles))]
-    groups = [matrix.group for matrix in meta_model.matrices]
-    return attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, streamed, slots)
-
-
 def _report(
     request: LoadRequest, plan: MemoryPlan, placement: Placement, gemm: GemmBackend, notes: list[str]
 ) -> LoadReport:
@@ -178,7 +172,3 @@ def _report(
         steady_blocks=steady_blocks(policy),
         notes=tuple(filter(None, notes)),
     )
-
-
-def _buffered(what: str) -> str:
-    return f"the file system refuses direct I/O: {what} pass through the page cache"

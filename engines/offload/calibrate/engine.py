@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,10 +121,6 @@ def _policy(bits: Bits, dtype: Dtype) -> OffloadPolicy:
 
 @contextmanager
 def _loaded(model: LocalModel, folder: Path, policy: OffloadPolicy) -> Iterator[OffloadEngine]:
-    engine = OffloadEngine()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        try:
-            engine.load(model, policy, HardwareLimits(), Job(Path(scratch), folder / "cache", 1024, 512))
-            yield engine
-        finally:
-            engine.close()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, closing(OffloadEngine()) as engine:
+        engine.load(model, policy, HardwareLimits(), Job(Path(scratch), folder / "cache", 1024, 512))
+        yield engine

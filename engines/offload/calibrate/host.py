@@ -52,10 +52,8 @@ _BITS: Mapping[str, Storage] = {
 #: Decode attention: sequences, heads, key/value heads and cached tokens, of 64 columns a head.
 _ATTENTION = (32, 32, 32, 512)
 
-Report = Callable[[str], None]
 
-
-def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareProfile:
+def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> HardwareProfile:
     """A profile of this host, in a few minutes, or under one if `quick`.
 
     Disk rates are those of `folder`. `report` receives what is being measured. Raises DiskFullError or HarnessError if

@@ -6,9 +6,11 @@ host.py implements it for the CPU, cuda.py for a CUDA device; tests put a device
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from engines.offload.timeline import Clock
 
 
 class Event(Protocol):
@@ -48,14 +50,6 @@ class Device(Protocol):
         """`tensor`, made in another stream, for use in this thread's."""
         ...
 
-    def stamp(self) -> Any:
-        """A point in time of this thread's stream, for `seconds`."""
-        ...
-
-    def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """When each stamp was reached, on the clock of `time.perf_counter`; blocks until all were."""
-        ...
-
     def memory(self) -> dict[str, float]:
         """Peaks in bytes by metric name: tensors, the allocator, pinned host memory. Empty for the host."""
         ...
@@ -65,9 +59,9 @@ class Device(Protocol):
         ...
 
 
-class Accelerator(Device, Protocol):
-    """A device with memory of its own. A thread's work goes to its compute stream, copies go to streams of their
-    own."""
+class Accelerator(Device, Clock, Protocol):
+    """A device with memory and a clock of its own. A thread's work goes to its compute stream, copies go to streams of
+    their own."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory uint8 [nbytes], for copies that need no CPU; `nbytes` is a power of two."""

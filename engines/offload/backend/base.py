@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,14 +33,6 @@ class LoadRequest:
     policy: OffloadPolicy
     limits: HardwareLimits
     job: Job
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tiles that stay where they are multiplied (stored bytes by index), and the ring for all others."""
-
-    resident: Mapping[int, torch.Tensor]
-    ring: Ring
 
 
 @dataclass(frozen=True)
@@ -96,8 +88,9 @@ class Backend(Protocol):
         """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
         ...
 
-    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> Weights:
-        """Reads the planned tiles that stay resident, and makes the ring for the `streamed` ones."""
+    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
+        """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the
+        `streamed` ones, which `reader` will fill."""
         ...
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:

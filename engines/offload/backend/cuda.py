@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
+from engines.offload.backend.base import KVCache, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
@@ -26,7 +26,7 @@ from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.ring import DeviceRing
+from engines.offload.weights.ring import DeviceRing, Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype, UnsupportedError
 from harness.common.host_memory import free_memory
@@ -76,7 +76,7 @@ class CudaBackend:
         self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host)
         return self._plan
 
-    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> Weights:
+    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         plan, tiles = self._plan, self._request.tiles
         self._pinned = PinnedMemory(pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks), self.device.pinned)
         staging = [self._pinned.take(max(tile.span for tile in tiles)) for _ in range(READERS)]
@@ -87,7 +87,7 @@ class CudaBackend:
             start += tiles[i].span
             self.device.copy([(resident[i], reader.load(tiles[i], staging[0]))]).synchronize()
         pinned = {i: reader.load(tiles[i], self._pinned.take(tiles[i].span)) for i in sorted(plan.pinned)}
-        return Weights(resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging))
+        return resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging)
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
+from engines.offload.backend.base import KVCache, LoadRequest, Placement
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
@@ -21,7 +21,7 @@ from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.ring import HostRing
+from engines.offload.weights.ring import HostRing, Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype
 
@@ -56,10 +56,10 @@ class HostBackend:
         self._plan = plan_host_memory(request, self._load.policy, self._load.limits.host_memory)
         return self._plan
 
-    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> Weights:
+    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         tiles, plan = self._request.tiles, self._plan
         resident = {i: reader.load(tiles[i]) for i in sorted(plan.resident)}
-        return Weights(resident, HostRing(streamed, plan.slots, reader))
+        return resident, HostRing(streamed, plan.slots, reader)
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache

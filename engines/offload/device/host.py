@@ -24,7 +24,6 @@ class HostDevice:
     """See Device."""
 
     where = torch.device("cpu")
-    partition = ""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention")  # starts with its first work

@@ -22,10 +22,9 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where a model computes. `partition` says how the stream of `run_async` is set apart, empty where it is not."""
+    """Where a model computes."""
 
     where: torch.device
-    partition: str
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small host tensor where the model computes, in this thread's stream; does not block."""
@@ -61,7 +60,12 @@ class Device(Protocol):
 
 class Accelerator(Device, Clock, Protocol):
     """A device with memory and a clock of its own. A thread's work goes to its compute stream, copies go to streams of
-    their own."""
+    their own.
+
+    `partition` says how the stream of `run_async` is set apart, empty where it is not.
+    """
+
+    partition: str
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory uint8 [nbytes], for copies that need no CPU; `nbytes` is a power of two."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +15,10 @@ from engines.offload.backend.host import HostBackend
 from engines.offload.device.cuda import opened
 from engines.offload.device.host import HostDevice
 from engines.offload.kernels import HostKernels
-from engines.offload.loaded_model import LoadedModel
+from engines.offload.loaded_model import EngineStats, LoadedModel
 from engines.offload.loader import load
 from engines.offload.model_runner import ModelRunner
-from engines.offload.scoring import Scoring
-from engines.offload.sequence import Generation
-from engines.offload.stats import EngineStats, stats_of
+from engines.offload.sequence import Generation, Scoring
 from harness.api import (
     Capabilities,
     EngineTrace,
@@ -31,7 +29,6 @@ from harness.api import (
     Job,
     LoadReport,
     LocalModel,
-    ModelShape,
     OffloadPolicy,
     Score,
     UnsupportedError,
@@ -40,16 +37,6 @@ from harness.api import (
 _HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "prefill_chunk",
              "compute_dtype", "weight_bits", "kv_bits", "group_size", "weight_groups", "value_sparsity", "overlap",
              "nano_batches", "nano_overlap", "threads", "cpu_attention")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    model: LoadedModel
-    runner: ModelRunner
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.model.model.shape
 
 
 class OffloadEngine:
@@ -62,7 +49,7 @@ class OffloadEngine:
         if attention_units is not None and attention_units < 1:
             raise TypeError("attention_units must be at least 1")
         self._attention_units = attention_units
-        self._loaded: _Loaded | None = None
+        self._runner: ModelRunner | None = None
         self._resources = ExitStack()  # what `close` must end
 
     def capabilities(self) -> Capabilities:
@@ -91,36 +78,35 @@ class OffloadEngine:
                 torch.set_num_threads(min(threads))
             host_kernels = HostKernels(job.cache, torch.get_num_threads())
             backend = self._backend(request, host_kernels, resources)
-            loaded = load(request, backend, host_kernels, resources)
-            self._loaded = _Loaded(loaded, ModelRunner(loaded))
+            self._runner = ModelRunner(load(request, backend, host_kernels, resources))
             self._resources = resources.pop_all()
-        return loaded.report
+        return self.loaded.report
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
-        loaded = self._require_loaded()
+        runner = self._loaded_runner()
+        model = runner.loaded.model
         for request in requests:
-            checks.validate(request, loaded.shape)
-            tokens = len(request.prompt) + request.sampling.max_tokens - 1
-            loaded.runner.require_blocks(f"request {request.id}", tokens)
-        decode = checks.decoder(loaded.model.model.path) if any(r.sampling.stop for r in requests) else None
-        sequences = [Generation(r, loaded.model.meta_model.eos, decode) for r in requests]
-        return (sequence.result() for sequence in loaded.runner.run(sequences))
+            checks.validate(request, model.shape)
+            runner.require_blocks(f"request {request.id}", len(request.prompt) + request.sampling.max_tokens - 1)
+        decode = checks.decoder(model.path) if any(r.sampling.stop for r in requests) else None
+        sequences = [Generation(r, runner.loaded.meta_model.eos, decode) for r in requests]
+        return (sequence.result() for sequence in runner.run(sequences))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores from the logits of the continuation's positions only; an empty context becomes the token that
         begins a sequence, or else the one that ends it."""
-        loaded = self._require_loaded()
+        runner = self._loaded_runner()
+        loaded = runner.loaded
         sequences = []
         for i, (context, continuation) in enumerate(pairs):
-            bos = loaded.model.meta_model.bos
-            full = checks.full_sequence(i, context, continuation, loaded.shape, bos)
-            loaded.runner.require_blocks(f"pair {i}", len(full) - 1)
+            full = checks.full_sequence(i, context, continuation, loaded.model.shape, loaded.meta_model.bos)
+            runner.require_blocks(f"pair {i}", len(full) - 1)
             sequences.append(Scoring(i, full, len(continuation)))
         if not sequences:
             return []
         continued = sum(len(continuation) for _, continuation in pairs) / sum(len(s.tokens) for s in sequences)
-        done = loaded.runner.run(sequences, *loaded.model.plan.chunk_limits(continued))
+        done = runner.run(sequences, *loaded.plan.chunk_limits(continued))
         scores = {sequence.index: sequence.result() for sequence in done}
         return [scores[i] for i in range(len(pairs))]
 
@@ -131,15 +117,15 @@ class OffloadEngine:
     @property
     def loaded(self) -> LoadedModel:
         """The loaded model: its plan, tiles, cache and timeline. Raises HarnessError if nothing is loaded."""
-        return self._require_loaded().model
+        return self._loaded_runner().loaded
 
     def stats(self) -> EngineStats:
         """What is loaded and what has been moved so far, in counts and bytes. Raises HarnessError if nothing is
         loaded."""
-        return stats_of(self.loaded)
+        return self.loaded.stats()
 
     def close(self) -> None:
-        self._loaded = None  # its tensors must be gone when the device returns memory
+        self._runner = None  # its tensors must be gone when the device returns memory
         self._resources.close()
 
     def _backend(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> Backend:
@@ -155,7 +141,7 @@ class OffloadEngine:
         resources.callback(host.close)
         return HostBackend(request, host_kernels, host)
 
-    def _require_loaded(self) -> _Loaded:
-        if self._loaded is None:
+    def _loaded_runner(self) -> ModelRunner:
+        if self._runner is None:
             raise HarnessError("engine offload has no model loaded")
-        return self._loaded
+        return self._runner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,9 @@ from engines.offload.kv_cache.attention import AttentionTask
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import matrix_spans
 from engines.offload.model.activation_offload import PAUSED, pause
-from engines.offload.model.meta_model import MetaModel, PackedBatch
+from engines.offload.model.meta_model import PackedBatch
 from engines.offload.pass_ops import ALL, Op, pass_ops
-from engines.offload.timeline import AWAITING, BETWEEN, Timeline
+from engines.offload.timeline import AWAITING, BETWEEN
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 from harness.api import HarnessError
 
@@ -42,10 +42,10 @@ class _Batch:
     `stopped_for` is a GemmRequest, an _Attending or PAUSED, and holds the logits once the model has returned.
     """
 
-    def __init__(self, model: MetaModel, batch: PackedBatch, device: Device, timeline: Timeline) -> None:
-        self._greenlet = greenlet(model)
-        self._device = device
-        self._timeline = timeline
+    def __init__(self, loaded: LoadedModel, batch: PackedBatch) -> None:
+        self._greenlet = greenlet(loaded.meta_model)
+        self._device = loaded.device
+        self._timeline = loaded.timeline
         self.stopped_for: Any = None
         self.answer: Any = batch  # the value to resume the greenlet with; None while it must wait
 
@@ -88,29 +88,23 @@ class Executor:
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        model = self._model = loaded.meta_model
-        self._tiles = loaded.tiles
-        self._resident = loaded.resident
-        self._stream = loaded.stream
-        self._gemms = {stored: gemm.gemm for stored, gemm in loaded.gemms.items()}
-        self._device = loaded.device
-        self._timeline = loaded.timeline
-        self._overlaps = loaded.overlaps
-        self._host_attention = loaded.host_attention is not None
+        self._loaded = loaded
+        self._tiles, self._stream, self._timeline = loaded.tiles, loaded.stream, loaded.timeline
         self._streamed = [i not in loaded.plan.resident for i in range(len(loaded.tiles))]
         self._spans = matrix_spans(loaded.tiles)
-        self._outputs = {matrix.name: matrix.rows for matrix in model.matrices}
-        self._experts = ExpertRouting(model.matrices, loaded.streamed, loaded.stream)
+        matrices = loaded.meta_model.matrices
+        self._outputs = {matrix.name: matrix.rows for matrix in matrices}
+        self._experts = ExpertRouting(matrices, loaded.streamed, loaded.stream)
         self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._batches = 0  # of the pass that runs
-        model.weights = self
+        loaded.meta_model.weights = self
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak."""
         self._stream.align()
         self._experts.begin_pass()
         self._batches = len(batches)
-        running = [_Batch(self._model, batch, self._device, self._timeline) for batch in batches]
+        running = [_Batch(self._loaded, batch) for batch in batches]
         try:
             self._run(self._pass_ops(len(batches)), running)
         except BaseException:
@@ -149,7 +143,8 @@ class Executor:
             joint = JointGemm(self._requests(tile.matrix, op.batch, batches), self._outputs[tile.matrix])
             for batch, rows in zip(batches, joint.parts, strict=True):
                 batch.answer = batch.answer if rows is None else rows
-        joint.add(self._gemms[tile.stored], tile, self._weight(op.tile, in_ring))
+        stored = in_ring[op.tile] if op.tile in in_ring else self._loaded.resident[op.tile]
+        joint.add(self._loaded.gemms[tile.stored].gemm, tile, stored_view(stored, tile.stored, *tile.shape))
         if op.tile in in_ring and op.batch in (ALL, len(batches) - 1):
             del in_ring[op.tile]
             self._stream.release()
@@ -169,13 +164,9 @@ class Executor:
             requests.append(request)
         return requests
 
-    def _weight(self, index: int, in_ring: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        tile = self._tiles[index]
-        return stored_view(in_ring[index] if index in in_ring else self._resident[index], tile.stored, *tile.shape)
-
     def _pass_ops(self, batches: int) -> list[Op]:
         if batches not in self._ops:
-            overlaps = self._overlaps if batches > 1 else ()
+            overlaps = self._loaded.overlaps if batches > 1 else ()
             self._ops[batches] = pass_ops(self._streamed, self._spans, batches, overlaps)
         return self._ops[batches]
 
@@ -187,11 +178,12 @@ class Executor:
 
     def attend(self, task: AttentionTask) -> torch.Tensor:
         """Runs a batch's attention, beside other batches' products if the policy overlaps them."""
-        if self._batches > 1 and self._overlaps:
-            return torch.as_tensor(getcurrent().parent.switch(_Attending(task, self._device.run_async(task.launch))))
+        if self._batches > 1 and self._loaded.overlaps:
+            attending = _Attending(task, self._loaded.device.run_async(task.launch))
+            return torch.as_tensor(getcurrent().parent.switch(attending))
         task.launch()
-        if self._batches > 1 and self._host_attention:  # all batches launch before the first one waits
-            pause()
+        if self._batches > 1 and self._loaded.host_attention is not None:
+            pause()  # all batches launch before the first one waits
         return task.wait()
 
     def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:

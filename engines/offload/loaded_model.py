@@ -1,4 +1,4 @@
-"""A model that is ready to run, with everything that its passes use."""
+"""A model that is ready to run, with everything that its passes use, and what it holds and has moved in numbers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,30 @@ from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from harness.api import LoadReport, LocalModel, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts and bytes since the load, but for `passes`: those of the last run.
+
+    `num_kv_blocks` are all blocks of the cache, `offloaded_kv_blocks` those in host memory or on disk beside it.
+    `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and `kv_bytes_written`: of offloaded KV blocks.
+    `activation_rows`, and of them `activation_rows_on_disk`: rows that passed between layers.
+    """
+
+    passes: int
+    tile_bytes: tuple[int, ...]
+    resident_tiles: int
+    ring_slots: int
+    pass_weight_bytes: int
+    weight_bytes_read: int
+    num_kv_blocks: int
+    free_kv_blocks: int
+    offloaded_kv_blocks: int
+    kv_bytes_read: int
+    kv_bytes_written: int
+    activation_rows: int
+    activation_rows_on_disk: int
 
 
 @dataclass(frozen=True)
@@ -56,3 +80,22 @@ class LoadedModel:
     def streamed(self) -> list[WeightTile]:
         """Tiles that come through the ring, in order of use."""
         return [tile for tile in self.tiles if tile.index not in self.plan.resident]
+
+    def stats(self) -> EngineStats:
+        """What is held and was moved so far."""
+        offloaded, activations = self.cache.offloaded, self.activation_offload
+        return EngineStats(
+            passes=self.timeline.passes,
+            tile_bytes=tuple(tile.nbytes for tile in self.tiles),
+            resident_tiles=len(self.resident),
+            ring_slots=self.stream.slots,
+            pass_weight_bytes=sum(tile.span for tile in self.streamed),
+            weight_bytes_read=self.stream.bytes_read,
+            num_kv_blocks=self.cache.num_blocks,
+            free_kv_blocks=self.cache.num_free_blocks,
+            offloaded_kv_blocks=0 if offloaded is None else offloaded.num_blocks,
+            kv_bytes_read=0 if offloaded is None else offloaded.bytes_read,
+            kv_bytes_written=0 if offloaded is None else offloaded.bytes_written,
+            activation_rows=0 if activations is None else activations.rows,
+            activation_rows_on_disk=0 if activations is None else activations.rows_on_disk,
+        )

@@ -22,11 +22,11 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
-from engines.offload.weights.convert import ConvertedCheckpoint, convert
+from engines.offload.weights.convert import convert
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import DTYPE_BYTES, LoadReport, OffloadPolicy
+from harness.api import DTYPE_BYTES, Dtype, LoadReport, ModelShape, OffloadPolicy
 
 
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
@@ -38,14 +38,14 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     model, policy, limits, job = request.model, request.policy, request.limits, request.job
     layers, outside, cached = storages(model.dtype, policy)
     sparse = policy.value_sparsity < 1
-    on_disk = policy.activations is not None and policy.activations[2] > 0
+    offloaded_share = policy.activations[2] if policy.activations else 0.0  # of activations
 
     # what is computed, and how
     gemms = backend.choose_gemms(layers, outside)
     gemm = gemms[layers]
     meta_model = MetaModel(Path(model.path), model.shape, getattr(torch, gemm.dtype))
     backend.require(meta_model)
-    offloaded_layers = meta_model.layers() if on_disk else ()
+    offloaded_layers = meta_model.layers() if offloaded_share else ()
     tiles = model_tiles(meta_model.matrices, layers, outside, backend.tile_values)
     kernel = backend.kernels.attention(cached, sparse)
 
@@ -67,43 +67,50 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     )
 
     # weights
-    timeline, throttle = backend.timeline(), Throttle(limits.disk_bandwidth)
-    converted = _convert(request, meta_model, tiles, host_kernels)
+    timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
+    source = CheckpointReader(model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
+    quantizers = {stored: host_kernels.quantizer(stored) for stored in gemms}
+    converted = convert(model, source, meta_model.matrices, tiles, quantizers, meta_model.tables, meta_model.small,
+                        job.cache, job.on_progress)  # fmt: skip
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
-    weights = backend.weights(reader)
     streamed = [tile for tile in tiles if tile.index not in plan.resident]
-    stream = WeightStream(streamed, weights.ring, timeline, policy.overlap)
+    resident, ring = backend.weights(reader, streamed)
+    stream = WeightStream(streamed, ring, timeline, policy.overlap)
     stack.callback(stream.close)
 
     # KV cache and activations
-    kv = backend.kv_cache(timeline, throttle, stack)
+    kv = backend.kv_cache(throttle, stack)
     offload = None
-    if policy.activations is not None and on_disk:
+    if offloaded_share:
         rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
         batches = policy.num_gpu_batches * policy.nano_batches
         width = model.shape.hidden * compute_bytes
         offload = ActivationOffload(
-            offloaded_layers, policy.activations[2], batches, rows, width, job.scratch, timeline, throttle
+            offloaded_layers, offloaded_share, batches, rows, width, job.scratch, timeline, throttle
         )
         stack.callback(offload.close)
 
-    streamed_bytes = sum(tile.nbytes for tile in streamed)
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
-    balance = io_compute_balance_rows(streamed_bytes, load_rate, gemm.flops, model.shape)
-    overlaps = _overlaps(policy, meta_model, tiles, plan, stream.slots)
-    notes = [
-        *backend.notes(),
-        f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s",
-        "" if reader.direct or not streamed else _buffered("weights"),
-        "" if kv.direct else _buffered("KV blocks"),
-        "" if offload is None or offload.direct else _buffered("activations"),
-    ]
-    if policy.nano_batches > 1 and policy.nano_overlap and not overlaps:
-        notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
+    balance = io_compute_balance_rows(sum(tile.nbytes for tile in streamed), load_rate, gemm.flops, model.shape)
+    direct = {
+        "weights": reader.direct or not streamed,
+        "KV blocks": kv.direct,
+        "activations": offload is None or offload.direct,
+    }
+    buffered = [what for what in direct if not direct[what]]
+    notes = [*backend.notes(), f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s"]
+    notes += [f"the file system refuses direct I/O: {what} pass through the page cache" for what in buffered]
+    overlaps: Sequence[AttentionOverlap] = ()
+    if policy.nano_batches > 1 and policy.nano_overlap:
+        is_streamed = [i not in plan.resident for i in range(len(tiles))]
+        groups = [matrix.group for matrix in meta_model.matrices]
+        overlaps = attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, is_streamed, stream.slots)
+        if not overlaps:
+            notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
     realised = replace(policy, cpu_attention=kv.host_attention is not None)
     return LoadedModel(
         model=model,
@@ -112,7 +119,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         meta_model=meta_model,
         device=backend.device,
         tiles=tiles,
-        resident=weights.resident,
+        resident=resident,
         stream=stream,
         gemms=gemms,
         overlaps=overlaps,
@@ -123,7 +130,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         activation_offload=offload,
         io_compute_balance_rows=balance,
         timeline=timeline,
-        report=_report(replace(request, policy=realised), plan, backend.placement(), gemm, notes),
+        report=_report(model.shape, realised, plan, backend.placement(), gemm.dtype, notes),
     )
 
 
@@ -135,37 +142,17 @@ def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[Storage, GemmBackend
     )
 
 
-def _convert(
-    request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile], host_kernels: HostKernels
-) -> ConvertedCheckpoint:
-    source = CheckpointReader(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
-    quantizers = {stored: host_kernels.quantizer(stored) for stored in dict.fromkeys(tile.stored for tile in tiles)}
-    return convert(request.model, source, meta_model.matrices, tiles, quantizers, meta_model.tables, meta_model.small,
-                   request.job.cache, request.job.on_progress)  # fmt: skip
-
-
-def _overlaps(
-    policy: OffloadPolicy, meta_model: MetaModel, tiles: Sequence[WeightTile], plan: MemoryPlan, slots: int
-) -> list[AttentionOverlap]:
-    """The attentions that nano-batches overlap with products, where the policy says so."""
-    if policy.nano_batches == 1 or not policy.nano_overlap:
-        return []
-    streamed = [i not in plan.resident for i in range(len(tiles))]
-    groups = [matrix.group for matrix in meta_model.matrices]
-    return attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, streamed, slots)
-
-
 def _report(
-    request: LoadRequest, plan: MemoryPlan, placement: Placement, gemm: GemmBackend, notes: list[str]
+    shape: ModelShape, policy: OffloadPolicy, plan: MemoryPlan, placement: Placement, dtype: Dtype, notes: list[str]
 ) -> LoadReport:
-    shape, total = request.model.shape, sum(placement.weights)
+    total = sum(placement.weights)
     device, host, disk = (nbytes / total for nbytes in placement.weights)
     policy = replace(
-        request.policy,
-        compute_dtype=gemm.dtype,
+        policy,
+        compute_dtype=dtype,
         weights=(device, host, disk),
         cache=placement.cache,
-        activations=request.policy.activations or placement.activations,
+        activations=policy.activations or placement.activations,
         prefill_chunk=plan.chunk,
     )
     return LoadReport(
@@ -173,12 +160,8 @@ def _report(
         max_context=shape.max_context,
         block_size=plan.sequences,
         policy=policy,
-        compute_dtype=gemm.dtype,
+        compute_dtype=dtype,
         weights_by_tier=placement.weights,
         steady_blocks=steady_blocks(policy),
         notes=tuple(filter(None, notes)),
     )
-
-
-def _buffered(what: str) -> str:
-    return f"the file system refuses direct I/O: {what} pass through the page cache"

@@ -16,17 +16,17 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.model.meta_model import PackedBatch
 from engines.offload.prefill_budget import make_scheduler
 from engines.offload.scheduler import ScheduledChunk, Scheduler, split
-from engines.offload.sequence import ActiveSequence
+from engines.offload.sequence import Generation, Scoring
 from harness.api import HarnessError
 
-S = TypeVar("S", bound=ActiveSequence)
+S = TypeVar("S", Generation, Scoring)
 
 
 class ModelRunner:
-    """A loaded model at work: schedules passes, packs their batches, hands each sequence its logits."""
+    """The `loaded` model at work: schedules passes, packs their batches, hands each sequence its logits."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
+        self.loaded = loaded
         self._executor = Executor(loaded)
         self._attention = AttentionContext(
             cache=loaded.cache,
@@ -52,7 +52,7 @@ class ModelRunner:
             raise HarnessError("engine offload runs one generation at a time: finish or close the current one")
         if not sequences:
             return
-        loaded = self._loaded
+        loaded = self.loaded
         loaded.timeline.clear()
         began = time.perf_counter()
         chunk = min(prefill_chunk or loaded.plan.chunk, loaded.plan.chunk)
@@ -82,7 +82,7 @@ class ModelRunner:
 
     def require_blocks(self, what: str, tokens: int) -> None:
         """Raises HarnessError naming `what` if the cache can never hold its `tokens` tokens."""
-        blocks = self._loaded.cache.num_blocks
+        blocks = self.loaded.cache.num_blocks
         if blocks_for(tokens) > blocks:
             raise HarnessError(
                 f"{what}: its {tokens} tokens can never fit a cache of {blocks} blocks; "
@@ -91,7 +91,7 @@ class ModelRunner:
 
     def _pass(self, scheduler: Scheduler[S], batches: list[list[ScheduledChunk[S]]], began: float) -> list[S]:
         """Runs one pass over the layers; returns the sequences that end with it."""
-        loaded = self._loaded
+        loaded = self.loaded
         chunks = list(chain.from_iterable(batches))
         for chunk in chunks:
             if chunk.sequence.start_s < 0:
@@ -122,7 +122,7 @@ class ModelRunner:
             logits_indices += [len(ids) + at - start for at in sequence.logits_positions(chunk.count)]
             ids += sequence.tokens[start : start + chunk.count]
             positions += range(start, start + chunk.count)
-        upload = self._loaded.device.upload
+        upload = self.loaded.device.upload
         return PackedBatch(
             torch.tensor(ids),
             upload(torch.tensor(positions)),
@@ -132,7 +132,7 @@ class ModelRunner:
 
     def _reset(self) -> None:
         """Recovers from a failed pass, whose KV blocks the prefix cache already lists as filled."""
-        loaded = self._loaded
+        loaded = self.loaded
         if loaded.host_attention is not None:
             loaded.host_attention.settle()
         loaded.cache.reset_prefix_cache()

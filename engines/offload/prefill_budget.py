@@ -9,22 +9,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import MemoryPlan
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, Schedulable, Scheduler
+from engines.offload.scheduler import ActiveSequence, BlockScheduler, ContinuousScheduler, Scheduler
 from harness.api import OffloadPolicy
 from harness.api.machine import mean_cached_tokens
 
-S = TypeVar("S", bound=Schedulable)
+S = TypeVar("S", bound=ActiveSequence)
 
 #: Fractions of the balance up to which prompts may fill a pass; the first of equally good ones is taken.
 _FRACTIONS = (1.0, 0.5, 0.25, 0.0)
 #: Of a long job this many times the sequences that run together are simulated.
 _BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class PrefillBudget:
+    """How many prompt tokens go into a pass of a sweep.
+
+    `steady`: the tokens that keep the number of running sequences constant, as each that ends makes room for the next.
+    `balance`: the rows up to which prompts fill a pass beyond that, since fewer rows would take no less time. `most`:
+    the tokens that memory allows.
+    """
+
+    steady: int
+    balance: int
+    most: int
+
+    def __call__(self, decoding: int) -> int:
+        """Prompt tokens of a pass with `decoding` decode rows."""
+        return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
 def make_scheduler(
@@ -64,55 +83,29 @@ def search_prefill_budget(
     budgets = [PrefillBudget(steady, int(balance_rows * fraction), most) for fraction in _FRACTIONS]
     simulated = work[: _BLOCKS * together]
     to_the_end = len(simulated) == len(work)
-    return max(budgets, key=lambda budget: _pace(simulated, blocks, size, budget, balance_rows, to_the_end))
+
+    def pace(budget: PrefillBudget) -> float:
+        """Steps per unit of time, to the end or, where more sequences would follow, until the last one is admitted."""
+        sequences = [SimulatedSequence(tokens, steps) for tokens, steps in simulated]
+        scheduler = ContinuousScheduler(sequences, BlockManager(blocks), size, budget)
+        done, time = 0, 0
+        while scheduler.waiting if not to_the_end else scheduler.next_arrival_s is not None:
+            chunks = list(chain.from_iterable(scheduler.next_pass(math.inf)))
+            if not chunks:
+                break
+            time += max(balance_rows, sum(chunk.count for chunk in chunks))
+            for chunk in chunks:
+                if chunk.sequence.advance(chunk.count, time):
+                    done += 1
+                    if not chunk.sequence.steps_left:
+                        scheduler.finish(chunk.sequence)
+        return done / max(1, time)
+
+    return max(budgets, key=pace)
 
 
-def _pace(
-    work: Sequence[tuple[Sequence[int], int]],
-    blocks: int,
-    size: int,
-    budget: PrefillBudget,
-    balance_rows: int,
-    to_the_end: bool,
-) -> float:
-    """Steps per unit of time, to the end or, where more sequences would follow, until the last one is admitted."""
-    sequences = [SimulatedSequence(tokens, steps) for tokens, steps in work]
-    scheduler = ContinuousScheduler(sequences, BlockManager(blocks), size, budget)
-    done, time = 0, 0
-    while scheduler.waiting if not to_the_end else scheduler.next_arrival_s is not None:
-        chunks = list(chain.from_iterable(scheduler.next_pass(math.inf)))
-        if not chunks:
-            break
-        time += max(balance_rows, sum(chunk.count for chunk in chunks))
-        for chunk in chunks:
-            if chunk.sequence.advance(chunk.count, time):
-                done += 1
-                if not chunk.sequence.steps_left:
-                    scheduler.finish(chunk.sequence)
-    return done / max(1, time)
-
-
-class SimulatedSequence:
-    """A sequence whose generated tokens are zeros. `times`: when each was generated."""
-
-    def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
-        self.tokens = list(tokens)
-        self.steps_left = steps
-        self.arrival_s = arrival_s
-        self.times: list[float] = []
-        self.cached = 0
-        self.block_table: list[int] = []
-
-    @property
-    def cacheable_tokens(self) -> int:
-        return max(0, len(self.tokens) - 2)
-
-    def reset(self) -> None:
-        self.cached = 0
-
-    def logits_positions(self, count: int) -> range:
-        end = self.cached + count
-        return range(end - 1, end) if end == len(self.tokens) else range(0)
+class SimulatedSequence(ActiveSequence):
+    """A sequence whose generated tokens are zeros."""
 
     def advance(self, count: int, now: float) -> bool:
         """Caches `count` more tokens, computed by `now`; returns whether they generate one."""
@@ -121,5 +114,4 @@ class SimulatedSequence:
             return False
         self.tokens.append(0)
         self.times.append(now)
-        self.steps_left -= 1
         return True

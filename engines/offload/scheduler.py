@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -16,26 +16,43 @@ from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from harness.api import OffloadPolicy
 
 
-class Schedulable(Protocol):
-    """A sequence as a scheduler sees it; see sequence.ActiveSequence."""
+class ActiveSequence:
+    """Known tokens, the first `cached` of which have keys and values in the KV blocks of `block_table`.
 
-    tokens: list[int]
-    cached: int
-    block_table: list[int]
-    arrival_s: float
+    It generates up to `steps` tokens, one in each pass that reaches its last known token, at `times`.
+    """
+
+    def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
+        self.tokens = list(tokens)
+        self.cached = 0
+        self.block_table: list[int] = []
+        self.arrival_s = arrival_s
+        self.start_s = -1.0
+        self.times: list[float] = []
+        self._steps = steps
 
     @property
-    def steps_left(self) -> int: ...
+    def steps_left(self) -> int:
+        """How many passes it still needs at most, counted from the one that computes its last known token."""
+        return self._steps - len(self.times)
 
     @property
-    def cacheable_tokens(self) -> int: ...
+    def cacheable_tokens(self) -> int:
+        """How many of its first tokens may be taken from another sequence's cached blocks. The last token gives the
+        next, and no row is computed alone: see `prompt_rows`."""
+        return max(0, len(self.tokens) - 2)
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """After preemption: all known tokens, generated ones too, will be computed again."""
+        self.cached = 0
 
-    def logits_positions(self, count: int) -> range: ...
+    def logits_positions(self, count: int) -> range:
+        """The positions among the next `count` tokens that need logits: the last known token's, if it is reached."""
+        end = self.cached + count
+        return range(end - 1, end) if end == len(self.tokens) else range(0)
 
 
-S = TypeVar("S", bound=Schedulable)
+S = TypeVar("S", bound=ActiveSequence)
 
 #: After this many blocks of requests the start and end of a sweep hardly affect its throughput.
 _SWEEP_BLOCKS = 4
@@ -63,22 +80,29 @@ class ScheduledChunk(Generic[S]):
         """The sequence's KV blocks, in order."""
         return self.sequence.block_table
 
+    @property
+    def missing_blocks(self) -> int:
+        """KV blocks that the sequence lacks for these tokens."""
+        return blocks_for(self.cached + self.count) - len(self.block_table)
+
 
 class Scheduler(ABC, Generic[S]):
     """Forms passes. `next_pass` allocates the KV blocks of its chunks; `finish` frees a sequence's blocks.
 
     A sequence whose prefix is cached starts with the cached blocks. `shared_tokens` counts the prompt tokens that this
-    saves.
+    saves. `waiting` sequences are not admitted, by arrival; `preempted` ones were preempted at least once. At most
+    `max_logits` rows of logits are computed for a batch and pass.
     """
 
-    def __init__(self, waiting: Iterable[S], cache: BlockManager) -> None:
+    def __init__(self, waiting: Iterable[S], cache: BlockManager, size: int, max_logits: int | None) -> None:
         # a stable sort: sequences that arrive together keep their order
-        self._waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
-        self._running: dict[S, None] = {}  # in the order of their admission
+        self.waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
+        self._running: dict[S, list[int]] = {}  # in the order of admission; the cached blocks each was admitted with
         self._cache = cache
         self._hashes: dict[S, list[bytes]] = {}  # by sequence, of its leading full blocks so far
-        self._shared: dict[S, list[int]] = {}  # by running sequence, the cached blocks it was admitted with
-        self._preempted: set[S] = set()
+        self._size = size
+        self._max_logits = max_logits
+        self.preempted: set[S] = set()
         self.shared_tokens = 0
 
     @property
@@ -87,21 +111,11 @@ class Scheduler(ABC, Generic[S]):
         return list(self._running)
 
     @property
-    def preempted(self) -> int:
-        """How many sequences were preempted at least once."""
-        return len(self._preempted)
-
-    @property
     def next_arrival_s(self) -> float | None:
         """When there is work next: 0 if sequences are running, None if all are done."""
         if self._running:
             return 0.0
-        return self._waiting[0].arrival_s if self._waiting else None
-
-    @property
-    def waiting(self) -> int:
-        """How many sequences are not admitted."""
-        return len(self._waiting)
+        return self.waiting[0].arrival_s if self.waiting else None
 
     @abstractmethod
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
@@ -109,7 +123,7 @@ class Scheduler(ABC, Generic[S]):
 
     def finish(self, sequence: S) -> None:
         """Removes a running sequence and frees its blocks."""
-        del self._running[sequence], self._shared[sequence]
+        del self._running[sequence]
         self._hashes.pop(sequence, None)
         self._cache.free(sequence.block_table)
         sequence.block_table = []
@@ -121,27 +135,26 @@ class Scheduler(ABC, Generic[S]):
 
     def admit(self, now_s: float) -> S | None:
         """Admits the next arrived sequence if the cache can hold it to its end beside the running sequences."""
-        if not self._waiting or self._waiting[0].arrival_s > now_s:
+        if not self.waiting or self.waiting[0].arrival_s > now_s:
             return None
-        sequence = self._waiting[0]
+        sequence = self.waiting[0]
         hashes = self._hashes.setdefault(sequence, [])
         extend_block_hashes(sequence.tokens, hashes, sequence.cacheable_tokens)
         prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
         if not self._fits(sequence, prefix):
             return None
-        self._running[self._waiting.popleft()] = None
-        self._shared[sequence] = prefix
+        self._running[self.waiting.popleft()] = prefix
         self._cache.ref(prefix)
         sequence.block_table, sequence.cached = list(prefix), len(prefix) * BLOCK_SIZE
-        if sequence not in self._preempted:  # a preempted sequence may find blocks of its first run
+        if sequence not in self.preempted:  # a preempted sequence may find blocks of its first run
             self.shared_tokens += sequence.cached
         return sequence
 
     def _fits(self, sequence: S, prefix: Sequence[int]) -> bool:
         """Whether the cache can hold `sequence`, which starts with the blocks `prefix`, beside the running ones."""
-        shared = {block for blocks in self._shared.values() for block in blocks} | set(prefix)
-        borrowed = [*(len(blocks) for blocks in self._shared.values()), len(prefix)]
-        return peak_blocks([*self._running, sequence], borrowed) + len(shared) <= self._cache.num_blocks
+        prefixes = [*self._running.values(), prefix]
+        peak = peak_blocks([*self._running, sequence], [len(blocks) for blocks in prefixes])
+        return peak + len(set(chain.from_iterable(prefixes))) <= self._cache.num_blocks
 
     def _allocate_blocks(self, batches: Sequence[Sequence[ScheduledChunk[S]]]) -> list[list[ScheduledChunk[S]]]:
         """Allocates blocks for the tokens of each chunk; returns the chunks that can be computed.
@@ -152,17 +165,15 @@ class Scheduler(ABC, Generic[S]):
         for chunk in chain.from_iterable(batches):
             if chunk.sequence not in self._running:  # preempted for an older sequence
                 continue
-            missing = blocks_for(chunk.cached + chunk.count) - len(chunk.block_table)
-            if missing <= 0:
-                continue
+            missing = chunk.missing_blocks
             while missing > self._cache.num_free_blocks:
                 youngest = next(reversed(self._running))
                 if youngest is chunk.sequence:
                     break
                 self._preempt(youngest)
-            if missing <= self._cache.num_free_blocks:
+            if 0 < missing <= self._cache.num_free_blocks:
                 chunk.sequence.block_table += self._cache.allocate(missing)
-        ready = [[c for c in batch if c.sequence in self._running and _has_blocks(c)] for batch in batches]
+        ready = [[c for c in batch if c.sequence in self._running and c.missing_blocks <= 0] for batch in batches]
         for chunk in chain.from_iterable(ready):
             self._cache_full_blocks(chunk)
         return [batch for batch in ready if batch]
@@ -179,29 +190,22 @@ class Scheduler(ABC, Generic[S]):
 
     def _preempt(self, sequence: S) -> None:
         self.finish(sequence)
-        self._preempted.add(sequence)
+        self.preempted.add(sequence)
         sequence.reset()
-        self._waiting.appendleft(sequence)
+        self.waiting.appendleft(sequence)
 
 
 class BlockScheduler(Scheduler[S]):
     """Blocks of `batches` x `size` sequences that start together; the next block starts when all of one have ended.
 
-    A batch and pass compute at most `prefill_chunk` prompt tokens and, if given, `max_logits` rows of logits.
+    A batch and pass compute at most `prefill_chunk` prompt tokens.
     """
 
     def __init__(
-        self,
-        waiting: Iterable[S],
-        cache: BlockManager,
-        size: int,
-        batches: int,
-        prefill_chunk: int,
+        self, waiting: Iterable[S], cache: BlockManager, size: int, batches: int, prefill_chunk: int,
         max_logits: int | None = None,
-    ) -> None:
-        super().__init__(waiting, cache)
-        self._max_logits = max_logits
-        self._size = size
+    ) -> None:  # fmt: skip
+        super().__init__(waiting, cache, size, max_logits)
         self._batches = batches
         self._prefill_chunk = prefill_chunk
         self._block: list[list[S]] = []
@@ -231,20 +235,14 @@ class BlockScheduler(Scheduler[S]):
 
 class ContinuousScheduler(Scheduler[S]):
     """Continuous batching with chunked prefill: one batch of a token of every sequence that decodes, and of as many
-    prompt tokens of the next sequences as `budget` allows. At most `size` sequences run.
+    prompt tokens of the next sequences as `budget` allows beside so many decode rows. At most `size` sequences run.
     """
 
     def __init__(
-        self,
-        waiting: Iterable[S],
-        cache: BlockManager,
-        size: int,
-        budget: PrefillBudget,
+        self, waiting: Iterable[S], cache: BlockManager, size: int, budget: Callable[[int], int],
         max_logits: int | None = None,
-    ) -> None:
-        super().__init__(waiting, cache)
-        self._max_logits = max_logits
-        self._size = size
+    ) -> None:  # fmt: skip
+        super().__init__(waiting, cache, size, max_logits)
         self._budget = budget
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
@@ -267,24 +265,6 @@ class ContinuousScheduler(Scheduler[S]):
         yield from [s for s in self._running if len(s.tokens) - s.cached > 1]
         while len(self._running) < self._size and (sequence := self.admit(now_s)):
             yield sequence
-
-
-@dataclass(frozen=True)
-class PrefillBudget:
-    """How many prompt tokens go into a pass of a sweep.
-
-    `steady`: the tokens that keep the number of running sequences constant, as each that ends makes room for the next.
-    `balance`: the rows up to which prompts fill a pass beyond that, since fewer rows would take no less time. `most`:
-    the tokens that memory allows.
-    """
-
-    steady: int
-    balance: int
-    most: int
-
-    def __call__(self, decoding: int) -> int:
-        """Prompt tokens of a pass with `decoding` decode rows."""
-        return max(1, min(self.most, max(self.steady, self.balance - decoding)))
 
 
 def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[ScheduledChunk[S]]]:
@@ -310,7 +290,7 @@ def prompt_rows(missing: int, left: int, budget: int) -> int:
     return count if count > 1 else 0
 
 
-def _within_logits(sequence: Schedulable, count: int, max_logits: int | None) -> tuple[int, int | None]:
+def _within_logits(sequence: ActiveSequence, count: int, max_logits: int | None) -> tuple[int, int | None]:
     """How many of a sequence's next `count` tokens fit within `max_logits` rows of logits, and the rows left after
     them. Avoids single rows of a prompt, as `prompt_rows` does."""
     if max_logits is None:
@@ -324,7 +304,7 @@ def _within_logits(sequence: Schedulable, count: int, max_logits: int | None) ->
     return fitting, max_logits - len(sequence.logits_positions(fitting))
 
 
-def peak_blocks(sequences: Sequence[Schedulable], shared: Sequence[int] = ()) -> int:
+def peak_blocks(sequences: Sequence[ActiveSequence], shared: Sequence[int] = ()) -> int:
     """The most blocks that `sequences` will hold at once, if none ends early and each adds one token per pass.
 
     The `shared` blocks of each sequence are not counted. The total falls only when a sequence ends, so its maximum is
@@ -338,7 +318,3 @@ def peak_blocks(sequences: Sequence[Schedulable], shared: Sequence[int] = ()) ->
     unshared = -(-held // BLOCK_SIZE) - (np.array(shared, dtype=int) if len(shared) else 0)
     blocks = unshared * (steps[None, :] >= ends[:, None])
     return int(blocks.sum(axis=1).max())
-
-
-def _has_blocks(chunk: ScheduledChunk[S]) -> bool:
-    return blocks_for(chunk.cached + chunk.count) <= len(chunk.block_table)

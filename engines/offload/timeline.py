@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -47,11 +47,11 @@ class Clock(Protocol):
     """The clock of a device, whose stamps get their times once the device has reached them."""
 
     def stamp(self) -> Any:
-        """A point in the enqueued work."""
+        """A point in the work that this thread has enqueued."""
         ...
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device reached each, on the clock of `time.perf_counter`."""
+        """When the device reached each, on the clock of `time.perf_counter`; blocks until it has."""
         ...
 
 
@@ -159,18 +159,15 @@ def _tasks(spans: Sequence[Span]) -> dict[str, float]:
     }
 
 
-def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+def _merged(spans: Iterable[Span]) -> list[Span]:
     """Spans of one lane in order; spans of the same name that follow each other closely are merged."""
-    held: Span | None = None
+    merged: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
-        if held is not None and held.name == span.name and span.start_s - held.end_s <= _GAP_S:
-            held = replace(held, end_s=max(held.end_s, span.end_s))
-            continue
-        if held is not None:
-            yield held
-        held = span
-    if held is not None:
-        yield held
+        if merged and merged[-1].name == span.name and span.start_s - merged[-1].end_s <= _GAP_S:
+            merged[-1] = replace(merged[-1], end_s=max(merged[-1].end_s, span.end_s))
+        else:
+            merged.append(span)
+    return merged
 
 
 def _event(span: Span, origin: float) -> TraceEvent:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from engines.offload.kv_cache.block_manager import BlockManager, extend_block_hashes
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
-from engines.offload.prefill_budget import search_prefill_budget
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, PrefillBudget, peak_blocks, prompt_rows
-from engines.offload.scoring import Scoring
-from engines.offload.sequence import Generation
+from engines.offload.prefill_budget import PrefillBudget, search_prefill_budget
+from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, peak_blocks, prompt_rows
+from engines.offload.sequence import Generation, Scoring
 from harness.api import GenerationRequest, SamplingParams
 
 _others = itertools.count()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from engines.models import checkpoints
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
-from engines.offload.stats import stats_of
 from engines.planning.host_planner import MATRICES_BEFORE_ATTENTION, HostPlanner, place_model, simulated_sequences
 from engines.planning.machine import Machine
 from engines.planning.simulator import PlacedModel, Simulator
@@ -62,7 +61,7 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     metrics = engine.trace().metrics
     loaded = engine.loaded
     engine.close()  # which waits for the last writes: answers do not
-    stats = stats_of(loaded)
+    stats = loaded.stats()
     moved = stats.kv_bytes_read, stats.kv_bytes_written
 
     found = PlacedModel(model.shape, loaded.tiles, storages(model.dtype, OffloadPolicy(**policy))[2], loaded.plan)

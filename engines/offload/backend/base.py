@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +14,7 @@ from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import KernelSet
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
@@ -32,14 +33,6 @@ class LoadRequest:
     policy: OffloadPolicy
     limits: HardwareLimits
     job: Job
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tiles that stay where they are multiplied (stored bytes by index), and the ring for all others."""
-
-    resident: Mapping[int, torch.Tensor]
-    ring: Ring
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,8 @@ class Placement:
 class Backend(Protocol):
     """Serves one load, its methods called in the order in which they stand here; see loader.load.
 
-    `device` computes, by `kernels`. `tile_values`: values of a weight tile, None for layout.py's own choice.
+    `device` computes, by `kernels`; `timeline` is on its clock. `tile_values`: values of a weight tile, None for
+    layout.py's own choice.
     """
 
     @property
@@ -73,11 +67,10 @@ class Backend(Protocol):
     def kernels(self) -> KernelSet: ...
 
     @property
-    def tile_values(self) -> int | None: ...
+    def timeline(self) -> Timeline: ...
 
-    def timeline(self) -> Timeline:
-        """A timeline on the clock of the device."""
-        ...
+    @property
+    def tile_values(self) -> int | None: ...
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, GemmBackend]:
         """The fastest way to multiply decoder layers' weights and the others, by how they are stored; measured."""
@@ -95,11 +88,12 @@ class Backend(Protocol):
         """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
         ...
 
-    def weights(self, reader: TileReader) -> Weights:
-        """Reads the planned tiles that stay resident, and makes the ring for the others, which `reader` will fill."""
+    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
+        """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the
+        `streamed` ones, which `reader` will fill."""
         ...
 
-    def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
+    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
         """Allocates the planned KV cache; `stack` closes what it opens."""
         ...
 

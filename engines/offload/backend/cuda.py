@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
+from engines.offload.backend.base import KVCache, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
@@ -19,13 +20,13 @@ from engines.offload.kv_cache.host_blocks import HostBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache, block_layout
 from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_device_memory, tile_values
 from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
-from engines.offload.memory.layout import READERS
+from engines.offload.memory.layout import READERS, WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.ring import DeviceRing
+from engines.offload.weights.ring import DeviceRing, Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype, UnsupportedError
 from harness.common.host_memory import free_memory
@@ -43,12 +44,10 @@ class CudaBackend:
         self._load = load
         self._host_kernels = host_kernels
         self.device = device
+        self.timeline = Timeline(device)
         self.kernels = kernels or DeviceKernels()
         self.tile_values = tile_values(load.model.shape)
         self._host_attention: HostAttention | None = None
-
-    def timeline(self) -> Timeline:
-        return Timeline(self.device)
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, model = self._load.policy.compute_dtype, self._load.model
@@ -77,7 +76,7 @@ class CudaBackend:
         self._plan = plan_device_memory(request, self._load.policy, limits.device_memory, host)
         return self._plan
 
-    def weights(self, reader: TileReader) -> Weights:
+    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         plan, tiles = self._plan, self._request.tiles
         self._pinned = PinnedMemory(pinned_sizes(self._request, plan.pinned, plan.host_kv_blocks), self.device.pinned)
         staging = [self._pinned.take(max(tile.span for tile in tiles)) for _ in range(READERS)]
@@ -88,10 +87,9 @@ class CudaBackend:
             start += tiles[i].span
             self.device.copy([(resident[i], reader.load(tiles[i], staging[0]))]).synchronize()
         pinned = {i: reader.load(tiles[i], self._pinned.take(tiles[i].span)) for i in sorted(plan.pinned)}
-        streamed = [tile for tile in tiles if tile.index not in plan.resident]
-        return Weights(resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging))
+        return resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging)
 
-    def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
+    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
         blocks = None
         if plan.host_kv_blocks:
@@ -102,7 +100,7 @@ class CudaBackend:
             if self._load.policy.cpu_attention:
                 kernel = self._host_kernels.attention(stored, sparse=False)
                 quantizer = self._host_kernels.quantizer(stored)
-                self._host_attention = HostAttention(blocks, kernel, quantizer, self.device, timeline)
+                self._host_attention = HostAttention(blocks, kernel, quantizer, self.device, self.timeline)
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
         on_host = self._host_attention is not None

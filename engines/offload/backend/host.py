@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import KVCache, LoadRequest, Placement, Weights
+from engines.offload.backend.base import KVCache, LoadRequest, Placement
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
@@ -14,12 +15,13 @@ from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
+from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
-from engines.offload.weights.ring import HostRing
+from engines.offload.weights.ring import HostRing, Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype
 
@@ -33,9 +35,7 @@ class HostBackend:
         self._load = load
         self.kernels = kernels
         self.device = device
-
-    def timeline(self) -> Timeline:
-        return Timeline()
+        self.timeline = Timeline()
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
@@ -56,19 +56,20 @@ class HostBackend:
         self._plan = plan_host_memory(request, self._load.policy, self._load.limits.host_memory)
         return self._plan
 
-    def weights(self, reader: TileReader) -> Weights:
+    def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         tiles, plan = self._request.tiles, self._plan
-        streamed = [tile for tile in tiles if tile.index not in plan.resident]
         resident = {i: reader.load(tiles[i]) for i in sorted(plan.resident)}
-        return Weights(resident, HostRing(streamed, plan.slots, reader))
+        return resident, HostRing(streamed, plan.slots, reader)
 
-    def kv_cache(self, timeline: Timeline, throttle: Throttle, stack: ExitStack) -> KVCache:
+    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
         blocks = None
         if plan.disk_kv_blocks:
             scratch, overlap = self._load.job.scratch, self._load.policy.overlap
             record = record_bytes(shape, stored)
-            blocks = DiskBlocks(scratch, shape.num_layers, plan.disk_kv_blocks, record, timeline, throttle, overlap)
+            blocks = DiskBlocks(
+                scratch, shape.num_layers, plan.disk_kv_blocks, record, self.timeline, throttle, overlap
+            )
             stack.callback(blocks.close)
         cache = PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
         return KVCache(cache, direct=blocks is None or blocks.direct)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionMetadata, stored_view
 from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels.bench import seconds_of
 from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -35,44 +36,38 @@ def measure(
     plain, packed = Plain(dtype), Grouped(4, 64)
     with torch.inference_mode():
         samples["device.bandwidth"] = _copies(device, rounds)
+        product = gemm.device_gemm(plain, _WIDTH, dtype, kernels.quantizer(plain), device)
         for rows in _ROWS:
-            seconds = _product(device, gemm.device_gemm(plain, _WIDTH, dtype, kernels.quantizer(plain), device), plain,
-                               kernels, rows, rounds)  # fmt: skip
-            samples[f"device.flops.{rows}"] = [2 * rows * _HEIGHT * _WIDTH / s for s in seconds]
+            samples[f"device.flops.{rows}"] = _product(device, product, plain, kernels, rows, rounds)
         samples["device.dequantize"] = _unpacking(device, packed, dtype, kernels, rounds)
         for bits, stored in (("16", plain), ("4", packed)):
             samples[f"device.attention.{bits}"] = _attention(device, stored, dtype, kernels, rounds)
         samples |= _link(device, rounds)
     medians = {path: statistics.median(rates) for path, rates in samples.items()}
-    processor = Processor(
-        name=name,
-        memory=float(memory),
-        bandwidth=medians["device.bandwidth"],
-        flops=curve(medians, "device.flops."),
-        attention=curve(medians, "device.attention."),
-        dequantize=medians["device.dequantize"],
-        dtype=dtype,
-    )
-    link = Link(*(medians[f"link.{way}"] for way in ("h2d", "d2h", "h2d_pageable", "d2h_pageable")))
-    return processor, link, samples
+    processor = Processor(name, float(memory), dtype=dtype, **rates_of("device", medians))
+    return processor, Link(**rates_of("link", medians)), samples
 
 
-def curve(rates: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """The rates whose paths start with `prefix`, by the rest of the path."""
-    return {path.removeprefix(prefix): rate for path, rate in rates.items() if path.startswith(prefix)}
+def rates_of(part: str, rates: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a profile's `part` from `rates` by their path, such as `host.bandwidth` or, on a curve,
+    `host.flops.64`."""
+    fields: dict[str, Any] = {}
+    for path, rate in rates.items():
+        owner, field, *point = path.split(".")
+        if owner == part and point:
+            fields.setdefault(field, {})[point[0]] = rate
+        elif owner == part:
+            fields[field] = rate
+    return fields
 
 
-def _seconds(device: Accelerator, work: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds of each round by the device's clock, after one that warms up."""
+def _rates(device: Accelerator, amount: float, work: Callable[[], object], rounds: int) -> list[float]:
+    """`amount` by seconds of each round on the device's clock, after one that warms up."""
     stamps = []
     for _ in range(rounds + 1):
         work()
         stamps.append(device.stamp())
-    return [max(b - a, 1e-9) for a, b in itertools.pairwise(device.seconds(stamps))]
-
-
-def _rates(device: Accelerator, amount: float, work: Callable[[], object], rounds: int) -> list[float]:
-    return [amount / s for s in _seconds(device, work, rounds)]
+    return [amount / max(b - a, 1e-9) for a, b in itertools.pairwise(device.seconds(stamps))]
 
 
 def _copies(device: Accelerator, rounds: int) -> list[float]:
@@ -91,11 +86,11 @@ def _packed(device: Accelerator, stored: Storage, kernels: DeviceKernels) -> tor
 def _product(
     device: Accelerator, way: gemm.GemmBackend, stored: Storage, kernels: DeviceKernels, rows: int, rounds: int
 ) -> list[float]:
-    """Seconds of a product of `rows` rows. Weights alternate so that none is in a cache, as when a model runs."""
+    """FLOP/s of a product of `rows` rows. Weights alternate so that none is in a cache, as when a model runs."""
     weights = itertools.cycle([_packed(device, stored, kernels) for _ in range(4)])
     x = torch.full((rows, _WIDTH), 0.01, dtype=getattr(torch, way.dtype), device=device.where)
     out = gemm.padded_output(rows, _HEIGHT, x)
-    return _seconds(device, lambda: way.gemm(x, next(weights), None, out), rounds)
+    return _rates(device, 2 * rows * _HEIGHT * _WIDTH, lambda: way.gemm(x, next(weights), None, out), rounds)
 
 
 def _unpacking(device: Accelerator, stored: Storage, dtype: Dtype, kernels: DeviceKernels, rounds: int) -> list[float]:
@@ -112,13 +107,13 @@ def _attention(device: Accelerator, stored: Storage, dtype: Dtype, kernels: Devi
     values = torch.full((_SEQUENCES * each, 2, _HEADS, BLOCK_SIZE, _DIM), 0.01, device=device.where)
     blocks = LayerBlocks(quantizer.pack(values))
     table = torch.randperm(_SEQUENCES * each).view(_SEQUENCES, each).int()
-    segments = AttentionMetadata.of([1] * _SEQUENCES, [_CONTEXT - 1] * _SEQUENCES, table, device.upload)
+    metadata = AttentionMetadata.of([1] * _SEQUENCES, [_CONTEXT - 1] * _SEQUENCES, table, device.upload)
     query = torch.full((_HEADS, _SEQUENCES, _DIM), 0.01, dtype=getattr(torch, dtype), device=device.where)
     nbytes = 2 * _SEQUENCES * _HEADS * _CONTEXT * stored.row_bytes(_DIM)
 
     def attend() -> None:  # often enough to outlast the launches
         for _ in range(_CALLS):
-            kernel(query, blocks, segments, AttentionSpec(_DIM**-0.5))
+            kernel(query, blocks, metadata, AttentionSpec(_DIM**-0.5))
 
     return _rates(device, _CALLS * nbytes, attend, rounds)
 
@@ -133,15 +128,4 @@ def _link(device: Accelerator, rounds: int) -> dict[str, list[float]]:
         "h2d_pageable": lambda: there.copy_(plain),
         "d2h_pageable": lambda: plain.copy_(there),
     }
-    rates = {}
-    for name, work in ways.items():
-        work()
-        times = [_timed(work) for _ in range(rounds)]
-        rates[f"link.{name}"] = [_COPIED / s for s in times]
-    return rates
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return max(time.perf_counter() - began, 1e-9)
+    return {f"link.{name}": [_COPIED / s for s in seconds_of(work, rounds)] for name, work in ways.items()}

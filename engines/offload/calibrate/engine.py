@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,55 +36,43 @@ _SHORT, _LONG, _FEW = (8, 64, 1), (1, 512, 1), (8, 8, 17)
 _LEAST_S = 1e-6
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Samples of the host's rates, by their names in Processor."""
+def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> dict[str, list[float]]:
+    """Samples of the host's rates by their path in a profile, for KV caches of `kinds` bits, computing in `dtype`.
 
-    prompts: Mapping[str, Sequence[float]]
-    cached: Mapping[str, Sequence[float]]
-    elementwise: Sequence[float]
-    layer_call_s: Sequence[float]
-    beside_disk: Sequence[float]
-
-
-def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> Beside:
-    """The samples for KV caches of `kinds` bits, computing in `dtype`. Scratch files and kernels go under `cache`."""
-    prompts: dict[str, list[float]] = {}
-    cached: dict[str, list[float]] = {}
-    elementwise, calls = [], []
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        model = _model(Path(folder))
-        apart = Path(folder) / "cache"  # converted weights go with the folder; compiled kernels stay
-        apart.mkdir()
-        kernels = cache.resolve() / "kernels"
+    Scratch files and kernels go under `cache`.
+    """
+    samples: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(dir=cache) as name:
+        folder = Path(name)
+        model = _model(folder)
+        kernels = cache.resolve() / "kernels"  # compiled kernels stay; converted weights go with the folder
         kernels.mkdir(exist_ok=True)
-        (apart / "kernels").symlink_to(kernels)
+        (folder / "cache").mkdir(exist_ok=True)
+        (folder / "cache" / "kernels").symlink_to(kernels)
         for bits in kinds:
-            with _loaded(model, Path(folder), apart, _policy(bits, dtype)) as engine:
-                for prefill, storing, between, call in _rounds(engine, rounds):
-                    prompts.setdefault(str(bits), []).append(prefill)
-                    cached.setdefault(str(bits), []).append(storing)
-                    elementwise.append(between)
-                    calls.append(call)
-        shares = _beside_disk(model, Path(folder), apart, dtype, -(-rounds // 2))
-    return Beside(prompts, cached, elementwise, calls, shares)
+            with _loaded(model, folder, _policy(bits, dtype)) as engine:
+                for rates in _rounds(engine, bits, rounds):
+                    for path, rate in rates.items():
+                        samples[path].append(rate)
+        samples["host.beside_disk"] = _beside_disk(model, folder, dtype, -(-rounds // 2))
+    return dict(samples)
 
 
-def _beside_disk(model: LocalModel, folder: Path, cache: Path, dtype: Dtype, rounds: int) -> list[float]:
+def _beside_disk(model: LocalModel, folder: Path, dtype: Dtype, rounds: int) -> list[float]:
     """Share of the products' rate that is left while weights stream from disk; both are measured alternately."""
     held, streamed = _policy(16, dtype), replace(_policy(16, dtype), weights=(0.0, 0.0, 1.0))
     shares = []
     for _ in range(rounds):
         seconds = []
         for policy in (held, streamed):
-            with _loaded(model, folder, cache, policy) as engine:
+            with _loaded(model, folder, policy) as engine:
                 _run(engine, _FEW)
                 seconds.append(_run(engine, _SHORT)["task_products_s"])
         shares.append(min(1.0, seconds[0] / seconds[1]))
     return shares
 
 
-def _rounds(engine: OffloadEngine, rounds: int) -> Iterator[tuple[float, float, float, float]]:
+def _rounds(engine: OffloadEngine, bits: Bits, rounds: int) -> Iterator[dict[str, float]]:
     """By round: FLOP/s of prefill attention, values/s cached, values/s between products, seconds a layer and pass."""
     _run(engine, _SHORT)  # warms up
     for _ in range(rounds):
@@ -96,7 +85,12 @@ def _rounds(engine: OffloadEngine, rounds: int) -> Iterator[tuple[float, float, 
         storing = max(short["task_attention_s"] - flops[0] / rate, _LEAST_S)
         call = few["task_other_s"] / few["passes"] / _LAYERS
         between = max(short["task_other_s"] - call * short["passes"] * _LAYERS, _LEAST_S)
-        yield rate, 2 * rows * _HIDDEN / storing, rows * _HIDDEN / between, call
+        yield {
+            f"host.prompts.{bits}": rate,
+            f"host.cached.{bits}": 2 * rows * _HIDDEN / storing,
+            "host.elementwise": rows * _HIDDEN / between,
+            "host.layer_call_s": call,
+        }
 
 
 def _run(engine: OffloadEngine, job: tuple[int, int, int]) -> Mapping[str, float]:
@@ -126,12 +120,7 @@ def _policy(bits: Bits, dtype: Dtype) -> OffloadPolicy:
 
 
 @contextmanager
-def _loaded(model: LocalModel, folder: Path, cache: Path, policy: OffloadPolicy) -> Iterator[OffloadEngine]:
-    """A loaded engine."""
-    engine = OffloadEngine()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        try:
-            engine.load(model, policy, HardwareLimits(), Job(Path(scratch), cache, 1024, 512))
-            yield engine
-        finally:
-            engine.close()
+def _loaded(model: LocalModel, folder: Path, policy: OffloadPolicy) -> Iterator[OffloadEngine]:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, closing(OffloadEngine()) as engine:
+        engine.load(model, policy, HardwareLimits(), Job(Path(scratch), folder / "cache", 1024, 512))
+        yield engine

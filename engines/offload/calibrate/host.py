@@ -52,10 +52,8 @@ _BITS: Mapping[str, Storage] = {
 #: Decode attention: sequences, heads, key/value heads and cached tokens, of 64 columns a head.
 _ATTENTION = (32, 32, 32, 512)
 
-Report = Callable[[str], None]
 
-
-def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareProfile:
+def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> HardwareProfile:
     """A profile of this host, in a few minutes, or under one if `quick`.
 
     Disk rates are those of `folder`. `report` receives what is being measured. Raises DiskFullError or HarnessError if
@@ -85,13 +83,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
     report("the engine beside its products")
     kinds: Sequence[Bits] = (16, 4) if quick else (16, 8, 4, 3)
     with _in_words(cache, "run a small model"):
-        beside = calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
-    for bits in map(str, kinds):
-        samples[f"host.prompts.{bits}"] = list(beside.prompts[bits])
-        samples[f"host.cached.{bits}"] = list(beside.cached[bits])
-    samples["host.elementwise"] = list(beside.elementwise)
-    samples["host.layer_call_s"] = list(beside.layer_call_s)
-    samples["host.beside_disk"] = list(beside.beside_disk)
+        samples |= calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
     report("disk")
     size = (256 if quick else 1024) << 20
     with _in_words(folder, f"write and read {size >> 20} MiB there to measure the disk"):
@@ -117,20 +109,11 @@ def measure(cache: Path, folder: Path, quick: bool, report: Report) -> HardwareP
         host=Processor(
             name=platform.processor() or platform.machine(),
             memory=float(memory),
-            bandwidth=rates["host.bandwidth"],
-            flops=calibrate_device.curve(rates, "host.flops."),
-            attention=calibrate_device.curve(rates, "host.attention."),
-            prompts=calibrate_device.curve(rates, "host.prompts."),
-            cached=calibrate_device.curve(rates, "host.cached."),
-            dequantize=rates["host.dequantize"],
-            elementwise=rates["host.elementwise"],
-            layer_call_s=rates["host.layer_call_s"],
-            beside_disk=rates["host.beside_disk"],
             cores=threads,
-            by_threads=calibrate_device.curve(rates, "host.by_threads."),
             dtype=product.dtype,
+            **calibrate_device.rates_of("host", rates),
         ),
-        disk=Disk(float(psutil.disk_usage(str(folder)).free), rates["disk.read"], rates["disk.write"]),
+        disk=Disk(float(psutil.disk_usage(str(folder)).free), **calibrate_device.rates_of("disk", rates)),
         device=processor,
         link=link,
         devices=devices,
@@ -222,8 +205,10 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
     buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # random: a disk may compress
     written, reads = [], []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        flags = getattr(os, "O_DIRECT", 0)
-        descriptor = _open(file.name, os.O_RDWR | flags) or os.open(file.name, os.O_RDWR)
+        try:
+            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        except OSError:  # a file system without direct I/O
+            descriptor = os.open(file.name, os.O_RDWR)
         try:
             for _ in range(2):
                 began = time.perf_counter()
@@ -240,10 +225,3 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
         finally:
             os.close(descriptor)
     return written, reads
-
-
-def _open(name: str, flags: int) -> int | None:
-    try:
-        return os.open(name, flags)
-    except OSError:  # a file system without direct I/O
-        return None

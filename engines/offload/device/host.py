@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -25,7 +24,6 @@ class HostDevice:
     """See Device."""
 
     where = torch.device("cpu")
-    partition = ""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention")  # starts with its first work
@@ -44,12 +42,6 @@ class HostDevice:
 
     def join(self, event: Event) -> None:
         event.synchronize()
-
-    def stamp(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, stamps: Sequence[float]) -> list[float]:
-        return list(stamps)
 
     def memory(self) -> dict[str, float]:
         return {}

@@ -6,9 +6,11 @@ host.py implements it for the CPU, cuda.py for a CUDA device; tests put a device
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from engines.offload.timeline import Clock
 
 
 class Event(Protocol):
@@ -20,10 +22,9 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where a model computes. `partition` says how the stream of `run_async` is set apart, empty where it is not."""
+    """Where a model computes."""
 
     where: torch.device
-    partition: str
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small host tensor where the model computes, in this thread's stream; does not block."""
@@ -48,14 +49,6 @@ class Device(Protocol):
         """`tensor`, made in another stream, for use in this thread's."""
         ...
 
-    def stamp(self) -> Any:
-        """A point in time of this thread's stream, for `seconds`."""
-        ...
-
-    def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """When each stamp was reached, on the clock of `time.perf_counter`; blocks until all were."""
-        ...
-
     def memory(self) -> dict[str, float]:
         """Peaks in bytes by metric name: tensors, the allocator, pinned host memory. Empty for the host."""
         ...
@@ -65,9 +58,14 @@ class Device(Protocol):
         ...
 
 
-class Accelerator(Device, Protocol):
-    """A device with memory of its own. A thread's work goes to its compute stream, copies go to streams of their
-    own."""
+class Accelerator(Device, Clock, Protocol):
+    """A device with memory and a clock of its own. A thread's work goes to its compute stream, copies go to streams of
+    their own.
+
+    `partition` says how the stream of `run_async` is set apart, empty where it is not.
+    """
+
+    partition: str
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory uint8 [nbytes], for copies that need no CPU; `nbytes` is a power of two."""

@@ -26,14 +26,12 @@ class DiskFile:
     def __init__(self, folder: Path, nbytes: int, what: str, throttle: Throttle) -> None:
         self._what = what
         self._throttle = throttle
+        self._descriptor = -1
         try:
             self._descriptor, self.direct = _unnamed(folder, what)
-            try:
-                os.posix_fallocate(self._descriptor, 0, max(nbytes, mmap.PAGESIZE))
-            except OSError:
-                self.close()
-                raise
+            os.posix_fallocate(self._descriptor, 0, max(nbytes, mmap.PAGESIZE))
         except OSError as exc:
+            self.close()
             raise DiskFullError(f"{folder}: no room for {nbytes} bytes of {what} on disk: {exc.strerror}") from exc
 
     def read(self, view: memoryview, offset: int) -> None:
@@ -68,15 +66,10 @@ class DiskFile:
 def reads_directly(path: Path) -> bool:
     """Whether reads of a file can bypass the page cache. Tries one: some file systems refuse not `open`, but `read`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT)) as file:
+            file.readinto(direct_buffer(mmap.PAGESIZE))
     except OSError:
         return False
-    try:
-        os.preadv(descriptor, [direct_buffer(mmap.PAGESIZE)], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
     return True
 
 

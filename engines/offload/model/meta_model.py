@@ -108,7 +108,8 @@ class MetaModel:
         self.matrices = [matrices[name] for name in dry.order]
         self.attends, self.has_windows = dry.attends, dry.has_windows
         self._after_attention = frozenset(dry.order[dry.attends[-1] :])
-        self.token_table = self._name_of_token_table()
+        embedding = self.module.get_input_embeddings()
+        self.token_table = next((name for name, (owner, _) in self._owners.items() if owner is embedding), "")
         require_small(self._kind, self.module, self.small)
         self.module.set_attn_implementation(OFFLOAD)
 
@@ -146,10 +147,6 @@ class MetaModel:
             offload_attention=batch.attention,
         )
         return torch.as_tensor(output.logits[0])
-
-    def _name_of_token_table(self) -> str:
-        embedding = self.module.get_input_embeddings()
-        return next((name for name, (module, _) in self._owners.items() if module is embedding), "")
 
     # ------------------------------------------------------------------- what replaces the module's own weights
 

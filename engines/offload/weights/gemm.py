@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.offload.device.protocol import Device
+from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import Gemm, KernelSet, Quantizer, stored_view
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.memory.layout import TILE_VALUES
@@ -67,7 +67,7 @@ def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: 
     return GemmBackend(best.name, best.dtype, best.gemm(), best.cast_bytes, 1 / fastest)
 
 
-def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Device) -> GemmBackend:
+def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator) -> GemmBackend:
     """The GEMM of a device's library, with weights dequantized or cast there first; its rate is measured."""
     candidate = _torch_candidate(stored, quantizer, dtype, unpacks_to_dtype=True)
     width = min(hidden, _WIDTH)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one per line.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Answers, one line per request.")
 @click.option("--engine", default="offload", show_default=True, help="An engine of `harness ls engines`.")
-@click.option("--memory", metavar="SIZE", help="RAM for the model, such as 6GiB [default: most of what is free].")
+@click.option("--memory", metavar="SIZE",
+              help="RAM that the engine plans for, such as 6GiB; not enforced [default: most of what is free].",
+)  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
               help="New tokens at most, for lines that set no limit.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, show_default=True,

@@ -92,9 +92,9 @@ def loaded_engine(
 ) -> Iterator[Engine]:  # fmt: skip
     """A cell's engine, loaded for sequences of at most `longest` and on average `mean` tokens.
 
-    `note` takes what the engine says of the load. The engine is closed at the end, when its scratch folder under `cache`
-    is removed too. Raises InfeasibleError where the engine refuses the limits, HarnessError for a cache that cannot be
-    written, and whatever else an engine raises.
+    `note` takes what the engine says of the load. At the end the engine is closed, and its scratch folder under `cache`
+    removed. Raises InfeasibleError where the engine refuses the limits, HarnessError for a cache that cannot be written,
+    and whatever else an engine raises.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)

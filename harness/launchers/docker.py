@@ -35,7 +35,7 @@ from harness.api import (
 )
 from harness.launchers import images
 from harness.launchers.images import engine_errors, reason
-from harness.launchers.memory import GroupReader
+from harness.launchers.memory import container_group
 from harness.launchers.protocol import REQUEST, WORKER
 from harness.launchers.sandbox import log_tail, opened, read_result, settings, watch
 
@@ -192,7 +192,7 @@ class ContainerSandbox:
                 return _refused("unsupported", "this container engine offers no GPU: install the vendor's runtime")
             return _refused("error", f"the container did not start: {reason(exc)}")
         pid = int(container.attrs["State"]["Pid"])
-        group = GroupReader(pid, container.id)
+        group = container_group(pid, container.id)
         watched = _Watched()
         log = request.exchange.log
         streams = [
@@ -203,7 +203,8 @@ class ContainerSandbox:
             stream.start()
 
         def ended() -> bool:
-            group.read()
+            if group:
+                group.read()
             return watched.over.is_set()
 
         timed_out = watch(request, ended)
@@ -218,9 +219,9 @@ class ContainerSandbox:
             None if timed_out or watched.lost else read_result(request.exchange.folder),
             _exit_code(watched.exit_code),
             timed_out,
-            max(group.oom_kills, int(killed)),
-            group.peak_bytes,
-            f"container, {group.version}" if group.version else "container",
+            max(group.oom_kills() if group else 0, int(killed)),
+            group.peak_bytes() if group else None,
+            f"container, {group.method}" if group else "container",
             True,
             log_tail(log, log_start),
             Refusal("error", watched.lost) if watched.lost and not timed_out else None,

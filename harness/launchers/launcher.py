@@ -19,7 +19,6 @@ from harness.api import (
     CellResult,
     Exchange,
     HarnessError,
-    IdleFootprint,
     JudgeTask,
     Launcher,
     LaunchRequest,
@@ -230,7 +229,7 @@ class CellLauncher:
                 tiny = self.prepare(spec.engine, small, exchange)
             work = self._engine_request(MeasureIdle(spec, tiny, self._cache), exchange, _HELPER_TIMEOUT_S, None)
             what = "its idle footprint could not be measured"
-            self._idle[key] = self._value(IdleFootprint, sandbox.run(work), work.timeout_s, what).anonymous_bytes
+            self._idle[key] = self._value(int, sandbox.run(work), work.timeout_s, what)
         return self._idle[key]
 
     @staticmethod

@@ -91,9 +91,9 @@ class CellLauncher:
         """What identifies the packages that a cell's engine runs with. Raises Refusal where it has none."""
         sandbox = self._sandbox(spec, exchange)
         versions = sandbox.identity() or provenance.package_versions(registry.engine_entry(spec.engine).requires)
-        return {**versions, **self._inherited(spec, sandbox)}
+        return {**versions, **self.inherited(spec, sandbox)}
 
-    def _inherited(self, spec: RunSpec, sandbox: Sandbox) -> Mapping[str, str]:
+    def inherited(self, spec: RunSpec, sandbox: Sandbox) -> Mapping[str, str]:
         """Settings that reach the engine from the user's environment and that the cell does not decide."""
         if not sandbox.inherits_environment:
             return {}
@@ -154,7 +154,7 @@ class CellLauncher:
             memory=MemoryLimit(
                 outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache
             ),
-            provenance={"packages": measured.packages, "settings": self._inherited(spec, sandbox)}
+            provenance={"packages": measured.packages, "settings": self.inherited(spec, sandbox)}
             | ({"python": measured.python} if measured.python else {})
             | dict(sandbox.identity()),
         )  # fmt: skip

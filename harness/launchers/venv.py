@@ -75,7 +75,7 @@ class VirtualEnvironments:
                 try:
                     status = subprocess.run(
                         command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,), env=_for_pip(),
+                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,), env=pip_environment(),
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     status = 1
@@ -96,7 +96,7 @@ class VirtualEnvironments:
         return folder
 
 
-def _for_pip() -> dict[str, str]:
+def pip_environment() -> dict[str, str]:
     """This process's environment without variables that make pip find or install packages elsewhere."""
     elsewhere = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX", "PIP_ROOT")
     return {name: value for name, value in os.environ.items() if name not in elsewhere}

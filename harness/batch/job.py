@@ -92,7 +92,7 @@ def loaded_engine(
 ) -> Iterator[Engine]:  # fmt: skip
     """A cell's engine, loaded for sequences of at most `longest` and on average `mean` tokens.
 
-    `note` takes what the engine says of the load. At the end the engine is closed and its scratch folder under `cache` is
+    `note` takes what the engine says of the load. In the end the engine is closed, and its scratch folder under `cache`
     removed. Raises InfeasibleError where the engine refuses the limits, HarnessError where the cache cannot be written,
     and whatever else an engine raises.
     """

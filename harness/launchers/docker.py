@@ -245,7 +245,7 @@ def exit_code(status: int | None) -> int:
 
 def _kill(container: Any, pid: int) -> None:
     """Kills a container through the engine, or its processes if the engine does not answer."""
-    with contextlib.suppress_ERRORS:
+    with contextlib.suppress(*_ERRORS):
         container.kill()
         return
     with contextlib.suppress(OSError, psutil.Error):
@@ -257,7 +257,7 @@ def _kill(container: Any, pid: int) -> None:
 
 def _killed_for_memory(container: Any) -> bool:
     """Whether the engine reports an OOM kill; Podman never does."""
-    with contextlib.suppress_ERRORS:
+    with contextlib.suppress(*_ERRORS):
         container.reload()
         return bool(container.attrs["State"].get("OOMKilled"))
     return False

@@ -1,10 +1,10 @@
-"""A batch job from end to end: read the input, decide what can be run, load the engine once, generate, write."""
+"""A batch job from end to end: read the input, decide what can be run, load the engine, generate, write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from harness import registry
@@ -21,26 +21,13 @@ from harness.common.classify import classify
 _REPORTED = 20
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What became of a job's lines, and tokens of the lines to run: `new_tokens` at most, `longest` prompt and new."""
-
-    lines: int
-    answered_before: int
-    refused_before: int
-    refused: int
-    to_run: int
-    prompt_tokens: int
-    new_tokens: int
-    longest: int
-
-
-def run(job: BatchJob, progress: Progress) -> Tally:
+def run(job: BatchJob, progress: Progress) -> Lines:
     """Runs a job: every line of the input gets exactly one line of output, an answer or the reason for its refusal.
 
-    Answers of an earlier run of the same job stay; lines that it refused are tried again. A dry run only decides.
-    Raises HarnessError where nothing can be run or written, and InfeasibleError where the memory holds no line or the
-    engine refuses to load.
+    Answers of an earlier run of the same job stay; lines that it refused are tried again. A dry run decides what
+    can be decided without loading, and stops. Of the lines returned, those that are `ready` were answered, or would be.
+
+    Raises HarnessError where nothing can be run or written, and InfeasibleError where the memory holds no line.
     """
     if job.source.resolve() == job.output.resolve():
         raise HarnessError(f"{job.source} cannot be both --input and --output")
@@ -56,7 +43,7 @@ def run(job: BatchJob, progress: Progress) -> Tally:
             _refuse_too_long(lines, cell, model)
         _report(lines.refused, job.source, progress)
         if job.dry_run:
-            return _tally(lines)
+            return lines
         output.remove(output.answered.keys() - lines.settled.keys())
         _write_refused(lines.refused, output)
         if lines.ready:
@@ -66,7 +53,7 @@ def run(job: BatchJob, progress: Progress) -> Tally:
                 _report(lines.refused[planned:], job.source, progress)
                 _write_refused(lines.refused[planned:], output)
                 _generate(engine, lines, _public_name(cell.model.id), text, output, progress)
-    return _tally(lines)
+    return lines
 
 
 def _write_refused(refused: Sequence[Refused], output: AnswerFile) -> None:
@@ -112,8 +99,8 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
     def load(longest: int) -> Engine:
         opened.close()  # two engines at once would need memory for both
         fitting = Lines([item for item in lines.ready if item.tokens <= longest])
-        tally, requests = _tally(fitting), fitting.requests
-        mean = max(1, int(mean_cached_tokens(tally.prompt_tokens, tally.new_tokens)) // requests)
+        cached = int(mean_cached_tokens(fitting.prompt_tokens, fitting.new_tokens))
+        mean = max(1, cached // len(fitting.requests))
         progress.note(f"loading {cell.model.id} in {cell.engine} for sequences of up to {longest} tokens")
         shown = advancing(progress, "loading")
         loading = loaded_engine(_sized(cell, fitting), model, cache, longest, mean, progress.note, shown)
@@ -129,7 +116,7 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
             engine, fits = load(lengths[index]), index
         except InfeasibleError as exc:
             engine, refused = None, index
-            reasons.append(exc)
+            reasons.append(exc.with_traceback(None))  # its frames would keep the engine in memory
     if fits < 0:
         what = f"cannot run {len(lines.ready)} lines of up to {lengths[-1]} tokens"
         raise InfeasibleError(f"{what}: {reasons[0]}", reasons[0].lacking) from reasons[0]
@@ -140,7 +127,8 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
 
 def _sized(cell: RunSpec, lines: Lines) -> RunSpec:
     """The cell with a batch no larger than the job."""
-    return replace(cell, policy=replace(cell.policy, gpu_batch_size=min(cell.policy.gpu_batch_size, lines.requests)))
+    policy = replace(cell.policy, gpu_batch_size=min(cell.policy.gpu_batch_size, len(lines.requests)))
+    return replace(cell, policy=policy)
 
 
 def _report(refused: Sequence[Refused], source: Path, progress: Progress) -> None:
@@ -150,30 +138,15 @@ def _report(refused: Sequence[Refused], source: Path, progress: Progress) -> Non
         progress.note(f"... and {len(refused) - _REPORTED} more lines that cannot be run")
 
 
-def _tally(lines: Lines) -> Tally:
-    lengths = [(len(r.prompt), r.sampling.max_tokens) for item in lines.ready for r in item.requests]
-    return Tally(
-        lines=len(lines.ready) + len(lines.refused) + len(lines.settled),
-        answered_before=sum(not a.refused for a in lines.settled.values()),
-        refused_before=sum(a.refused for a in lines.settled.values()),
-        refused=len(lines.refused),
-        to_run=len(lines.ready),
-        prompt_tokens=sum(prompt for prompt, _ in lengths),
-        new_tokens=sum(new for _, new in lengths),
-        longest=max((prompt + new for prompt, new in lengths), default=0),
-    )
-
-
 # --------------------------------------------------------------------------- from requests to answers
 
 
 def _generate(engine: Engine, lines: Lines, model: str, text: Text, output: AnswerFile, progress: Progress) -> None:
     """Runs all requests; writes a line's answer when the last of its samples is finished."""
-    requests = [request for item in lines.ready for request in item.requests]
     owner = {request.id: item for item in lines.ready for request in item.requests}
     unfinished: dict[int, dict[str, GenerationResult]] = {}
     written = tokens = 0
-    for result in engine.generate(requests):
+    for result in engine.generate(lines.requests):
         item = owner[result.id]
         tokens += len(result.tokens)
         samples = unfinished.setdefault(item.line.number, {})
@@ -184,7 +157,7 @@ def _generate(engine: Engine, lines: Lines, model: str, text: Text, output: Answ
             written += 1
         progress.advance("generating", written, len(lines.ready), tokens)
     if shared := engine.trace().metrics.get("shared_prompt_tokens"):
-        total = sum(len(request.prompt) for request in requests)
+        total = lines.prompt_tokens
         progress.note(f"{shared:.0f} of {total} prompt tokens were shared with an earlier request and computed once")
 
 

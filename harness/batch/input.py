@@ -56,9 +56,19 @@ class Lines:
     settled: dict[int, Answered] = field(default_factory=dict)
 
     @property
-    def requests(self) -> int:
-        """How many requests there are to run."""
-        return sum(len(item.requests) for item in self.ready)
+    def requests(self) -> list[GenerationRequest]:
+        """The requests to run."""
+        return [request for item in self.ready for request in item.requests]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts to run."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that there are to generate."""
+        return sum(request.sampling.max_tokens for request in self.requests)
 
     def refuse_longer(self, longest: int, why: str) -> None:
         """Refuses the lines to run that have more than `longest` tokens; `why` ends their reason."""

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,10 @@ class _Engine:
 
 @dataclass
 class _Watched:
-    """Results of the threads that watch a container: its exit code, or why the connection to the engine was lost."""
+    """How a container ended: its exit code, or why the connection to the engine was lost."""
 
     exit_code: int | None = None
     lost: str = ""
-    over: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -179,23 +178,21 @@ class ContainerSandbox:
         group = container_group(pid, container.id)
         watched = _Watched()
         log = request.exchange.log
-        streams = [
-            threading.Thread(target=_log, args=(container, log), daemon=True),
-            threading.Thread(target=_wait, args=(container, watched), daemon=True),
-        ]
-        for stream in streams:
-            stream.start()
+        logging = threading.Thread(target=_log, args=(container, log), daemon=True)
+        waiting = threading.Thread(target=_wait, args=(container, watched), daemon=True)
+        logging.start()
+        waiting.start()
 
         def ended() -> bool:
             if group:
                 group.read()
-            return watched.over.is_set()
+            return not waiting.is_alive()
 
         timed_out = watch(request, ended)
         if timed_out:
             _kill(container, pid)
-        for stream in streams:
-            stream.join(_GONE_TIMEOUT_S)
+        logging.join(_GONE_TIMEOUT_S)
+        waiting.join(_GONE_TIMEOUT_S)
         killed = _killed_for_memory(container)
         if watched.lost and not killed:
             _kill(container, pid)
@@ -232,8 +229,6 @@ def _wait(container: Any, watched: _Watched) -> None:
         watched.exit_code = int(container.wait()["StatusCode"])
     except _ERRORS as exc:
         watched.lost = f"the container engine was lost while the cell ran: {reason(exc)}"
-    finally:
-        watched.over.set()
 
 
 def exit_code(status: int | None) -> int:

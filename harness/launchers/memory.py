@@ -51,8 +51,13 @@ class MemoryGroup(Protocol):
         ...
 
 
-class CgroupCounters:
-    """The kernel's counters of a memory cgroup of this version; they keep their values once the group is gone."""
+class Cgroup:
+    """A memory cgroup of this version. Its limit counts anonymous memory, page cache and shared memory.
+
+    Its counters keep their values once the group is gone.
+    """
+
+    counts_page_cache = True
 
     def __init__(self, version: int, path: Path) -> None:
         self.path = path
@@ -62,6 +67,34 @@ class CgroupCounters:
         self._events_file, self._peak_file = path / f"memory.{events}", path / f"memory.{peak}"
         self._kills = 0
         self._peak: int | None = None
+
+    @classmethod
+    def make(cls, version: int, parent: Path, limit: int | None) -> Cgroup:
+        """A new group below `parent`, without swap beyond its limit. Raises OSError where none can be made."""
+        name = {1: "memory.limit_in_bytes", 2: "memory.max"}[version]
+        # absent where the kernel does not account swap
+        more = {1: {"memory.memsw.limit_in_bytes": limit}, 2: {"memory.swap.max": 0, "memory.oom.group": 1}}[version]
+        group = cls(version, parent / f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}")
+        group.path.mkdir()
+        try:
+            if not (group.path / name).exists():
+                raise OSError(f"the memory controller is not delegated to {parent}")
+            if limit is not None:
+                (group.path / name).write_text(str(limit))
+                for name, value in more.items():
+                    with contextlib.suppress(OSError):
+                        (group.path / name).write_text(str(value))
+        except OSError:
+            group.close()
+            raise
+        return group
+
+    def wrap(self, command: list[str]) -> list[str]:
+        # The shell enters the group before it becomes the command, so no byte is charged elsewhere.
+        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs"), *command]
+
+    def adopt(self, pid: int) -> None:
+        """Does nothing: the process entered the group before it became the command."""
 
     def read(self) -> None:
         """Updates the counters while the group exists."""
@@ -79,44 +112,33 @@ class CgroupCounters:
         self.read()
         return self._peak
 
-
-class Cgroup(CgroupCounters):
-    """A new cgroup below `parent`. Its limit counts anonymous memory, page cache and shared memory; there is no swap
-    beyond it. Raises OSError where none can be made.
-    """
-
-    counts_page_cache = True
-
-    def __init__(self, version: int, parent: Path, limit: int | None) -> None:
-        super().__init__(version, parent / f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}")
-        name = {1: "memory.limit_in_bytes", 2: "memory.max"}[version]
-        # absent where the kernel does not account swap
-        more = {1: {"memory.memsw.limit_in_bytes": limit}, 2: {"memory.swap.max": 0, "memory.oom.group": 1}}[version]
-        self.path.mkdir()
-        try:
-            if not (self.path / name).exists():
-                raise OSError(f"the memory controller is not delegated to {parent}")
-            if limit is not None:
-                (self.path / name).write_text(str(limit))
-                for name, value in more.items():
-                    with contextlib.suppress(OSError):
-                        (self.path / name).write_text(str(value))
-        except OSError:
-            self.close()
-            raise
-
-    def wrap(self, command: list[str]) -> list[str]:
-        # The shell enters the group before it becomes the command, so no byte is charged elsewhere.
-        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs"), *command]
-
-    def adopt(self, pid: int) -> None:
-        """Does nothing: the process entered the group before it became the command."""
-
     def kill(self) -> None:
-        _kill_group(self.path)
+        with contextlib.suppress(OSError):  # version 2, Linux 5.14 and later
+            (self.path / "cgroup.kill").write_text("1")
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            try:
+                # a process of another pid namespace reads as 0, and kill(0) would signal our own group
+                pids = [int(p) for p in (self.path / "cgroup.procs").read_text().split() if p != "0"]
+            except OSError:
+                return
+            if not pids:
+                return
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def close(self) -> None:
-        _remove_group(self.path)
+        for _ in range(200):  # the kernel may need a moment after the last process is gone
+            try:
+                self.path.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                self.kill()
+                time.sleep(0.01)
 
 
 class Monitor:
@@ -180,13 +202,13 @@ class Monitor:
             self._thread.join()
 
 
-def container_group(pid: int, container: str) -> CgroupCounters | None:
+def container_group(pid: int, container: str) -> Cgroup | None:
     """The memory cgroup of a container's process, if this host shows it.
 
     A group counts only if its path holds the container's id: a container engine on another host gives process ids that
     belong to other processes here.
     """
-    groups = [CgroupCounters(version, path) for version, path in memory_cgroups(pid) if container in str(path)]
+    groups = [Cgroup(version, path) for version, path in memory_cgroups(pid) if container in str(path)]
     return next((group for group in groups if (group.path / "memory.stat").exists()), None)
 
 
@@ -194,7 +216,7 @@ def make_group(limit: int | None) -> MemoryGroup:
     """The strictest group that this host allows; `limit` in bytes."""
     for version, parent in _parents():
         with contextlib.suppress(OSError):
-            return Cgroup(version, parent, limit)
+            return Cgroup.make(version, parent, limit)
     return Monitor(limit)
 
 
@@ -207,13 +229,12 @@ def cap_method() -> str:
 
 def sweep_stale_groups() -> None:
     """Removes groups left by killed harnesses, and kills the processes in them."""
-    for _, parent in _parents():
-        for path in parent.glob(f"{_PREFIX}*-*") if parent.is_dir() else ():
+    for version, parent in _parents():
+        for path in parent.glob(f"{_PREFIX}*-*"):
             owner = path.name.removeprefix(_PREFIX).split("-")[0]
             if owner.isdigit() and not psutil.pid_exists(int(owner)):
-                _kill_group(path)
                 with contextlib.suppress(OSError):
-                    _remove_group(path)
+                    Cgroup(version, path).close()
 
 
 def _parents() -> Iterator[tuple[int, Path]]:
@@ -223,34 +244,3 @@ def _parents() -> Iterator[tuple[int, Path]]:
             yield version, group
         else:  # a v2 group that has processes cannot delegate memory to children: try its parents too
             yield from ((2, base) for base in (group, *group.parents) if (base / "cgroup.controllers").exists())
-
-
-def _kill_group(path: Path) -> None:
-    with contextlib.suppress(OSError):  # Linux 5.14 and later, version 2
-        (path / "cgroup.kill").write_text("1")
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            # a process of another pid namespace reads as 0, and kill(0) would signal our own group
-            pids = [int(p) for p in (path / "cgroup.procs").read_text().split() if p != "0"]
-        except OSError:
-            return
-        if not pids:
-            return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _remove_group(path: Path) -> None:
-    """Removes an emptied group; the kernel may need a moment after the last process is gone."""
-    for _ in range(200):
-        try:
-            path.rmdir()
-            return
-        except FileNotFoundError:
-            return
-        except OSError:
-            _kill_group(path)
-            time.sleep(0.01)

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from harness.api import Measurement, Phase
 from harness.probes.memory import SamplingProbe, window_peaks
@@ -25,7 +24,7 @@ class GpuProbe(SamplingProbe):
 
     def __init__(self, period_s: float = 0.05) -> None:
         super().__init__(period_s)
-        self._device = _Device.open()
+        self._device = _Device()
         self._held: list[tuple[int | None, int | None]] = []
         self._last: dict[str, _Count] = {}
         self._spent: dict[str, float] = {}
@@ -66,30 +65,25 @@ class _Count:
 
 
 class _Device:
-    """One device through NVML. `missing` says why NVML gives no device."""
+    """The first visible device through NVML. `missing` says why NVML gives none."""
 
-    def __init__(self, nvml: Any, handle: Any, missing: str = "") -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self.missing = missing
-
-    @staticmethod
-    def open() -> _Device:
-        """The first visible device. Its index is NVML's because workers set CUDA_DEVICE_ORDER to the bus order."""
+    def __init__(self) -> None:
+        self.missing = ""
         try:
-            nvml = importlib.import_module("pynvml")
-            nvml.nvmlInit()
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
             first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-            if first.isdigit():
-                return _Device(nvml, nvml.nvmlDeviceGetHandleByIndex(int(first)))
-            return _Device(nvml, nvml.nvmlDeviceGetHandleByUUID(first))
+            if first.isdigit():  # NVML's index too: workers set CUDA_DEVICE_ORDER to the bus order
+                self._handle = self._nvml.nvmlDeviceGetHandleByIndex(int(first))
+            else:
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(first)
         except Exception:  # no package, no driver or no device: each raises different errors
-            return _Device(None, None, _NO_NVML)
+            self.missing = _NO_NVML
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes of device memory held by this process and by all processes; None if the driver does not report it."""
         process_bytes = total_bytes = None
-        if self._nvml is not None:
+        if not self.missing:
             with contextlib.suppress(Exception):
                 for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
                     if process.pid == os.getpid() and process.usedGpuMemory is not None:
@@ -101,7 +95,7 @@ class _Device:
     def counters(self) -> dict[str, _Count]:
         """The driver's counters by the name of their measurement."""
         counters: dict[str, _Count] = {}
-        if self._nvml is None:
+        if self.missing:
             return counters
         with contextlib.suppress(Exception):
             fields = [getattr(self._nvml, name) for name in (_RX, _TX)]

@@ -378,7 +378,7 @@ def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for
     longest = f"options.longest={limit}"
     job = BatchJob("fake", "fake", "1GiB", (longest,), files.source, files.output, cache, max_tokens=10)
     progress = Notes()
-    tally = run(job, progress)
+    lines = run(job, progress)
     too_long = {number: n + 10 for number, n in enumerate(prompts, 1) if n + 10 > limit}
     assert {n: row["error"]["message"] for n, row in files.answers().items() if row["error"]} == {
         number: f"{tokens} tokens (prompt and new) are too long for the memory limit: engine fake holds {limit} tokens "
@@ -386,7 +386,7 @@ def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for
         for number, tokens in too_long.items()
     }
     assert sorted(files.answers()) == list(range(1, len(prompts) + 1))
-    assert (tally.to_run, tally.refused) == (len(prompts) - len(too_long), len(too_long))
+    assert (len(lines.ready), len(lines.refused)) == (len(prompts) - len(too_long), len(too_long))
     said = [f"loading fake in fake for sequences of up to {tokens} tokens" for tokens in loads]
     assert [text for text in progress.said if "loading" in text] == said
     assert len([text for text in progress.said if "too long" in text]) == min(20, len(too_long))

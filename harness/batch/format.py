@@ -107,13 +107,14 @@ def parse_line(raw: bytes, number: int, max_tokens: int, seed: int) -> BatchLine
     try:
         if "body" in data:
             row = _checked(_Row, data, "")
-            kind = _Chat if row.url.endswith("/chat/completions") else _Completion
-            body, temperature = _checked(kind, row.body, "body."), 1.0
+            settings, where, temperature = row.body, "body.", 1.0
+            chat = row.url.endswith("/chat/completions")
         else:
             if custom_id is not None and id_ is None:
                 raise LineError("custom_id: expected a string that is not empty")
-            rest = {key: value for key, value in data.items() if key != "custom_id"}
-            body, temperature = _checked(_Chat if "messages" in rest else _Completion, rest, ""), 0.0
+            settings, where, temperature = {key: data[key] for key in data if key != "custom_id"}, "", 0.0
+            chat = "messages" in settings
+        body = _checked(_Chat, settings, where) if chat else _checked(_Completion, settings, where)
         return _line(body, number, id_, temperature, max_tokens, seed)
     except LineError as exc:
         raise LineError(str(exc), id_) from None

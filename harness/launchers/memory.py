@@ -72,8 +72,7 @@ class Cgroup:
     def make(cls, version: int, parent: Path, limit: int | None) -> Cgroup:
         """A new group below `parent`, without swap beyond its limit. Raises OSError where none can be made."""
         name = {1: "memory.limit_in_bytes", 2: "memory.max"}[version]
-        # absent where the kernel does not account swap
-        more = {1: {"memory.memsw.limit_in_bytes": limit}, 2: {"memory.swap.max": 0, "memory.oom.group": 1}}[version]
+        more = {"memory.memsw.limit_in_bytes": limit, "memory.swap.max": 0, "memory.oom.group": 1}
         group = cls(version, parent / f"{_PREFIX}{os.getpid()}-{time.monotonic_ns()}")
         group.path.mkdir()
         try:
@@ -81,9 +80,10 @@ class Cgroup:
                 raise OSError(f"the memory controller is not delegated to {parent}")
             if limit is not None:
                 (group.path / name).write_text(str(limit))
-                for name, value in more.items():
-                    with contextlib.suppress(OSError):
-                        (group.path / name).write_text(str(value))
+                for name, value in more.items():  # of either version; those of swap where the kernel accounts it
+                    if (group.path / name).exists():
+                        with contextlib.suppress(OSError):
+                            (group.path / name).write_text(str(value))
         except OSError:
             group.close()
             raise

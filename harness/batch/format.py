@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
 
@@ -73,7 +73,7 @@ class _Body(_Strict):
 
 
 class _Completion(_Body):
-    prompt: Annotated[StrictStr | list[StrictInt], Field(description="a string or a list of token ids")]
+    prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
     echo: Literal[False] | None = None
 

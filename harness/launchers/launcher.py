@@ -163,7 +163,12 @@ class CellLauncher:
         return self._help(LocalModel, work, exchange, "the model could not be prepared")
 
     def measure_machine(
-        self, model: LocalModel, rows: tuple[int, ...], dtypes: set[str], limits: HardwareLimits, exchange: Exchange
+        self,
+        model: LocalModel,
+        rows: tuple[int, ...],
+        dtypes: Iterable[str],
+        limits: HardwareLimits,
+        exchange: Exchange,
     ) -> MachineRates:
         """Disk bandwidth on the model's files, and GEMM rates at its shape on the threads or the device of `limits`, as
         they are now; empty where they cannot be measured."""

@@ -101,8 +101,9 @@ class FlexGenEngine:
         disk = pytorch_backend.TorchDisk(str(job.scratch / "flexgen"))
         mixed = pytorch_backend.TorchMixedDevice([fast, host, disk])
         self._env = flex_opt.ExecutionEnv(gpu=fast, cpu=host, disk=disk, mixed=mixed)
-        percents = [100 * share for triple in shares for share in triple]
-        percents = [percents[i] for i in _percent_order(on_device)]
+        # FlexGen's --percent: gpu and cpu of each. Without CUDA its gpu is our host, and its cpu stays empty
+        tiers = (0, 1) if on_device else (1, 0)
+        percents = [100 * triple[tier] for triple in shares for tier in tiers]
         flexgen_policy = flex_opt.Policy(
             policy.gpu_batch_size,
             policy.num_gpu_batches,
@@ -142,12 +143,9 @@ class FlexGenEngine:
                 raise UnsupportedError(
                     f"request {request.id}: engine flexgen_ref decodes greedily: no sampling, stop strings or logprobs"
                 )
-        return self._run_blocks(requests, time.perf_counter())
-
-    def _run_blocks(self, requests: Sequence[GenerationRequest], began: float) -> Iterator[GenerationResult]:
-        select = partial(checks.next_batch, size=self._block_size)
-        for block in checks.batches(requests, select, began):
-            yield from self._run_block(block, began)
+        began = time.perf_counter()
+        blocks = checks.batches(requests, partial(checks.next_batch, size=self._block_size), began)
+        return (result for block in blocks for result in self._run_block(block, began))
 
     def _run_block(self, block: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
         rows = [list(r.prompt) for r in block]
@@ -253,14 +251,6 @@ def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> _Sha
         if _weights_by_tier(shape, (shares[0], shares[1], shares[2]), bits)[tier] <= free:
             break
     return shares[0], shares[1], shares[2]
-
-
-def _percent_order(on_device: bool) -> tuple[int, ...]:
-    """Indices of FlexGen's --percent (gpu and cpu of weights, cache, activations) in our (device, host, disk) triples.
-
-    Without CUDA FlexGen's gpu is our host, and its cpu stays empty.
-    """
-    return (0, 1, 3, 4, 6, 7) if on_device else (1, 0, 4, 3, 7, 6)
 
 
 def _length(tokens: list[int], request: GenerationRequest, eos: Sequence[int]) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.host import attention_memory, plan_host_memory
-from engines.offload.memory.layout import WeightTile, matrices_of, tiles_of
+from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import MemoryRequest, largest
 from engines.offload.memory.storage import Plain, Storage, storages
 from engines.planning.memory_request import memory_request
@@ -59,7 +59,8 @@ class _Planner:
         dtypes = _compute_dtypes(dtype, policy, self._device is not None)
         self._dtype = max(dtypes, key=lambda name: DTYPE_BYTES[name])
         self._cast_bytes = sum(max(_cast_bytes(stored, name) for name in dtypes) for stored in {layers, outside})
-        self._tiles = _tiles(shape, layers, outside, self._device is not None)
+        tile_limit = None if self._device is None else tile_values(shape)
+        self._tiles = model_tiles(matrices_of(shape), layers, outside, tile_limit)
         threads = (policy.threads, limits.threads, len(os.sched_getaffinity(0)))
         self._threads = min(count for count in threads if count is not None)
 
@@ -85,8 +86,7 @@ class _Planner:
         request = memory_request(
             self._shape, self._tiles, self._cache, self._dtype, [Lengths(tokens, 0)], reserved=tokens,
             cast_bytes=self._cast_bytes,
-            attention_bytes=(0, 0) if self._device is not None else attention_memory(self._shape, tokens,
-            self._threads),
+            attention_bytes=attention_memory(self._shape, tokens, self._threads) if self._device is None else (0, 0),
         )  # fmt: skip
         return replace(request, small_bytes=request.small_bytes + int(margin_bytes))
 
@@ -103,9 +103,3 @@ def _cast_bytes(stored: Storage, dtype: Dtype) -> int:
     if stored == Plain(dtype):
         return 0
     return DTYPE_BYTES["float32"] + (DTYPE_BYTES[dtype] if dtype != "float32" else 0)
-
-
-def _tiles(shape: ModelShape, layers: Storage, outside: Storage, on_device: bool) -> list[WeightTile]:
-    matrices = matrices_of(shape)
-    how = [layers if m.in_layer else outside for m in matrices]
-    return tiles_of(matrices, how, tile_values(shape) if on_device else None)

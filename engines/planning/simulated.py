@@ -32,6 +32,7 @@ from harness.api import (
     OffloadPolicy,
     RunRecord,
     RunSpec,
+    Status,
 )
 
 #: The largest batch that `tune: max_batch` tries, and the most requests that are simulated.
@@ -56,10 +57,9 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
                                f"{shape.max_context}")  # fmt: skip
         dtype: Dtype = "bfloat16" if spec.model.dtype == "auto" else spec.model.dtype
         return _Cell(spec, shape, limited(profile, spec.limits), lengths, dtype).record()
-    except InfeasibleError as exc:
-        return RunRecord(spec, "", 0, "infeasible", str(exc), simulated=True)
     except HarnessError as exc:
-        return RunRecord(spec, "", 0, "skipped", str(exc), simulated=True)
+        status: Status = "infeasible" if isinstance(exc, InfeasibleError) else "skipped"
+        return RunRecord(spec, "", 0, status, str(exc), simulated=True)
 
 
 def search_policy(

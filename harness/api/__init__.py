@@ -42,7 +42,6 @@ from harness.api.launcher import (
     EngineWork,
     EventSink,
     Exchange,
-    IdleFootprint,
     JudgeTask,
     Launcher,
     LaunchRequest,

@@ -44,7 +44,8 @@ class RunCell:
 
 @dataclass(frozen=True)
 class MeasureIdle:
-    """Load and close the engine on a negligible model, or on none. Gives an `IdleFootprint`."""
+    """Load and close the engine on a negligible model, or on none. Gives bytes that its process then holds: anonymous
+    and shared memory, no files."""
 
     kind: ClassVar[str] = "idle"
     spec: RunSpec
@@ -139,14 +140,6 @@ class CellResult:
     packages: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     answers: TaskAnswers = TaskAnswers()
-
-
-@dataclass(frozen=True)
-class IdleFootprint:
-    """Memory of an engine's process that holds no model, in bytes: anonymous, and mapped from files."""
-
-    anonymous_bytes: int
-    file_bytes: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from harness.api import HarnessError
@@ -40,25 +39,19 @@ class AnswerFile:
         self._file = LineFile(path)
         self._model = model
         self._fresh = fresh
-        self._dry_run = dry_run
         self._lock: IO[bytes] | None = None
         self.answered: dict[int, Answered] = {}
-
-    def __enter__(self) -> AnswerFile:
-        path = self._file.path
-        if self._dry_run:
-            self.answered = {} if self._fresh else _answered(path, self._model)
-            return self
+        if dry_run:
+            self.answered = {} if fresh else _answered(path, model)
+            return
         try:
             self._open(path)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.close()
             raise
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
 
@@ -119,7 +112,7 @@ class AnswerFile:
 
     def _refuse_if_moved(self) -> None:
         """Raises HarnessError if the file was moved or removed meanwhile: another job may write one in its place."""
-        assert self._lock is not None, "not entered, or in a dry run"
+        assert self._lock is not None, "a dry run writes nothing"
         path = self._file.path
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
             raise HarnessError(f"{path} was moved or removed while the job was running; the job ends here")

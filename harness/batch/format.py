@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
 
@@ -16,8 +16,6 @@ from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLog
 _MAX_SAMPLES, _MAX_ALTERNATIVES = 128, 20
 
 M = TypeVar("M", bound=BaseModel)
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class _Text(_Strict):
 
 
 class _Message(_Strict):
-    role: Role
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Text]
 
 
@@ -75,7 +73,7 @@ class _Body(_Strict):
 
 
 class _Completion(_Body):
-    prompt: Annotated[StrictStr | list[StrictInt], Field(description="a string or a list of token ids")]
+    prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
     echo: Literal[False] | None = None
 
@@ -109,12 +107,14 @@ def parse_line(raw: bytes, number: int, max_tokens: int, seed: int) -> BatchLine
     try:
         if "body" in data:
             row = _checked(_Row, data, "")
-            body, temperature = _body(row.body, row.url.endswith("/chat/completions"), "body."), 1.0
+            settings, where, temperature = row.body, "body.", 1.0
+            chat = row.url.endswith("/chat/completions")
         else:
             if custom_id is not None and id_ is None:
                 raise LineError("custom_id: expected a string that is not empty")
-            rest = {key: value for key, value in data.items() if key != "custom_id"}
-            body, temperature = _body(rest, "messages" in rest, ""), 0.0
+            settings, where, temperature = {key: data[key] for key in data if key != "custom_id"}, "", 0.0
+            chat = "messages" in settings
+        body = _checked(_Chat, settings, where) if chat else _checked(_Completion, settings, where)
         return _line(body, number, id_, temperature, max_tokens, seed)
     except LineError as exc:
         raise LineError(str(exc), id_) from None
@@ -134,12 +134,13 @@ def answer(line: BatchLine, model: str, results: Sequence[GenerationResult], tex
         "choices": [make(i, r, t, token_text) for i, (r, t) in enumerate(zip(results, texts, strict=True))],
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
     }
-    return _output(line.number, line.id, {"status_code": 200, "body": body}, None)
+    return {"line": line.number, "custom_id": line.id, "response": {"status_code": 200, "body": body}, "error": None}
 
 
 def refusal(number: int, id_: str | None, message: str) -> dict[str, Any]:
     """The output line for a line that was refused."""
-    return _output(number, id_, None, {"code": "invalid_request", "message": message})
+    error = {"code": "invalid_request", "message": message}
+    return {"line": number, "custom_id": id_, "response": None, "error": error}
 
 
 # --------------------------------------------------------------------------- reading
@@ -157,10 +158,6 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise LineError(f"expected a JSON object, got {type(data).__name__}")
     return data
-
-
-def _body(data: Mapping[str, Any], chat: bool, where: str) -> _Completion | _Chat:
-    return _checked(_Chat, data, where) if chat else _checked(_Completion, data, where)
 
 
 def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
@@ -222,12 +219,6 @@ def _plain(content: str | list[_Text]) -> str:
 
 
 # --------------------------------------------------------------------------- writing
-
-
-def _output(
-    number: int, id_: str | None, response: Mapping[str, Any] | None, error: Mapping[str, str] | None
-) -> dict[str, Any]:
-    return {"line": number, "custom_id": id_, "response": response, "error": error}
 
 
 def _completion_choice(

@@ -1,163 +1,64 @@
-"""A batch job from end to end: read the input, decide what can be run, load the engine once, generate, write."""
+"""A batch job from end to end: read the input, decide what can be run, load the engine, generate, write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from harness import registry
-from harness.api import (
-    Engine,
-    GenerationResult,
-    HarnessError,
-    InfeasibleError,
-    Job,
-    LocalModel,
-    RunSpec,
-    SamplingParams,
-)
+from harness.api import Engine, GenerationResult, HarnessError, InfeasibleError, LocalModel, RunSpec, SamplingParams
 from harness.api.machine import mean_cached_tokens
+from harness.api.task import Text
 from harness.batch.answer_file import AnswerFile
 from harness.batch.format import answer, refusal
-from harness.batch.input import Lines, Ready, Refused, Text, read
-from harness.batch.job import BatchJob, Progress, job_cell
+from harness.batch.input import Lines, Ready, Refused, read
+from harness.batch.job import BatchJob, Progress, advancing, job_cell, loaded_engine
 from harness.common.classify import classify
 
 #: Refused lines that are reported one by one.
 _REPORTED = 20
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What became of a job's lines, and tokens of the lines to run: `new_tokens` at most, `longest` prompt and new."""
-
-    lines: int
-    answered_before: int
-    refused_before: int
-    refused: int
-    to_run: int
-    prompt_tokens: int
-    new_tokens: int
-    longest: int
-
-
-def run(job: BatchJob, progress: Progress) -> Tally:
+def run(job: BatchJob, progress: Progress) -> Lines:
     """Runs a job: every line of the input gets exactly one line of output, an answer or the reason for its refusal.
 
-    Answers of an earlier run of the same job stay; lines that it refused are tried again. A dry run only decides.
-    Raises HarnessError where nothing can be run or written, and InfeasibleError where the memory holds no line or the
-    engine refuses to load.
+    Answers of an earlier run of the same job stay; lines that it refused are tried again. A dry run decides what
+    can be decided without loading, and stops. Of the lines returned, those that are `ready` were answered, or would be.
+
+    Raises HarnessError where nothing can be run or written, and InfeasibleError where the memory holds no line.
     """
     if job.source.resolve() == job.output.resolve():
         raise HarnessError(f"{job.source} cannot be both --input and --output")
     cell = job_cell(job.model, job.engine, job.memory, job.overrides, progress.note)
-    model = registry.prepare_model(cell.engine, cell.model, job.cache, _advance(progress, "preparing"))
-    identity = registry.identity(cell.engine, model, job.cache, _advance(progress, "reading the model"))
-    text: Text = registry.text(cell.engine, model)
+    model = registry.prepare_model(cell.engine, cell.model, job.cache, advancing(progress, "preparing"))
+    identity = registry.identity(cell.engine, model, job.cache, advancing(progress, "reading the model"))
+    text = registry.text(cell.engine, model)
     if problem := text.problem():
         progress.note(problem)
-    with AnswerFile(job.output, identity, job.fresh, job.dry_run) as output:
+    with closing(AnswerFile(job.output, identity, job.fresh, job.dry_run)) as output:
         lines = read(job, model.shape, text, output.answered, progress)
-        _refuse_too_long(lines, cell, model)
+        with _engine_errors(cell.engine):
+            _refuse_too_long(lines, cell, model)
         _report(lines.refused, job.source, progress)
         if job.dry_run:
-            return _tally(lines)
+            return lines
         output.remove(output.answered.keys() - lines.settled.keys())
-        for item in lines.refused:
-            output.write(refusal(item.number, item.id, item.reason), item.digest)
+        _write_refused(lines.refused, output)
         if lines.ready:
-            with _loaded(cell, model, lines, job.cache, progress) as engine:
+            planned = len(lines.refused)
+            with _engine_errors(cell.engine), ExitStack() as opened:
+                engine = _load(opened, cell, model, lines, job.cache, progress)
+                _report(lines.refused[planned:], job.source, progress)
+                _write_refused(lines.refused[planned:], output)
                 _generate(engine, lines, _public_name(cell.model.id), text, output, progress)
-    return _tally(lines)
+    return lines
 
 
-def _advance(progress: Progress, phase: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress.advance(phase, done, total)
-
-
-# --------------------------------------------------------------------------- what can be run
-
-
-def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
-    """Refuses the lines that are longer than the engine's memory plan admits; planning loads nothing.
-
-    An engine without a planner refuses in `load`, and so may one whose loader counts more memory than its plan does.
-    Either ends the job with one line, because that error does not say which lines would fit. Raises InfeasibleError if
-    no line fits.
-    """
-    if not lines.ready:
-        return
-    with _engine_errors(cell.engine):
-        longest = registry.longest_sequence(_sized(cell, lines), model, min(item.tokens for item in lines.ready))
-    if longest is None:
-        return
-    for item in lines.ready:
-        if item.tokens > longest:
-            reason = f"{item.tokens} tokens (prompt and new) are too long for the memory limit, which allows {longest}"
-            lines.refused.append(item.refused(reason))
-    lines.ready = [item for item in lines.ready if item.tokens <= longest]
-
-
-def _sized(cell: RunSpec, lines: Lines) -> RunSpec:
-    """The cell with a batch no larger than the job."""
-    return replace(cell, policy=replace(cell.policy, gpu_batch_size=min(cell.policy.gpu_batch_size, lines.requests)))
-
-
-def _report(refused: Sequence[Refused], source: Path, progress: Progress) -> None:
-    for item in refused[:_REPORTED]:
-        progress.note(f"{source}:{item.number}: {item.reason}")
-    if len(refused) > _REPORTED:
-        progress.note(f"... and {len(refused) - _REPORTED} more lines that cannot be run")
-
-
-def _tally(lines: Lines) -> Tally:
-    lengths = [(len(r.prompt), r.sampling.max_tokens) for item in lines.ready for r in item.requests]
-    return Tally(
-        lines=len(lines.ready) + len(lines.refused) + len(lines.settled),
-        answered_before=sum(not a.refused for a in lines.settled.values()),
-        refused_before=sum(a.refused for a in lines.settled.values()),
-        refused=len(lines.refused),
-        to_run=len(lines.ready),
-        prompt_tokens=sum(prompt for prompt, _ in lengths),
-        new_tokens=sum(new for _, new in lengths),
-        longest=max((prompt + new for prompt, new in lengths), default=0),
-    )
-
-
-# --------------------------------------------------------------------------- from requests to answers
-
-
-@contextmanager
-def _loaded(cell: RunSpec, model: LocalModel, lines: Lines, cache: Path, progress: Progress) -> Iterator[Engine]:
-    """The engine, loaded for the lines that are ready; closed at the end, when its scratch folder is removed too.
-
-    Raises InfeasibleError where the engine refuses the limits; other exceptions of an engine become a HarnessError.
-    """
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        scratch = TemporaryDirectory(prefix="harness-generate-", dir=cache)
-    except OSError as exc:
-        raise HarnessError(f"cannot write {cache}: {exc.strerror or exc}; choose another --cache-dir") from exc
-    tally, cell = _tally(lines), _sized(cell, lines)
-    mean = max(1, int(mean_cached_tokens(tally.prompt_tokens, tally.new_tokens)) // lines.requests)
-    work = Job(Path(scratch.name), cache, tally.longest, mean, _advance(progress, "loading"))
-    progress.note(f"loading {cell.model.id} in {cell.engine}")
-    with (
-        scratch,
-        _engine_errors(cell.engine),
-        closing(registry.make_engine(cell.engine, dict(cell.options))) as engine,
-    ):
-        try:
-            report = engine.load(model, cell.policy, cell.limits, work)
-        except InfeasibleError as exc:
-            what = f"cannot run {tally.to_run} lines of up to {tally.longest} tokens"
-            raise InfeasibleError(f"{what}: {exc}", exc.lacking) from exc
-        for note in report.notes:
-            progress.note(note)
-        yield engine
+def _write_refused(refused: Sequence[Refused], output: AnswerFile) -> None:
+    for item in refused:
+        output.write(refusal(item.number, item.id, item.reason), item.digest)
 
 
 @contextmanager
@@ -172,13 +73,80 @@ def _engine_errors(engine: str) -> Iterator[None]:
         raise HarnessError(f"engine {engine} failed ({refusal.status}): {refusal.reason}") from exc
 
 
+# --------------------------------------------------------------------------- what can be run
+
+
+def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
+    """Refuses the lines that are longer than the engine's memory plan admits, if it has one; planning loads nothing.
+
+    Raises InfeasibleError if no line fits.
+    """
+    if not lines.ready:
+        return
+    longest = registry.longest_sequence(_sized(cell, lines), model, min(item.tokens for item in lines.ready))
+    if longest is not None:
+        lines.refuse_longer(longest, f", which allows {longest}")
+
+
+def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cache: Path, progress: Progress) -> Engine:
+    """The engine, loaded for the lines that are ready; lines that it has no memory for become refused.
+
+    Whether a sequence is too long, an engine without a memory planner tells only in `load`, and so may one whose loader
+    counts more memory than its plan. After each refusal twice as many of the longest lengths are left out; once a load
+    succeeds, bisection finds the longest length that fits. Raises InfeasibleError if none does.
+    """
+
+    def load(longest: int) -> Engine:
+        opened.close()  # two engines at once would need memory for both
+        fitting = Lines([item for item in lines.ready if item.tokens <= longest])
+        cached = int(mean_cached_tokens(fitting.prompt_tokens, fitting.new_tokens))
+        mean = max(1, cached // len(fitting.requests))
+        progress.note(f"loading {cell.model.id} in {cell.engine} for sequences of up to {longest} tokens")
+        shown = advancing(progress, "loading")
+        loading = loaded_engine(_sized(cell, fitting), model, cache, longest, mean, progress.note, shown)
+        return opened.enter_context(loading)
+
+    lengths = sorted({item.tokens for item in lines.ready})
+    fits, refused = -1, len(lengths)  # the index of the longest length that fits, and of the shortest that does not
+    reasons: list[InfeasibleError] = []
+    engine: Engine | None = None
+    while refused - fits > 1:
+        index = (fits + refused) // 2 if fits >= 0 else max(0, refused - max(1, len(lengths) - refused))
+        try:
+            engine, fits = load(lengths[index]), index
+        except InfeasibleError as exc:
+            engine, refused = None, index
+            reasons.append(exc.with_traceback(None))  # its frames would keep the engine in memory
+    if fits < 0:
+        what = f"cannot run {len(lines.ready)} lines of up to {lengths[-1]} tokens"
+        raise InfeasibleError(f"{what}: {reasons[0]}", reasons[0].lacking) from reasons[0]
+    if reasons:
+        lines.refuse_longer(lengths[fits], f": {reasons[-1]}")
+    return engine or load(lengths[fits])
+
+
+def _sized(cell: RunSpec, lines: Lines) -> RunSpec:
+    """The cell with a batch no larger than the job."""
+    policy = replace(cell.policy, gpu_batch_size=min(cell.policy.gpu_batch_size, len(lines.requests)))
+    return replace(cell, policy=policy)
+
+
+def _report(refused: Sequence[Refused], source: Path, progress: Progress) -> None:
+    for item in refused[:_REPORTED]:
+        progress.note(f"{source}:{item.number}: {item.reason}")
+    if len(refused) > _REPORTED:
+        progress.note(f"... and {len(refused) - _REPORTED} more lines that cannot be run")
+
+
+# --------------------------------------------------------------------------- from requests to answers
+
+
 def _generate(engine: Engine, lines: Lines, model: str, text: Text, output: AnswerFile, progress: Progress) -> None:
     """Runs all requests; writes a line's answer when the last of its samples is finished."""
-    requests = [request for item in lines.ready for request in item.requests]
     owner = {request.id: item for item in lines.ready for request in item.requests}
     unfinished: dict[int, dict[str, GenerationResult]] = {}
     written = tokens = 0
-    for result in engine.generate(requests):
+    for result in engine.generate(lines.requests):
         item = owner[result.id]
         tokens += len(result.tokens)
         samples = unfinished.setdefault(item.line.number, {})
@@ -189,7 +157,7 @@ def _generate(engine: Engine, lines: Lines, model: str, text: Text, output: Answ
             written += 1
         progress.advance("generating", written, len(lines.ready), tokens)
     if shared := engine.trace().metrics.get("shared_prompt_tokens"):
-        total = sum(len(request.prompt) for request in requests)
+        total = lines.prompt_tokens
         progress.note(f"{shared:.0f} of {total} prompt tokens were shared with an earlier request and computed once")
 
 

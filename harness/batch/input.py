@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from harness import registry
 from harness.api import GenerationRequest, HarnessError, ModelShape
+from harness.api.task import Text
 from harness.batch.answer_file import Answered
 from harness.batch.format import BatchLine, LineError, parse_line
 from harness.batch.job import BatchJob, Progress
@@ -18,16 +18,6 @@ from harness.batch.job import BatchJob, Progress
 #: Between the seeds of a request's samples, so that they lie far apart: 2^64 divided by the golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 64
-
-
-class Text(Protocol):
-    """A model's tokenizer; see engines/common/text.py."""
-
-    def problem(self) -> str: ...
-    def encode(self, prompt: str) -> tuple[int, ...]: ...
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
-    def token(self, token: int) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -42,10 +32,6 @@ class Ready:
     def tokens(self) -> int:
         """The most tokens of one of its sequences, prompt and new ones."""
         return len(self.requests[0].prompt) + self.requests[0].sampling.max_tokens
-
-    def refused(self, reason: str) -> Refused:
-        """The same line, refused after all."""
-        return Refused(self.line.number, self.digest, self.line.id, reason)
 
 
 @dataclass(frozen=True)
@@ -70,9 +56,27 @@ class Lines:
     settled: dict[int, Answered] = field(default_factory=dict)
 
     @property
-    def requests(self) -> int:
-        """How many requests there are to run."""
-        return sum(len(item.requests) for item in self.ready)
+    def requests(self) -> list[GenerationRequest]:
+        """The requests to run."""
+        return [request for item in self.ready for request in item.requests]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts to run."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that there are to generate."""
+        return sum(request.sampling.max_tokens for request in self.requests)
+
+    def refuse_longer(self, longest: int, why: str) -> None:
+        """Refuses the lines to run that have more than `longest` tokens; `why` ends their reason."""
+        for item in self.ready:
+            if item.tokens > longest:
+                reason = f"{item.tokens} tokens (prompt and new) are too long for the memory limit{why}"
+                self.refused.append(Refused(item.line.number, item.digest, item.line.id, reason))
+        self.ready = [item for item in self.ready if item.tokens <= longest]
 
 
 def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, Answered], progress: Progress) -> Lines:

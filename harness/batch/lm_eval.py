@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from harness import registry
-from harness.api import Engine, GenerationRequest, HarnessError, Job, Score, to_json
+from harness.api import Engine, GenerationRequest, HarnessError, Score, to_json
 from harness.api.task import Pair, Questions
-from harness.batch.job import Progress, job_cell
+from harness.batch.job import Progress, advancing, job_cell, loaded_engine
 
 #: Keys of `--model_args` that are not settings of the engine.
 _MODEL, _MEMORY = "pretrained", "memory"
@@ -34,12 +34,8 @@ class EngineModel:
             raise HarnessError(f"--model_args: name the model, such as {_MODEL}=./opt-6.7b,{_MEMORY}=4GiB")
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in (_MODEL, _MEMORY)]
         self._cell = job_cell(str(settings[_MODEL]), engine, settings.get(_MEMORY), overrides, progress.note)
-
-        def show(phase: str) -> Callable[[int, int], None]:
-            return lambda done, total: progress.advance(phase, done, total)
-
-        self._model = registry.prepare_model(engine, self._cell.model, cache, show("preparing"))
-        identity = registry.identity(engine, self._model, cache, show("reading the model"))
+        self._model = registry.prepare_model(engine, self._cell.model, cache, advancing(progress, "preparing"))
+        identity = registry.identity(engine, self._model, cache, advancing(progress, "reading the model"))
         self.tokens = registry.text(engine, self._model)
         self.context = self._model.shape.max_context
         versions = {name: metadata.version(name) for name in ("torch", "transformers", "offload-harness")}
@@ -47,8 +43,8 @@ class EngineModel:
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
         self._cache = cache
         self._note = note
+        self._opened = ExitStack()
         self._engine: Engine | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._longest = 0
 
     def score(self, pairs: Sequence[Pair]) -> Sequence[Score]:
@@ -63,22 +59,15 @@ class EngineModel:
 
     def close(self) -> None:
         """Frees the engine and what it has on disk. Idempotent."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
+        self._engine = None
+        self._opened.close()
 
     def _loaded(self, questions: Questions) -> Engine:
         """The engine, loaded again where these questions are longer than those it was loaded for."""
-        if self._engine is not None and questions.max_sequence <= self._longest:
-            return self._engine
-        self.close()
-        self._scratch = tempfile.TemporaryDirectory(prefix="harness-lm-eval-", dir=self._cache)
-        job = Job(Path(self._scratch.name), self._cache, questions.max_sequence, max(1, questions.mean_sequence))
-        self._engine = engine = registry.make_engine(self._cell.engine, dict(self._cell.options))
-        for note in engine.load(self._model, self._cell.policy, self._cell.limits, job).notes:
-            self._note(note)
-        self._longest = questions.max_sequence
-        return engine
+        if self._engine is None or questions.max_sequence > self._longest:
+            self.close()
+            self._longest = questions.max_sequence
+            mean = max(1, questions.mean_sequence)
+            loading = loaded_engine(self._cell, self._model, self._cache, self._longest, mean, self._note)
+            self._engine = self._opened.enter_context(loading)
+        return self._engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,7 +27,7 @@ def _fraction(context: click.Context, option: click.Parameter, value: float) -> 
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file instead of printing.")
 @click.option("--metric", default="throughput", show_default=True,
               help="Or another speed or time of the records, such as ttft_p99_s.")  # fmt: skip
-@click.option("--aa", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--aa", "again", type=click.Path(path_type=Path), metavar="DIR",
               help="Another run of BASE's code; its differences from BASE measure the noise.")  # fmt: skip
 @click.option("--allow", multiple=True, metavar="ITEM",
               help="What may differ between runs: packages, packages.torch, machine.os ...")  # fmt: skip
@@ -36,10 +37,7 @@ def _fraction(context: click.Context, option: click.Parameter, value: float) -> 
               help="Two-sided significance level for a whole suite.")  # fmt: skip
 @click.option("--margin", type=float, callback=_fraction, default=0.10, show_default=True,
               help="`no change` means that a slowdown of this size is excluded.")  # fmt: skip
-def compare(
-    dirs: tuple[Path, ...], form: str, out: Path | None, metric: str, aa: Path | None, allow: tuple[str, ...],
-    against: str | None, alpha: float, margin: float,
-) -> None:  # fmt: skip
+def compare(dirs: tuple[Path, ...], form: str, out: Path | None, against: str | None, **options: Any) -> None:
     """Compare each run directory HEAD with BASE, and say which cells became slower.
 
     A regression needs a Hodges-Lehmann ratio whose bootstrap interval excludes 1, an effect above max(3 %, twice the
@@ -61,13 +59,13 @@ def compare(
     from reports.render import write
 
     if against is not None:
-        if aa or allow:
+        if options.pop("again") or options.pop("allow"):
             raise HarnessError("--aa and --allow go with BASE and HEAD, not with --against")
-        comparisons = compare_engines(dirs, against, metric, alpha, margin)
+        comparisons = compare_engines(dirs, against, **options)
     else:
         if len(dirs) < 2:
             raise HarnessError("name BASE and at least one HEAD, or --against an engine of one run")
-        comparisons = compare_runs(dirs[0], dirs[1:], metric, aa, allow, alpha, margin)
+        comparisons = compare_runs(dirs[0], dirs[1:], **options)
     text = FORMATS[form](comparisons)
     if out is None:
         say(text.rstrip("\n"))

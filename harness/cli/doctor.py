@@ -54,13 +54,12 @@ def _machine() -> Iterator[Row]:
 def _tools() -> Iterator[Row]:
     """What measurements and kernels depend on."""
     from harness import registry
-    from harness.launchers.memory import make_group
+    from harness.launchers.memory import cap_method
 
-    group = make_group(None)
-    group.close()
-    capped = group.method != "monitor"
+    method = cap_method()
+    capped = method != "monitor"
     sampled = "no writable memory cgroup: a sampling monitor caps anonymous memory, not the page cache"
-    yield _check("memory cap", capped, f"{group.method}, page cache counted" if capped else sampled)
+    yield _check("memory cap", capped, f"{method}, page cache counted" if capped else sampled)
     rapl = any(os.access(p, os.R_OK) for p in Path("/sys/class/powercap").glob("intel-rapl:*/energy_uj"))
     yield _check("energy", rapl, "RAPL counters" if rapl else "no readable counter: energy is null")
     compiler = shlex.join(registry.compiler().command())

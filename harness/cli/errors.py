@@ -16,14 +16,17 @@ EXIT_FAILED, EXIT_USAGE, EXIT_HARDWARE, EXIT_INFEASIBLE, EXIT_UNDECIDED, EXIT_IN
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a HarnessError into one line on stderr and exit code 2, and Ctrl-C into exit code 130."""
+    """Turns a HarnessError or a click error into a line on stderr and exit code 2, and Ctrl-C into exit code 130."""
     from harness.api import HarnessError
 
     try:
         yield
     except HarnessError as exc:
         _exit_usage(str(exc))
-    except KeyboardInterrupt:
+    except click.ClickException as exc:
+        exc.show()
+        sys.exit(exc.exit_code)
+    except (click.Abort, KeyboardInterrupt):
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         drop_stdout()

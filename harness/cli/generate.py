@@ -13,7 +13,7 @@ from harness.cli.errors import EXIT_FAILED, EXIT_INFEASIBLE, interrupt
 from harness.cli.options import cache_option
 
 if TYPE_CHECKING:
-    from harness.batch.generate import Tally
+    from harness.batch.input import Lines
 
 
 @click.command()
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one per line.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Answers, one line per request.")
 @click.option("--engine", default="offload", show_default=True, help="An engine of `harness ls engines`.")
-@click.option("--memory", metavar="SIZE", help="RAM for the model, such as 6GiB [default: most of what is free].")
+@click.option("--memory", metavar="SIZE",
+              help="RAM that the engine plans for, such as 6GiB; not enforced [default: most of what is free].",
+)  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
               help="New tokens at most, for lines that set no limit.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, (1 << 31) - 1), default=0, show_default=True,
@@ -51,25 +53,28 @@ def generate(fresh: bool, dry_run: bool, **options: Any) -> None:
     signal.signal(signal.SIGTERM, interrupt)
     with make_job_progress() as progress:
         try:
-            tally = run(BatchJob(fresh=fresh, dry_run=dry_run, **options), progress)
+            lines = run(BatchJob(fresh=fresh, dry_run=dry_run, **options), progress)
         except InfeasibleError as exc:
             progress.note(f"harness: {exc}")
             sys.exit(EXIT_INFEASIBLE)
         except KeyboardInterrupt:
             progress.note(f"interrupted; run the same command again{' without --fresh' if fresh else ''} to resume")
             raise
-    click.echo(_summary(tally, dry_run))
-    sys.exit(EXIT_FAILED if tally.refused or tally.refused_before else 0)
+    click.echo(_summary(lines, dry_run))
+    unanswered = lines.refused or any(item.refused for item in lines.settled.values())
+    sys.exit(EXIT_FAILED if unanswered else 0)
 
 
-def _summary(tally: Tally, dry_run: bool) -> str:
+def _summary(lines: Lines, dry_run: bool) -> str:
     """A job in one line."""
-    parts = [f"{tally.lines} lines"]
-    if before := tally.answered_before + tally.refused_before:
-        parts.append(f"{before} from an earlier run, {tally.refused_before} of them refused")
+    parts = [f"{len(lines.ready) + len(lines.refused) + len(lines.settled)} lines"]
+    if lines.settled:
+        refused = sum(item.refused for item in lines.settled.values())
+        parts.append(f"{len(lines.settled)} from an earlier run, {refused} of them refused")
+    longest = max((item.tokens for item in lines.ready), default=0)
     parts.append(
-        f"{tally.to_run} {'to run' if dry_run else 'answered'} ({tally.prompt_tokens} prompt tokens and at most "
-        f"{tally.new_tokens} new ones, {tally.longest} in the longest)"
+        f"{len(lines.ready)} {'to run' if dry_run else 'answered'} ({lines.prompt_tokens} prompt tokens and at most "
+        f"{lines.new_tokens} new ones, {longest} in the longest)"
     )
-    parts.append(f"{tally.refused} refused")
+    parts.append(f"{len(lines.refused)} refused")
     return "; ".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -36,12 +37,10 @@ def build(names: tuple[str, ...], arguments: tuple[str, ...], wheels: Path | Non
     from harness.launchers import images as store
     from harness.suite.check import each
 
-    def tell(text: str) -> None:
-        click.echo(text, err=True)
-
     known = registry.environments()
     if unknown := [name for name in names if name not in known]:
         raise click.UsageError(f"unknown environment {unknown[0]!r}; {nearest(unknown[0], known)}")
+    tell = partial(click.echo, err=True)
     for built in each(lambda name: (name, store.build(name, arguments, wheels, host_network, tell)), names):
         click.echo("  ".join(built))
 

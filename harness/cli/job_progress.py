@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 _EVERY_S = 10.0
 
@@ -16,35 +17,19 @@ _EVERY_S = 10.0
 class BarProgress:
     """A bar for the current phase, with tokens per second and the time left."""
 
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rate]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True, emoji=False),
-            transient=True,
-        )
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", visible=False, rate="")
         self._phase = ""
-        self._task: TaskID | None = None
         self._began = 0.0
-
-    def __enter__(self) -> BarProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, style="dim", markup=False, highlight=False)
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
-        if phase != self._phase or self._task is None:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
+        if phase != self._phase:
             self._phase, self._began = phase, time.monotonic()
-            self._task = self._progress.add_task(phase, total=total, rate="")
+            self._progress.reset(self._task, description=phase, visible=True)
         self._progress.update(self._task, completed=done, total=total, rate=_rate(tokens, self._began))
 
 
@@ -54,11 +39,6 @@ class LineProgress:
     def __init__(self) -> None:
         self._phase = ""
         self._began = self._printed = 0.0
-
-    def __enter__(self) -> LineProgress:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full or closed log must not end the job
@@ -78,9 +58,21 @@ class LineProgress:
         self._printed = now
 
 
-def make_job_progress() -> BarProgress | LineProgress:
+@contextlib.contextmanager
+def make_job_progress() -> Iterator[BarProgress | LineProgress]:
     """A bar on a terminal; lines where stderr is not one, or where CI is set."""
-    return BarProgress() if sys.stderr.isatty() and not os.environ.get("CI") else LineProgress()
+    if not sys.stderr.isatty() or os.environ.get("CI"):
+        yield LineProgress()
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, emoji=False),
+        transient=True,
+    ) as progress:
+        yield BarProgress(progress)
 
 
 def _rate(tokens: int, began: float) -> str:

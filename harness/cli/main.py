@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from harness.cli.errors import EXIT_INTERRUPTED, drop_stdout, one_line_errors, open_streams
+from harness.cli.errors import one_line_errors, open_streams
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 #: Each is the object of that name in the module of that name beside this one. They import what is slow to import
@@ -64,17 +64,5 @@ def main() -> None:
     Ctrl-C.
     """
     open_streams()
-    try:
+    with one_line_errors():
         sys.exit(cli.main(standalone_mode=False))
-    except click.ClickException as exc:
-        exc.show()
-        sys.exit(exc.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        drop_stdout()
-        sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

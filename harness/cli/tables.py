@@ -18,12 +18,8 @@ def print_rows(rows: Sequence[Row], as_json: bool = False) -> None:
         return
     if not rows:
         return
-    cells = [[_plain(v) for v in row.values()] for row in rows]
+    cells = [["" if v is None else str(v) for v in row.values()] for row in rows]
     header = [k.replace("_", " ") for k in rows[0]]
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     for line in [header, *cells]:
         click.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _plain(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import os
 import re
@@ -25,17 +24,11 @@ ENVIRONMENT, CODE = "offload-harness.environment", "offload-harness.code"
 _REPOSITORY = "offload-harness"
 #: Environments with a build target other than `worker`.
 _OWN_TARGETS = ("helm",)
-#: The files and folders in a build's context.
-_CONTEXT = ("Dockerfile", "harness", "engines", "suites", "reports")
+#: This project's packages: with the Dockerfile, a build's context.
+PACKAGES = ("harness", "engines", "suites", "reports")
 _CODE_SUFFIXES = (".py", ".cpp", ".h", ".yaml", ".csv", ".json", ".txt", ".html", ".css", ".js")
 #: pip's settings that a build inherits from this process.
 _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT", "PIP_DEFAULT_TIMEOUT")
-
-
-def require_sdk() -> None:
-    """Raises HarnessError if Docker's SDK is not installed."""
-    if importlib.util.find_spec("docker") is None:
-        raise HarnessError("containers need Docker's SDK: pip install 'offload-harness[docker]' -c constraints.txt")
 
 
 @contextlib.contextmanager
@@ -58,7 +51,7 @@ def reason(error: object) -> str:
 
 def connect() -> docker.DockerClient:
     """A client of the container engine. Raises HarnessError with the remedy if no engine answers."""
-    require_sdk()
+    registry.LAUNCHERS["docker"].require("launcher docker")
     import docker
     import requests
 
@@ -112,7 +105,7 @@ def check(image: Any, name: str, spec: RunSpec) -> None:
 def code_digest() -> str:
     """A digest of this project's code, of all file types that a launch may depend on."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for package in ("harness", "engines", "suites", "reports"):
+    for package in PACKAGES:
         for path in sorted(p for p in (root / package).rglob("*") if p.suffix in _CODE_SUFFIXES):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -127,7 +120,7 @@ def build(
     pip prefers packages in `wheels` to an index. Raises HarnessError with the last line of a failed build.
     """
     root = Path(__file__).parents[2]
-    if missing := [name for name in _CONTEXT if not (root / name).exists()]:
+    if missing := [name for name in ("Dockerfile", *PACKAGES) if not (root / name).exists()]:
         raise HarnessError(f"images are built from a checkout of this project: {root} has no {missing[0]}")
     build_arguments = dict(_argument(text) for text in arguments)
     settings = {name: os.environ[name] for name in _PIP if name in os.environ}
@@ -161,17 +154,18 @@ def built() -> Iterator[dict[str, Any]]:
 
     for environment in registry.environments():
         row = {"environment": environment, "image": name_of(environment)}
+        row |= {"state": "not built", "created": "", "size": "", "digest": ""}
         try:
             with engine_errors("images"):
-                image = client.images.get(name_of(environment))
+                image = client.images.get(row["image"])
         except HarnessError as exc:
             if not isinstance(exc.__cause__, docker.errors.ImageNotFound):
                 raise
-            yield row | {"state": "not built", "created": "", "size": "", "digest": ""}
-            continue
-        state = "ready" if image.labels.get(CODE) == current_code else "of other code"
-        size = f"{image.attrs['Size'] / 2**30:.2f} GiB"
-        yield row | {"state": state, "created": image.attrs["Created"][:19], "size": size, "digest": image.short_id}
+        else:
+            row["state"] = "ready" if image.labels.get(CODE) == current_code else "of other code"
+            row["size"] = f"{image.attrs['Size'] / 2**30:.2f} GiB"
+            row |= {"created": image.attrs["Created"][:19], "digest": image.short_id}
+        yield row
 
 
 def stages_of(dockerfile: str, target: str) -> str:
@@ -210,7 +204,7 @@ def _pack(root: Path, stage: str, wheels: Path | None, target: Any) -> None:
         entry = tarfile.TarInfo("Dockerfile")
         entry.size = len(text)
         tar.addfile(entry, io.BytesIO(text))
-        for name in _CONTEXT[1:]:
+        for name in PACKAGES:
             tar.add(root / name, name, filter=plain)
         for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
             tar.add(wheel.resolve(), f".wheels/{wheel.name}", filter=plain)

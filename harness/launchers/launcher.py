@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,8 +18,8 @@ from harness.api import (
     CalibrateHost,
     CellResult,
     Exchange,
+    HardwareLimits,
     HarnessError,
-    IdleFootprint,
     JudgeTask,
     Launcher,
     LaunchRequest,
@@ -56,16 +56,6 @@ _PREPARE_TIMEOUT_S = 24 * 3600.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class GemmProbe:
-    """Products to measure beside a launch: by rows and dtype, on so many threads or on the device."""
-
-    rows: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    threads: int | None = None
-    gpu: bool = False
-
-
 class CellLauncher:
     """Launches cells. `places` maps folders of this machine to the names that records have for them.
 
@@ -92,9 +82,9 @@ class CellLauncher:
         """What identifies the packages that a cell's engine runs with. Raises Refusal where it has none."""
         sandbox = self._sandbox(spec, exchange)
         versions = sandbox.identity() or provenance.package_versions(registry.engine_entry(spec.engine).requires)
-        return {**versions, **self._inherited(spec, sandbox)}
+        return {**versions, **self.inherited(spec, sandbox)}
 
-    def _inherited(self, spec: RunSpec, sandbox: Sandbox) -> Mapping[str, str]:
+    def inherited(self, spec: RunSpec, sandbox: Sandbox) -> Mapping[str, str]:
         """Settings that reach the engine from the user's environment and that the cell does not decide."""
         if not sandbox.inherits_environment:
             return {}
@@ -155,7 +145,7 @@ class CellLauncher:
             memory=MemoryLimit(
                 outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache
             ),
-            provenance={"packages": measured.packages, "settings": self._inherited(spec, sandbox)}
+            provenance={"packages": measured.packages, "settings": self.inherited(spec, sandbox)}
             | ({"python": measured.python} if measured.python else {})
             | dict(sandbox.identity()),
         )  # fmt: skip
@@ -172,13 +162,21 @@ class CellLauncher:
         work = PrepareModel(engine, model, self._cache)
         return self._help(LocalModel, work, exchange, "the model could not be prepared")
 
-    def measure_machine(self, model: LocalModel, probe: GemmProbe, exchange: Exchange) -> MachineRates:
-        """Disk bandwidth on the model's files and GEMM rates at its shape, now; empty where they cannot be measured."""
-        dtypes = sorted({"float32", model.dtype, *probe.dtypes} - {"auto"})
-        shape = (model.shape.hidden, model.shape.ffn)
-        work = MeasureMachine(Path(model.path), shape, probe.rows, tuple(dtypes), probe.threads, probe.gpu)
+    def measure_machine(
+        self,
+        model: LocalModel,
+        rows: tuple[int, ...],
+        dtypes: Iterable[str],
+        limits: HardwareLimits,
+        exchange: Exchange,
+    ) -> MachineRates:
+        """Disk bandwidth on the model's files, and GEMM rates at its shape on the threads or the device of `limits`, as
+        they are now; empty where they cannot be measured."""
+        kinds = tuple(sorted({"float32", model.dtype, *dtypes} - {"auto"}))
+        shape, gpu = (model.shape.hidden, model.shape.ffn), limits.device_memory is not None
+        work = MeasureMachine(Path(model.path), shape, rows, kinds, limits.threads, gpu)
         exchange = replace(exchange, on_event=ignore_events)
-        request = WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=probe.threads, gpu=probe.gpu)
+        request = WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=limits.threads, gpu=gpu)
         result = self._helper.run(request).result
         rates = from_json(MachineRates, result.value) if result and result.value is not None else MachineRates()
         return replace(rates, measured_at=provenance.now())
@@ -229,8 +227,7 @@ class CellLauncher:
                 small = ModelSpec(registry.shapes().tiny(model.shape.family), "dummy", model.dtype)
                 tiny = self.prepare(spec.engine, small, exchange)
             work = self._engine_request(MeasureIdle(spec, tiny, self._cache), exchange, _HELPER_TIMEOUT_S, None)
-            what = "its idle footprint could not be measured"
-            self._idle[key] = self._value(IdleFootprint, sandbox.run(work), work.timeout_s, what).anonymous_bytes
+            self._idle[key] = self._value(int, sandbox, work, "its idle footprint could not be measured")
         return self._idle[key]
 
     @staticmethod
@@ -241,13 +238,14 @@ class CellLauncher:
         return WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.device_memory is not None)
 
     def _help(self, kind: type[T], work: Work, exchange: Exchange, failed: str) -> T:
-        """What a helper's work gives, of type `kind`. Raises Refusal, its reason beginning with `failed` where the
-        helper ran out of time or memory."""
-        outcome = self._helper.run(WorkerRequest(work, exchange, _PREPARE_TIMEOUT_S))
-        return self._value(kind, outcome, _PREPARE_TIMEOUT_S, failed)
+        """What a helper's work gives, of type `kind`; see `_value`."""
+        return self._value(kind, self._helper, WorkerRequest(work, exchange, _PREPARE_TIMEOUT_S), failed)
 
-    def _value(self, kind: type[T], outcome: Outcome, timeout_s: float, failed: str) -> T:
-        if refusal := judge_helper(outcome, timeout_s, failed):
+    def _value(self, kind: type[T], sandbox: Sandbox, request: WorkerRequest, failed: str) -> T:
+        """What a worker gives, of type `kind`. Raises Refusal, its reason beginning with `failed` where the worker ran
+        out of time or memory."""
+        outcome = sandbox.run(request)
+        if refusal := judge_helper(outcome, request.timeout_s, failed):
             raise self._scrubbed(refusal)
         assert outcome.result is not None
         return from_json(kind, outcome.result.value)

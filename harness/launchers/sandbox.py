@@ -100,9 +100,8 @@ def log_tail(log: Path, offset: int) -> str:
     with log.open("rb") as file:
         file.seek(offset)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    telling = [
-        line for line in lines if "Error" in line or "Fatal" in line
-    ]  # what follows such a line are only addresses
+    # what follows such a line are only addresses
+    telling = [line for line in lines if "Error" in line or "Fatal" in line]
     return " | ".join(telling[-1:] or lines[-_LOG_TAIL_LINES:])[:800] or "(none)"
 
 

@@ -12,16 +12,15 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 from harness import registry
 from harness.api import Exchange, HarnessError, RunSpec
+from harness.launchers.images import PACKAGES
 from harness.launchers.process import ProcessSandbox
 
 #: Part of an environment's hash: raise it when the same pins are installed in another way.
 _RECIPE = "2"
-_PACKAGES = ("harness", "engines", "suites", "reports")
 _READY = ".ready"
 _INSTALL_TIMEOUT_S = 3600.0
 
@@ -39,9 +38,11 @@ class VirtualEnvironments:
         identity = self.identity(name)
         home = self._folder / identity
         try:
-            with _locked(home.with_suffix(".lock")) as lock:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with home.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one harness builds at a time
                 if not (home / _READY).exists():
-                    self._build(name, home, exchange, lock)
+                    self._build(name, home, exchange, lock.fileno())
             return ProcessSandbox(str(home / "bin" / "python"), self._code(), identity)
         except (OSError, subprocess.CalledProcessError) as exc:
             why = exc.strerror if isinstance(exc, OSError) else "python -m venv failed: is python3-venv installed?"
@@ -75,7 +76,7 @@ class VirtualEnvironments:
                 try:
                     status = subprocess.run(
                         command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,), env=_for_pip(),
+                        timeout=_INSTALL_TIMEOUT_S, pass_fds=(lock,), env=pip_environment(),
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     status = 1
@@ -85,7 +86,7 @@ class VirtualEnvironments:
 
     def _code(self) -> Path:
         """A folder of links to this code's packages and to nothing else that is installed beside them."""
-        roots = [Path(__file__).parents[2] / name for name in _PACKAGES]
+        roots = [Path(__file__).parents[2] / name for name in PACKAGES]
         folder = self._folder / f"code-{hashlib.sha256(os.fsencode(roots[0])).hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)
         for root in roots:
@@ -96,7 +97,7 @@ class VirtualEnvironments:
         return folder
 
 
-def _for_pip() -> dict[str, str]:
+def pip_environment() -> dict[str, str]:
     """This process's environment without variables that make pip find or install packages elsewhere."""
     elsewhere = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX", "PIP_ROOT")
     return {name: value for name, value in os.environ.items() if name not in elsewhere}
@@ -110,12 +111,3 @@ def install_steps(pins: Path) -> list[list[str]]:
     first = [line for line in pins.read_text().splitlines() if line.startswith(("torch==", "setuptools==", "wheel=="))]
     rest = ["--no-build-isolation", "--no-deps", "-r", str(pins)]
     return [["-c", str(pins), *first], rest] if first else [rest]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Holds a lock file, so that one harness builds at a time; gives the lock's descriptor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock.fileno()

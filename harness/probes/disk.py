@@ -1,45 +1,13 @@
-"""Storage I/O: the bytes this process reads and writes, and the disk's sequential read rate."""
+"""The disk's sequential read rate."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
 from pathlib import Path
 
-from harness.api import Measurement, Phase
 from harness.common.buffers import direct_buffer
-
-
-class DiskProbe:
-    """Bytes read from and written to storage in one phase, page faults on mapped files included.
-
-    Source: /proc/self/io, which includes children that have ended and been waited for.
-    """
-
-    def __enter__(self) -> DiskProbe:
-        self._before = _counters()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._after = _counters()
-
-    def measurements(self, phase: Phase) -> list[Measurement]:
-        """`read_bytes` and `write_bytes`; no samples if the kernel does not account I/O."""
-        measurements = []
-        for name in ("read_bytes", "write_bytes"):
-            known = name in self._before and name in self._after
-            samples = (float(self._after[name] - self._before[name]),) if known else ()
-            measurements.append(Measurement(name, "bytes", samples, phase, "" if known else "no /proc/self/io"))
-        return measurements
-
-
-def _counters() -> dict[str, int]:
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return {k: int(v) for k, _, v in (line.partition(": ") for line in lines)}
-    return {}
 
 
 def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 << 20) -> list[float]:

@@ -5,66 +5,45 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import threading
 from dataclasses import dataclass
-from typing import Any
 
 from harness.api import Measurement, Phase
+from harness.probes.memory import SamplingProbe, window_peaks
 
-_MAX_SAMPLES = 240
 _ALL_PROCESSES = "of all processes: the driver reports no memory per process here"
 _NO_NVML = "no NVML: pip install nvidia-ml-py, and NVIDIA's driver"
 #: NVML's counters of a device's PCIe link (nvml.h).
 _TX, _RX = "NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "NVML_FI_DEV_PCIE_COUNT_RX_BYTES"
 
 
-class GpuProbe:
+class GpuProbe(SamplingProbe):
     """Samples the memory of this process's first visible device every `period_s`, and sums its counters' increments.
 
     Directions are seen from the device: it receives what the host copies to it.
     """
 
     def __init__(self, period_s: float = 0.05) -> None:
-        self._period_s = period_s
-        self._stop = threading.Event()
-        self._samples: list[tuple[int | None, int | None]] = []
-        self._device = _Device.open()
-
-    def __enter__(self) -> GpuProbe:
-        self._samples = []
+        super().__init__(period_s)
+        self._device = _Device()
+        self._held: list[tuple[int | None, int | None]] = []
+        self._last: dict[str, _Count] = {}
         self._spent: dict[str, float] = {}
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._watch, name="gpu-probe", daemon=True)
-        self._thread.start()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        last = self._device.counters()
-        while True:
-            self._samples.append(self._device.memory())
-            over = self._stop.wait(self._period_s)
-            now = self._device.counters()
-            for name in last.keys() & now.keys():
-                spent = now[name].since(last[name])
-                self._spent[name] = self._spent.get(name, 0.0) + spent
-            last = now
-            if over:
-                return
+    def _sample(self) -> None:
+        self._held.append(self._device.memory())
+        counters = self._device.counters()
+        for name in self._last.keys() & counters.keys():
+            self._spent[name] = self._spent.get(name, 0.0) + counters[name].since(self._last[name])
+        self._last = counters
 
     def measurements(self, phase: Phase) -> list[Measurement]:
         """`device_memory_bytes` as peaks of consecutive windows, `device_received_bytes`, `device_sent_bytes` and
         `device_energy_j`; no samples of a figure that the driver does not report."""
-        held, scope = [process for process, _ in self._samples if process is not None], "of this process"
+        held, scope = [process for process, _ in self._held if process is not None], "of this process"
         if not held:
-            held, scope = [total for _, total in self._samples if total is not None], _ALL_PROCESSES
-        window = max(1, -(-len(held) // _MAX_SAMPLES))
-        peaks = tuple(float(max(held[i : i + window])) for i in range(0, len(held), window))
+            held, scope = [total for _, total in self._held if total is not None], _ALL_PROCESSES
         note = self._device.missing
-        measurements = [Measurement("device_memory_bytes", "bytes", peaks, phase, note or scope)]
+        measurements = [Measurement("device_memory_bytes", "bytes", window_peaks(held)[0], phase, note or scope)]
         units = {"device_received_bytes": "bytes", "device_sent_bytes": "bytes", "device_energy_j": "J"}
         for name, unit in units.items():
             samples = (self._spent[name],) if name in self._spent else ()
@@ -86,30 +65,25 @@ class _Count:
 
 
 class _Device:
-    """One device through NVML. `missing` says why NVML gives no device."""
+    """The first visible device through NVML. `missing` says why NVML gives none."""
 
-    def __init__(self, nvml: Any, handle: Any, missing: str = "") -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self.missing = missing
-
-    @staticmethod
-    def open() -> _Device:
-        """The first visible device. Its index is NVML's because workers set CUDA_DEVICE_ORDER to the bus order."""
+    def __init__(self) -> None:
+        self.missing = ""
         try:
-            nvml = importlib.import_module("pynvml")
-            nvml.nvmlInit()
+            self._nvml = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
             first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-            if first.isdigit():
-                return _Device(nvml, nvml.nvmlDeviceGetHandleByIndex(int(first)))
-            return _Device(nvml, nvml.nvmlDeviceGetHandleByUUID(first))
+            if first.isdigit():  # NVML's index too: workers set CUDA_DEVICE_ORDER to the bus order
+                self._handle = self._nvml.nvmlDeviceGetHandleByIndex(int(first))
+            else:
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(first)
         except Exception:  # no package, no driver or no device: each raises different errors
-            return _Device(None, None, _NO_NVML)
+            self.missing = _NO_NVML
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes of device memory held by this process and by all processes; None if the driver does not report it."""
         process_bytes = total_bytes = None
-        if self._nvml is not None:
+        if not self.missing:
             with contextlib.suppress(Exception):
                 for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
                     if process.pid == os.getpid() and process.usedGpuMemory is not None:
@@ -121,7 +95,7 @@ class _Device:
     def counters(self) -> dict[str, _Count]:
         """The driver's counters by the name of their measurement."""
         counters: dict[str, _Count] = {}
-        if self._nvml is None:
+        if self.missing:
             return counters
         with contextlib.suppress(Exception):
             fields = [getattr(self._nvml, name) for name in (_RX, _TX)]

@@ -1,68 +1,83 @@
-"""Memory of this process over time: anonymous and file-backed resident bytes."""
+"""Memory of a process, and its samples over a phase: anonymous and file-backed resident bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from harness.api import Measurement, Phase
 
 _MAX_SAMPLES = 240
 
 
-class MemoryProbe:
-    """Samples RssAnon and RssFile (with shared memory) from a thread every `period_s`."""
+class SamplingProbe:
+    """Takes samples from a thread: one at the start of a phase, one every `period_s`, and one at its end."""
 
     def __init__(self, period_s: float = 0.05) -> None:
         self._period_s = period_s
         self._stop = threading.Event()
-        self._samples: list[tuple[int, int]] = []
+        self._thread = threading.Thread(target=self._watch, name="sampling-probe", daemon=True)
 
-    def __enter__(self) -> MemoryProbe:
-        self._samples = [resident_bytes()]
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._watch, name="memory-probe", daemon=True)
+    def __enter__(self) -> Self:
+        self._sample()
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._samples.append(resident_bytes())
+        self._sample()
 
     def _watch(self) -> None:
         while not self._stop.wait(self._period_s):
-            self._samples.append(resident_bytes())
+            self._sample()
+
+    def _sample(self) -> None:
+        raise NotImplementedError
+
+
+def window_peaks(samples: Sequence[int]) -> tuple[tuple[float, ...], int]:
+    """Peaks of consecutive windows, and how many samples a window has: a long phase takes little space in the record
+    and keeps its maximum."""
+    window = max(1, -(-len(samples) // _MAX_SAMPLES))
+    return tuple(float(max(samples[i : i + window])) for i in range(0, len(samples), window)), window
+
+
+class MemoryProbe(SamplingProbe):
+    """Samples RssAnon and RssFile (with shared memory)."""
+
+    def __init__(self, period_s: float = 0.05) -> None:
+        super().__init__(period_s)
+        self._anonymous: list[int] = []
+        self._file: list[int] = []
+
+    def _sample(self) -> None:
+        fields = _resident()
+        self._anonymous.append(fields.get("RssAnon", 0))
+        self._file.append(fields.get("RssFile", 0) + fields.get("RssShmem", 0))
 
     def measurements(self, phase: Phase) -> list[Measurement]:
-        """Peaks of consecutive windows: a long phase takes little space in the record and keeps its maximum."""
-        window = -(-len(self._samples) // _MAX_SAMPLES)
-        chunks = [self._samples[i : i + window] for i in range(0, len(self._samples), window)]
-        anon = tuple(float(max(a for a, _ in c)) for c in chunks)
-        file = tuple(float(max(f for _, f in c)) for c in chunks)
-        note = f"peak of each {window * self._period_s:.2f} s"
-        return [
-            Measurement("rss_anon_bytes", "bytes", anon, phase, note),
-            Measurement("rss_file_bytes", "bytes", file, phase, note),
-        ]
+        """`rss_anon_bytes` and `rss_file_bytes`, peaks of windows."""
+        measurements = []
+        for name, samples in (("rss_anon_bytes", self._anonymous), ("rss_file_bytes", self._file)):
+            peaks, window = window_peaks(samples)
+            note = f"peak of each {window * self._period_s:.2f} s"
+            measurements.append(Measurement(name, "bytes", peaks, phase, note))
+        return measurements
 
 
-def held_bytes() -> int:
-    """Resident bytes of this process without a backing file: anonymous memory, and shared memory such as pinned."""
-    fields = _resident()
+def held_bytes(process: int | str = "self") -> int:
+    """Resident bytes of a process (a pid or "self") without a backing file: anonymous memory, and shared memory such as
+    pinned; 0 once it is gone."""
+    fields = _resident(process)
     return fields.get("RssAnon", 0) + fields.get("RssShmem", 0)
 
 
-def resident_bytes() -> tuple[int, int]:
-    """(anonymous, file-backed and shared) resident bytes of this process now."""
-    fields = _resident()
-    return fields.get("RssAnon", 0), fields.get("RssFile", 0) + fields.get("RssShmem", 0)
-
-
-def _resident() -> dict[str, int]:
-    fields = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.startswith("Rss"):
-            fields[key] = int(value.split()[0]) * 1024
-    return fields
+def _resident(process: int | str = "self") -> dict[str, int]:
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines()]
+        return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line and line[0].startswith("Rss")}
+    return {}

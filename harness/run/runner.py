@@ -30,7 +30,7 @@ from harness.common.classify import classify
 from harness.common.files import file_digest, is_there
 from harness.hardware import provenance
 from harness.hardware.local_profile import LocalProfile
-from harness.launchers.launcher import CellLauncher, GemmProbe
+from harness.launchers.launcher import CellLauncher
 from harness.run.batches import Batches
 from harness.run.progress import Progress
 from harness.run.records import Draft, RecordBuilder
@@ -286,9 +286,9 @@ class Runner:
             self._progress.started(step, "measuring disk and GEMM rates")
             with contextlib.suppress(OSError):  # the launch will say that the model cannot be read
                 registry.model_store().evict(model.path)
-            dtypes = tuple(sorted({c.policy.compute_dtype for c in self._suite.cells}))
-            probe = GemmProbe(_PROBED_ROWS, dtypes, cell.limits.threads, gpu)
-            rates = self._launcher.measure_machine(model, probe, self._exchange(cell, "machine"))
+            dtypes = {c.policy.compute_dtype for c in self._suite.cells}
+            exchange = self._exchange(cell, "machine")
+            rates = self._launcher.measure_machine(model, _PROBED_ROWS, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)
         return rates
 

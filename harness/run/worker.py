@@ -35,7 +35,6 @@ from harness.api import (
     GenerationResult,
     HardwareLimits,
     HarnessError,
-    IdleFootprint,
     Job,
     JudgeTask,
     LoadReport,
@@ -63,12 +62,11 @@ from harness.common.classify import DISK_FULL, classify
 from harness.common.sizes import mean_cached_length
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
-from harness.probes.cpu import CpuProbe
-from harness.probes.disk import DiskProbe, sequential_read_rates
-from harness.probes.energy import EnergyProbe
+from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
+from harness.probes.disk import sequential_read_rates
 from harness.probes.gpu import GpuProbe
 from harness.probes.latency import metrics, scored_metrics
-from harness.probes.memory import MemoryProbe, held_bytes, resident_bytes
+from harness.probes.memory import MemoryProbe, held_bytes
 from harness.run.accuracy import answers_of, ask, judge, read_questions
 from harness.run.answers import check
 
@@ -129,8 +127,8 @@ def _check_device(engine: Engine, spec: RunSpec) -> None:
         raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device; limit host_memory")
 
 
-def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
-    """The footprint of an engine's process after it has loaded, run and closed a negligible model.
+def _idle(folder: Path, work: MeasureIdle) -> int:
+    """Bytes held by an engine's process after it has loaded, run and closed a negligible model.
 
     By then memory holds everything that is imported or set up on first use, but no weights.
     """
@@ -148,7 +146,7 @@ def _idle(folder: Path, work: MeasureIdle) -> IdleFootprint:
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
         gc.collect()
-    return IdleFootprint(held_bytes(), resident_bytes()[1])
+    return held_bytes()
 
 
 def _measure_machine(work: MeasureMachine) -> MachineRates:

@@ -13,7 +13,7 @@ import docker
 import pytest
 
 from harness.api import to_json
-from harness.launchers.docker import OWNER
+from harness.launchers.owners import OWNER
 from tests import container_engine
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+
+from harness import registry
+from harness.api import InfeasibleError
+from harness.batch.generate import run
+from harness.batch.job import BatchJob
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -339,6 +345,62 @@ def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     done = files("--set", "options.longest=500")
     assert done.returncode == 0, "with more memory they are run"
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
+
+
+class Notes:
+    """A progress display that keeps what it is told."""
+
+    def __init__(self):
+        self.said = []
+
+    def note(self, text):
+        self.said.append(text)
+
+    def advance(self, phase, done, total, tokens=0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("prompts", "limit", "loads"),
+    [
+        ((5, 50, 300, 7), 100, [310, 60]),  # one line is too long
+        ((5, 50, 90, 7), 100, [100]),  # none is
+        ((300, 5, 301, 7, 302, 303), 100, [313, 312, 310, 15, 17]),  # all but two
+        (tuple(range(1, 65)), 31, [74, 73, 71, 67, 59, 43, 11, 27, 35, 31, 33, 32, 31]),  # most, of many lengths
+    ],
+)
+def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for(
+    files, monkeypatch, prompts, limit, loads
+):
+    monkeypatch.setitem(registry.ENGINES, "fake", replace(registry.ENGINES["fake"], longest=""))
+    files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in prompts))
+    cache = files.cli.folder / "cache"
+    longest = f"options.longest={limit}"
+    job = BatchJob("fake", "fake", "1GiB", (longest,), files.source, files.output, cache, max_tokens=10)
+    progress = Notes()
+    lines = run(job, progress)
+    too_long = {number: n + 10 for number, n in enumerate(prompts, 1) if n + 10 > limit}
+    assert {n: row["error"]["message"] for n, row in files.answers().items() if row["error"]} == {
+        number: f"{tokens} tokens (prompt and new) are too long for the memory limit: engine fake holds {limit} tokens "
+        f"of a sequence, not {min(too_long.values())}"
+        for number, tokens in too_long.items()
+    }
+    assert sorted(files.answers()) == list(range(1, len(prompts) + 1))
+    assert (len(lines.ready), len(lines.refused)) == (len(prompts) - len(too_long), len(too_long))
+    said = [f"loading fake in fake for sequences of up to {tokens} tokens" for tokens in loads]
+    assert [text for text in progress.said if "loading" in text] == said
+    assert len([text for text in progress.said if "too long" in text]) == min(20, len(too_long))
+    assert list(cache.iterdir()) == [], "no load leaves its scratch folder"
+
+
+def test_an_engine_without_a_planner_that_has_no_memory_for_any_line_ends_the_job(files, monkeypatch):
+    monkeypatch.setitem(registry.ENGINES, "fake", replace(registry.ENGINES["fake"], longest=""))
+    files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
+    overrides = ("options.longest=2",)
+    job = BatchJob("fake", "fake", "1GiB", overrides, files.source, files.output, files.cli.folder, max_tokens=10)
+    with pytest.raises(InfeasibleError, match="cannot run 2 lines of up to 4 tokens: engine fake holds 2 tokens"):
+        run(job, Notes())
+    assert files.output.read_bytes() == b""
 
 
 def test_what_the_load_refuses_all_the_same_is_one_line(files):

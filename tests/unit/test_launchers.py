@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from harness.hardware import provenance
 from harness.launchers import images, sandbox
 from harness.launchers.launcher import CellLauncher, judge, judge_helper
 from harness.launchers.process import ProcessSandbox
-from harness.launchers.venv import VirtualEnvironments, _for_pip, install_steps
+from harness.launchers.venv import VirtualEnvironments, install_steps, pip_environment
 from harness.suite.config import load_cell
 
 _ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ def test_an_image_of_this_code_is_taken():
 
 
 def test_requests_speak_of_a_container_s_paths(tmp_path):
-    docker = pytest.importorskip("harness.launchers.docker")
+    mounts = pytest.importorskip("harness.launchers.mounts")
     blobs, model = tmp_path / "hub: a, b" / "blobs", tmp_path / "hub: a, b" / "snapshots" / "1"
     blobs.mkdir(parents=True)
     model.mkdir(parents=True)
@@ -107,13 +108,12 @@ def test_requests_speak_of_a_container_s_paths(tmp_path):
     (model / "model.safetensors").symlink_to("../../blobs/x")
     spec = replace(SPEC, workload=WorkloadSpec("trace", trace=str(tmp_path / "trace.csv")))
     work = RunCell(spec, replace(MODEL, path=str(model)), tmp_path, 0.0, tmp_path / "q" / "1.json")
-    request = WorkerRequest(work, Exchange(tmp_path / "work", tmp_path / "log"), 1.0)
-    inside, mounts = docker._translated(request, tmp_path / "cache")
+    inside, mounted = mounts.translated(work, tmp_path / "work", tmp_path / "cache")
     assert inside.model.path == "/harness/model/1"
     assert inside.questions == Path("/harness/inputs/questions")
     assert inside.spec.workload.trace == "/harness/inputs/trace"
     assert str(tmp_path) not in json.dumps(to_json(inside))
-    by_target = {m["Target"]: m for m in mounts}
+    by_target = {m["Target"]: m for m in mounted}
     assert by_target["/harness/model/1/model.safetensors"]["Source"] == str(blobs / "x"), "a hub's files are links"
     assert {t for t, m in by_target.items() if not m["ReadOnly"]} == {"/harness/work", "/harness/cache"}
     assert work.cache == tmp_path, "the request itself is left as it is"
@@ -149,9 +149,9 @@ def test_without_a_limit_of_device_memory_no_engine_sees_a_device():
 
 def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():
     docker = pytest.importorskip("harness.launchers.docker")
-    assert docker._exit_code(137) == -9
-    assert docker._exit_code(73) == 73
-    assert docker._exit_code(255) == 255
+    assert docker.exit_code(137) == -9
+    assert docker.exit_code(73) == 73
+    assert docker.exit_code(255) == 255
 
 
 @pytest.mark.parametrize(
@@ -168,34 +168,37 @@ def test_that_a_helper_took_too_much_says_nothing_about_the_cell(outcome, expect
 
 
 def test_who_may_live_is_not_declared_dead(monkeypatch):
-    docker = pytest.importorskip("harness.launchers.docker")
+    owners = pytest.importorskip("harness.launchers.owners")
     mine = os.getpid()
-    began = docker._began(mine)
-    assert docker._lives(mine, began)
-    assert not docker._lives(mine, "another boot.1"), "its number is another's by now"
-    monkeypatch.setattr(docker, "_began", lambda pid: "")  # hidden from us
-    assert docker._lives(mine, began)
+    began = owners.began(mine)
+    assert owners.lives(mine, began)
+    assert not owners.lives(mine, "another boot.1"), "its number is another's by now"
+    monkeypatch.setattr(owners, "began", lambda pid: "")  # hidden from us
+    assert owners.lives(mine, began)
 
 
-def test_only_containers_whose_harness_is_known_to_be_gone_are_removed(monkeypatch):
-    docker = pytest.importorskip("harness.launchers.docker")
-    gone = f"{docker.platform.node()}/{docker._space()}/{2**22 + 1}@began"  # above the kernel's largest number
+def test_only_containers_whose_harness_is_known_to_be_gone_are_removed():
+    owners = pytest.importorskip("harness.launchers.owners")
+    dead = f"{2**22 + 1}@began"  # above the kernel's largest number
     removed = []
 
     def container(name, owner):
-        return SimpleNamespace(name=name, labels={docker.OWNER: owner}, remove=lambda force: removed.append(name))
+        return SimpleNamespace(name=name, labels={owners.OWNER: owner}, remove=lambda force: removed.append(name))
 
-    elsewhere = gone.replace(docker._space(), "pid:[1]")
-    known = [container("gone", gone), container("elsewhere", elsewhere), container("mine", docker._owner())]
+    known = [
+        container("gone", f"{owners.place()}/{dead}"),
+        container("elsewhere", f"{platform.node()}/pid:[1]/{dead}"),
+        container("mine", owners.owner()),
+    ]
     client = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: known))
-    assert docker.remove_abandoned(client) == removed == ["gone"]
+    assert owners.remove_abandoned(client) == removed == ["gone"]
 
 
 @pytest.mark.parametrize(("visible", "asked"), [("0,2", ["0", "2"]), ("", [])])
 def test_a_container_sees_the_devices_that_a_process_would(monkeypatch, visible, asked):
     docker = pytest.importorskip("harness.launchers.docker")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = docker._devices()
+    found = docker.devices()
     assert (found["DeviceIDs"] or []) == asked and found["Count"] == (0 if asked else -1)
 
 
@@ -203,7 +206,7 @@ def test_pip_looks_nowhere_else(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
     monkeypatch.setenv("PIP_INDEX_URL", "here")
-    found = _for_pip()
+    found = pip_environment()
     assert "PYTHONPATH" not in found and "PIP_TARGET" not in found and found["PIP_INDEX_URL"] == "here"
 
 
@@ -217,14 +220,14 @@ def test_a_setting_that_the_cell_decides_is_not_the_environment_s(monkeypatch, t
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     launcher, process = CellLauncher(tmp_path, {}), ProcessSandbox()
-    inherited = launcher._inherited(SPEC, process)
+    inherited = launcher.inherited(SPEC, process)
     assert "CUDA_VISIBLE_DEVICES" not in inherited and "OMP_NUM_THREADS" in inherited
     limits = replace(SPEC.limits, threads=2)
-    assert "OMP_NUM_THREADS" not in launcher._inherited(replace(SPEC, limits=limits), process)
+    assert "OMP_NUM_THREADS" not in launcher.inherited(replace(SPEC, limits=limits), process)
 
 
 def test_a_model_file_that_a_containers_user_cannot_read_is_named(tmp_path):
-    docker = pytest.importorskip("harness.launchers.docker")
+    mounts = pytest.importorskip("harness.launchers.mounts")
 
     for name, mode in (("config.json", 0o644), ("model.safetensors", 0o600)):
         (tmp_path / name).touch()
@@ -232,5 +235,5 @@ def test_a_model_file_that_a_containers_user_cannot_read_is_named(tmp_path):
     (tmp_path / "nowhere").symlink_to("gone")
     work = RunCell(SPEC, replace(MODEL, path=str(tmp_path)), tmp_path, 0.0)
     mine = (tmp_path / "config.json").stat()
-    assert docker._unreadable(work, mine.st_uid + 1, mine.st_gid + 1) == "model.safetensors"
-    assert docker._unreadable(work, mine.st_uid, mine.st_gid) == ""
+    assert mounts.unreadable(work, mine.st_uid + 1, mine.st_gid + 1) == "model.safetensors"
+    assert mounts.unreadable(work, mine.st_uid, mine.st_gid) == ""

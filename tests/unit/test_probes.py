@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.hardware import provenance
-from harness.probes import energy
-from harness.probes.cpu import CpuProbe
-from harness.probes.disk import DiskProbe, sequential_read_rates
+from harness.probes import counters
+from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
+from harness.probes.disk import sequential_read_rates
 from harness.probes.memory import MemoryProbe
 
 
@@ -46,8 +46,8 @@ def test_read_rates_are_of_two_walks_or_none_where_there_is_nothing_to_read(tmp_
 
 
 def test_energy_wraps_and_is_null_without_counters(tmp_path, monkeypatch):
-    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
-    with energy.EnergyProbe() as probe:
+    monkeypatch.setattr(counters, "POWERCAP", tmp_path)
+    with EnergyProbe() as probe:
         pass
     assert probe.measurements("run")[0].samples == ()
     zone = tmp_path / "intel-rapl:0"
@@ -56,7 +56,7 @@ def test_energy_wraps_and_is_null_without_counters(tmp_path, monkeypatch):
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("5")
     (zone / "energy_uj").write_text("9000000")
     (zone / "max_energy_range_uj").write_text("10000000")
-    with energy.EnergyProbe() as probe:
+    with EnergyProbe() as probe:
         (zone / "energy_uj").write_text("1000000")
     assert probe.measurements("run")[0].samples == (2.0,)
 

@@ -1,0 +1,107 @@
+"""Probes that read a counter at both ends of a phase: CPU time, bytes of storage, energy of the CPU packages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from harness.api import Measurement, Phase
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+class _CounterProbe:
+    """Reads its counters, by name, at both ends; what is not readable is missing from them."""
+
+    def __enter__(self) -> Self:
+        self._before = self._read()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._after = self._read()
+
+    def _read(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _spent(self) -> Iterator[tuple[str, float]]:
+        """What each counter grew by, for those that were readable at both ends."""
+        for name in self._before.keys() & self._after.keys():
+            yield name, self._after[name] - self._before[name]
+
+
+class CpuProbe(_CounterProbe):
+    """CPU seconds of this process with its ended children, of all other processes, and stolen by the hypervisor: other
+    work that disturbed a measurement shows.
+
+    Source: /proc/stat and times(2). In a container /proc/stat covers the whole host, and so all disturbing work.
+    """
+
+    def measurements(self, phase: Phase) -> list[Measurement]:
+        """One sample per figure; no samples if /proc/stat cannot be read."""
+        spent = dict(self._spent())
+        if spent:
+            # The two clocks tick differently: the difference can be slightly negative when no other process ran.
+            spent["cpu_other_s"] = max(0.0, spent.pop("busy") - spent["cpu_own_s"])
+        return [
+            Measurement(name, "s", (round(spent[name], 2),) if spent else (), phase, "" if spent else "no /proc/stat")
+            for name in ("cpu_own_s", "cpu_other_s", "cpu_steal_s")
+        ]
+
+    def _read(self) -> dict[str, float]:
+        """CPU seconds since a fixed time: of this process, of all, stolen."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+            tick = os.sysconf("SC_CLK_TCK")
+            user, nice, system, _idle, _iowait, irq, softirq, steal = (int(f) / tick for f in fields[:8])
+            times = os.times()
+            process = times.user + times.system + times.children_user + times.children_system
+            return {"cpu_own_s": process, "busy": user + nice + system + irq + softirq, "cpu_steal_s": steal}
+        return {}
+
+
+class DiskProbe(_CounterProbe):
+    """Bytes read from and written to storage in one phase, page faults on mapped files included.
+
+    Source: /proc/self/io, which includes children that have ended and been waited for.
+    """
+
+    def measurements(self, phase: Phase) -> list[Measurement]:
+        """`read_bytes` and `write_bytes`; no samples if the kernel does not account I/O."""
+        spent = dict(self._spent())
+        measurements = []
+        for name in ("read_bytes", "write_bytes"):
+            samples, note = ((spent[name],), "") if name in spent else ((), "no /proc/self/io")
+            measurements.append(Measurement(name, "bytes", samples, phase, note))
+        return measurements
+
+    def _read(self) -> dict[str, float]:
+        with contextlib.suppress(OSError, ValueError):
+            lines = Path("/proc/self/io").read_text().splitlines()
+            return {name: float(value) for name, _, value in (line.partition(": ") for line in lines)}
+        return {}
+
+
+class EnergyProbe(_CounterProbe):
+    """Joules of all CPU packages over one phase (Linux powercap), correct if each counter wraps at most once."""
+
+    def measurements(self, phase: Phase) -> list[Measurement]:
+        """`energy_j`; no samples if no counter can be read."""
+        microjoules = [
+            spent if spent >= 0 else spent + int((POWERCAP / zone / "max_energy_range_uj").read_text())
+            for zone, spent in self._spent()
+        ]
+        if not microjoules:
+            return [Measurement("energy_j", "J", (), phase, "no readable RAPL counter")]
+        return [Measurement("energy_j", "J", (sum(microjoules) / 1e6,), phase, "CPU packages (RAPL)")]
+
+    def _read(self) -> dict[str, float]:
+        """Microjoules by zone."""
+        counters = {}
+        for zone in POWERCAP.glob("intel-rapl:*"):
+            if zone.name.count(":") == 1:  # a package; its parts, such as intel-rapl:0:0, are counted in it
+                with contextlib.suppress(OSError, ValueError):
+                    counters[zone.name] = float((zone / "energy_uj").read_text())
+        return counters

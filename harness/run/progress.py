@@ -9,7 +9,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,24 +20,6 @@ from harness.api import RunRecord
 from harness.run.steps import Step
 
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
-
-
-class Progress(Protocol):
-    """Shows the progress of a run's steps."""
-
-    def planned(self, steps: Sequence[Step], already_done: int) -> None: ...
-
-    def started(self, step: Step, activity: str) -> None: ...
-
-    def event(self, phase: str, done: int, total: int) -> None: ...
-
-    def finished(self, step: Step, record: RunRecord) -> None: ...
-
-    def dropped(self, step: Step) -> None: ...
-
-    def added(self, steps: Sequence[Step]) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 class Clock:
@@ -61,19 +42,47 @@ class Clock:
         return max(0.0, total - spent), all(s.cell.name in self._walls for s in todo)
 
 
-class PlainProgress:
-    """One line when a launch starts and another when it ends; for logs and CI."""
+class Progress:
+    """Counts a run's launches, done and to do, and estimates the time left; subclasses show it."""
 
     def __init__(self) -> None:
         self._clock = Clock()
         self._todo: list[Step] = []
         self._done = self._total = 0
-        self._phase = ""
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None:
-        self._todo = list(steps)
-        self._total = len(steps) + already_done
-        self._done = already_done
+        self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
+
+    def started(self, step: Step, activity: str) -> None:
+        raise NotImplementedError
+
+    def event(self, phase: str, done: int, total: int) -> None:
+        raise NotImplementedError
+
+    def finished(self, step: Step, record: RunRecord) -> None:
+        self._done += 1
+        self._todo = [s for s in self._todo if s != step]
+        self._clock.add(step.cell.name, record.wall_s)
+
+    def dropped(self, step: Step) -> None:
+        self._todo = [s for s in self._todo if s != step]
+        self._total -= 1
+
+    def added(self, steps: Sequence[Step]) -> None:
+        self._todo = [*steps, *self._todo]
+        self._total += len(steps)
+
+    def note(self, text: str) -> None:
+        raise NotImplementedError
+
+
+class PlainProgress(Progress):
+    """One line when a launch starts and another when it ends; for logs and CI."""
+
+    _phase = ""
+
+    def planned(self, steps: Sequence[Step], already_done: int) -> None:
+        super().planned(steps, already_done)
         resumed = f" ({already_done} already done{'' if steps else '; --fresh starts over'})" if already_done else ""
         self.note(f"{len(steps)} {'launch' if len(steps) == 1 else 'launches'} to do{resumed}")
 
@@ -88,37 +97,22 @@ class PlainProgress:
         self._phase = phase
 
     def finished(self, step: Step, record: RunRecord) -> None:
-        self._done += 1
-        self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, record.wall_s)
-        self.note(f"[{self._done}/{self._total}] {describe(record)}{self._eta()}")
-
-    def dropped(self, step: Step) -> None:
-        self._todo = [s for s in self._todo if s != step]
-        self._total -= 1
-
-    def added(self, steps: Sequence[Step]) -> None:
-        self._todo = [*steps, *self._todo]
-        self._total += len(steps)
+        super().finished(step, record)
+        left = self._clock.left(self._todo, 0.0) if self._todo else None
+        self.note(f"[{self._done}/{self._total}] {describe(record)}{f'; {duration(*left)} left' if left else ''}")
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk or closed pipe must not end the measurement
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
-    def _eta(self) -> str:
-        left = self._clock.left(self._todo, 0.0)
-        return f"; {duration(left[0], left[1])} left" if left and self._todo else ""
 
-
-class LiveProgress:
+class LiveProgress(Progress):
     """A table with the cell, phase, tokens, rate and time left, above it a line for each finished launch."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._console = Console(stderr=True, emoji=False)
-        self._clock = Clock()
-        self._todo: list[Step] = []
-        self._done = self._total = 0
         self._activity = self._phase = ""
         self._tokens = (0, 0)
         self._step: Step | None = None
@@ -132,9 +126,6 @@ class LiveProgress:
     def __exit__(self, *exc: object) -> None:
         self._live.__exit__(None, None, None)
 
-    def planned(self, steps: Sequence[Step], already_done: int) -> None:
-        self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
-
     def started(self, step: Step, activity: str) -> None:
         self._step, self._activity, self._phase, self._tokens = step, activity, "", (0, 0)
         self._started = time.monotonic()  # probes and searches restart it, so the launch's own call counts in the end
@@ -145,19 +136,9 @@ class LiveProgress:
         self._tokens = (done, total)
 
     def finished(self, step: Step, record: RunRecord) -> None:
-        self._done += 1
-        self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, record.wall_s)
+        super().finished(step, record)
         self._step = None
         self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
-
-    def dropped(self, step: Step) -> None:
-        self._todo = [s for s in self._todo if s != step]
-        self._total -= 1
-
-    def added(self, steps: Sequence[Step]) -> None:
-        self._todo = [*steps, *self._todo]
-        self._total += len(steps)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
@@ -30,30 +30,23 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
     clearly slower than a smaller one, and if a trial fails for a reason other than size.
     """
     trials: list[Trial] = []
-
-    def survives(batch: int) -> bool:
+    largest_ok, smallest_failed, batch = 0, 0, min(start, ceiling)
+    while batch:
         trials.append(attempt(batch))
-        return trials[-1].status == "ok"
-
-    largest_ok, smallest_failed = 0, 0
-    batch = min(start, ceiling)
-    while not (largest_ok and smallest_failed) and batch >= 1 and largest_ok < ceiling:
-        if survives(batch):
-            if _is_slower(trials):
-                return tuple(trials)
-            largest_ok, batch = batch, min(batch * 2, ceiling)
-        else:
-            smallest_failed, batch = batch, batch // 2
-        if trials[-1].status not in SIZE_STATUSES:
-            return tuple(trials)
-    while largest_ok and smallest_failed and smallest_failed - largest_ok > max(1, largest_ok // 4):
-        middle = (largest_ok + smallest_failed) // 2
-        if survives(middle):
-            largest_ok = middle
-        else:
-            smallest_failed = middle
-        if trials[-1].status not in SIZE_STATUSES:
+        status = trials[-1].status
+        if status not in SIZE_STATUSES or (status == "ok" and _is_slower(trials)):
             break
+        if status == "ok":
+            largest_ok = batch
+        else:
+            smallest_failed = batch
+        if not smallest_failed:
+            batch = min(2 * largest_ok, ceiling) if largest_ok < ceiling else 0
+        elif not largest_ok:
+            batch = smallest_failed // 2
+        else:
+            wide = smallest_failed - largest_ok > max(1, largest_ok // 4)
+            batch = (largest_ok + smallest_failed) // 2 if wide else 0
     return tuple(trials)
 
 
@@ -103,13 +96,6 @@ def lasting(trials: Sequence[Trial]) -> bool:
     return statuses <= {*SIZE_STATUSES} and (choose(trials) is not None or statuses == {"infeasible"})
 
 
-@dataclass(frozen=True)
-class _Trials:
-    """The stored form of one search."""
-
-    trials: tuple[Trial, ...] | None
-
-
 class Remembered:
     """Earlier searches on this machine, in one JSON file of the cache that is replaced atomically."""
 
@@ -125,7 +111,7 @@ class Remembered:
     def get(self, key: str) -> tuple[Trial, ...] | None:
         """The trials of an earlier search, or None."""
         with contextlib.suppress(HarnessError):
-            return from_json(_Trials, {"trials": self._read().get(key)}).trials or None
+            return from_json(tuple[Trial, ...], self._read().get(key)) or None
         return None
 
     def put(self, key: str, trials: Sequence[Trial]) -> None:

@@ -74,7 +74,7 @@ def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_end_after", lambda seconds: None)
     monkeypatch.setattr(worker, "_done", lambda *_: WorkerResult("ok"))
 
-    def full(path, text):
+    def full(path, text, encoding):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)

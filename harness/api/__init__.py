@@ -58,11 +58,7 @@ from harness.api.launcher import (
     WorkerResult,
     ignore_events,
 )
-from harness.api.machine import (
-    LocalModel,
-    MachineRates,
-    ModelShape,
-)
+from harness.api.machine import LocalModel, MachineRates, ModelShape
 from harness.api.record import (
     Accuracy,
     Bound,
@@ -76,10 +72,7 @@ from harness.api.record import (
     Trial,
     parse_record,
 )
-from harness.api.serial import (
-    from_json,
-    to_json,
-)
+from harness.api.serial import from_json, to_json
 from harness.api.spec import (
     HardwareLimits,
     HardwareRequirements,

@@ -58,7 +58,7 @@ def resolve(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def build(plugin: Plugin, kind: type, *arguments: Any, **options: Any) -> Any:
+def build(plugin: Plugin, kind: type, /, *arguments: Any, **options: Any) -> Any:
     """An object of the plug-in's class, as of the protocol `kind`.
 
     Raises HarnessError if it cannot be imported, is no class, or lacks members of `kind`.

@@ -22,33 +22,19 @@ from harness.run.steps import Step
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
 
 
-class Clock:
-    """Estimates the time left from timed launches: the cell's mean, or the mean of all for a cell not timed yet."""
-
-    def __init__(self) -> None:
-        self._walls: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, cell: str, seconds: float) -> None:
-        """Records the duration of a launch."""
-        self._walls[cell].append(seconds)
-
-    def left(self, todo: Sequence[Step], spent: float) -> tuple[float, bool] | None:
-        """Seconds for `todo` minus what its first step has `spent`, and whether each of its cells was timed before."""
-        all_walls = [w for walls in self._walls.values() for w in walls]
-        if not all_walls:
-            return None
-        mean = statistics.fmean(all_walls)
-        total = sum(statistics.fmean(self._walls.get(s.cell.name) or [mean]) for s in todo)
-        return max(0.0, total - spent), all(s.cell.name in self._walls for s in todo)
-
-
 class Progress:
     """Counts a run's launches, done and to do, and estimates the time left; subclasses show it."""
 
     def __init__(self) -> None:
-        self._clock = Clock()
+        self._walls: dict[str, list[float]] = defaultdict(list)  # of timed launches, by cell
         self._todo: list[Step] = []
         self._done = self._total = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None:
         self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
@@ -62,7 +48,7 @@ class Progress:
     def finished(self, step: Step, record: RunRecord) -> None:
         self._done += 1
         self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, record.wall_s)
+        self._walls[step.cell.name].append(record.wall_s)
 
     def dropped(self, step: Step) -> None:
         self._todo = [s for s in self._todo if s != step]
@@ -74,6 +60,17 @@ class Progress:
 
     def note(self, text: str) -> None:
         raise NotImplementedError
+
+    def left(self, spent: float) -> str:
+        """The time for the launches to do, less what the first has `spent`; empty before any was timed.
+
+        A launch is expected to take its cell's mean, or the mean of all for a cell that was not timed yet.
+        """
+        if not self._walls:
+            return ""
+        mean = statistics.fmean(wall for walls in self._walls.values() for wall in walls)
+        total = sum(statistics.fmean(self._walls.get(s.cell.name, [mean])) for s in self._todo)
+        return duration(max(0.0, total - spent), all(s.cell.name in self._walls for s in self._todo))
 
 
 class PlainProgress(Progress):
@@ -98,8 +95,8 @@ class PlainProgress(Progress):
 
     def finished(self, step: Step, record: RunRecord) -> None:
         super().finished(step, record)
-        left = self._clock.left(self._todo, 0.0) if self._todo else None
-        self.note(f"[{self._done}/{self._total}] {describe(record)}{f'; {duration(*left)} left' if left else ''}")
+        left = f"; {self.left(0.0)} left" if self._todo else ""
+        self.note(f"[{self._done}/{self._total}] {describe(record)}{left}")
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk or closed pipe must not end the measurement
@@ -147,7 +144,6 @@ class LiveProgress(Progress):
         done, total = self._tokens
         elapsed = time.monotonic() - self._phase_started
         rate = f"{done / elapsed:.2f} tok/s" if self._phase == "generate" and done and elapsed > 0 else ""
-        left = self._clock.left(self._todo, time.monotonic() - self._started)
         table = Table(box=None, pad_edge=False)
         for column in ("launch", "cell", "doing", "phase", "progress", "rate", "time left"):
             table.add_column(column, style="bold" if column == "cell" else "")
@@ -158,12 +154,12 @@ class LiveProgress(Progress):
             f"{self._phase} {elapsed:.0f} s" if self._phase else "",
             f"{done}/{total}" if total else "",
             rate,
-            duration(*left) if left else "not known yet",
+            self.left(time.monotonic() - self._started) or "not known yet",
         )
         return Group(table, ProgressBar(total=max(1, self._total), completed=self._done, width=60))
 
 
-def make_progress() -> PlainProgress | LiveProgress:
+def make_progress() -> Progress:
     """Live progress if stderr is a terminal, plain progress otherwise or if CI is set."""
     if sys.stderr.isatty() and not os.environ.get("CI"):
         return LiveProgress()

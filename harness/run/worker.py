@@ -90,8 +90,7 @@ def main(argv: Sequence[str]) -> int:
     """Does the work in folder argv[0]. Returns 0 if it wrote a result, else EXIT_DISK_FULL."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
-    _die_with(request["parent"])
-    _end_after(request["longest_s"])
+    _end_with(request["parent"], request["longest_s"])
     result = _done(folder, request["kind"], request["work"])
     try:
         replace_with(folder / RESULT, json.dumps(to_json(result), allow_nan=False))
@@ -102,13 +101,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _end_after(seconds: float) -> None:
-    """Asks Linux to end this process after `seconds`: nothing else ends a container whose harness was killed."""
-    signal.alarm(math.ceil(seconds))
-
-
-def _die_with(parent: int) -> None:
-    """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9."""
+def _end_with(parent: int, longest_s: float) -> None:
+    """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9, and to end it after
+    `longest_s` seconds: nothing else ends a container whose harness was killed."""
+    signal.alarm(math.ceil(longest_s))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # the harness died before the call
@@ -240,13 +236,11 @@ class _Run:
             if questions:
                 self._note(answers=answers_of(requests, results, scores))
             trace = engine.trace()
-        figures: dict[str, float | None] = {}
+        figures = metrics(traces, capabilities.phased) if traces else {}
         if pairs:
             tokens = sum(len(context) + len(continuation) for context, continuation in pairs)
             padding = trace.metrics.get("scored_padding_tokens", 0.0)
-            figures |= scored_metrics(len(pairs), tokens, scored - generated, padding)
-        if traces:
-            figures |= metrics(traces, capabilities.phased)
+            figures = scored_metrics(len(pairs), tokens, scored - generated, padding) | figures
         self._note(requests=tuple(traces), trace=trace.events, metrics=figures | dict(trace.metrics) | times)
 
     def _load(self, engine: Engine, capabilities: Capabilities, questions: Questions | None) -> LoadReport:

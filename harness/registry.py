@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.resources
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -83,11 +83,9 @@ class EngineEntry(Entry):
 ENGINES: Mapping[str, EngineEntry] = {
     "fake": EngineEntry(
         "engines.adapters.fake:FakeEngine",
-        (),
-        "",
-        "deterministic tokens in virtual time; drives the harness's tests",
-        "engines.adapters.fake:MODEL",
-        "engines.adapters.fake:FakeText",
+        summary="deterministic tokens in virtual time; drives the harness's tests",
+        builtin_model="engines.adapters.fake:MODEL",
+        builtin_text="engines.adapters.fake:FakeText",
         longest="engines.adapters.fake:longest_sequence",
         environment="harness",
     ),
@@ -95,50 +93,45 @@ ENGINES: Mapping[str, EngineEntry] = {
         "engines.adapters.transformers:TransformersEngine",
         ("torch", "transformers", "safetensors"),
         "transformers",
-        "Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
+        summary="Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
         environment="accelerate",
     ),
     "accelerate": EngineEntry(
         "engines.adapters.accelerate:AccelerateEngine",
         ("torch", "transformers", "safetensors", "accelerate"),
         "accelerate",
-        "Hugging Face Accelerate: weights on a device, in RAM and on disk",
+        summary="Hugging Face Accelerate: weights on a device, in RAM and on disk",
         environment="accelerate",
     ),
     "deepspeed_zero": EngineEntry(
         "engines.adapters.deepspeed_zero:DeepSpeedZeroEngine",
         ("torch", "transformers", "safetensors", "deepspeed"),
-        "",
-        "DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in RAM or on disk",
+        summary="DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in RAM or on disk",
         environment="deepspeed",
         needs="libaio and a C++ compiler for parameters on disk",
     ),
     "flexgen_ref": EngineEntry(
         "engines.adapters.flexgen_ref:FlexGenEngine",
         ("torch", "transformers", "flexgen"),
-        "",
-        "FlexGen's own code (OPT only); without CUDA through a shim of ours",
+        summary="FlexGen's own code (OPT only); without CUDA through a shim of ours",
         environment="flexgen",
     ),
     "llama_cpp": EngineEntry(
         "engines.adapters.llama_cpp:LlamaCppEngine",
         ("xllamacpp", "gguf"),
-        "",
-        "llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
+        summary="llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
         environment="llamacpp",
     ),
     "airllm": EngineEntry(
         "engines.adapters.airllm:AirLlmEngine",
         ("torch", "transformers", "airllm"),
-        "",
-        "AirLLM: one layer in memory at a time (LLaMA and its like)",
+        summary="AirLLM: one layer in memory at a time (LLaMA and its like)",
         environment="airllm",
     ),
     "vllm": EngineEntry(
         "engines.adapters.vllm:VllmEngine",
         ("torch", "vllm"),
-        "",
-        "vLLM with weights and KV cache offloaded to RAM",
+        summary="vLLM with weights and KV cache offloaded to RAM",
         environment="vllm",
         needs="a CUDA device",
     ),
@@ -146,14 +139,14 @@ ENGINES: Mapping[str, EngineEntry] = {
         "engines.adapters.lm_eval_hf:LmEvalHfEngine",
         ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),
         "eval",
-        "lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
+        summary="lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
         environment="accelerate",
     ),
     "offload": EngineEntry(
         "engines.offload.engine:OffloadEngine",
         ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
         "offload",
-        "our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
+        summary="our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
         longest="engines.planning.longest:longest_sequence",
         predicted=True,
         environment="offload",
@@ -189,7 +182,8 @@ def engines() -> dict[str, EngineEntry]:
 
 def engine_entry(name: str) -> EngineEntry:
     """Raises HarnessError with the nearest name for an unknown engine."""
-    entry = ENGINES.get(name) or _plugin_engines().get(name)  # built-in ones without a look at plug-ins
+    # built-in ones first: their workers spend no time on a look at plug-ins
+    entry = ENGINES.get(name) or _plugin_engines().get(name)
     if entry is None:
         raise HarnessError(f"unknown engine {name!r}; {nearest(name, engines())}")
     return entry
@@ -197,19 +191,13 @@ def engine_entry(name: str) -> EngineEntry:
 
 def make_engine(name: str, options: Mapping[str, Any]) -> Engine:
     """Builds an engine. Raises HarnessError for a missing module, an unknown option, or a plug-in that is no engine."""
-    # a built-in engine comes first: its worker spends no time on a look at plug-ins
-    entry = ENGINES.get(name) or engine_entry(name)
+    entry = engine_entry(name)
     entry.require(f"engine {name}")
-    factory = plugins.load(entry.plugin) if entry.plugin else resolve(entry.target)
-    if not callable(factory):
-        raise HarnessError(f"engine {name}: {entry.target} is no class")
+    make = functools.partial(plugins.build, entry.plugin, Engine) if entry.plugin else resolve(entry.target)
     try:
-        engine = factory(**options)
+        return cast(Engine, make(**options))
     except TypeError as exc:
         raise HarnessError(f"engine {name} does not take these options: {exc}") from exc
-    if entry.plugin:
-        plugins.require(entry.plugin, engine, Engine, "Engine")
-    return cast(Engine, engine)
 
 
 def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | None:
@@ -223,14 +211,16 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | N
 
 @functools.cache
 def _plugin_engines() -> Mapping[str, EngineEntry]:
-    return {name: _plugin_entry(plugin) for name, plugin in plugins.plugins(plugins.ENGINES).items()}
-
-
-def _plugin_entry(plugin: Plugin) -> EngineEntry:
-    """A plug-in's engine: installed with its requirements, and with an environment where its package has pins."""
-    pins = _plugin_pins(plugin)
-    summary = f"{plugin.summary} (plug-in of {plugin.distribution})".strip()
-    return EngineEntry(plugin.target, summary=summary, environment=plugin.name if pins else "", plugin=plugin)
+    """Plug-ins' engines: installed with their requirements, and with an environment where their package has pins."""
+    return {
+        name: EngineEntry(
+            plugin.target,
+            summary=f"{plugin.summary} (plug-in of {plugin.distribution})".strip(),
+            environment=name if _plugin_pins(plugin) else "",
+            plugin=plugin,
+        )
+        for name, plugin in plugins.plugins(plugins.ENGINES).items()
+    }
 
 
 def _plugin_pins(plugin: Plugin) -> Path | None:
@@ -269,25 +259,18 @@ def launchers() -> list[str]:
 
 def make_launcher(name: str, cache: Path) -> Launcher:
     """Builds a launcher. Raises HarnessError for one that is unknown, broken, or cannot work on this machine."""
-    plugin = plugins.plugins(plugins.LAUNCHERS).get(name)
-    if plugin is None and name not in LAUNCHERS:
+    if plugin := plugins.plugins(plugins.LAUNCHERS).get(name):
+        return cast(Launcher, plugins.build(plugin, Launcher, cache))
+    if name not in LAUNCHERS:
         raise HarnessError(f"unknown launcher {name!r}; {nearest(name, launchers())}")
-    if plugin is None:
-        LAUNCHERS[name].require(f"launcher {name}")
-        return cast(Launcher, _class(LAUNCHERS[name].target)(cache))
-    launcher = _plugin_object(plugin, cache)
-    plugins.require(plugin, launcher, Launcher, "Launcher")
-    return cast(Launcher, launcher)
+    LAUNCHERS[name].require(f"launcher {name}")
+    return cast(Launcher, resolve(LAUNCHERS[name].target)(cache))
 
 
 def task(name: str) -> Task:
     """An accuracy task. Raises HarnessError for an unknown name, and for a plug-in that is no task."""
     plugin = plugins.plugins(plugins.TASKS).get(name)
-    if plugin is None:
-        return _tasks().task(name)
-    made = _plugin_object(plugin)
-    plugins.require(plugin, made, Task, "Task")
-    return cast(Task, made)
+    return cast(Task, plugins.build(plugin, Task)) if plugin else _tasks().task(name)
 
 
 def is_task(name: str) -> bool:
@@ -303,7 +286,7 @@ def task_names() -> list[str]:
 def workload(spec: WorkloadSpec) -> Workload:
     """A cell's workload."""
     trace = {"trace": spec.trace} if spec.kind == "trace" else {}
-    return cast(Workload, _class(_WORKLOADS[spec.kind])(prompt_len=spec.prompt_len, gen_len=spec.gen_len, **trace))
+    return cast(Workload, resolve(_WORKLOADS[spec.kind])(prompt_len=spec.prompt_len, gen_len=spec.gen_len, **trace))
 
 
 def lengths(spec: WorkloadSpec) -> RequestLengths:
@@ -324,17 +307,6 @@ def clash(kind: Kind, name: str) -> str:
     return plugins.clash(plugin, name in built_in)
 
 
-def _plugin_object(plugin: Plugin, *arguments: Path) -> object:
-    factory = plugins.load(plugin)
-    if not callable(factory):
-        raise HarnessError(f"{plugin}: {plugin.target} is no class")
-    return factory(*arguments)
-
-
-def _class(target: str) -> type[Any]:
-    return cast(type[Any], resolve(target))
-
-
 # --------------------------------------------------------------------------- models and their text
 
 
@@ -352,30 +324,27 @@ def identity(engine: str, model: LocalModel, cache: Path, on_progress: OnProgres
 
 def text(engine: str, model: LocalModel) -> Text:
     """A model's tokenizer. Raises HarnessError where its folder has none."""
-    return cast(Text, _class(engine_entry(engine).builtin_text or "engines.common.text:Text")(model))
+    return cast(Text, resolve(engine_entry(engine).builtin_text or "engines.common.text:Text")(model))
 
 
 # --------------------------------------------------------------------------- modules
 
 
-def model_store() -> ModelStore:
-    return cast(ModelStore, importlib.import_module("engines.models.checkpoints"))
+def _module(name: str) -> Callable[[], Any]:
+    """What imports the module `name`. It is not type-checked: tests compare it with its protocol."""
+    return functools.partial(importlib.import_module, name)
 
 
-def shapes() -> ModelShapes:
-    return cast(ModelShapes, importlib.import_module("engines.models.shapes"))
-
-
-def request_checks() -> RequestChecks:
-    return cast(RequestChecks, importlib.import_module("engines.common.requests"))
-
-
-def compiler() -> CompilerSearch:
-    return cast(CompilerSearch, importlib.import_module("engines.common.compiler"))
-
-
-def machine_rates() -> MachineRatesProbe:
-    return cast(MachineRatesProbe, importlib.import_module("engines.common.machine_rates"))
+model_store: Callable[[], ModelStore] = _module("engines.models.checkpoints")
+shapes: Callable[[], ModelShapes] = _module("engines.models.shapes")
+request_checks: Callable[[], RequestChecks] = _module("engines.common.requests")
+compiler: Callable[[], CompilerSearch] = _module("engines.common.compiler")
+machine_rates: Callable[[], MachineRatesProbe] = _module("engines.common.machine_rates")
+planner: Callable[[], Planner] = _module("engines.planning.plan")
+simulator: Callable[[], Simulator] = _module("engines.planning.simulated")
+forecaster: Callable[[], Forecaster] = _module("engines.planning.forecast")
+published_figures: Callable[[], PublishedFigures] = _module("engines.planning.published")
+_tasks: Callable[[], TaskCatalogue] = _module("suites.tasks")
 
 
 def calibrator() -> Calibrator:
@@ -384,28 +353,8 @@ def calibrator() -> Calibrator:
     return cast(Calibrator, importlib.import_module("engines.offload.calibrate.host"))
 
 
-def planner() -> Planner:
-    return cast(Planner, importlib.import_module("engines.planning.plan"))
-
-
-def simulator() -> Simulator:
-    return cast(Simulator, importlib.import_module("engines.planning.simulated"))
-
-
-def forecaster() -> Forecaster:
-    return cast(Forecaster, importlib.import_module("engines.planning.forecast"))
-
-
-def published_figures() -> PublishedFigures:
-    return cast(PublishedFigures, importlib.import_module("engines.planning.published"))
-
-
 def lm_eval() -> LmEval:
     """Raises HarnessError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
     return cast(LmEval, importlib.import_module("suites.lm_eval_models"))
-
-
-def _tasks() -> TaskCatalogue:
-    return cast(TaskCatalogue, importlib.import_module("suites.tasks"))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from harness.api.common import UnsupportedError
 from harness.api.machine import LocalModel
-from harness.api.spec import HardwareLimits, OffloadPolicy
+from harness.api.spec import HardwareLimits, OffloadPolicy, RunSpec
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ class Capabilities:
     device: bool = False  # can run on a device, within limits.device_memory
     packages: tuple[str, ...] = ()  # distributions whose versions the record keeps
     batch_policy: OffloadPolicy = _BATCH_POLICY
+
+    def require_device(self, spec: RunSpec) -> None:
+        """Raises UnsupportedError if a cell limits device memory and its engine, of these capabilities, uses none."""
+        if spec.limits.gpu and not self.device:
+            raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device; limit host_memory")
 
 
 @dataclass(frozen=True)

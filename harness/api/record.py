@@ -1,14 +1,16 @@
-"""What a launch leaves behind: its record, and the measurements in it."""
+"""What a launch leaves behind: its record, the measurements in it, and its line in records.jsonl."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from harness.api.common import SCHEMA_VERSION, Status
+from harness.api.common import SCHEMA_VERSION, HarnessError, Status
 from harness.api.engine import LoadReport, TraceEvent
 from harness.api.machine import LocalModel, MachineRates
+from harness.api.serial import from_json
 from harness.api.spec import RunSpec
 
 Phase = Literal["load", "generate"]
@@ -158,16 +160,27 @@ class RunRecord:
     projected: bool = False
     schema_version: int = SCHEMA_VERSION
 
-    #: Fields that hold times or what the operating system counted; all others repeat exactly for one seed.
-    VOLATILE = (
-        "started_at",
-        "wall_s",
-        "measurements",
-        "memory",
-        "machine",
-        "bound",
-        "predicted",
-        "provenance",
-        "tuning",
-        "trace",
-    )
+
+def parse_record(line: bytes, where: str) -> RunRecord:
+    """The record on a line. Raises HarnessError, beginning with `where`, for damage or a newer schema."""
+    try:
+        data = json.loads(line.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as exc:
+        raise HarnessError(f"{where}: not JSON ({exc}); repair or remove that line") from exc
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if type(version) is not int or version < 1:  # JSON's true is no number
+        raise HarnessError(f"{where}: not a record, as it has no schema_version; repair or remove that line")
+    if version > SCHEMA_VERSION:
+        raise HarnessError(
+            f"{where}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest known here; update it"
+        )
+    if version == 1 and isinstance(data.get("model"), dict):
+        data["model"].pop("largest_layer_bytes", None)  # which nothing ever read
+    try:
+        return from_json(RunRecord, data | {"schema_version": SCHEMA_VERSION})
+    except (HarnessError, OverflowError) as exc:
+        raise HarnessError(f"{where}: {exc}") from exc
+
+
+def _refuse_constant(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")

@@ -108,18 +108,14 @@ def _literal(allowed: tuple[Any, ...]) -> Converter:
 
 
 def _tuple(items: tuple[Any, ...]) -> Converter:
-    if items[-1] is Ellipsis:
-        one = _converter(items[0])
-
-        def convert_all(data: Any, where: str) -> Any:
-            _require((list, tuple), data, where)
-            return tuple([one(v, where) for v in data])
-
-        return convert_all
-    converters = [_converter(item) for item in items]
+    of_any_length = items[-1] is Ellipsis
+    converters = [_converter(item) for item in items if item is not Ellipsis]
 
     def convert(data: Any, where: str) -> Any:
         _require((list, tuple), data, where)
+        if of_any_length:
+            one = converters[0]
+            return tuple([one(v, where) for v in data])
         if len(converters) != len(data):
             raise HarnessError(f"{where}: expected {len(converters)} values, got {len(data)}")
         return tuple(c(v, f"{where}[{i}]") for i, (c, v) in enumerate(zip(converters, data, strict=True)))

@@ -147,6 +147,11 @@ class HardwareLimits:
     threads: int | None = None
     disk_bandwidth: int | None = None
 
+    @property
+    def gpu(self) -> bool:
+        """Whether the launch uses a device."""
+        return self.device_memory is not None
+
 
 @dataclass(frozen=True)
 class HardwareRequirements:

@@ -80,8 +80,7 @@ def job_cell(
     cell = load_cell(settings, overrides)
     if cell.tune != "none":
         raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
-    if cell.limits.device_memory is not None and not capabilities.device:
-        raise HarnessError(f"limits.device_memory: engine {engine} uses no device; limit host_memory")
+    capabilities.require_device(cell)
     return cell
 
 

@@ -91,8 +91,7 @@ def _measure(options: RunOptions, selection: Selection) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, to survive the terminal
         signal.signal(signal.SIGHUP, interrupt)
-    progress = make_progress()
-    with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
+    with make_progress() as progress:
         measuring = runner.Runner(suite, selection.path, out, cache, progress, selection.command, options.data_dir)
         try:
             records = measuring.run(selection.cells, options.fresh)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
+from typing import Any
 
 from harness.api import HarnessError, first_line
 
@@ -36,9 +37,7 @@ def plugins(group: str) -> dict[str, Plugin]:
         distribution = f"{about['Name']} {about['Version']}" if about else "an unknown distribution"
         known = by_name.get(entry.name)
         if known and known.distribution != distribution:
-            by_name[entry.name] = Plugin(
-                known.name, known.target, known.distribution, known.summary, (*known.rivals, distribution)
-            )
+            by_name[entry.name] = replace(known, rivals=(*known.rivals, distribution))
         elif not known:
             summary = about["Summary"] or "" if about else ""
             by_name[entry.name] = Plugin(entry.name, entry.value, distribution, summary)
@@ -53,22 +52,25 @@ def clash(plugin: Plugin, built_in: bool) -> str:
     return f"{plugin} has the name of one of {' and of '.join(others)}: uninstall one of them"
 
 
-def resolve(target: str) -> object:
+def resolve(target: str) -> Any:
     """The object behind "module:name"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def load(plugin: Plugin) -> object:
-    """The plug-in's object. Raises HarnessError if it cannot be imported."""
+def build(plugin: Plugin, kind: type, /, *arguments: Any, **options: Any) -> Any:
+    """An object of the plug-in's class, as of the protocol `kind`.
+
+    Raises HarnessError if it cannot be imported, is no class, or lacks members of `kind`.
+    """
     try:
-        return resolve(plugin.target)
+        factory = resolve(plugin.target)
     except Exception as exc:  # importing runs arbitrary code
         raise HarnessError(f"{plugin} cannot be imported: {type(exc).__name__}: {first_line(exc)}") from exc
-
-
-def require(plugin: Plugin, made: object, kind: type, what: str) -> None:
-    """Raises HarnessError naming the members of the protocol `kind` that a plug-in's object lacks."""
+    if not callable(factory):
+        raise HarnessError(f"{plugin}: {plugin.target} is no class")
+    made = factory(*arguments, **options)
     members = getattr(kind, "__protocol_attrs__", None) or {n for n in dir(kind) if not n.startswith("_")}
     if lacking := sorted(name for name in members if not hasattr(made, name)):
-        raise HarnessError(f"{plugin} is no {what}: {plugin.target} lacks {', '.join(lacking)}")
+        raise HarnessError(f"{plugin} is no {kind.__name__}: {plugin.target} lacks {', '.join(lacking)}")
+    return made

@@ -26,13 +26,13 @@ _SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "
              "PYTORCH_", "CUDA_VISIBLE_DEVICES", "DS_", "VLLM_", "GGML_")  # fmt: skip
 
 
-def collect(code: Path | None = None) -> dict[str, Any]:
-    """Provenance of this machine and of the code in folder `code` (this package's by default)."""
+def collect() -> dict[str, Any]:
+    """Provenance of this machine and of this code."""
     return {
         "machine": machine(),
         "python": platform.python_version(),
         "harness": package_versions(("offload-harness",)).get("offload-harness", "not installed"),
-        "git": git_state(code or Path(__file__).parent),
+        "git": git_state(Path(__file__).parent),
     }
 
 

@@ -21,11 +21,9 @@ def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) ->
     if memory < need.host_memory:
         lacking.append(f"host memory: {_gib(need.host_memory)} required, {_gib(memory)} present")
     if need.device_memory:
-        devices = [float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()]
-        if max(devices, default=0.0) < need.device_memory:
-            lacking.append(
-                f"device memory: {_gib(need.device_memory)} required, {_gib(max(devices, default=0.0))} present"
-            )
+        largest = max((float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()), default=0.0)
+        if largest < need.device_memory:
+            lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(largest)} present")
     existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < need.disk_free and not resuming:

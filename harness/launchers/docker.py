@@ -56,7 +56,7 @@ class Containers:
 
     def sandbox(self, spec: RunSpec, exchange: Exchange) -> ContainerSandbox:
         name = images.image_of(spec)
-        if spec.limits.device_memory is not None and not self._engine.gives_gpus:
+        if spec.limits.gpu and not self._engine.gives_gpus:
             raise UnsupportedError("Podman's API passes no GPU to a container: use Docker, or --launcher process")
         if spec.limits.host_memory is not None and not self._engine.limits_memory:
             raise UnsupportedError("this container engine cannot limit memory (no such cgroup): use --launcher process")

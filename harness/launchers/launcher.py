@@ -88,7 +88,7 @@ class CellLauncher:
         """Settings that reach the engine from the user's environment and that the cell does not decide."""
         if not sandbox.inherits_environment:
             return {}
-        ours = settings(spec.limits.threads, spec.limits.device_memory is not None)
+        ours = settings(spec.limits.threads, spec.limits.gpu)
         return {name: self.scrub(value) for name, value in provenance.settings().items() if name not in ours}
 
     def _sandbox(self, spec: RunSpec, exchange: Exchange) -> Sandbox:
@@ -173,7 +173,7 @@ class CellLauncher:
         """Disk bandwidth on the model's files, and GEMM rates at its shape on the threads or the device of `limits`, as
         they are now; empty where they cannot be measured."""
         kinds = tuple(sorted({"float32", model.dtype, *dtypes} - {"auto"}))
-        shape, gpu = (model.shape.hidden, model.shape.ffn), limits.device_memory is not None
+        shape, gpu = (model.shape.hidden, model.shape.ffn), limits.gpu
         work = MeasureMachine(Path(model.path), shape, rows, kinds, limits.threads, gpu)
         exchange = replace(exchange, on_event=ignore_events)
         request = WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=limits.threads, gpu=gpu)
@@ -217,7 +217,7 @@ class CellLauncher:
             spec.policy.weight_bits,
             spec.policy.kv_bits,
             spec.limits.threads,
-            spec.limits.device_memory is not None,
+            spec.limits.gpu,
         ]
         key = json.dumps([*engine, model.dtype, model.shape.family])
         if key not in self._idle:
@@ -235,7 +235,7 @@ class CellLauncher:
         work: RunCell | MeasureIdle, exchange: Exchange, timeout_s: float, limit: int | None
     ) -> WorkerRequest:
         limits = work.spec.limits
-        return WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.device_memory is not None)
+        return WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu)
 
     def _help(self, kind: type[T], work: Work, exchange: Exchange, failed: str) -> T:
         """What a helper's work gives, of type `kind`; see `_value`."""

@@ -1,4 +1,4 @@
-"""Checks an engine's answers, so that an engine that did not do the work gets no figures."""
+"""Asks an engine, and checks its answers, so that an engine that did not do the work gets no figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,37 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from harness.api import GenerationRequest, GenerationResult, HarnessError, RequestTrace
+from harness.api import Engine, EventSink, GenerationRequest, GenerationResult, HarnessError, RequestTrace, Score
+from harness.api.task import Pair
+
+#: Pairs per call of an engine's `score`.
+_PAIRS_PER_CALL = 1024
+
+
+def generate(engine: Engine, requests: Sequence[GenerationRequest], on_event: EventSink) -> list[GenerationResult]:
+    """The engine's results, in the order in which they finish."""
+    results, done, total = [], 0, sum(r.sampling.max_tokens for r in requests)
+    on_event("generate", 0, total)
+    for result in engine.generate(requests):
+        results.append(result)
+        done += len(result.tokens)
+        on_event("generate", done, total)
+    return results
+
+
+def score(engine: Engine, pairs: Sequence[Pair], on_event: EventSink) -> list[Score]:
+    """The engine's scores, in the order of `pairs`.
+
+    It gets the pairs in groups, large enough to pack well and small enough to show progress; longest first, so that an
+    engine that pads gets pairs of similar length together.
+    """
+    order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]) - len(pairs[i][1]), pairs[i]))
+    by_index: dict[int, Score] = {}
+    for start in range(0, len(order), _PAIRS_PER_CALL):
+        on_event("score", start, len(pairs))
+        piece = order[start : start + _PAIRS_PER_CALL]
+        by_index |= zip(piece, engine.score([pairs[i] for i in piece]), strict=True)
+    return [by_index[i] for i in range(len(pairs))]
 
 
 def check(

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,57 +22,64 @@ from harness.run.steps import Step
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
 
 
-class Progress(Protocol):
-    """Shows the progress of a run's steps."""
-
-    def planned(self, steps: Sequence[Step], already_done: int) -> None: ...
-
-    def started(self, step: Step, activity: str) -> None: ...
-
-    def event(self, phase: str, done: int, total: int) -> None: ...
-
-    def finished(self, step: Step, record: RunRecord) -> None: ...
-
-    def dropped(self, step: Step) -> None: ...
-
-    def added(self, steps: Sequence[Step]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-class Clock:
-    """Estimates the time left from timed launches: the cell's mean, or the mean of all for a cell not timed yet."""
+class Progress:
+    """Counts a run's launches, done and to do, and estimates the time left; subclasses show it."""
 
     def __init__(self) -> None:
-        self._walls: dict[str, list[float]] = defaultdict(list)
-
-    def add(self, cell: str, seconds: float) -> None:
-        """Records the duration of a launch."""
-        self._walls[cell].append(seconds)
-
-    def left(self, todo: Sequence[Step], spent: float) -> tuple[float, bool] | None:
-        """Seconds for `todo` minus what its first step has `spent`, and whether each of its cells was timed before."""
-        all_walls = [w for walls in self._walls.values() for w in walls]
-        if not all_walls:
-            return None
-        mean = statistics.fmean(all_walls)
-        total = sum(statistics.fmean(self._walls.get(s.cell.name) or [mean]) for s in todo)
-        return max(0.0, total - spent), all(s.cell.name in self._walls for s in todo)
-
-
-class PlainProgress:
-    """One line when a launch starts and another when it ends; for logs and CI."""
-
-    def __init__(self) -> None:
-        self._clock = Clock()
+        self._walls: dict[str, list[float]] = defaultdict(list)  # of timed launches, by cell
         self._todo: list[Step] = []
         self._done = self._total = 0
-        self._phase = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None:
-        self._todo = list(steps)
-        self._total = len(steps) + already_done
-        self._done = already_done
+        self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
+
+    def started(self, step: Step, activity: str) -> None:
+        raise NotImplementedError
+
+    def event(self, phase: str, done: int, total: int) -> None:
+        raise NotImplementedError
+
+    def finished(self, step: Step, record: RunRecord) -> None:
+        self._done += 1
+        self._todo = [s for s in self._todo if s != step]
+        self._walls[step.cell.name].append(record.wall_s)
+
+    def dropped(self, step: Step) -> None:
+        self._todo = [s for s in self._todo if s != step]
+        self._total -= 1
+
+    def added(self, steps: Sequence[Step]) -> None:
+        self._todo = [*steps, *self._todo]
+        self._total += len(steps)
+
+    def note(self, text: str) -> None:
+        raise NotImplementedError
+
+    def left(self, spent: float) -> str:
+        """The time for the launches to do, less what the first has `spent`; empty before any was timed.
+
+        A launch is expected to take its cell's mean, or the mean of all for a cell that was not timed yet.
+        """
+        if not self._walls:
+            return ""
+        mean = statistics.fmean(wall for walls in self._walls.values() for wall in walls)
+        total = sum(statistics.fmean(self._walls.get(s.cell.name, [mean])) for s in self._todo)
+        return duration(max(0.0, total - spent), all(s.cell.name in self._walls for s in self._todo))
+
+
+class PlainProgress(Progress):
+    """One line when a launch starts and another when it ends; for logs and CI."""
+
+    _phase = ""
+
+    def planned(self, steps: Sequence[Step], already_done: int) -> None:
+        super().planned(steps, already_done)
         resumed = f" ({already_done} already done{'' if steps else '; --fresh starts over'})" if already_done else ""
         self.note(f"{len(steps)} {'launch' if len(steps) == 1 else 'launches'} to do{resumed}")
 
@@ -88,37 +94,22 @@ class PlainProgress:
         self._phase = phase
 
     def finished(self, step: Step, record: RunRecord) -> None:
-        self._done += 1
-        self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, record.wall_s)
-        self.note(f"[{self._done}/{self._total}] {describe(record)}{self._eta()}")
-
-    def dropped(self, step: Step) -> None:
-        self._todo = [s for s in self._todo if s != step]
-        self._total -= 1
-
-    def added(self, steps: Sequence[Step]) -> None:
-        self._todo = [*steps, *self._todo]
-        self._total += len(steps)
+        super().finished(step, record)
+        left = f"; {self.left(0.0)} left" if self._todo else ""
+        self.note(f"[{self._done}/{self._total}] {describe(record)}{left}")
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk or closed pipe must not end the measurement
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
-    def _eta(self) -> str:
-        left = self._clock.left(self._todo, 0.0)
-        return f"; {duration(left[0], left[1])} left" if left and self._todo else ""
 
-
-class LiveProgress:
+class LiveProgress(Progress):
     """A table with the cell, phase, tokens, rate and time left, above it a line for each finished launch."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._console = Console(stderr=True, emoji=False)
-        self._clock = Clock()
-        self._todo: list[Step] = []
-        self._done = self._total = 0
         self._activity = self._phase = ""
         self._tokens = (0, 0)
         self._step: Step | None = None
@@ -132,9 +123,6 @@ class LiveProgress:
     def __exit__(self, *exc: object) -> None:
         self._live.__exit__(None, None, None)
 
-    def planned(self, steps: Sequence[Step], already_done: int) -> None:
-        self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
-
     def started(self, step: Step, activity: str) -> None:
         self._step, self._activity, self._phase, self._tokens = step, activity, "", (0, 0)
         self._started = time.monotonic()  # probes and searches restart it, so the launch's own call counts in the end
@@ -145,19 +133,9 @@ class LiveProgress:
         self._tokens = (done, total)
 
     def finished(self, step: Step, record: RunRecord) -> None:
-        self._done += 1
-        self._todo = [s for s in self._todo if s != step]
-        self._clock.add(step.cell.name, record.wall_s)
+        super().finished(step, record)
         self._step = None
         self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
-
-    def dropped(self, step: Step) -> None:
-        self._todo = [s for s in self._todo if s != step]
-        self._total -= 1
-
-    def added(self, steps: Sequence[Step]) -> None:
-        self._todo = [*steps, *self._todo]
-        self._total += len(steps)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"))
@@ -166,7 +144,6 @@ class LiveProgress:
         done, total = self._tokens
         elapsed = time.monotonic() - self._phase_started
         rate = f"{done / elapsed:.2f} tok/s" if self._phase == "generate" and done and elapsed > 0 else ""
-        left = self._clock.left(self._todo, time.monotonic() - self._started)
         table = Table(box=None, pad_edge=False)
         for column in ("launch", "cell", "doing", "phase", "progress", "rate", "time left"):
             table.add_column(column, style="bold" if column == "cell" else "")
@@ -177,12 +154,12 @@ class LiveProgress:
             f"{self._phase} {elapsed:.0f} s" if self._phase else "",
             f"{done}/{total}" if total else "",
             rate,
-            duration(*left) if left else "not known yet",
+            self.left(time.monotonic() - self._started) or "not known yet",
         )
         return Group(table, ProgressBar(total=max(1, self._total), completed=self._done, width=60))
 
 
-def make_progress() -> PlainProgress | LiveProgress:
+def make_progress() -> Progress:
     """Live progress if stderr is a terminal, plain progress otherwise or if CI is set."""
     if sys.stderr.isatty() and not os.environ.get("CI"):
         return LiveProgress()

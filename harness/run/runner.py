@@ -279,7 +279,7 @@ class Runner:
         if not self._suite.machine_probe or not model.path:
             return None
         cell = step.cell
-        gpu = cell.limits.device_memory is not None
+        gpu = cell.limits.gpu
         key = (model.path, cell.limits.threads, gpu)
         read_at, rates = self._machine.get(key, (float("-inf"), None))
         if time.monotonic() - read_at > _MACHINE_PROBE_MAX_AGE_S:

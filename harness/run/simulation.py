@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from harness import hardware, registry
@@ -28,8 +29,8 @@ def simulate(
     """
     profile = hardware.load(name, cache)
     store, builder = Store(out), RecordBuilder(command, {})
-    store.open(fresh=True)
-    try:
+    with closing(store):
+        store.open(fresh=True)
         write_suite_copy(suite_file, out)
         builder.collect_provenance()
         records = []
@@ -39,5 +40,3 @@ def simulate(
             records.append(builder.simulated(cell, prediction, profile.name))
             store.append(records[-1])
         return records
-    finally:
-        store.close()

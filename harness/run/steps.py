@@ -18,14 +18,8 @@ class Step:
 
 def interleave(cells: Sequence[RunSpec]) -> list[Step]:
     """Round r runs every cell that has a repeat r, starting at cell r."""
-    rounds = max((c.repeats for c in cells), default=0)
     steps = []
-    for r in range(rounds):
+    for r in range(max((c.repeats for c in cells), default=0)):
         start = r % len(cells)
         steps += [Step(c, r) for c in (*cells[start:], *cells[:start]) if r < c.repeats]
     return steps
-
-
-def shard(cells: Sequence[RunSpec], index: int, count: int) -> list[RunSpec]:
-    """Every `count`-th cell from `index` (0-based): disjoint shards that together are all cells."""
-    return list(cells[index::count])

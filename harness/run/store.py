@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.api import FINAL_STATUSES, HarnessError, RunRecord, RunSpec, parse_record, to_json
+from harness.common.files import replace_with
 from harness.common.line_file import LineFile
 
 RECORDS = "records.jsonl"
@@ -105,12 +105,8 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
 
 def write_suite_copy(source: Path, out: Path) -> None:
     """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
-    temporary = out / "suite.yaml.tmp"
     try:
-        temporary.write_bytes(source.read_bytes())
-        temporary.rename(out / "suite.yaml")
+        replace_with(out / "suite.yaml", source.read_text(encoding="utf-8"))
     except OSError as exc:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
         raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc

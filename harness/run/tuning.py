@@ -30,54 +30,47 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
     clearly slower than a smaller one, and if a trial fails for a reason other than size.
     """
     trials: list[Trial] = []
-
-    def survives(batch: int) -> bool:
+    largest_ok, smallest_failed, batch = 0, 0, min(start, ceiling)
+    while batch:
         trials.append(attempt(batch))
-        return trials[-1].status == "ok"
-
-    largest_ok, smallest_failed = 0, 0
-    batch = min(start, ceiling)
-    while not (largest_ok and smallest_failed) and batch >= 1 and largest_ok < ceiling:
-        if survives(batch):
-            if _is_slower(trials):
-                return tuple(trials)
-            largest_ok, batch = batch, min(batch * 2, ceiling)
-        else:
-            smallest_failed, batch = batch, batch // 2
-        if trials[-1].status not in SIZE_STATUSES:
-            return tuple(trials)
-    while largest_ok and smallest_failed and smallest_failed - largest_ok > max(1, largest_ok // 4):
-        middle = (largest_ok + smallest_failed) // 2
-        if survives(middle):
-            largest_ok = middle
-        else:
-            smallest_failed = middle
-        if trials[-1].status not in SIZE_STATUSES:
+        status = trials[-1].status
+        if status not in SIZE_STATUSES or (status == "ok" and _is_slower(trials)):
             break
+        if status == "ok":
+            largest_ok = batch
+        else:
+            smallest_failed = batch
+        if not smallest_failed:
+            batch = min(2 * largest_ok, ceiling) if largest_ok < ceiling else 0
+        elif not largest_ok:
+            batch = smallest_failed // 2
+        else:
+            wide = smallest_failed - largest_ok > max(1, largest_ok // 4)
+            batch = (largest_ok + smallest_failed) // 2 if wide else 0
     return tuple(trials)
 
 
+@dataclass
 class Patience:
-    """Timeouts for the trials of a batch search, at most `longest` seconds each.
+    """Timeouts for the trials of a batch search, at most `longest` seconds each, from the `last` batch and its seconds.
 
     A batch that takes far longer per sequence than the batch before it thrashes: its trial should end long before the
     cell's timeout.
     """
 
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._last: tuple[int, float] | None = None
+    longest: float
+    last: tuple[int, float] | None = None
 
     def seconds(self, batch: int) -> float:
         """The timeout of a trial of `batch`. A smaller batch than the last gets no less, as start-up dominates."""
-        if self._last is None:
-            return self._longest
-        last_batch, wall_s = self._last
-        return min(self._longest, _THRASHING * wall_s * max(1.0, batch / last_batch) + _STARTUP_S)
+        if self.last is None:
+            return self.longest
+        last_batch, wall_s = self.last
+        return min(self.longest, _THRASHING * wall_s * max(1.0, batch / last_batch) + _STARTUP_S)
 
     def learn(self, batch: int, wall_s: float) -> None:
         """Records that a trial of `batch` survived and took `wall_s` seconds."""
-        self._last = (batch, wall_s)
+        self.last = (batch, wall_s)
 
 
 def _is_slower(trials: Sequence[Trial]) -> bool:
@@ -104,41 +97,34 @@ def lasting(trials: Sequence[Trial]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Trials:
-    """The stored form of one search."""
-
-    trials: tuple[Trial, ...] | None
-
-
 class Remembered:
     """Earlier searches on this machine, in one JSON file of the cache that is replaced atomically."""
 
-    def __init__(self, path: Path, machine_key: str) -> None:
-        self._path = path
-        self._machine_key = machine_key
+    path: Path
+    machine_key: str
 
     def key(self, spec: RunSpec, versions: Mapping[str, str], model_digest: str, cap: str) -> str:
         """The key of a search, over all it depends on: machine, cell without labels, packages, weights, memory cap."""
-        parts = [self._machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), model_digest, cap]
+        parts = [self.machine_key, spec.fingerprint(), spec.timeout_s, sorted(versions.items()), model_digest, cap]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def get(self, key: str) -> tuple[Trial, ...] | None:
         """The trials of an earlier search, or None."""
         with contextlib.suppress(HarnessError):
-            return from_json(_Trials, {"trials": self._read().get(key)}).trials or None
+            return from_json(tuple[Trial, ...], self._read().get(key)) or None
         return None
 
     def put(self, key: str, trials: Sequence[Trial]) -> None:
         """Stores a search's trials. A cache that cannot be written is ignored: it costs a search, not the run."""
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.with_suffix(".lock").open("w") as lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                replace_with(self._path, json.dumps(self._read() | {key: [to_json(t) for t in trials]}, indent=1))
+                replace_with(self.path, json.dumps(self._read() | {key: [to_json(t) for t in trials]}, indent=1))
 
     def _read(self) -> dict[str, object]:
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(self._path.read_text())
+            content = json.loads(self.path.read_text())
             if isinstance(content, dict):
                 return content
         return {}

@@ -17,8 +17,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from harness.api import (
     CellResult,
     Engine,
     GenerationRequest,
-    GenerationResult,
     HardwareLimits,
     HarnessError,
     Job,
@@ -46,19 +45,17 @@ from harness.api import (
     PrepareModel,
     Probe,
     Refusal,
-    RequestTrace,
     RunCell,
     RunSpec,
-    Score,
-    UnsupportedError,
     Work,
     WorkerResult,
     WorkloadSpec,
     from_json,
     to_json,
 )
-from harness.api.task import Pair, Questions
+from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
+from harness.common.files import replace_with
 from harness.common.sizes import mean_cached_length
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
@@ -68,11 +65,9 @@ from harness.probes.gpu import GpuProbe
 from harness.probes.latency import metrics, scored_metrics
 from harness.probes.memory import MemoryProbe, held_bytes
 from harness.run.accuracy import answers_of, ask, judge, read_questions
-from harness.run.answers import check
+from harness.run.answers import check, generate, score
 
 _EVENT_PERIOD_S = 0.2
-#: Pairs per call of an engine's `score`.
-_PAIRS_PER_CALL = 1024
 
 
 class Events:
@@ -95,13 +90,10 @@ def main(argv: Sequence[str]) -> int:
     """Does the work in folder argv[0]. Returns 0 if it wrote a result, else EXIT_DISK_FULL."""
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
-    _die_with(request["parent"])
-    _end_after(request["longest_s"])
+    _end_with(request["parent"], request["longest_s"])
     result = _done(folder, request["kind"], request["work"])
-    temporary = folder / (RESULT + ".tmp")
     try:
-        temporary.write_text(json.dumps(to_json(result), allow_nan=False))
-        temporary.rename(folder / RESULT)
+        replace_with(folder / RESULT, json.dumps(to_json(result), allow_nan=False))
     except OSError as exc:
         if exc.errno not in DISK_FULL:
             raise
@@ -109,22 +101,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _end_after(seconds: float) -> None:
-    """Asks Linux to end this process after `seconds`: nothing else ends a container whose harness was killed."""
-    signal.alarm(math.ceil(seconds))
-
-
-def _die_with(parent: int) -> None:
-    """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9."""
+def _end_with(parent: int, longest_s: float) -> None:
+    """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9, and to end it after
+    `longest_s` seconds: nothing else ends a container whose harness was killed."""
+    signal.alarm(math.ceil(longest_s))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # the harness died before the call
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _check_device(engine: Engine, spec: RunSpec) -> None:
-    if spec.limits.device_memory is not None and not engine.capabilities().device:
-        raise UnsupportedError(f"limits.device_memory: engine {spec.engine} uses no device; limit host_memory")
 
 
 def _idle(folder: Path, work: MeasureIdle) -> int:
@@ -134,7 +118,7 @@ def _idle(folder: Path, work: MeasureIdle) -> int:
     """
     spec = work.spec
     engine = registry.make_engine(spec.engine, spec.options)
-    _check_device(engine, spec)
+    engine.capabilities().require_device(spec)
     if work.model is not None:
         scratch = folder / "scratch"
         scratch.mkdir()
@@ -151,31 +135,23 @@ def _idle(folder: Path, work: MeasureIdle) -> int:
 
 def _measure_machine(work: MeasureMachine) -> MachineRates:
     """Measures disk bandwidth and GEMM rates now."""
-    disk, (k, n) = tuple(sequential_read_rates(work.folder)), work.gemm_shape
-    rates, h2d = registry.machine_rates(), tuple[float, ...]()
+    disk, rates = tuple(sequential_read_rates(work.folder)), registry.machine_rates()
+    copies: Sequence[float] = ()
     if work.gpu:
-        flops, copies = rates.device_rates(work.dtypes, work.rows, k, n)
-        h2d = tuple(copies)
+        flops, copies = rates.device_rates(work.dtypes, work.rows, *work.gemm_shape)
     else:
-        flops = rates.gemm_rates(work.dtypes, work.rows, k, n, work.threads)
+        flops = rates.gemm_rates(work.dtypes, work.rows, *work.gemm_shape, work.threads)
     samples = {dtype: {rows: tuple(each) for rows, each in curve.items()} for dtype, curve in flops.items()}
-    return MachineRates(disk, work.gemm_shape, samples, h2d=h2d)
-
-
-def _calibrate(events: Events, cache: Path) -> None:
-    """Writes a quick profile of this host into the cache."""
-    from harness.hardware import calibration  # imported here because no launch needs it
-
-    calibration.calibrate(None, True, cache, lambda what: events.emit(f"measuring {what}"))
+    return MachineRates(disk, work.gemm_shape, samples, h2d=tuple(copies))
 
 
 def _done(folder: Path, kind: str, body: object) -> WorkerResult:
     """Does the work given as JSON; the result holds status and reason if the work ended in an error."""
     try:
         work = from_json(WORK[kind], body)
-        return (
-            _Run(folder, work).result() if isinstance(work, RunCell) else WorkerResult("ok", value=_help(folder, work))
-        )
+        if isinstance(work, RunCell):
+            return _Run(folder, work).result()
+        return WorkerResult("ok", value=_help(folder, work))
     except Exception as exc:
         if not isinstance(exc, HarnessError):
             traceback.print_exc()
@@ -194,7 +170,10 @@ def _help(folder: Path, work: Work) -> object:
         case MeasureMachine():
             return _measure_machine(work)
         case CalibrateHost():
-            _calibrate(Events(folder), work.cache)
+            from harness.hardware import calibration  # imported here because no launch needs it
+
+            events = Events(folder)
+            calibration.calibrate(None, True, work.cache, lambda what: events.emit(f"measuring {what}"))
         case AskTask():
             ask(work, partial(Events(folder).emit, "reading the task"))
         case JudgeTask():
@@ -203,14 +182,12 @@ def _help(folder: Path, work: Work) -> object:
 
 
 class _Run:
-    """One launch: load, warm up, generate under probes, check, and report how it ended."""
+    """One launch: load, warm up, generate and score under probes, check, and report how it ended."""
 
     def __init__(self, folder: Path, work: RunCell) -> None:
         self._folder = folder
         self._work = work
         self._spec = work.spec
-        self._gpu = work.spec.limits.device_memory is not None
-        self._scored: tuple[int, int, float] | None = None  # pairs, tokens, seconds
         self._events = Events(folder)
         self._measurements: list[Measurement] = []
         self._measured = CellResult()
@@ -238,90 +215,73 @@ class _Run:
         started = time.time()
         engine = registry.make_engine(spec.engine, spec.options)
         capabilities = engine.capabilities()
-        imported = time.time()
+        times = {"launch_s": started - self._work.launched, "import_s": time.time() - started}
         self._note(
             packages=package_versions(capabilities.packages),
             python=platform.python_version(),
             simulated=capabilities.simulated,
         )
-        scratch = self._folder / "scratch"
-        scratch.mkdir()
         with closing(engine):
             questions = None if self._work.questions is None else read_questions(self._work.questions)
-            load = self._load(engine, scratch, questions)
-            traces = self._generate_and_score(engine, load, capabilities, questions)
-            engine_trace = engine.trace()
-        generated = metrics(traces, capabilities.phased) if traces else {}
-        padding = engine_trace.metrics.get("scored_padding_tokens", 0.0)
-        scored = scored_metrics(*self._scored, padding) if self._scored else {}
-        times = {"launch_s": started - self._work.launched, "import_s": imported - started}
-        self._note(
-            requests=tuple(traces),
-            trace=engine_trace.events,
-            metrics=scored | generated | dict(engine_trace.metrics) | times,
-        )
+            load = self._load(engine, capabilities, questions)
+            self._warm_up(engine, load)
+            requests, pairs = (questions.prompts, questions.pairs) if questions else (_requests(spec, load), ())
+            with self._probed("generate"):
+                began = time.perf_counter()
+                results = generate(engine, requests, self._events.emit) if requests else []
+                generated = time.perf_counter()
+                scores = score(engine, pairs, self._events.emit)
+                scored = time.perf_counter()
+            traces = check(requests, results, load.vocab, None if capabilities.simulated else generated - began)
+            if questions:
+                self._note(answers=answers_of(requests, results, scores))
+            trace = engine.trace()
+        figures = metrics(traces, capabilities.phased) if traces else {}
+        if pairs:
+            tokens = sum(len(context) + len(continuation) for context, continuation in pairs)
+            padding = trace.metrics.get("scored_padding_tokens", 0.0)
+            figures = scored_metrics(len(pairs), tokens, scored - generated, padding) | figures
+        self._note(requests=tuple(traces), trace=trace.events, metrics=figures | dict(trace.metrics) | times)
 
-    def _load(self, engine: Engine, scratch: Path, questions: Questions | None) -> LoadReport:
+    def _load(self, engine: Engine, capabilities: Capabilities, questions: Questions | None) -> LoadReport:
         self._events.emit("load")
         spec = self._spec
-        _check_device(engine, spec)
-        job = Job(
-            scratch,
-            self._work.cache,
-            max_sequence=questions.max_sequence if questions else spec.workload.prompt_len + spec.workload.gen_len,
-            mean_sequence=questions.mean_sequence if questions else _mean_cached(spec.workload),
-            on_progress=partial(self._events.emit, "load"),
-        )
-        with _Probed(self._measurements, "load", self._gpu):
+        capabilities.require_device(spec)
+        scratch = self._folder / "scratch"
+        scratch.mkdir()
+        if questions:
+            longest, mean = questions.max_sequence, questions.mean_sequence
+        else:
+            own = (spec.workload.prompt_len, spec.workload.gen_len)
+            longest, mean = sum(own), mean_cached_length(registry.lengths(spec.workload) or [own])
+        job = Job(scratch, self._work.cache, longest, mean, partial(self._events.emit, "load"))
+        with self._probed("load"):
             load = engine.load(self._work.model, spec.policy, spec.limits, job)
         self._note(load=load)
         return load
 
-    def _generate_and_score(
-        self, engine: Engine, load: LoadReport, capabilities: Capabilities, questions: Questions | None
-    ) -> list[RequestTrace]:
-        spec = self._spec.workload
-        requests = questions.prompts if questions else _requests(self._spec, load)
-        for round_ in range(self._spec.warmup):
-            # One short request per warm-up runs every layer and reads every weight once.
-            self._events.emit("warmup", round_, self._spec.warmup)
-            short = registry.workload(WorkloadSpec(prompt_len=min(8, spec.prompt_len), gen_len=1))
-            list(engine.generate(short.requests(load.vocab, 1, self._spec.seed + 1 + round_)))
-        results: list[GenerationResult] = []
-        scores: list[Score] = []
-        with _Probed(self._measurements, "generate", self._gpu):
-            began = time.perf_counter()
-            if requests:
-                self._generate(engine, requests, results)
-            elapsed = time.perf_counter() - began
-            if questions and questions.pairs:
-                self._score(engine, questions.pairs, scores)
-        traces = check(requests, results, load.vocab, None if capabilities.simulated else elapsed)
-        if questions:
-            self._note(answers=answers_of(requests, results, scores))
-        return traces
+    def _warm_up(self, engine: Engine, load: LoadReport) -> None:
+        """Runs every layer and reads every weight once, by one short request per warm-up."""
+        spec = self._spec
+        short = registry.workload(WorkloadSpec(prompt_len=min(8, spec.workload.prompt_len), gen_len=1))
+        for round_ in range(spec.warmup):
+            self._events.emit("warmup", round_, spec.warmup)
+            list(engine.generate(short.requests(load.vocab, 1, spec.seed + 1 + round_)))
 
-    def _generate(self, engine: Engine, requests: Sequence[GenerationRequest], results: list[GenerationResult]) -> None:
-        done, total = 0, sum(r.sampling.max_tokens for r in requests)
-        self._events.emit("generate", 0, total)
-        for result in engine.generate(requests):
-            results.append(result)
-            done += len(result.tokens)
-            self._events.emit("generate", done, total)
-
-    def _score(self, engine: Engine, pairs: Sequence[Pair], scores: list[Score]) -> None:
-        """Scores pairs in groups, large enough to pack well and small enough to show progress. Longest first, so that
-        an engine that pads gets pairs of similar length together."""
-        began = time.perf_counter()
-        order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]) - len(pairs[i][1]), pairs[i]))
-        by_index: dict[int, Score] = {}
-        for start in range(0, len(order), _PAIRS_PER_CALL):
-            self._events.emit("score", start, len(pairs))
-            piece = order[start : start + _PAIRS_PER_CALL]
-            by_index |= zip(piece, engine.score([pairs[i] for i in piece]), strict=True)
-        scores += [by_index[i] for i in range(len(pairs))]
-        self._scored = (len(pairs), sum(len(context) + len(more) for context, more in pairs),
-                        time.perf_counter() - began)  # fmt: skip
+    @contextmanager
+    def _probed(self, phase: Phase) -> Iterator[None]:
+        """Runs all probes around one phase; the device's only where the cell uses one."""
+        probes: list[Probe] = [EnergyProbe(), CpuProbe(), DiskProbe(), MemoryProbe()]
+        probes += [GpuProbe()] if self._spec.limits.gpu else []
+        with ExitStack() as running:
+            for probe in probes:
+                running.callback(lambda ended: self._measurements.extend(ended.measurements(phase)), probe)
+                running.enter_context(probe)
+            start = time.perf_counter()
+            running.callback(
+                lambda: self._measurements.append(Measurement("wall_s", "s", (time.perf_counter() - start,), phase))
+            )
+            yield
 
 
 def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
@@ -332,32 +292,6 @@ def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
         raise HarnessError(f"prompt {prompt} + {generated} new tokens exceed the model's context of {load.max_context}")
     count = load.block_size * load.steady_blocks if workload.num_requests == "auto" else workload.num_requests
     return registry.workload(workload).requests(load.vocab, count, spec.seed)
-
-
-def _mean_cached(spec: WorkloadSpec) -> int:
-    return mean_cached_length(registry.lengths(spec) or [(spec.prompt_len, spec.gen_len)])
-
-
-class _Probed:
-    """Runs all probes around one phase; the device's only with `gpu`."""
-
-    def __init__(self, sink: list[Measurement], phase: Phase, gpu: bool) -> None:
-        self._sink = sink
-        self._phase = phase
-        self._probes: list[Probe] = [EnergyProbe(), CpuProbe(), DiskProbe(), MemoryProbe()]
-        self._probes += [GpuProbe()] if gpu else []
-
-    def __enter__(self) -> None:
-        for probe in self._probes:
-            probe.__enter__()
-        self._start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        elapsed = time.perf_counter() - self._start
-        self._sink.append(Measurement("wall_s", "s", (elapsed,), self._phase))
-        for probe in reversed(self._probes):
-            probe.__exit__(*exc)
-            self._sink.extend(probe.measurements(self._phase))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 
@@ -19,8 +17,3 @@ def run_record_schema() -> dict[str, Any]:
         "$comment": f"schema_version {SCHEMA_VERSION}; made by `make schema`",
         **schema,
     }
-
-
-def main() -> None:
-    """Prints the schema."""
-    sys.stdout.write(json.dumps(run_record_schema(), indent=1) + "\n")

@@ -1,5 +1,8 @@
 """`python -m harness.schema` prints the JSON Schema."""
 
-from harness.schema import main
+import json
+import sys
 
-main()
+from harness.schema import run_record_schema
+
+sys.stdout.write(json.dumps(run_record_schema(), indent=1) + "\n")

@@ -32,18 +32,6 @@ class Cell:
         return (self.spec.name, self.entry) if self.spec.name else self.spec.engine
 
 
-def _batch(spec: RunSpec) -> str:
-    return f"b{spec.policy.gpu_batch_size}x{spec.policy.num_gpu_batches}" if spec.tune == "none" else spec.tune
-
-
-def _lengths(spec: RunSpec) -> str:
-    return _safe(spec.workload.label)
-
-
-def _model(spec: RunSpec) -> str:
-    return _safe(spec.model.id.rstrip("/").rsplit("/", 1)[-1])
-
-
 def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
@@ -51,13 +39,16 @@ def _safe(name: str) -> str:
 _CHOICES: tuple[_Part, ...] = (
     lambda spec: spec.policy.compute_dtype,
     lambda spec: spec.policy.schedule,
-    _batch,
+    lambda spec: f"b{spec.policy.gpu_batch_size}x{spec.policy.num_gpu_batches}" if spec.tune == "none" else spec.tune,
     lambda spec: f"w{spec.policy.weight_bits}kv{spec.policy.kv_bits}",
     lambda spec: "any-latency" if spec.latency_s is None else f"{spec.latency_s:g}s",
     lambda spec: f"seed{spec.seed}",
     lambda spec: spec.launcher,
 )
-_INPUTS: tuple[_Part, ...] = (_lengths, _model)
+_INPUTS: tuple[_Part, ...] = (
+    lambda spec: _safe(spec.workload.label),
+    lambda spec: _safe(spec.model.id.rstrip("/").rsplit("/", 1)[-1]),
+)
 
 
 def name_cells(cells: Sequence[Cell]) -> list[RunSpec]:

@@ -24,8 +24,6 @@ from harness.suite import yaml_source
 from harness.suite.cell_names import Cell, find_twins, name_cells
 from harness.suite.yaml_node import Node, shown
 
-__all__ = ["load_cell", "load_suite", "parse_duration", "parse_size"]
-
 MAX_CELLS = 10_000
 MAX_LAUNCHES = 100_000
 MAX_VALUES = 2_000_000  # in all cells together

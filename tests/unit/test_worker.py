@@ -70,11 +70,10 @@ def test_times_that_the_clock_does_not_bear_out_are_refused():
 def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
     request = {"kind": "prepare", "work": {}, "parent": os.getppid(), "longest_s": 60}
     (tmp_path / worker.REQUEST).write_text(json.dumps(request))
-    monkeypatch.setattr(worker, "_die_with", lambda parent: None)
-    monkeypatch.setattr(worker, "_end_after", lambda seconds: None)
+    monkeypatch.setattr(worker, "_end_with", lambda parent, longest_s: None)
     monkeypatch.setattr(worker, "_done", lambda *_: WorkerResult("ok"))
 
-    def full(path, text):
+    def full(path, text, encoding):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)

@@ -11,7 +11,7 @@ from reports.stats import ALPHA
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
-from reports.vega import COLOURS, SHAPES, Panel, chart, labelled, quantity, tooltip
+from reports.vega import COLOURS, SHAPES, Panel, assigned, category, chart, labelled, quantity, tooltip
 
 #: The suffix of figures whose outcomes are mean log-likelihoods, in nats.
 _PERPLEXITY = "perplexity"
@@ -76,15 +76,14 @@ def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
             labelled((p[0] for p in same_figure), len(same_figure)), same_figure, strict=True)
     ]  # fmt: skip
     engines = sorted({str(d["engine"]) for d in data})
-    kind = {"field": "engine", "type": "nominal", "title": None}
     x, y = quantity("tok/s", "speed", zero=False), quantity(title, zero=False)
     spec = chart(
         300,
         data={"values": data},
         encoding={
             "x": x,
-            "color": kind | {"scale": {"domain": engines, "range": list(COLOURS[: len(engines)])}},
-            "shape": kind | {"scale": {"domain": engines, "range": list(SHAPES[: len(engines)])}},
+            "color": category("engine", assigned(engines, COLOURS)),
+            "shape": category("engine", assigned(engines, SHAPES)),
             **tooltip(),
         },
         layer=[

@@ -12,12 +12,14 @@ from reports.tables import MOST_ROWS, Cell, Column, Table, cell_table, name_cell
 from reports.text import GIB, MIB, MISSING, columns_of, number
 from reports.vega import (
     BLUE,
+    COLOURS,
     GREEN,
     GREY,
     ORANGE,
     SOFT,
     Datum,
     Panel,
+    category,
     chart,
     labelled,
     log_toggle,
@@ -59,10 +61,9 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     colour = {"condition": {"test": "datum.ranked", "value": BLUE}, "value": GREY}
     x = quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
     spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
+        data,
         usermeta=log_toggle(min(v for r, _ in shown for v in r.throughput), largest),
-        encoding={"color": colour, **tooltip()},
+        encoding={"color": colour},
         layer=[
             {"transform": [{"filter": "datum.kind === 'interval'"}],
              "mark": {"type": "bar", "height": 9, "opacity": 0.3},
@@ -85,33 +86,27 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.bound_tok_s is not None and r.median]
     if not rows:
         return None
-    shown, data = labelled(rows), list[Datum]()
-    kinds = {
-        "compute allows": ("square", GREEN),
-        "disk allows": ("triangle-right", ORANGE),
-        "measured": ("circle", BLUE),
-    }
+    data: list[Datum] = []
+    shapes = {"compute allows": "square", "disk allows": "triangle-right", "measured": "circle"}
+    colours = {"compute allows": GREEN, "disk allows": ORANGE, "measured": BLUE}
     links = any(allowed(row, "link_s") for row in rows)
     if links:
-        kinds["link allows"] = ("diamond", GREY)
-    for row, label in shown:
+        shapes["link allows"], colours["link allows"] = "diamond", GREY
+    for row, label in labelled(rows):
         limits = (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median, allowed(row, "link_s"))
         data += [
             {"cell": label, "kind": kind, "value": value, "tooltip": f"{label}: {kind} {number(value)} tok/s"}
-            for kind, value in zip(kinds, limits[: len(kinds)], strict=True)
+            for kind, value in zip(shapes, limits, strict=False)
             if value
         ]
-    kind = {"field": "kind", "type": "nominal", "title": None}
     scale = {"type": "log", "domain": [min(d["value"] for d in data) * 0.8, max(d["value"] for d in data) * 1.25]}
     spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
+        data,
         mark={"type": "point", "filled": True, "size": 80},
         encoding={
             "x": quantity("tok/s, logarithmic") | {"scale": scale},
-            "shape": kind | {"scale": {"domain": list(kinds), "range": [s for s, _ in kinds.values()]}},
-            "color": kind | {"scale": {"domain": list(kinds), "range": [c for _, c in kinds.values()]}},
-            **tooltip(),
+            "shape": category("kind", shapes),
+            "color": category("kind", colours),
         },
     )
     slowest = "slowest of compute, disk and copies to the device" if links else "slower of compute and disk"
@@ -125,16 +120,15 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.peak_bytes is not None]
     if not rows:
         return None
-    shown, data = labelled(rows), list[Datum]()
-    for row, label in shown:
+    data: list[Datum] = []
+    for row, label in labelled(rows):
         for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes)):
             if size is not None:
                 words = f"{label}: {kind} {number(size / MIB)} MiB"
                 data.append({"cell": label, "kind": kind, "value": size / GIB, "tooltip": words})
     spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
-        encoding={"x": quantity("GiB", zero=True), **tooltip()},
+        data,
+        encoding={"x": quantity("GiB", zero=True)},
         layer=[
             {"transform": [{"filter": "datum.kind === 'peak'"}],
              "mark": {"type": "bar", "height": 12, "color": BLUE, "opacity": 0.55}},
@@ -148,8 +142,8 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
     )
 
 
-#: Names and colours of the tiers, fastest first.
-_TIERS = (("device", GREEN), ("RAM", BLUE), ("disk", ORANGE))
+#: Colours of the tiers, fastest first.
+_TIERS = {"device": GREEN, "RAM": BLUE, "disk": ORANGE}
 
 
 def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -157,13 +151,13 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
     placed = [r for r in rows if any(x.load and sum(x.load.weights_by_tier) for x in r.ok_records)]
     if not placed:
         return None
-    shown, data = labelled(placed), list[Datum]()
-    for row, label in shown:
+    data: list[Datum] = []
+    for row, label in labelled(placed):
         tiers = next(x.load.weights_by_tier for x in reversed(row.ok_records) if x.load)
         data += [
             {"cell": label, "kind": kind, "value": size / GIB, "order": i,
              "tooltip": f"{label}: {number(size / GIB)} GiB of weights in {kind}"}
-            for i, ((kind, _), size) in enumerate(zip(_TIERS, tiers, strict=True))
+            for i, (kind, size) in enumerate(zip(_TIERS, tiers, strict=True))
             if size
         ]  # fmt: skip
         limits = row.records[-1].spec.limits
@@ -171,12 +165,9 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
             if limit is not None:
                 words = f"{label}: the limit of {kind} is {number(limit / GIB)} GiB for weights, cache and activations"
                 data.append({"cell": label, "kind": kind, "limit": limit / GIB, "tooltip": words})
-    colour = {"field": "kind", "type": "nominal", "title": None,
-              "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}}  # fmt: skip
     spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
-        encoding={"color": colour, **tooltip()},
+        data,
+        encoding={"color": category("kind", _TIERS)},
         layer=[
             {"transform": [{"filter": "isValid(datum.value)"}], "mark": {"type": "bar", "height": 14},
              "encoding": {"x": quantity("GiB of weights; ticks are limits", zero=True), "order": {"field": "order"}}},
@@ -190,42 +181,31 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
     return Panel("Memory by tier", note, spec, table)
 
 
-_TASKS = (
-    ("load_weights", "load weights"), ("load_cache", "load cache"), ("store_cache", "store cache"),
-    ("move_activations", "activations"), ("products", "products"), ("attention", "attention"), ("other", "other"),
-)  # fmt: skip
-
-
 def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
     """Seconds by task; overlapping time counts for each task. None where no engine keeps a timeline."""
     rows = [r for r in rows if any("task_products_s" in x.metrics for x in r.ok_records)]
     if not rows:
         return None
-    shown, data = labelled(rows), list[Datum]()
-    for row, label in shown:
-        for i, (key, kind) in enumerate(_TASKS):
+    data: list[Datum] = []
+    for row, label in labelled(rows):
+        for i, (key, kind) in enumerate(figures.TASK_NAMES.items()):
             if seconds := figures.seconds_of(key)(row):
                 words = f"{label}: {kind} {number(seconds)} s"
                 data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "tooltip": words})
+    colours = [*COLOURS[: len(figures.TASK_NAMES) - 1], GREY]
     spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
+        data,
         mark={"type": "bar", "height": 14},
         params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
         encoding={
             "x": quantity("seconds; overlapping time counts for each task", zero=True),
-            "color": {"field": "kind", "type": "nominal", "title": None,
-                      "scale": {"domain": [k for _, k in _TASKS], "range": _TASK_COLOURS}},
+            "color": category("kind", dict(zip(figures.TASK_NAMES.values(), colours, strict=True))),
             "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.12},
             "order": {"field": "order"},
-            **tooltip(),
         },
-    )  # fmt: skip
+    )
     note = "Click a task in the legend to highlight it." + truncation_note(rows)
     return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
-
-
-_TASK_COLOURS = [f"var(--series-{i})" for i in (1, 2, 3, 4, 5, 6)] + [GREY]
 
 
 def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:

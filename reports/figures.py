@@ -201,19 +201,18 @@ PREDICTED = (
     ),
 )
 
-_IDLE_TASK = "this task did nothing"
+TASK_NAMES = {
+    "load_weights": "load weights",
+    "load_cache": "load cache",
+    "store_cache": "store cache",
+    "move_activations": "activations",
+    "products": "products",
+    "attention": "attention",
+    "other": "other",
+}
 TASKS = tuple(
-    Figure(title, "s", seconds_of(name), _IDLE_TASK)
-    for title, name in (
-        ("Load weights", "load_weights"),
-        ("Load cache", "load_cache"),
-        ("Store cache", "store_cache"),
-        ("Activations", "move_activations"),
-        ("Products", "products"),
-        ("Attention", "attention"),
-        ("Other", "other"),
-        ("Compute waits", "waiting"),
-    )
+    Figure(name.capitalize(), "s", seconds_of(task), "this task did nothing")
+    for task, name in {**TASK_NAMES, "waiting": "compute waits"}.items()
 )
 
 #: Placement and storage of weights and KV cache; memory is device and host memory.

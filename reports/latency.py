@@ -15,6 +15,8 @@ from reports.vega import (
     SOFT,
     Datum,
     Panel,
+    assigned,
+    category,
     chart,
     labelled,
     quantity,
@@ -49,13 +51,11 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
         data.append({"name": label, "engine": engine, "latency": latency, "value": row.median, "tooltip": words})
     line = [{"latency": latency, "value": value, "tooltip": "Pareto front"} for latency, value in front]
     engines = sorted({str(d["engine"]) for d in data})
-    kind = {"field": "engine", "type": "nominal", "title": None}
-    scale = _scale(p for _, p in points)
-    y_scale = _scale(r.median or 0.0 for r, _ in points)
     spec = chart(
         320,
-        encoding={"x": quantity("median seconds of a request, first to last token", "latency") | {"scale": scale},
-                  "y": quantity("generated tok/s") | {"scale": y_scale}},
+        encoding={"x": quantity("median seconds of a request, first to last token", "latency")
+                       | {"scale": _scale(latency for _, latency in points)},
+                  "y": quantity("generated tok/s") | {"scale": _scale(r.median or 0.0 for r, _ in points)}},
         layer=[
             {"data": {"values": line}, "mark": {"type": "line", "interpolate": "step-after", "color": SOFT,
              "strokeDash": [4, 3]}},
@@ -63,8 +63,8 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
                 {"name": "alone", "select": {"type": "point", "fields": ["engine"]}, "bind": "legend"}],
              "mark": {"type": "point", "filled": True, "size": 90},
              "encoding": {
-                "color": kind | {"scale": {"domain": engines, "range": _cycle(COLOURS, engines)}},
-                "shape": kind | {"scale": {"domain": engines, "range": _cycle(SHAPES, engines)}},
+                "color": category("engine", assigned(engines, COLOURS)),
+                "shape": category("engine", assigned(engines, SHAPES)),
                 "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **tooltip()}},
             {"data": {"values": data if len(data) <= _MOST_NAMES else []},
              "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": SOFT, "limit": 180},
@@ -105,18 +105,8 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
             continue
         shown = curves[:_MOST_CURVES]
         labels = [label for _, label in labelled((r for r, _ in curves), _MOST_CURVES)]
-        data = [
-            {
-                "cell": label,
-                "at": [float(f"{at:.4g}") for at, _ in curve],
-                "share": [round(share, 4) for _, share in curve],
-            }
-            for label, (_, times) in zip(labels, shown, strict=True)
-            for curve in [_cumulative(times)]
-        ]  # fmt: skip
+        data = [{"cell": label} | _cumulative(times) for label, (_, times) in zip(labels, shown, strict=True)]
         largest, smallest = max(times[-1] for _, times in shown), min(times[0] for _, times in shown)
-        cell = {"field": "cell", "type": "nominal", "title": None}
-        shapes = {"domain": labels, "range": _cycle(SHAPES, labels)}
         spec = chart(
             280,
             data={"values": data},
@@ -128,14 +118,14 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
             encoding={
                 "x": quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
                 "y": quantity("share of requests", "share") | {"axis": {"format": ".0%"}, "scale": {"domain": [0, 1]}},
-                "color": cell | {"scale": {"domain": labels, "range": _cycle(COLOURS, labels)}},
+                "color": category("cell", assigned(labels, COLOURS)),
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
             },
             layer=[
                 {"params": [{"name": "alone", "select": {"type": "point", "fields": ["cell"]}, "bind": "legend"}],
                  "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2}},
                 {"mark": {"type": "point", "filled": True, "size": 24},
-                 "encoding": tooltip() | {"shape": cell | {"scale": shapes}}},
+                 "encoding": tooltip() | {"shape": category("cell", assigned(labels, SHAPES))}},
             ],
         )  # fmt: skip
         note = "Requests of all repeats. Click a cell in the legend to highlight it." + truncation_note(
@@ -161,11 +151,11 @@ def _quantile(ordered: Sequence[float], quantile: float) -> float:
     return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)]
 
 
-def _cumulative(ordered: Sequence[float]) -> list[tuple[float, float]]:
-    """Points (value, share of values up to it) of the cumulative distribution of sorted values."""
+def _cumulative(ordered: Sequence[float]) -> Datum:
+    """The cumulative distribution of sorted values: values `at`, and the `share` of values up to each."""
     n = len(ordered)
     ranks = sorted({max(1, math.ceil(n * i / _QUANTILES)) for i in range(_QUANTILES + 1)})
-    return [(ordered[rank - 1], rank / n) for rank in ranks]
+    return {"at": [float(f"{ordered[k - 1]:.4g}") for k in ranks], "share": [round(k / n, 4) for k in ranks]}
 
 
 def _latencies(record: RunRecord) -> list[float]:
@@ -194,7 +184,3 @@ def _scale(values: Iterable[float]) -> dict[str, object]:
     if positive and max(positive) / min(positive) > 30:
         return {"type": "log", "nice": True}
     return {"type": "linear", "nice": True, "zero": False}
-
-
-def _cycle(choices: Sequence[str], names: Sequence[str]) -> list[str]:
-    return [choices[i % len(choices)] for i in range(len(names))]

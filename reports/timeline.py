@@ -18,10 +18,10 @@ from reports.vega import (
     ORANGE,
     Datum,
     Panel,
+    category,
     labelled,
     quantity,
     row_chart,
-    tooltip,
     truncation_note,
 )
 
@@ -48,8 +48,7 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ]  # fmt: skip
     lanes = list(dict.fromkeys(str(d["lane"]) for d in data))
     spec = row_chart(
-        list(dict.fromkeys(str(d["cell"]) for d in data)),
-        data={"values": data},
+        data,
         transform=[
             {"flatten": ["shares"], "as": ["share"]},
             {"window": [{"op": "row_number", "as": "bin"}], "groupby": ["cell"]},
@@ -62,11 +61,9 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         encoding={
             "x": quantity("seconds of the pass", "at"),
             "x2": {"field": "to"},
-            "color": {"field": "lane", "type": "nominal", "title": None,
-                      "scale": {"domain": lanes, "range": [_COLOURS.get(lane, GREY) for lane in lanes]}},
+            "color": category("lane", {lane: _COLOURS.get(lane, GREY) for lane in lanes}),
             "opacity": {"field": "share", "type": "quantitative", "legend": None,
                         "scale": {"domain": [0, 1], "range": [0.04, 1]}},
-            **tooltip(),
         },
     )  # fmt: skip
     note = "Darker is busier. The folder traces has the pass as a Chrome trace, for Perfetto."

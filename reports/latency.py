@@ -6,30 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 
 from harness.api import RunRecord
+from reports import vega
 from reports.summary import CellSummary, metric
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import columns_of, finite, median, number
-from reports.vega import (
-    COLOURS,
-    SHAPES,
-    SOFT,
-    Datum,
-    Panel,
-    assigned,
-    category,
-    chart,
-    labelled,
-    quantity,
-    tooltip,
-    truncation_note,
-)
+from reports.vega import Datum, Panel
 
 #: Points of a cumulative curve.
 _QUANTILES = 60
 #: The most points that get a text label; more labels would overlap.
 _MOST_NAMES = 16
 #: The most curves, one for each distinct colour.
-_MOST_CURVES = len(COLOURS)
+_MOST_CURVES = len(vega.COLOURS)
 
 
 def request_latency(row: CellSummary) -> float | None:
@@ -45,29 +33,30 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
         return None
     front = pareto_front([(latency, r.median or 0.0) for r, latency in points if not r.reference])
     data: list[Datum] = []
-    for (row, label), (_, latency) in zip(labelled((r for r, _ in points), len(points)), points, strict=True):
+    for (row, label), (_, latency) in zip(vega.labelled((r for r, _ in points), len(points)), points, strict=True):
         engine = "reference" if row.reference else row.engine
         words = f"{label}: {number(row.median or 0)} tok/s, {number(latency)} s a request"
         data.append({"name": label, "engine": engine, "latency": latency, "value": row.median, "tooltip": words})
     line = [{"latency": latency, "value": value, "tooltip": "Pareto front"} for latency, value in front]
     engines = sorted({str(d["engine"]) for d in data})
-    spec = chart(
+    spec = vega.chart(
         320,
-        encoding={"x": quantity("median seconds of a request, first to last token", "latency")
+        encoding={"x": vega.quantity("median seconds of a request, first to last token", "latency")
                        | {"scale": _scale(latency for _, latency in points)},
-                  "y": quantity("generated tok/s") | {"scale": _scale(r.median or 0.0 for r, _ in points)}},
+                  "y": vega.quantity("generated tok/s") | {"scale": _scale(r.median or 0.0 for r, _ in points)}},
         layer=[
-            {"data": {"values": line}, "mark": {"type": "line", "interpolate": "step-after", "color": SOFT,
+            {"data": {"values": line}, "mark": {"type": "line", "interpolate": "step-after", "color": vega.SOFT,
              "strokeDash": [4, 3]}},
             {"data": {"values": data}, "params": [
                 {"name": "alone", "select": {"type": "point", "fields": ["engine"]}, "bind": "legend"}],
              "mark": {"type": "point", "filled": True, "size": 90},
              "encoding": {
-                "color": category("engine", assigned(engines, COLOURS)),
-                "shape": category("engine", assigned(engines, SHAPES)),
-                "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **tooltip()}},
+                "color": vega.category("engine", vega.assigned(engines, vega.COLOURS)),
+                "shape": vega.category("engine", vega.assigned(engines, vega.SHAPES)),
+                "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()}},
             {"data": {"values": data if len(data) <= _MOST_NAMES else []},
-             "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": SOFT, "limit": 180},
+             "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": vega.SOFT,
+             "limit": 180},
              "encoding": {"text": {"field": "name"}}},
         ],
     )  # fmt: skip
@@ -104,10 +93,10 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
         if not curves:
             continue
         shown = curves[:_MOST_CURVES]
-        labels = [label for _, label in labelled((r for r, _ in curves), _MOST_CURVES)]
+        labels = [label for _, label in vega.labelled((r for r, _ in curves), _MOST_CURVES)]
         data = [{"cell": label} | _cumulative(times) for label, (_, times) in zip(labels, shown, strict=True)]
         largest, smallest = max(times[-1] for _, times in shown), min(times[0] for _, times in shown)
-        spec = chart(
+        spec = vega.chart(
             280,
             data={"values": data},
             transform=[
@@ -116,21 +105,20 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
                  "datum.cell + ': ' + format(datum.share, '.0%') + ' within ' + format(datum.at, '.3~g') + ' s'"},
             ],
             encoding={
-                "x": quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
-                "y": quantity("share of requests", "share") | {"axis": {"format": ".0%"}, "scale": {"domain": [0, 1]}},
-                "color": category("cell", assigned(labels, COLOURS)),
+                "x": vega.quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
+                "y": vega.quantity("share of requests", "share", domain=[0, 1]) | {"axis": {"format": ".0%"}},
+                "color": vega.category("cell", vega.assigned(labels, vega.COLOURS)),
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
             },
             layer=[
                 {"params": [{"name": "alone", "select": {"type": "point", "fields": ["cell"]}, "bind": "legend"}],
                  "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2}},
                 {"mark": {"type": "point", "filled": True, "size": 24},
-                 "encoding": tooltip() | {"shape": category("cell", assigned(labels, SHAPES))}},
+                 "encoding": vega.tooltip() | {"shape": vega.category("cell", vega.assigned(labels, vega.SHAPES))}},
             ],
         )  # fmt: skip
-        note = "Requests of all repeats. Click a cell in the legend to highlight it." + truncation_note(
-            curves, _MOST_CURVES
-        )
+        note = "Requests of all repeats. Click a cell in the legend to highlight it."
+        note += vega.truncation_note(curves, _MOST_CURVES)
         panels.append(Panel(f"{title} ({short})", note, spec, _percentiles(curves)))
     return panels
 

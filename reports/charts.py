@@ -172,7 +172,7 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
     data: list[Datum] = []
     for row, label in vega.labelled(rows):
         for i, (key, kind) in enumerate(figures.TASK_NAMES.items()):
-            if seconds := figures.seconds_of(key)(row):
+            if seconds := figures.task_seconds(row, key):
                 words = f"{label}: {kind} {number(seconds)} s"
                 data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "tooltip": words})
     colours = [*vega.COLOURS[: len(figures.TASK_NAMES) - 1], vega.GREY]

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 MISSING = "\u2013"
 TIMES_SIGN = "\u00d7"
@@ -73,6 +77,14 @@ def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
     scaled = [None if v is None else v / scale for v in values]
     places = decimals(v for v in scaled if v is not None)
     return [MISSING if v is None else number(v, places) for v in scaled]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by key, in order of first appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def flat(value: object, prefix: str = "") -> dict[str, object]:

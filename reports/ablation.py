@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.api import RunSpec
-from reports.cells import settings_of
+from reports.records import settings_of
 from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.flat import to_csv
-from reports.headline import headline
 from reports.junit import cases_of, junit
 from reports.optional import optional_packages
 from reports.page import Page, page
 from reports.rates import with_rates_around
 from reports.records import Runs, load_records, read_runs
 from reports.render import html_of, is_folder, markdown_of, write
-from reports.summary import CellSummary, summary_rows
+from reports.summary import CellSummary, headline, summary_rows
 from reports.timeline import chrome_trace
 from reports.vega import Panel, library
 

@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from harness.api import HarnessError, RunRecord, first_line, to_json
-from reports.cells import name_of, workload_of
 from reports.environment import environment_of
+from reports.records import name_of, workload_of
 from reports.summary import throughput
-from reports.text import finite, one_line
+from reports.text import finite, grouped, one_line
 
 #: Version of the tables below; a database with a newer version is refused.
 SCHEMA = 1
@@ -114,10 +114,8 @@ class History:
             query = query.where(_RECORDS.c.fingerprint.in_(fingerprints))
         with _one_line(self.url), self._engine.connect() as connection:
             rows = [dict(row._mapping) for row in connection.execute(query)]
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in rows:
-            if not fingerprints or row["fingerprint"] in fingerprints:
-                groups.setdefault((row["fingerprint"], row["machine"]), []).append(row)
+        selected = (row for row in rows if not fingerprints or row["fingerprint"] in fingerprints)
+        groups = grouped(selected, lambda row: (row["fingerprint"], row["machine"]))
         return [_series(group) for group in groups.values()]
 
     def close(self) -> None:
@@ -174,9 +172,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
 
 
 def _series(rows: Sequence[dict[str, Any]]) -> Series:
-    commits: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        commits.setdefault(row["commit"] + ("+" if row["dirty"] else ""), []).append(row)
+    commits = grouped(rows, lambda row: row["commit"] + ("+" if row["dirty"] else ""))
     points = tuple(
         Point(
             commit,

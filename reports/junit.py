@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.api import RunRecord
-from reports.cells import name_of, workload_of
+from reports.records import name_of, workload_of
 from reports.samples import THROUGHPUT, Sample, samples_of
-from reports.text import clean, median, number, one_line
+from reports.text import clean, grouped, median, number, one_line
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ def junit(suites: Mapping[str, Sequence[Case]]) -> str:
 
 def cases_of(records: Iterable[RunRecord]) -> dict[str, list[Case]]:
     """A case for each cell, by suite; it fails if a launch does not end as the suite expects."""
-    suites: dict[str, list[Case]] = {}
-    for sample in samples_of(records, THROUGHPUT).values():
-        suites.setdefault(one_line(sample.spec.suite) or "records", []).append(_case(sample))
-    return suites
+    suites = grouped(samples_of(records, THROUGHPUT).values(), lambda s: one_line(s.spec.suite) or "records")
+    return {suite: [_case(sample) for sample in samples] for suite, samples in suites.items()}
 
 
 def _case(sample: Sample) -> Case:

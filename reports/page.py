@@ -11,11 +11,10 @@ from reports.ablation import ablation_panel
 from reports.accuracy import accuracy_panel, accuracy_remarks, accuracy_table
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
 from reports.environment import machines
-from reports.headline import headline
 from reports.latency import pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, other_cpu_share, summary_rows
+from reports.summary import DISTURBED, CellSummary, by_workload, headline, other_cpu_share, summary_rows
 from reports.tables import MOST_ROWS, Table, cell_table
 from reports.text import median, number, one_line, plural
 from reports.timeline import utilisation_panel

@@ -8,7 +8,7 @@ from typing import Any
 from harness.api import RunRecord
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
-from reports.text import GIB, MISSING, columns_of, finite, flat, median, number, one_line
+from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, median, number, one_line
 
 DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
@@ -82,11 +82,8 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
     """Each cell's statuses other than ok, with their reasons; None without any."""
     lines = []
     for row in rows:
-        groups: dict[tuple[str, str], list[RunRecord]] = {}
-        for record in row.records:
-            if record.status != "ok":
-                groups.setdefault((record.status, one_line(record.reason)), []).append(record)
-        for (status, reason), records in groups.items():
+        failed = (record for record in row.records if record.status != "ok")
+        for (status, reason), records in grouped(failed, lambda r: (r.status, one_line(r.reason))).items():
             expected = status == row.expect
             lines.append(
                 (
@@ -214,11 +211,8 @@ def commit(records: Sequence[RunRecord]) -> str:
 
 def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
     """(cell names, command) for each recorded command of a last repeat."""
-    names: dict[str, list[str]] = {}
-    for row in rows:
-        if row.records[-1].command:
-            names.setdefault(row.records[-1].command, []).append(row.name)
-    return [(", ".join(cells), command) for command, cells in names.items()]
+    by_command = grouped(rows, lambda row: row.records[-1].command)
+    return [(", ".join(row.name for row in cells), command) for command, cells in by_command.items() if command]
 
 
 def period(records: Sequence[RunRecord]) -> str:

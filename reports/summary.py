@@ -1,4 +1,4 @@
-"""Summarises records as one row a cell: medians over repeats, ratio to the best rival, fraction of the bound."""
+"""Summarises records as one row a cell (medians, ratio to the best rival, fraction of the bound) and in a sentence."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
-from reports.cells import name_of, workload_of
 from reports.rates import with_rates_around
+from reports.records import name_of, workload_of
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import finite, grouped, median, one_line, positive
+from reports.text import TIMES_SIGN, columns_of, finite, grouped, median, number, one_line, positive
 
 #: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
 _MOST_INTERVALS = 200
@@ -249,3 +249,33 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
         compared_outputs=len(pairs),
         compared_with=reference.name,
     )
+
+
+def headline(rows: Sequence[CellSummary]) -> str:
+    """One sentence: the fastest cell, its ratio to its rival, its share of the roofline, and its throughput."""
+    order = ranked(rows)
+    if not order:
+        return "No cell has a result that can be ranked." if len(rows) > 1 else "The cell has no result."
+    best = order[0]
+    kind = " (simulated)" if best.simulated else " (projected)" if best.projected else ""
+    within = " within the limit" if best.limit_bytes else ""
+    parts = []
+    rival = rival_of(best, order)
+    if rival and rival.throughput:
+        role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
+        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput), best.simulated)} {rival.name}, {role}")
+    if best.bound_fraction is not None:
+        parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
+    speed = f"{number(best.median or 0)} tok/s{within}{kind}"
+    return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
+
+
+def _times(ratio: Ratio, exact: bool) -> str:
+    """The ratio with its interval, or why it has none; an `exact` ratio is simulated and needs none."""
+    times = f"{number(ratio.ratio)}{TIMES_SIGN}"
+    if exact:
+        return times
+    if ratio.low is None or ratio.high is None:
+        return f"{times} (too few launches for an interval)"
+    caveat = "" if ratio.excludes_one else " (not significant: the interval includes 1)"
+    return f"{times} [{', '.join(columns_of([ratio.low, ratio.high]))}]{caveat}"

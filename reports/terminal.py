@@ -13,8 +13,7 @@ from rich.text import Text
 from harness.api import RunRecord
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.figures import SUMMARY
-from reports.headline import headline
-from reports.summary import by_workload, summary_rows
+from reports.summary import by_workload, headline, summary_rows
 from reports.tables import Cell, Table, cell_table
 from reports.text import clean
 

@@ -10,7 +10,7 @@ from harness.api import RunRecord, TraceEvent, to_json
 from harness.common.intervals import union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
-from reports.text import number, one_line
+from reports.text import grouped, number, one_line
 from reports.vega import (
     BLUE,
     GREEN,
@@ -85,11 +85,8 @@ def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[fl
 
 def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
     """Chrome trace JSON by cell name, from the last repeat with a trace; Perfetto and chrome://tracing open it."""
-    cells: dict[str, list[RunRecord]] = {}
-    for record in records:
-        cells.setdefault(record.fingerprint, []).append(record)
     traces: dict[str, str] = {}
-    for repeats in cells.values():
+    for repeats in grouped(records, lambda r: r.fingerprint).values():
         if traced := _last_traced(repeats):
             plain = re.sub(r"[^A-Za-z0-9._-]", "-", traced.spec.name)
             name = plain if plain not in traces else f"{plain}-{traced.fingerprint[:8]}"
@@ -112,10 +109,7 @@ def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
 
 
 def _lanes(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
-    lanes: dict[str, list[TraceEvent]] = {}
-    for event in sorted(events, key=lambda e: e.tid):
-        lanes.setdefault(one_line(event.cat), []).append(event)
-    return lanes
+    return grouped(sorted(events, key=lambda e: e.tid), lambda e: one_line(e.cat))
 
 
 def _last_traced(records: Sequence[RunRecord]) -> RunRecord | None:

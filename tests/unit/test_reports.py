@@ -25,8 +25,7 @@ from harness.api import (
 from reports import text
 from reports.build import build, summary_rows
 from reports.figures import SUMMARY, allowed
-from reports.headline import headline
-from reports.summary import CellSummary, metric, per_token, ranked
+from reports.summary import CellSummary, headline, metric, per_token, ranked
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library

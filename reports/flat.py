@@ -7,8 +7,9 @@ import io
 from collections.abc import Sequence
 
 from harness.api import RunRecord
+from reports.rates import with_rates_around
 from reports.summary import measured_peak, measured_sum
-from reports.text import csv_field, finite, median
+from reports.text import csv_field, finite, grouped, median
 
 METRICS = (
     "generation_throughput_tok_s",
@@ -32,8 +33,10 @@ METRICS = (
 
 
 def to_csv(records: Sequence[RunRecord]) -> str:
-    """CSV text with a header; an empty field is not measured, and no field is a spreadsheet formula."""
-    lines = [_line(r) for r in records]
+    """CSV text with a header, cells in order of their first record; an empty field is not measured, and no field is a
+    spreadsheet formula."""
+    cells = grouped(with_rates_around(records), lambda r: r.fingerprint).values()
+    lines = [_line(r) for repeats in cells for r in sorted(repeats, key=lambda r: r.repeat)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from harness.api import HarnessError, RunRecord, first_line, to_json
-from reports.environment import environment_of
+from reports.environment import machine_of
 from reports.records import name_of, workload_of
 from reports.summary import throughput
 from reports.text import finite, grouped, one_line
@@ -99,7 +99,7 @@ class History:
             keys = list(rows)
             for i in range(0, len(keys), _MOST_VALUES):
                 stored = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + _MOST_VALUES]))
-                known |= set(connection.execute(stored).scalars())
+                known.update(connection.execute(stored).scalars())
             new = [row for key, row in rows.items() if key not in known]
             if new:
                 connection.execute(_RECORDS.insert(), new)
@@ -153,13 +153,12 @@ def _row(record: RunRecord) -> dict[str, Any]:
     # a harness installed from a package records no commit: the day stands for it
     commit = one_line(str(git.get("commit") or "")) or f"no commit, {started[:10]}"
     identity = [record.fingerprint, record.repeat, record.started_at, git.get("commit"), record.wall_s]
-    machine = {k: v for k, v in environment_of(record, engines=True).items() if k.startswith("machine.")}
     return {
         "key": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "started_at": started[:40],
         "commit": commit[:64],
         "dirty": bool(git.get("dirty")),
-        "machine": hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12],
+        "machine": hashlib.sha256(json.dumps(machine_of(record), sort_keys=True).encode()).hexdigest()[:12],
         "suite": one_line(record.spec.suite),
         "cell": name_of(record),
         "engine": one_line(record.spec.engine),

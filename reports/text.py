@@ -96,6 +96,11 @@ def flat(value: object, prefix: str = "") -> dict[str, object]:
     }
 
 
+def listed(values: Iterable[object]) -> str:
+    """Values separated by commas; of a mapping its values."""
+    return ", ".join(" ".join(map(str, v.values())) if isinstance(v, Mapping) else str(v) for v in values)
+
+
 def plural(count: int, noun: str, plural_noun: str = "") -> str:
     """`1 cell`, `2 cells`; `plural_noun` for an irregular plural."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural_noun or noun + 's'}"

@@ -23,9 +23,9 @@ from harness.api import (
     WorkloadSpec,
 )
 from reports import text
-from reports.build import build, summary_rows
+from reports.build import build
 from reports.figures import SUMMARY, allowed
-from reports.summary import CellSummary, headline, metric, per_token, ranked
+from reports.summary import CellSummary, headline, metric, per_token, ranked, summary_rows
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library

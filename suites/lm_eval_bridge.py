@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score, first_line
 from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report, Tokens
 from suites import lm_eval_local
-from suites.seeds import request_seed
+from suites.tasks.prompts import request_seed
 
 #: Maximum tokens of an answer where the task sets none, as in lm-eval's models.
 _MAX_TOKENS = 256
@@ -162,11 +162,8 @@ class TokenModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts = [self._prompt(*request.args) for request in requests]
-        texts = []
-        for prompt, text in zip(prompts, self.texts(prompts), strict=True):
-            end = prompt.sampling.stop_at(text)  # engines return the tokens that complete a stop string
-            texts.append(text if end is None else text[:end])
-        return texts
+        # engines return the tokens that complete a stop string
+        return [text[: p.sampling.stop_at(text)] for p, text in zip(prompts, self.texts(prompts), strict=True)]
 
     def _windows(self, text: str) -> list[Pair]:
         windows = utils.get_rolling_token_windows(

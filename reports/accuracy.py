@@ -11,7 +11,7 @@ from reports.stats import ALPHA
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
-from reports.vega import COLOURS, SHAPES, Panel, assigned, category, chart, labelled, quantity, tooltip
+from reports.vega import Panel, chart, distinct, labelled, quantity, tooltip
 
 #: The suffix of figures whose outcomes are mean log-likelihoods, in nats.
 _PERPLEXITY = "perplexity"
@@ -80,12 +80,7 @@ def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
     spec = chart(
         300,
         data={"values": data},
-        encoding={
-            "x": x,
-            "color": category("engine", assigned(engines, COLOURS)),
-            "shape": category("engine", assigned(engines, SHAPES)),
-            **tooltip(),
-        },
+        encoding={"x": x, **distinct("engine", engines), **tooltip()},
         layer=[
             {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
              "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}, "shape": None}},

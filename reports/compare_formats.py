@@ -69,7 +69,7 @@ def text(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         table = compare_table(comparison).only(_FIGURES)
         why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in worst_first(comparison.cells)]
-        parts.append(plain_text(comparison.summary, table, [*why, *comparison.notes]))
+        parts.append(plain_text([comparison.summary, table, *why, *comparison.notes]))
     return "\n\n".join(parts)
 
 

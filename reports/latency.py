@@ -51,8 +51,7 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
                 {"name": "alone", "select": {"type": "point", "fields": ["engine"]}, "bind": "legend"}],
              "mark": {"type": "point", "filled": True, "size": 90},
              "encoding": {
-                "color": vega.category("engine", vega.assigned(engines, vega.COLOURS)),
-                "shape": vega.category("engine", vega.assigned(engines, vega.SHAPES)),
+                **vega.distinct("engine", engines),
                 "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()}},
             {"data": {"values": data if len(data) <= _MOST_NAMES else []},
              "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": vega.SOFT,
@@ -96,6 +95,7 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
         labels = [label for _, label in vega.labelled((r for r, _ in curves), _MOST_CURVES)]
         data = [{"cell": label} | _cumulative(times) for label, (_, times) in zip(labels, shown, strict=True)]
         largest, smallest = max(times[-1] for _, times in shown), min(times[0] for _, times in shown)
+        by_cell = vega.distinct("cell", labels)
         spec = vega.chart(
             280,
             data={"values": data},
@@ -107,14 +107,14 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
             encoding={
                 "x": vega.quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
                 "y": vega.quantity("share of requests", "share", domain=[0, 1]) | {"axis": {"format": ".0%"}},
-                "color": vega.category("cell", vega.assigned(labels, vega.COLOURS)),
+                "color": by_cell["color"],
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
             },
             layer=[
                 {"params": [{"name": "alone", "select": {"type": "point", "fields": ["cell"]}, "bind": "legend"}],
                  "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2}},
                 {"mark": {"type": "point", "filled": True, "size": 24},
-                 "encoding": vega.tooltip() | {"shape": vega.category("cell", vega.assigned(labels, vega.SHAPES))}},
+                 "encoding": vega.tooltip() | {"shape": by_cell["shape"]}},
             ],
         )  # fmt: skip
         note = "Requests of all repeats. Click a cell in the legend to highlight it."

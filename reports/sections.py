@@ -109,20 +109,17 @@ def trials(rows: Sequence[CellSummary]) -> Table | None:
     for row in rows:
         steps = next((r.tuning for r in row.records if r.tuning), ())
         speeds = columns_of([finite(t.throughput_tok_s) for t in steps])
-        bodies += [
-            Body(
-                tuple(
-                    (
-                        Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
-                        Cell(t.status, tone="good" if t.status == "ok" else "muted"),
-                        Cell(speed, why="" if speed != MISSING else "the step did not finish"),
-                        Cell(one_line(t.reason)),
-                    )
-                    for t, speed in zip(steps, speeds, strict=True)
-                ),
-                heading=row.name,
+        lines = [
+            (
+                Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
+                Cell(t.status, tone="good" if t.status == "ok" else "muted"),
+                Cell(speed, why="" if speed != MISSING else "the step did not finish"),
+                Cell(one_line(t.reason)),
             )
-        ] * bool(steps)
+            for t, speed in zip(steps, speeds, strict=True)
+        ]
+        if lines:
+            bodies.append(Body(tuple(lines), heading=row.name))
     columns = (
         Column("Batch", numeric=False),
         Column("Status", numeric=False),

@@ -98,9 +98,10 @@ def category(field: str, choices: Mapping[str, str]) -> dict[str, Any]:
             "scale": {"domain": list(choices), "range": list(choices.values())}}  # fmt: skip
 
 
-def assigned(names: Iterable[str], choices: Sequence[str]) -> dict[str, str]:
-    """A colour or shape for each name, in turn."""
-    return dict(zip(names, itertools.cycle(choices), strict=False))
+def distinct(field: str, names: Sequence[str]) -> dict[str, Any]:
+    """An encoding of each of a field's values by a colour and a shape."""
+    colours, shapes = (dict(zip(names, itertools.cycle(c), strict=False)) for c in (COLOURS, SHAPES))
+    return {"color": category(field, colours), "shape": category(field, shapes)}
 
 
 def quantity(title: str, field: str = "value", **scale: Any) -> dict[str, Any]:

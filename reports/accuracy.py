@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from harness.api import Accuracy, RunRecord
-from reports.paired import FEWEST, LEVEL, Paired, paired
-from reports.stats import ALPHA
+from reports.stats import ALPHA, FEWEST, PAIRED_LEVEL, Paired, paired
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
@@ -167,5 +166,5 @@ def _verdict(compared: Paired, detectable: str, less: str, more: str) -> Cell:
     if not compared.significant:
         return Cell(f"no significant difference; the test detects {detectable} with 80 % power")
     if compared.difference < 0:
-        return Cell(f"{less}, significant at {LEVEL:.0%}", tone="bad")
-    return Cell(f"{more}, significant at {LEVEL:.0%}", tone="good")
+        return Cell(f"{less}, significant at {PAIRED_LEVEL:.0%}", tone="bad")
+    return Cell(f"{more}, significant at {PAIRED_LEVEL:.0%}", tone="good")

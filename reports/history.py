@@ -75,8 +75,7 @@ class History:
     """
 
     def __init__(self, url: str) -> None:
-        with _one_line("(--db)"):
-            address = sa.make_url(url)
+        address = _address(url)
         self.url = address.render_as_string(hide_password=True)
         with _one_line(self.url):
             self._engine = sa.create_engine(address)
@@ -128,8 +127,7 @@ def open_history(url: str, make: bool = False) -> History:
 
     Raises HarnessError for a missing file and an in-memory database, and as History does.
     """
-    with _one_line("(--db)"):
-        address = sa.make_url(url)
+    address = _address(url)
     if address.get_backend_name() == "sqlite":
         path = Path(address.database or ":memory:")
         if path.name == ":memory:":
@@ -143,6 +141,11 @@ def open_history(url: str, make: bool = False) -> History:
         except OSError as exc:
             raise HarnessError(f"cannot create {path.parent}: {exc.strerror}; choose another place with --db") from exc
     return History(url)
+
+
+def _address(url: str) -> sa.URL:
+    with _one_line("(--db)"):
+        return sa.make_url(url)
 
 
 def _row(record: RunRecord) -> dict[str, Any]:

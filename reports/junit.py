@@ -36,14 +36,13 @@ def junit(suites: Mapping[str, Sequence[Case]]) -> str:
         )  # fmt: skip
         for case in cases:
             element = ET.SubElement(suite, "testcase", classname=_xml(case.group), name=_xml(case.name))
+            message = _xml(case.message)
             if case.outcome == "failed":
-                failure = ET.SubElement(element, "failure", message=_xml(case.message), type=_xml(case.kind))
-                failure.text = _xml(case.figures)
+                ET.SubElement(element, "failure", message=message, type=_xml(case.kind)).text = _xml(case.figures)
             elif case.outcome == "skipped":
-                ET.SubElement(element, "skipped", message=_xml(case.message))
+                ET.SubElement(element, "skipped", message=message)
             else:
-                text = ". ".join(filter(None, (case.message, case.figures)))
-                ET.SubElement(element, "system-out").text = _xml(text)
+                ET.SubElement(element, "system-out").text = ". ".join(filter(None, (message, _xml(case.figures))))
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 

@@ -99,7 +99,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         remarks.append("The limits differ between these cells: compare the memory columns too.")
     if any(r.fewer_requests for r in competitors):
         remarks.append("Not all cells completed the same number of requests; cells with fewer are marked.")
-    if any(r.simulated or r.projected for r in rows):
+    if any(r.kind != "measured" for r in rows):
         remarks.append("Simulated and projected cells are not measurements and never rank above measured cells.")
     if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None and not r.simulated):
         middle = number(100 * (median(errors) or 0.0))

@@ -96,10 +96,8 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
                     Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log kept"),
                 )
             )
-    columns = [
-        Column(t, numeric=t == "Repeats", wide=t in {"Reason", "Log"})
-        for t in ("Cell", "Status", "Repeats", "Reason", "Log")
-    ]
+    titles = ("Cell", "Status", "Repeats", "Reason", "Log")
+    columns = [Column(t, numeric=t == "Repeats", wide=t in {"Reason", "Log"}) for t in titles]
     return plain_table("Cells that did not end ok", columns, lines) if lines else None
 
 
@@ -153,12 +151,10 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
         lines.append((*map(Cell, (name, unit, mid, low, high, str(len(medians)))), _spark_cell(medians)))
     if not lines:
         return None
-    columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in _RATE_COLUMNS]
+    titles = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
+    columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in titles]
     matrices = f" GEMM is x[rows, k] times W[k, n] with k x n = {', '.join(sorted(shapes))}." if shapes else ""
     return plain_table(f"Rates measured around the launches.{matrices}", columns, lines)
-
-
-_RATE_COLUMNS = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
 
 
 def setup(rows: Sequence[CellSummary]) -> Table | None:

@@ -73,6 +73,11 @@ class CellSummary:
         return tuple(name for name in ("reference", "simulated", "projected") if getattr(self, name))
 
     @property
+    def kind(self) -> str:
+        """Whether its figures are `simulated`, `projected` or `measured`."""
+        return "simulated" if self.simulated else "projected" if self.projected else "measured"
+
+    @property
     def prediction_error(self) -> float | None:
         """Relative error of the predicted throughput; positive where the prediction is too fast."""
         return None if not self.median or self.predicted_tok_s is None else self.predicted_tok_s / self.median - 1
@@ -113,7 +118,7 @@ def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
 def ranked(rows: Iterable[CellSummary]) -> list[CellSummary]:
     """The competing cells, fastest first: ok, not a reference, and measured unless none is."""
     ok = [r for r in rows if r.ok and not r.reference]
-    measured = [r for r in ok if not (r.simulated or r.projected)]
+    measured = [r for r in ok if r.kind == "measured"]
     return sorted(measured or ok, key=lambda r: -(r.median or 0))
 
 
@@ -257,7 +262,7 @@ def headline(rows: Sequence[CellSummary]) -> str:
     if not order:
         return "No cell has a result that can be ranked." if len(rows) > 1 else "The cell has no result."
     best = order[0]
-    kind = " (simulated)" if best.simulated else " (projected)" if best.projected else ""
+    kind = "" if best.kind == "measured" else f" ({best.kind})"
     within = " within the limit" if best.limit_bytes else ""
     parts = []
     rival = rival_of(best, order)

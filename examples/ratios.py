@@ -10,8 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from reports.cells import workload_of
-from reports.records import load_records
+from reports.records import load_records, workload_of
 from reports.stats import ratio_of
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.api import RunSpec
-from reports.cells import settings_of
+from reports.records import settings_of
 from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table
 from reports.text import MISSING, TIMES_SIGN, number, one_line
-from reports.vega import GREEN, GREY, MOST_CELLS, ORANGE, SOFT, Datum, Panel, labelled, quantity, row_chart, tooltip
+from reports.vega import GREEN, GREY, MOST_CELLS, ORANGE, SOFT, Datum, Panel, category, labelled, quantity, row_chart
 
 #: Settings that only make sense together count as a single one.
 _GROUPS: Mapping[str, str] = {
@@ -78,14 +78,11 @@ def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
                      "kind": "loses" if value < base_speed else "gains"})  # fmt: skip
     kinds = {"base cell": GREY, "loses": ORANGE, "gains": GREEN}
     spec = row_chart(
-        [str(d["cell"]) for d in data],
-        data={"values": data},
-        encoding=tooltip(),
+        data,
         layer=[
             {"mark": {"type": "bar", "height": 13, "opacity": 0.75},
              "encoding": {"x": quantity("generated tok/s", "from", zero=True), "x2": {"field": "to"},
-                          "color": {"field": "kind", "type": "nominal", "title": None,
-                                    "scale": {"domain": list(kinds), "range": list(kinds.values())}}}},
+                          "color": category("kind", kinds)}},
             {"mark": {"type": "tick", "thickness": 2, "size": 18},
              "encoding": {"x": quantity("generated tok/s", "to"), "color": {"value": SOFT}}},
             {"data": {"values": [{"value": base_speed}]}, "mark": {"type": "rule", "color": SOFT, "strokeDash": [4, 3]},

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from harness.api import Accuracy, RunRecord
-from reports.paired import FEWEST, LEVEL, Paired, paired
-from reports.stats import ALPHA
+from reports.stats import ALPHA, FEWEST, PAIRED_LEVEL, Paired, paired
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
-from reports.vega import COLOURS, SHAPES, Panel, chart, labelled, quantity, tooltip
+from reports.vega import Panel, chart, distinct, labelled, quantity, tooltip
 
 #: The suffix of figures whose outcomes are mean log-likelihoods, in nats.
 _PERPLEXITY = "perplexity"
@@ -76,17 +75,11 @@ def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
             labelled((p[0] for p in same_figure), len(same_figure)), same_figure, strict=True)
     ]  # fmt: skip
     engines = sorted({str(d["engine"]) for d in data})
-    kind = {"field": "engine", "type": "nominal", "title": None}
     x, y = quantity("tok/s", "speed", zero=False), quantity(title, zero=False)
     spec = chart(
         300,
         data={"values": data},
-        encoding={
-            "x": x,
-            "color": kind | {"scale": {"domain": engines, "range": list(COLOURS[: len(engines)])}},
-            "shape": kind | {"scale": {"domain": engines, "range": list(SHAPES[: len(engines)])}},
-            **tooltip(),
-        },
+        encoding={"x": x, **distinct("engine", engines), **tooltip()},
         layer=[
             {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
              "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}, "shape": None}},
@@ -173,5 +166,5 @@ def _verdict(compared: Paired, detectable: str, less: str, more: str) -> Cell:
     if not compared.significant:
         return Cell(f"no significant difference; the test detects {detectable} with 80 % power")
     if compared.difference < 0:
-        return Cell(f"{less}, significant at {LEVEL:.0%}", tone="bad")
-    return Cell(f"{more}, significant at {LEVEL:.0%}", tone="good")
+        return Cell(f"{less}, significant at {PAIRED_LEVEL:.0%}", tone="bad")
+    return Cell(f"{more}, significant at {PAIRED_LEVEL:.0%}", tone="good")

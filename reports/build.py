@@ -1,4 +1,4 @@
-"""Writes report.html, .md, .csv and .xml from run directories; re-exports the package's public functions."""
+"""Writes report.html, .md, .csv and .xml from run directories."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from reports.flat import to_csv
-from reports.headline import headline
 from reports.junit import cases_of, junit
 from reports.optional import optional_packages
-from reports.page import Page, page
-from reports.rates import with_rates_around
-from reports.records import Runs, load_records, read_runs
+from reports.page import page
+from reports.records import Runs, read_runs
 from reports.render import html_of, is_folder, markdown_of, write
-from reports.summary import CellSummary, summary_rows
 from reports.timeline import chrome_trace
 from reports.vega import Panel, library
-
-__all__ = ["CellSummary", "build", "headline", "load_records", "summary_rows"]
 
 
 def build(
@@ -31,14 +26,20 @@ def build(
     HarnessError for unreadable records and for a target that cannot be written; a failed write keeps the earlier file.
     """
     runs = read_runs(dirs)
-    target = out or dirs[0]
-    if target.suffix in _FORMATS and not is_folder(target):
-        files = {target: _FORMATS[target.suffix]}
-    else:
-        files = {target / f"report{suffix}": render for suffix, render in _FORMATS.items()}
     content = page(runs, _trends(runs, history) if history else ())
+    formats: dict[str, Callable[[], str]] = {
+        ".html": lambda: html_of("report.html", page=content, library=library(cache)),
+        ".md": lambda: markdown_of("report.md", page=content),
+        ".csv": lambda: to_csv(runs.records),
+        ".xml": lambda: junit(cases_of(runs.records)),
+    }
+    target = out or dirs[0]
+    if target.suffix in formats and not is_folder(target):
+        files = {target: formats[target.suffix]}
+    else:
+        files = {target / f"report{suffix}": render for suffix, render in formats.items()}
     for path, render in files.items():
-        write(path, render(runs, content, cache))
+        write(path, render())
     if target not in files:
         for name, text in chrome_trace(runs.records).items():
             write(target / "traces" / f"{name}.json", text)
@@ -55,28 +56,3 @@ def _trends(runs: Runs, url: str) -> list[Panel]:
         return trend_panels(history.series({r.fingerprint for r in runs.records}))
     finally:
         history.close()
-
-
-def _html(_: Runs, content: Page, cache: Path | None) -> str:
-    return html_of("report.html", page=content, library=library(cache))
-
-
-def _markdown(_: Runs, content: Page, __: Path | None) -> str:
-    return markdown_of("report.md", page=content)
-
-
-def _csv(runs: Runs, _: Page, __: Path | None) -> str:
-    order = {fingerprint: i for i, fingerprint in enumerate(dict.fromkeys(r.fingerprint for r in runs.records))}
-    return to_csv(sorted(with_rates_around(runs.records), key=lambda r: (order[r.fingerprint], r.repeat)))
-
-
-def _junit(runs: Runs, _: Page, __: Path | None) -> str:
-    return junit(cases_of(runs.records))
-
-
-_FORMATS: dict[str, Callable[[Runs, Page, Path | None], str]] = {
-    ".html": _html,
-    ".md": _markdown,
-    ".csv": _csv,
-    ".xml": _junit,
-}

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reports import figures
+from reports import figures, vega
 from reports.figures import allowed
 from reports.stats import interval_of
 from reports.summary import CellSummary, throughput
 from reports.tables import MOST_ROWS, Cell, Column, Table, cell_table, name_cell, plain_table
 from reports.text import GIB, MIB, MISSING, columns_of, number
-from reports.vega import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    SOFT,
-    Datum,
-    Panel,
-    chart,
-    labelled,
-    log_toggle,
-    quantity,
-    row_chart,
-    tooltip,
-    truncation_note,
-)
+from reports.vega import Datum, Panel
 
 
 def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -33,7 +18,7 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.median is not None]
     if not rows:
         return None
-    shown = labelled(rows)
+    shown = vega.labelled(rows)
     fastest = max((v for r, _ in shown if not r.reference for v in r.throughput), default=0.0)
     largest = max(v for r, _ in shown for v in r.throughput)
     # a much faster reference must not compress the axis of the other cells
@@ -56,13 +41,12 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     for datum in data:  # an arrow at the end of the axis stands for a value beyond it
         if datum.get("value", 0.0) > end:
             datum |= {"kind": "beyond"}
-    colour = {"condition": {"test": "datum.ranked", "value": BLUE}, "value": GREY}
-    x = quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
-    spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
-        usermeta=log_toggle(min(v for r, _ in shown for v in r.throughput), largest),
-        encoding={"color": colour, **tooltip()},
+    colour = {"condition": {"test": "datum.ranked", "value": vega.BLUE}, "value": vega.GREY}
+    x = vega.quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
+    spec = vega.row_chart(
+        data,
+        usermeta=vega.log_toggle(min(v for r, _ in shown for v in r.throughput), largest),
+        encoding={"color": colour},
         layer=[
             {"transform": [{"filter": "datum.kind === 'interval'"}],
              "mark": {"type": "bar", "height": 9, "opacity": 0.3},
@@ -76,7 +60,7 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ],
     )  # fmt: skip
     few = f" The table has the first {MOST_ROWS}." if len(rows) > MOST_ROWS else ""
-    note = f"Dots are launches, ticks their medians, bands the 95 % intervals.{truncation_note(rows)}{few}"
+    note = f"Dots are launches, ticks their medians, bands the 95 % intervals.{vega.truncation_note(rows)}{few}"
     return Panel("Generation throughput", note, spec, _repeats_table(rows))
 
 
@@ -85,37 +69,31 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.bound_tok_s is not None and r.median]
     if not rows:
         return None
-    shown, data = labelled(rows), list[Datum]()
-    kinds = {
-        "compute allows": ("square", GREEN),
-        "disk allows": ("triangle-right", ORANGE),
-        "measured": ("circle", BLUE),
-    }
+    data: list[Datum] = []
+    shapes = {"compute allows": "square", "disk allows": "triangle-right", "measured": "circle"}
+    colours = {"compute allows": vega.GREEN, "disk allows": vega.ORANGE, "measured": vega.BLUE}
     links = any(allowed(row, "link_s") for row in rows)
     if links:
-        kinds["link allows"] = ("diamond", GREY)
-    for row, label in shown:
+        shapes["link allows"], colours["link allows"] = "diamond", vega.GREY
+    for row, label in vega.labelled(rows):
         limits = (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median, allowed(row, "link_s"))
         data += [
             {"cell": label, "kind": kind, "value": value, "tooltip": f"{label}: {kind} {number(value)} tok/s"}
-            for kind, value in zip(kinds, limits[: len(kinds)], strict=True)
+            for kind, value in zip(shapes, limits, strict=False)
             if value
         ]
-    kind = {"field": "kind", "type": "nominal", "title": None}
     scale = {"type": "log", "domain": [min(d["value"] for d in data) * 0.8, max(d["value"] for d in data) * 1.25]}
-    spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
+    spec = vega.row_chart(
+        data,
         mark={"type": "point", "filled": True, "size": 80},
         encoding={
-            "x": quantity("tok/s, logarithmic") | {"scale": scale},
-            "shape": kind | {"scale": {"domain": list(kinds), "range": [s for s, _ in kinds.values()]}},
-            "color": kind | {"scale": {"domain": list(kinds), "range": [c for _, c in kinds.values()]}},
-            **tooltip(),
+            "x": vega.quantity("tok/s, logarithmic") | {"scale": scale},
+            "shape": vega.category("kind", shapes),
+            "color": vega.category("kind", colours),
         },
     )
     slowest = "slowest of compute, disk and copies to the device" if links else "slower of compute and disk"
-    note = f"The bound is the {slowest} at rates measured around each launch.{truncation_note(rows)}"
+    note = f"The bound is the {slowest} at rates measured around each launch.{vega.truncation_note(rows)}"
     table = cell_table("", rows, figures.BOUND_OF_DEVICE if links else figures.BOUND)
     return Panel("What the machine allows", note, spec, table)
 
@@ -125,31 +103,29 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.peak_bytes is not None]
     if not rows:
         return None
-    shown, data = labelled(rows), list[Datum]()
-    for row, label in shown:
+    data: list[Datum] = []
+    for row, label in vega.labelled(rows):
         for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes)):
             if size is not None:
                 words = f"{label}: {kind} {number(size / MIB)} MiB"
                 data.append({"cell": label, "kind": kind, "value": size / GIB, "tooltip": words})
-    spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
-        encoding={"x": quantity("GiB", zero=True), **tooltip()},
+    spec = vega.row_chart(
+        data,
+        encoding={"x": vega.quantity("GiB", zero=True)},
         layer=[
             {"transform": [{"filter": "datum.kind === 'peak'"}],
-             "mark": {"type": "bar", "height": 12, "color": BLUE, "opacity": 0.55}},
+             "mark": {"type": "bar", "height": 12, "color": vega.BLUE, "opacity": 0.55}},
             {"transform": [{"filter": "datum.kind === 'limit'"}],
-             "mark": {"type": "tick", "thickness": 3, "size": 20, "color": ORANGE}},
+             "mark": {"type": "tick", "thickness": 3, "size": 20, "color": vega.ORANGE}},
         ],
     )  # fmt: skip
     note = "Bars are the peak of the engine's process tree, ticks the limit: idle footprint + budget."
-    return Panel(
-        "Peak memory against the limit", note + truncation_note(rows), spec, cell_table("", rows, figures.MEMORY)
-    )
+    note += vega.truncation_note(rows)
+    return Panel("Peak memory against the limit", note, spec, cell_table("", rows, figures.MEMORY))
 
 
-#: Names and colours of the tiers, fastest first.
-_TIERS = (("device", GREEN), ("RAM", BLUE), ("disk", ORANGE))
+#: Colours of the tiers, fastest first.
+_TIERS = {"device": vega.GREEN, "RAM": vega.BLUE, "disk": vega.ORANGE}
 
 
 def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -157,13 +133,13 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
     placed = [r for r in rows if any(x.load and sum(x.load.weights_by_tier) for x in r.ok_records)]
     if not placed:
         return None
-    shown, data = labelled(placed), list[Datum]()
-    for row, label in shown:
+    data: list[Datum] = []
+    for row, label in vega.labelled(placed):
         tiers = next(x.load.weights_by_tier for x in reversed(row.ok_records) if x.load)
         data += [
             {"cell": label, "kind": kind, "value": size / GIB, "order": i,
              "tooltip": f"{label}: {number(size / GIB)} GiB of weights in {kind}"}
-            for i, ((kind, _), size) in enumerate(zip(_TIERS, tiers, strict=True))
+            for i, (kind, size) in enumerate(zip(_TIERS, tiers, strict=True))
             if size
         ]  # fmt: skip
         limits = row.records[-1].spec.limits
@@ -171,29 +147,21 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
             if limit is not None:
                 words = f"{label}: the limit of {kind} is {number(limit / GIB)} GiB for weights, cache and activations"
                 data.append({"cell": label, "kind": kind, "limit": limit / GIB, "tooltip": words})
-    colour = {"field": "kind", "type": "nominal", "title": None,
-              "scale": {"domain": [k for k, _ in _TIERS], "range": [c for _, c in _TIERS]}}  # fmt: skip
-    spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
-        encoding={"color": colour, **tooltip()},
+    axis = "GiB of weights; ticks are limits"
+    spec = vega.row_chart(
+        data,
+        encoding={"color": vega.category("kind", _TIERS)},
         layer=[
             {"transform": [{"filter": "isValid(datum.value)"}], "mark": {"type": "bar", "height": 14},
-             "encoding": {"x": quantity("GiB of weights; ticks are limits", zero=True), "order": {"field": "order"}}},
+             "encoding": {"x": vega.quantity(axis, zero=True), "order": {"field": "order"}}},
             {"transform": [{"filter": "isValid(datum.limit)"}], "mark": {"type": "tick", "thickness": 3, "size": 22},
-             "encoding": {"x": quantity("GiB of weights; ticks are limits", "limit")}},
+             "encoding": {"x": vega.quantity(axis, "limit")}},
         ],
     )  # fmt: skip
     policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
     table = cell_table("", policy, figures.PLACEMENT) if policy else None
-    note = "Weights as the engine placed them. A limit also covers KV cache and activations." + truncation_note(placed)
-    return Panel("Memory by tier", note, spec, table)
-
-
-_TASKS = (
-    ("load_weights", "load weights"), ("load_cache", "load cache"), ("store_cache", "store cache"),
-    ("move_activations", "activations"), ("products", "products"), ("attention", "attention"), ("other", "other"),
-)  # fmt: skip
+    note = "Weights as the engine placed them. A limit also covers KV cache and activations."
+    return Panel("Memory by tier", note + vega.truncation_note(placed), spec, table)
 
 
 def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -201,31 +169,26 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if any("task_products_s" in x.metrics for x in r.ok_records)]
     if not rows:
         return None
-    shown, data = labelled(rows), list[Datum]()
-    for row, label in shown:
-        for i, (key, kind) in enumerate(_TASKS):
-            if seconds := figures.seconds_of(key)(row):
+    data: list[Datum] = []
+    for row, label in vega.labelled(rows):
+        for i, (key, kind) in enumerate(figures.TASK_NAMES.items()):
+            if seconds := figures.task_seconds(row, key):
                 words = f"{label}: {kind} {number(seconds)} s"
                 data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "tooltip": words})
-    spec = row_chart(
-        [label for _, label in shown],
-        data={"values": data},
+    colours = [*vega.COLOURS[: len(figures.TASK_NAMES) - 1], vega.GREY]
+    spec = vega.row_chart(
+        data,
         mark={"type": "bar", "height": 14},
         params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
         encoding={
-            "x": quantity("seconds; overlapping time counts for each task", zero=True),
-            "color": {"field": "kind", "type": "nominal", "title": None,
-                      "scale": {"domain": [k for _, k in _TASKS], "range": _TASK_COLOURS}},
+            "x": vega.quantity("seconds; overlapping time counts for each task", zero=True),
+            "color": vega.category("kind", dict(zip(figures.TASK_NAMES.values(), colours, strict=True))),
             "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.12},
             "order": {"field": "order"},
-            **tooltip(),
         },
-    )  # fmt: skip
-    note = "Click a task in the legend to highlight it." + truncation_note(rows)
+    )
+    note = "Click a task in the legend to highlight it." + vega.truncation_note(rows)
     return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
-
-
-_TASK_COLOURS = [f"var(--series-{i})" for i in (1, 2, 3, 4, 5, 6)] + [GREY]
 
 
 def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -236,20 +199,20 @@ def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
     data = [
         {"cell": label, "measured": r.median, "value": r.predicted_tok_s,
          "tooltip": f"{label}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
-        for r, label in labelled(rows, len(rows))
+        for r, label in vega.labelled(rows, len(rows))
     ]  # fmt: skip
     both = [v for d in data for v in (d["measured"], d["value"]) if isinstance(v, float)]
     ends = [min(both) * 0.8, max(both) * 1.25]
     scale = {"type": "log", "domain": ends, "nice": False}
     line = [{"measured": v, "value": v, "tooltip": "prediction equals measurement"} for v in ends]
-    x, y = quantity("measured tok/s", "measured"), quantity("predicted tok/s")
-    spec = chart(
+    x, y = vega.quantity("measured tok/s", "measured"), vega.quantity("predicted tok/s")
+    spec = vega.chart(
         320,
         encoding={"x": x | {"scale": scale}, "y": y | {"scale": scale}},
         layer=[
-            {"data": {"values": line}, "mark": {"type": "line", "color": SOFT, "strokeDash": [4, 3]}},
-            {"data": {"values": data}, "mark": {"type": "point", "filled": True, "size": 70, "color": BLUE,
-             "opacity": 0.8}, "encoding": tooltip()},
+            {"data": {"values": line}, "mark": {"type": "line", "color": vega.SOFT, "strokeDash": [4, 3]}},
+            {"data": {"values": data}, "mark": {"type": "point", "filled": True, "size": 70, "color": vega.BLUE,
+             "opacity": 0.8}, "encoding": vega.tooltip()},
         ],
     )  # fmt: skip
     note = (

@@ -6,17 +6,16 @@ max(3 %, twice the A/A noise floor), and an exact Mann-Whitney p below alpha aft
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.api import HarnessError
 from reports.accuracy import lost_accuracy
-from reports.cells import workload_of
 from reports.environment import differing
-from reports.failures import by_failures, failure_remarks
-from reports.records import Runs, read_runs
-from reports.samples import THROUGHPUT, Sample, blank_verdict, changed_cell, pairs_of, samples_of, unit_of, with_medians
+from reports.records import Runs, name_of, read_runs, workload_of
+from reports.samples import THROUGHPUT, Sample, changed_cell, pairs_of, samples_of, unit_of, value_of
 from reports.stats import ALPHA, hodges_lehmann, holm, launches_needed, mann_whitney, noise_floor, ratio_of, smallest_p
 from reports.summary import DISTURBED, other_cpu_share
 from reports.text import median, one_line, plural
@@ -116,70 +115,124 @@ def compare_engines(
 def _judge(pairs: Sequence[tuple[Sample | None, Sample | None]], rules: _Rules) -> list[CellVerdict]:
     """The verdict of each (base, head) pair; Holm's correction covers the pairs that need a test."""
     untested = [_without_test(a, b, rules) for a, b in pairs]
-    compared = [(a, b) for (a, b), verdict in zip(pairs, untested, strict=True) if verdict is None and a and b]
-    adjusted = iter(holm([mann_whitney(a.speeds, b.speeds) for a, b in compared if not a.virtual]))
-    tests = sum(not a.virtual for a, _ in compared)
+    tested = [(a, b) for (a, b), known in zip(pairs, untested, strict=True) if not known and a and b and not a.virtual]
+    adjusted = iter(holm([mann_whitney(a.speeds, b.speeds) for a, b in tested]))
     verdicts = []
     for (a, b), known in zip(pairs, untested, strict=True):
-        verdict = known
-        if verdict is None:
-            assert a is not None and b is not None  # a one-sided pair has its verdict already
-            by_figures = _simulated(a, b) if a.virtual else _tested(a, b, next(adjusted), tests, rules)
-            verdict = _with_remarks(by_figures, a, b, rules)
+        verdict = _blank(a, b, rules.metric)
+        if known:
+            verdict = _decided(verdict, *known)
+        elif a and b:
+            if a.virtual:
+                verdict = _simulated(verdict, a, b)
+            else:
+                verdict = _tested(verdict, a, b, next(adjusted), len(tested), rules)
+            verdict = _with_remarks(verdict, a, b, rules)
         if rules.engines:
             verdict = replace(verdict, verdict=_BETWEEN_ENGINES.get(verdict.verdict, verdict.verdict))
-        verdicts.append(with_medians(verdict, a, b, rules.metric))
+        verdicts.append(verdict)
     return verdicts
 
 
-def _without_test(a: Sample | None, b: Sample | None, rules: _Rules) -> CellVerdict | None:
-    """A verdict that needs no statistics; None where the figures must be compared."""
-    verdict = blank_verdict(b or a)
+def _blank(a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
+    """A pair's names, launches and medians, to be completed by a verdict."""
+    cell = b or a
+    assert cell is not None  # a pair has at least one side
+    last = cell.records[-1]
+    base, head = (median([value_of(r, metric) for r in side.ok]) if side else None for side in (a, b))
+    launches = (len(a.speeds), len(b.speeds)) if a and b else (0, 0)
+    names = name_of(last), one_line(last.spec.engine), workload_of(last)
+    return CellVerdict(*names, "not comparable", "", base, head, *launches)
+
+
+def _decided(verdict: CellVerdict, kind: Verdict, reason: str) -> CellVerdict:
+    return replace(verdict, verdict=kind, reason=reason)
+
+
+def _without_test(a: Sample | None, b: Sample | None, rules: _Rules) -> tuple[Verdict, str] | None:
+    """A verdict that needs no statistics, with its reason; None where the figures must be compared."""
     if a is None:
-        return replace(verdict, verdict="new", reason="not in the base")
+        return "new", "not in the base"
     if b is None:
-        return replace(verdict, verdict="not comparable", reason="not in the head")
-    verdict = _with_counts(a, b)
+        return "not comparable", "not in the head"
     if not rules.engines and (changed := changed_cell(a.records[-1], b.records[-1])):
-        return replace(verdict, verdict="not comparable", reason=f"another cell of the same name: {changed}")
+        return "not comparable", f"another cell of the same name: {changed}"
     if a.virtual != b.virtual:
-        reason = "one side is simulated or projected, the other measured"
-        return replace(verdict, verdict="not comparable", reason=reason)
+        return "not comparable", "one side is simulated or projected, the other measured"
     if items := differing(a.records, b.records, rules.allow, rules.engines):
-        return replace(verdict, verdict="not comparable", reason=f"another environment: {'; '.join(items)}")
-    return by_failures(verdict, a, b, rules.alpha, rules.engines)
+        return "not comparable", f"another environment: {'; '.join(items)}"
+    return _by_failures(a, b, rules.alpha, rules.engines)
 
 
-def _simulated(a: Sample, b: Sample) -> CellVerdict:
+def _by_failures(a: Sample, b: Sample, alpha: float, engines: bool) -> tuple[Verdict, str] | None:
+    """The verdict from statuses; None where both sides have figures and the head does not fail more than the base.
+
+    One failure where the base has none is a regression. Where the base fails too, the head must fail significantly more
+    often (Fisher's exact test, one-sided).
+    """
+    if b.expected_failure and (a.expected_failure or engines):
+        place = "" if engines else " on both sides"
+        return "as expected", f"{b.failed[-1].status}{place}, as the suite expects"
+    if b.failed:
+        failure = f"{b.failed[-1].status}: {one_line(b.failed[-1].reason)}"
+        count = f"{len(b.failed)} of {plural(len(b.ended), 'launch', 'launches')}"
+        if a.expected_failure:
+            return "regression", f"{count} fail, but not as the suite expects, {failure}"
+        if not a.speeds:
+            return "not comparable", f"the base has no figure, the head fails: {failure}"
+        if not a.failed:
+            return "regression", f"{count} newly fail, {failure}"
+        if not b.speeds or more_failures(a, b) < alpha:
+            return "regression", f"{count} fail ({len(a.failed)} of {len(a.ended)} in the base), {failure}"
+    elif a.failed and not a.speeds and b.speeds:
+        return "improvement", f"no longer fails ({a.failed[-1].status} in the base)"
+    for side, sample in (("base", a), ("head", b)):
+        if not sample.speeds:
+            return "not comparable", f"the {side} has no launch with this figure"
+        if lacking := len(sample.ok) - len(sample.speeds):
+            count = f"{lacking} of {plural(len(sample.ok), 'launch', 'launches')}"
+            return "not comparable", f"{count} of the {side} lack this figure"
+    return None
+
+
+def more_failures(a: Sample, b: Sample) -> float:
+    """One-sided p of Fisher's exact test that the head `b` fails more often than the base `a`."""
+    failed, launches = len(a.failed) + len(b.failed), len(a.ended) + len(b.ended)
+    ways = math.comb(launches, len(b.ended))
+    tail = range(len(b.failed), min(failed, len(b.ended)) + 1)
+    return sum(math.comb(failed, k) * math.comb(launches - failed, len(b.ended) - k) for k in tail) / ways
+
+
+def _simulated(verdict: CellVerdict, a: Sample, b: Sample) -> CellVerdict:
     """The verdict on simulated figures, which have no noise."""
     ratio = hodges_lehmann(a.speeds, b.speeds)
-    verdict = replace(_with_counts(a, b), ratio=ratio, threshold=LEAST_EFFECT)
+    verdict = replace(verdict, ratio=ratio, threshold=LEAST_EFFECT)
     if max(ratio, 1 / ratio) - 1 <= LEAST_EFFECT:
-        return replace(verdict, verdict="no change", reason=f"simulated: exact, and within {LEAST_EFFECT:.0%}")
-    return replace(verdict, verdict="regression" if ratio < 1 else "improvement", reason=f"simulated: {_times(ratio)}")
+        return _decided(verdict, "no change", f"simulated: exact, and within {LEAST_EFFECT:.0%}")
+    return _decided(verdict, "regression" if ratio < 1 else "improvement", f"simulated: {_times(ratio)}")
 
 
-def _tested(a: Sample, b: Sample, p: float, tests: int, rules: _Rules) -> CellVerdict:
+def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, rules: _Rules) -> CellVerdict:
     """The verdict on measured figures of both sides; `p` is adjusted for `tests` tests."""
     ratio, alpha, margin = ratio_of(a.speeds, b.speeds), rules.alpha, rules.margin
     floor = _noise_floor(a, b, rules.aa)
     threshold = max(LEAST_EFFECT, 2 * (floor or 0.0))
-    verdict = replace(_with_counts(a, b), ratio=ratio.ratio, low=ratio.low, high=ratio.high, p=p, noise_floor=floor,
+    verdict = replace(verdict, ratio=ratio.ratio, low=ratio.low, high=ratio.high, p=p, noise_floor=floor,
                       threshold=threshold)  # fmt: skip
     significant = p < alpha and ratio.excludes_one
     if significant and max(ratio.ratio, 1 / ratio.ratio) - 1 > threshold:
-        return replace(verdict, verdict="regression" if ratio.ratio < 1 else "improvement", reason=_times(ratio.ratio))
+        return _decided(verdict, "regression" if ratio.ratio < 1 else "improvement", _times(ratio.ratio))
     if p >= alpha and smallest_p(len(a.speeds), len(b.speeds)) * tests >= alpha:
         needed = launches_needed(tests, alpha)
         why = f"{len(a.speeds)} and {len(b.speeds)} launches cannot give p < {alpha:g} over {plural(tests, 'cell')}"
-        return replace(verdict, verdict="inconclusive", reason=f"{why}: run {needed} on each side")
+        return _decided(verdict, "inconclusive", f"{why}: run {needed} on each side")
     if ratio.low is None or ratio.low < 1 - margin:
         why = f"a slowdown of {margin:.0%} is not excluded (up to {1 - (ratio.low or 0.0):.1%} is possible)"
-        return replace(verdict, verdict="inconclusive", reason=f"{why}: run more launches, or reduce the noise")
+        return _decided(verdict, "inconclusive", f"{why}: run more launches, or reduce the noise")
     effect = (
         f"{_times(ratio.ratio)}, below the threshold of {threshold:.1%}" if significant else "no significant difference"
     )
-    return replace(verdict, verdict="no change", reason=f"{effect}; a slowdown of {margin:.0%} is excluded")
+    return _decided(verdict, "no change", f"{effect}; a slowdown of {margin:.0%} is excluded")
 
 
 def _noise_floor(a: Sample, b: Sample, aa: Mapping[str, Sample] | None) -> float | None:
@@ -198,17 +251,17 @@ def _again(a: Sample, aa: Mapping[str, Sample] | None) -> Sample | None:
     return again if again and again.speeds and not differing(a.records, again.records) else None
 
 
-def _with_counts(a: Sample, b: Sample) -> CellVerdict:
-    return replace(blank_verdict(b), base_launches=len(a.speeds), head_launches=len(b.speeds))
-
-
 def _times(ratio: float) -> str:
     return f"{abs(ratio - 1):.1%} {'slower' if ratio < 1 else 'faster'}"
 
 
 def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: _Rules) -> CellVerdict:
     """Adds a loss of accuracy, failures, different answers and limits, and disturbances to a verdict."""
-    remarks = failure_remarks(a, b)
+    sides = (("base", a), ("head", b))
+    remarks = []
+    if a.failed or b.failed:
+        counts = (f"{len(sample.failed)} of {len(sample.ended)} in the {side}" for side, sample in sides)
+        remarks.append(f"launches fail: {', '.join(counts)}")
     lost = "" if rules.engines else lost_accuracy(a.records, b.records)
     if lost:
         verdict = replace(verdict, verdict="regression", reason=f"{lost}; speed: {verdict.reason}")
@@ -222,7 +275,7 @@ def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: _Rules) -> 
         remarks.append("other limits than the base's")
     if rules.aa is not None and _again(a, rules.aa) is None:
         remarks.append("the second run of the base has no comparable figures for this cell")
-    for side, sample in (("base", a), ("head", b)):
+    for side, sample in sides:
         if (share := other_cpu_share(sample.ok)) > DISTURBED:
             remarks.append(f"other processes took up to {share:.0%} of the CPU during the {side}'s launches")
     return replace(verdict, remarks=tuple(remarks))

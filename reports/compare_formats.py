@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.api import to_json
-from reports.junit import Case
-from reports.junit import junit as as_junit
+from reports.junit import Case, junit
 from reports.render import markdown_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.terminal import plain_text
@@ -69,7 +68,7 @@ def text(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         table = compare_table(comparison).only(_FIGURES)
         why = [f"{c.name}: {'; '.join([c.reason, *c.remarks])}" for c in worst_first(comparison.cells)]
-        parts.append(plain_text(comparison.summary, table, [*why, *comparison.notes]))
+        parts.append(plain_text([comparison.summary, table, *why, *comparison.notes]))
     return "\n\n".join(parts)
 
 
@@ -83,9 +82,9 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
     return json.dumps([to_json(c) | {"verdict": c.verdict} for c in comparisons], indent=2, allow_nan=False)
 
 
-def junit(comparisons: Sequence[Comparison]) -> str:
+def as_junit(comparisons: Sequence[Comparison]) -> str:
     """A test suite a comparison and a case a cell: a regression fails, an undecided cell is skipped."""
-    return as_junit({f"{c.head} against {c.base}": [_case(cell, c.unit) for cell in c.cells] for c in comparisons})
+    return junit({f"{c.head} against {c.base}": [_case(cell, c.unit) for cell in c.cells] for c in comparisons})
 
 
 def _case(cell: CellVerdict, unit: str) -> Case:
@@ -118,7 +117,7 @@ FORMATS: Mapping[str, Callable[[Sequence[Comparison]], str]] = {
     "text": text,
     "md": markdown,
     "json": as_json,
-    "junit": junit,
+    "junit": as_junit,
     "gab": github_action_benchmark,
 }
 

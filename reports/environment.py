@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.api import RunRecord
-from reports.text import GIB, finite, one_line
+from reports.text import GIB, finite, listed, one_line
 
 #: Memory sizes within this factor count as equal: kernels of the same machine type reserve different amounts.
 _SAME_SIZE = 1.03
@@ -14,13 +14,18 @@ _SAME_SIZE = 1.03
 _MACHINE = ("cpu", "cpu_flags", "cores_usable", "numa_nodes", "ram_bytes", "swap_bytes", "gpus", "os")
 
 
+def machine_of(record: RunRecord) -> dict[str, str | float]:
+    """The machine's items of a record, as text or bytes."""
+    machine = record.provenance.get("machine")
+    machine = machine if isinstance(machine, Mapping) else {}
+    return {f"machine.{key}": _value(key, machine[key]) for key in _MACHINE if key in machine}
+
+
 def environment_of(record: RunRecord, engines: bool = False) -> dict[str, str | float]:
     """Environment items of a record, as text or bytes; with `engines` the machine only, since engines differ in
     packages."""
     known = record.provenance
-    machine = known.get("machine")
-    machine = machine if isinstance(machine, Mapping) else {}
-    items: dict[str, str | float] = {f"machine.{key}": _value(key, machine[key]) for key in _MACHINE if key in machine}
+    items = machine_of(record)
     if record.memory:
         items["memory.method"] = record.memory.method
     if engines:
@@ -53,13 +58,8 @@ def differing(
 
 def machines(records: Sequence[RunRecord]) -> int:
     """The number of different machines that the records come from."""
-    machine_items = [
-        {k: v for k, v in environment_of(r, engines=True).items() if k.startswith("machine.")}
-        for r in records
-        if not r.simulated and r.provenance.get("machine")
-    ]
     distinct: list[dict[str, str | float]] = []
-    for machine in machine_items:
+    for machine in (machine_of(r) for r in records if not r.simulated and r.provenance.get("machine")):
         if not any(machine.keys() == d.keys() and all(_alike({machine[i], d[i]}) for i in d) for d in distinct):
             distinct.append(machine)
     return len(distinct)
@@ -69,7 +69,7 @@ def _value(key: str, value: Any) -> str | float:
     if key.endswith("_bytes") and (size := finite(value)) is not None:
         return size
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(" ".join(map(str, v.values())) if isinstance(v, Mapping) else str(v) for v in value) or "none"
+        return listed(value) or "none"
     return str(value)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-from harness.api import RunRecord
-from reports.summary import CellSummary, measured_peak, measured_sum, metric
+from harness.api import OffloadPolicy
+from reports.summary import CellSummary, measured_peak, measured_sum, metric, per_token
 from reports.tables import Figure
 from reports.text import MB, MIB, TIMES_SIGN, columns_of, finite, median
 
@@ -23,21 +23,21 @@ def allowed(row: CellSummary, resource: str) -> float | None:
 
 def _range(row: CellSummary) -> str | None:
     """The throughputs of the slowest and the fastest repeat."""
-    if row.minimum is None or row.maximum is None or len(row.throughput) < 2:
+    if len(row.throughput) < 2:
         return None
-    return " to ".join(columns_of([row.minimum, row.maximum]))
+    return " to ".join(columns_of([min(row.throughput), max(row.throughput)]))
 
 
 def _read(row: CellSummary) -> float | None:
     """Bytes read per token; 0 below 0.01 MB, which is single pages."""
-    read = row.read_bytes_per_token
+    read = per_token(row.ok_records, "read_bytes")
     return read if read is None or read > 0.01 * MB else 0.0
 
 
 def _ratio_interval(row: CellSummary) -> str | None:
-    if row.ratio_low is None or row.ratio_high is None:
+    if row.ratio is None or row.ratio.low is None:
         return None
-    return " to ".join(columns_of([row.ratio_low, row.ratio_high]))
+    return " to ".join(columns_of([row.ratio.low, row.ratio.high]))
 
 
 def _agreement(row: CellSummary) -> str | None:
@@ -51,17 +51,12 @@ def _memory(row: CellSummary, name: str) -> float | None:
 
 def _real_share(row: CellSummary) -> float | None:
     """The median share of computed positions that are not padding."""
-    return median([_real_share_of(r) for r in row.ok_records])
-
-
-def _real_share_of(record: RunRecord) -> float | None:
-    real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
-    return real / padded if real is not None and padded else None
-
-
-def _load_seconds(row: CellSummary) -> float | None:
-    """The median duration of `load`, seconds."""
-    return median([measured_sum(r, "wall_s", "load") for r in row.ok_records])
+    shares = []
+    for record in row.ok_records:
+        real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
+        if real is not None and padded:
+            shares.append(real / padded)
+    return median(shares)
 
 
 def _peak(row: CellSummary, name: str) -> float | None:
@@ -75,38 +70,27 @@ def _method(row: CellSummary) -> str | None:
     return f"{memories[-1].method}, {'with' if memories[-1].counts_page_cache else 'without'} page cache"
 
 
-def seconds_of(task: str) -> Callable[[CellSummary], float | None]:
-    """A function from a cell to a task's measured seconds: None where the task did nothing; a wait may be 0 s."""
-
-    def measured(row: CellSummary) -> float | None:
-        seconds = metric(row.ok_records, f"task_{task}_s")
-        return seconds if task == "waiting" else seconds or None
-
-    return measured
+def _of(name: str) -> Callable[[CellSummary], float | None]:
+    """A function from a cell to the median of a metric."""
+    return lambda row: metric(row.ok_records, name)
 
 
-def _predicted_seconds_of(task: str) -> Callable[[CellSummary], float | None]:
-    """A function from a cell to a task's predicted seconds."""
-    return lambda row: median([r.predicted.metrics.get(f"task_{task}_s") for r in row.ok_records if r.predicted])
+def task_seconds(row: CellSummary, task: str, predicted: bool = False) -> float | None:
+    """A task's seconds, measured or predicted; None where a measured task did nothing, but a wait may be 0 s."""
+    if predicted:
+        return median([r.predicted.metrics.get(f"task_{task}_s") for r in row.ok_records if r.predicted])
+    seconds = metric(row.ok_records, f"task_{task}_s")
+    return seconds if task == "waiting" else seconds or None
 
 
-_SECONDS = {"predicted": _predicted_seconds_of, "measured": seconds_of}
+def _placed(read: Callable[[OffloadPolicy], float | str]) -> Callable[[CellSummary], float | str | None]:
+    """A function from a cell to a value of the policy as the engine realised it; None for engines without placement."""
 
+    def get(row: CellSummary) -> float | str | None:
+        policies = [r.load.policy for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
+        return read(policies[-1]) if policies else None
 
-def _realised(row: CellSummary, name: str) -> Any:
-    """A field of the policy as the engine realised it; None for an engine without placement."""
-    loads = [r.load for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
-    return getattr(loads[-1].policy, name) if loads else None
-
-
-def _on_disk(row: CellSummary, name: str) -> float | None:
-    triple = _realised(row, name)
-    return None if triple is None else triple[2]
-
-
-def _in_memory(row: CellSummary, name: str) -> float | None:
-    triple = _realised(row, name)
-    return None if triple is None else triple[0] + triple[1]
+    return get
 
 
 _UNRANKED = "not ranked: a reference, incomplete, or without a rival"
@@ -123,7 +107,7 @@ SUMMARY = (
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Range", "tok/s", _range, "needs two repeats"),
-    Figure("To best rival", TIMES_SIGN, lambda r: r.ratio, _UNRANKED),
+    Figure("To best rival", TIMES_SIGN, lambda r: r.ratio.ratio if r.ratio else None, _UNRANKED),
     Figure("95 % interval", TIMES_SIGN, _ratio_interval, _NO_INTERVAL),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
@@ -135,30 +119,30 @@ SUMMARY = (
 SUMMARY_SHORT = tuple(f for f in SUMMARY if f.title not in {"Range", "Compute"})
 
 _TOTALS = (
-    Figure("Total", "tok/s", lambda r: metric(r.ok_records, "total_throughput_tok_s"), "not recorded"),
-    Figure("Padded", "tok/s", lambda r: metric(r.ok_records, "padded_throughput_tok_s"), "not recorded"),
+    Figure("Total", "tok/s", _of("total_throughput_tok_s"), "not recorded"),
+    Figure("Padded", "tok/s", _of("padded_throughput_tok_s"), "not recorded"),
 )
-_LOAD = Figure("Load", "s", _load_seconds, "not recorded")
+_LOAD = Figure("Load", "s", lambda r: median([measured_sum(x, "wall_s", "load") for x in r.ok_records]), "not recorded")
 
 TIMES = (
     Figure("Requests", "", lambda r: r.num_requests, "not recorded"),
-    Figure("TTFT p50", "s", lambda r: r.ttft_p50_s, "not recorded"),
-    Figure("TTFT p99", "s", lambda r: r.ttft_p99_s, "not recorded"),
-    Figure("TPOT p50", "s", lambda r: r.tpot_p50_s, "needs two tokens a request"),
-    Figure("TPOT p99", "s", lambda r: r.tpot_p99_s, "needs two tokens a request"),
-    Figure("Prefill", "s", lambda r: metric(r.ok_records, "prefill_s"), _NO_TIMES),
-    Figure("Decode", "s", lambda r: metric(r.ok_records, "decode_s"), _NO_TIMES),
-    Figure("Decode", "tok/s", lambda r: r.decode_tok_s, _NO_TIMES),
-    Figure("Block", "s", lambda r: metric(r.ok_records, "block_latency_s"), "predictions only"),
+    Figure("TTFT p50", "s", _of("ttft_p50_s"), "not recorded"),
+    Figure("TTFT p99", "s", _of("ttft_p99_s"), "not recorded"),
+    Figure("TPOT p50", "s", _of("tpot_p50_s"), "needs two tokens a request"),
+    Figure("TPOT p99", "s", _of("tpot_p99_s"), "needs two tokens a request"),
+    Figure("Prefill", "s", _of("prefill_s"), _NO_TIMES),
+    Figure("Decode", "s", _of("decode_s"), _NO_TIMES),
+    Figure("Decode", "tok/s", _of("decode_throughput_tok_s"), _NO_TIMES),
+    Figure("Block", "s", _of("block_latency_s"), "predictions only"),
     *_TOTALS,
     _LOAD,
-    Figure("Energy", "J/token", lambda r: r.energy_j_per_token, _NO_COUNTER),
+    Figure("Energy", "J/token", lambda r: per_token(r.ok_records, "energy_j"), _NO_COUNTER),
 )
 
 PADDING = (
     *_TOTALS,
     Figure("Real", "%", _real_share, "not recorded", scale=0.01),
-    Figure("Generation", "tok/s", lambda r: metric(r.ok_records, "generation_throughput_tok_s"), "no tokens generated"),
+    Figure("Generation", "tok/s", _of("generation_throughput_tok_s"), "no tokens generated"),
     _LOAD,
     Figure("Wall", "s", lambda r: median([x.wall_s for x in r.ok_records]), "not recorded"),
 )
@@ -180,8 +164,8 @@ BOUND = (
     Figure("Bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
     Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
-    Figure("Rows a pass", "", lambda r: metric(r.ok_records, "rows_per_pass"), _NO_TIMELINE),
-    Figure("Disk hidden", "%", lambda r: metric(r.ok_records, "disk_hidden"), _NO_TIMELINE, scale=0.01),
+    Figure("Rows a pass", "", _of("rows_per_pass"), _NO_TIMELINE),
+    Figure("Disk hidden", "%", _of("disk_hidden"), _NO_TIMELINE, scale=0.01),
 )
 #: BOUND for cells of which some have a device.
 BOUND_OF_DEVICE = (
@@ -195,34 +179,33 @@ PREDICTED = (
     Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Prediction error", "%", lambda r: r.prediction_error, _NO_FORECAST, scale=0.01),
     *(
-        Figure(f"{title}, {kind}", "s", _SECONDS[kind](name), _NO_FORECAST)
-        for title, name in (("Products", "products"), ("Attention", "attention"), ("Waits", "waiting"))
+        Figure(f"{title}, {kind}", "s", partial(task_seconds, task=task, predicted=kind == "predicted"), _NO_FORECAST)
+        for title, task in (("Products", "products"), ("Attention", "attention"), ("Waits", "waiting"))
         for kind in ("predicted", "measured")
     ),
 )
 
-_IDLE_TASK = "this task did nothing"
+TASK_NAMES = {
+    "load_weights": "load weights",
+    "load_cache": "load cache",
+    "store_cache": "store cache",
+    "move_activations": "activations",
+    "products": "products",
+    "attention": "attention",
+    "other": "other",
+}
 TASKS = tuple(
-    Figure(title, "s", seconds_of(name), _IDLE_TASK)
-    for title, name in (
-        ("Load weights", "load_weights"),
-        ("Load cache", "load_cache"),
-        ("Store cache", "store_cache"),
-        ("Activations", "move_activations"),
-        ("Products", "products"),
-        ("Attention", "attention"),
-        ("Other", "other"),
-        ("Compute waits", "waiting"),
-    )
+    Figure(name.capitalize(), "s", partial(task_seconds, task=task), "this task did nothing")
+    for task, name in {**TASK_NAMES, "waiting": "compute waits"}.items()
 )
 
 #: Placement and storage of weights and KV cache; memory is device and host memory.
 PLACEMENT = (
-    Figure("Weights in memory", "%", lambda r: _in_memory(r, "weights"), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights on disk", "%", lambda r: _on_disk(r, "weights"), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache in memory", "%", lambda r: _in_memory(r, "cache"), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache on disk", "%", lambda r: _on_disk(r, "cache"), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights", "bits", lambda r: _realised(r, "weight_bits"), _NO_PLACEMENT),
-    Figure("Cache", "bits", lambda r: _realised(r, "kv_bits"), _NO_PLACEMENT),
-    Figure("Schedule", "", lambda r: _realised(r, "schedule"), _NO_PLACEMENT, numeric=False),
+    Figure("Weights in memory", "%", _placed(lambda p: p.weights[0] + p.weights[1]), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights on disk", "%", _placed(lambda p: p.weights[2]), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache in memory", "%", _placed(lambda p: p.cache[0] + p.cache[1]), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache on disk", "%", _placed(lambda p: p.cache[2]), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights", "bits", _placed(lambda p: p.weight_bits), _NO_PLACEMENT),
+    Figure("Cache", "bits", _placed(lambda p: p.kv_bits), _NO_PLACEMENT),
+    Figure("Schedule", "", _placed(lambda p: p.schedule), _NO_PLACEMENT, numeric=False),
 )

@@ -7,8 +7,9 @@ import io
 from collections.abc import Sequence
 
 from harness.api import RunRecord
+from reports.rates import with_rates_around
 from reports.summary import measured_peak, measured_sum
-from reports.text import csv_field, finite, median
+from reports.text import csv_field, finite, grouped, median
 
 METRICS = (
     "generation_throughput_tok_s",
@@ -31,9 +32,14 @@ METRICS = (
 )
 
 
+_MEMORY = ("method", "idle_bytes", "budget_bytes", "limit_bytes", "peak_bytes")
+
+
 def to_csv(records: Sequence[RunRecord]) -> str:
-    """CSV text with a header; an empty field is not measured, and no field is a spreadsheet formula."""
-    lines = [_line(r) for r in records]
+    """CSV text with a header, cells in order of their first record; an empty field is not measured, and no field is a
+    spreadsheet formula."""
+    cells = grouped(with_rates_around(records), lambda r: r.fingerprint).values()
+    lines = [_line(r) for repeats in cells for r in sorted(repeats, key=lambda r: r.repeat)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -73,11 +79,7 @@ def _line(record: RunRecord) -> dict[str, object]:
         "bound_compute_s": bound.compute_s if bound else None,
         "bound_disk_s": bound.disk_s if bound else None,
         "bound_limited_by": bound.limited_by if bound else None,
-        "memory_method": memory.method if memory else None,
-        "memory_idle_bytes": memory.idle_bytes if memory else None,
-        "memory_budget_bytes": memory.budget_bytes if memory else None,
-        "memory_limit_bytes": memory.limit_bytes if memory else None,
-        "memory_peak_bytes": memory.peak_bytes if memory else None,
+        **{f"memory_{name}": getattr(memory, name, None) for name in _MEMORY},
         "rss_anon_peak_bytes": measured_peak(record, "rss_anon_bytes"),
         "rss_file_peak_bytes": measured_peak(record, "rss_file_bytes"),
     }

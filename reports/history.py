@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from harness.api import HarnessError, RunRecord, first_line, to_json
-from reports.cells import name_of, workload_of
-from reports.environment import environment_of
+from reports.environment import machine_of
+from reports.records import name_of, workload_of
 from reports.summary import throughput
-from reports.text import finite, one_line
+from reports.text import finite, grouped, one_line
 
 #: Version of the tables below; a database with a newer version is refused.
 SCHEMA = 1
@@ -75,8 +75,7 @@ class History:
     """
 
     def __init__(self, url: str) -> None:
-        with _one_line("(--db)"):
-            address = sa.make_url(url)
+        address = _address(url)
         self.url = address.render_as_string(hide_password=True)
         with _one_line(self.url):
             self._engine = sa.create_engine(address)
@@ -99,7 +98,7 @@ class History:
             keys = list(rows)
             for i in range(0, len(keys), _MOST_VALUES):
                 stored = sa.select(_RECORDS.c.key).where(_RECORDS.c.key.in_(keys[i : i + _MOST_VALUES]))
-                known |= set(connection.execute(stored).scalars())
+                known.update(connection.execute(stored).scalars())
             new = [row for key, row in rows.items() if key not in known]
             if new:
                 connection.execute(_RECORDS.insert(), new)
@@ -114,10 +113,8 @@ class History:
             query = query.where(_RECORDS.c.fingerprint.in_(fingerprints))
         with _one_line(self.url), self._engine.connect() as connection:
             rows = [dict(row._mapping) for row in connection.execute(query)]
-        groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for row in rows:
-            if not fingerprints or row["fingerprint"] in fingerprints:
-                groups.setdefault((row["fingerprint"], row["machine"]), []).append(row)
+        selected = (row for row in rows if not fingerprints or row["fingerprint"] in fingerprints)
+        groups = grouped(selected, lambda row: (row["fingerprint"], row["machine"]))
         return [_series(group) for group in groups.values()]
 
     def close(self) -> None:
@@ -130,8 +127,7 @@ def open_history(url: str, make: bool = False) -> History:
 
     Raises HarnessError for a missing file and an in-memory database, and as History does.
     """
-    with _one_line("(--db)"):
-        address = sa.make_url(url)
+    address = _address(url)
     if address.get_backend_name() == "sqlite":
         path = Path(address.database or ":memory:")
         if path.name == ":memory:":
@@ -147,6 +143,11 @@ def open_history(url: str, make: bool = False) -> History:
     return History(url)
 
 
+def _address(url: str) -> sa.URL:
+    with _one_line("(--db)"):
+        return sa.make_url(url)
+
+
 def _row(record: RunRecord) -> dict[str, Any]:
     """A record as a row of the table."""
     git = record.provenance.get("git")
@@ -155,13 +156,12 @@ def _row(record: RunRecord) -> dict[str, Any]:
     # a harness installed from a package records no commit: the day stands for it
     commit = one_line(str(git.get("commit") or "")) or f"no commit, {started[:10]}"
     identity = [record.fingerprint, record.repeat, record.started_at, git.get("commit"), record.wall_s]
-    machine = {k: v for k, v in environment_of(record, engines=True).items() if k.startswith("machine.")}
     return {
         "key": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "started_at": started[:40],
         "commit": commit[:64],
         "dirty": bool(git.get("dirty")),
-        "machine": hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12],
+        "machine": hashlib.sha256(json.dumps(machine_of(record), sort_keys=True).encode()).hexdigest()[:12],
         "suite": one_line(record.spec.suite),
         "cell": name_of(record),
         "engine": one_line(record.spec.engine),
@@ -174,9 +174,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
 
 
 def _series(rows: Sequence[dict[str, Any]]) -> Series:
-    commits: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        commits.setdefault(row["commit"] + ("+" if row["dirty"] else ""), []).append(row)
+    commits = grouped(rows, lambda row: row["commit"] + ("+" if row["dirty"] else ""))
     points = tuple(
         Point(
             commit,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.api import RunRecord
-from reports.cells import name_of, workload_of
+from reports.records import name_of, workload_of
 from reports.samples import THROUGHPUT, Sample, samples_of
-from reports.text import clean, median, number, one_line
+from reports.text import clean, grouped, median, number, one_line
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,21 @@ def junit(suites: Mapping[str, Sequence[Case]]) -> str:
         )  # fmt: skip
         for case in cases:
             element = ET.SubElement(suite, "testcase", classname=_xml(case.group), name=_xml(case.name))
+            message = _xml(case.message)
             if case.outcome == "failed":
-                failure = ET.SubElement(element, "failure", message=_xml(case.message), type=_xml(case.kind))
-                failure.text = _xml(case.figures)
+                ET.SubElement(element, "failure", message=message, type=_xml(case.kind)).text = _xml(case.figures)
             elif case.outcome == "skipped":
-                ET.SubElement(element, "skipped", message=_xml(case.message))
+                ET.SubElement(element, "skipped", message=message)
             else:
-                text = ". ".join(filter(None, (case.message, case.figures)))
-                ET.SubElement(element, "system-out").text = _xml(text)
+                ET.SubElement(element, "system-out").text = ". ".join(filter(None, (message, _xml(case.figures))))
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
 def cases_of(records: Iterable[RunRecord]) -> dict[str, list[Case]]:
     """A case for each cell, by suite; it fails if a launch does not end as the suite expects."""
-    suites: dict[str, list[Case]] = {}
-    for sample in samples_of(records, THROUGHPUT).values():
-        suites.setdefault(one_line(sample.spec.suite) or "records", []).append(_case(sample))
-    return suites
+    suites = grouped(samples_of(records, THROUGHPUT).values(), lambda s: one_line(s.spec.suite) or "records")
+    return {suite: [_case(sample) for sample in samples] for suite, samples in suites.items()}
 
 
 def _case(sample: Sample) -> Case:

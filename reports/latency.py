@@ -6,28 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 
 from harness.api import RunRecord
+from reports import vega
 from reports.summary import CellSummary, metric
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import columns_of, finite, median, number
-from reports.vega import (
-    COLOURS,
-    SHAPES,
-    SOFT,
-    Datum,
-    Panel,
-    chart,
-    labelled,
-    quantity,
-    tooltip,
-    truncation_note,
-)
+from reports.vega import Datum, Panel
 
 #: Points of a cumulative curve.
 _QUANTILES = 60
 #: The most points that get a text label; more labels would overlap.
 _MOST_NAMES = 16
 #: The most curves, one for each distinct colour.
-_MOST_CURVES = len(COLOURS)
+_MOST_CURVES = len(vega.COLOURS)
 
 
 def request_latency(row: CellSummary) -> float | None:
@@ -43,31 +33,29 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
         return None
     front = pareto_front([(latency, r.median or 0.0) for r, latency in points if not r.reference])
     data: list[Datum] = []
-    for (row, label), (_, latency) in zip(labelled((r for r, _ in points), len(points)), points, strict=True):
+    for (row, label), (_, latency) in zip(vega.labelled((r for r, _ in points), len(points)), points, strict=True):
         engine = "reference" if row.reference else row.engine
         words = f"{label}: {number(row.median or 0)} tok/s, {number(latency)} s a request"
         data.append({"name": label, "engine": engine, "latency": latency, "value": row.median, "tooltip": words})
     line = [{"latency": latency, "value": value, "tooltip": "Pareto front"} for latency, value in front]
     engines = sorted({str(d["engine"]) for d in data})
-    kind = {"field": "engine", "type": "nominal", "title": None}
-    scale = _scale(p for _, p in points)
-    y_scale = _scale(r.median or 0.0 for r, _ in points)
-    spec = chart(
+    spec = vega.chart(
         320,
-        encoding={"x": quantity("median seconds of a request, first to last token", "latency") | {"scale": scale},
-                  "y": quantity("generated tok/s") | {"scale": y_scale}},
+        encoding={"x": vega.quantity("median seconds of a request, first to last token", "latency")
+                       | {"scale": _scale(latency for _, latency in points)},
+                  "y": vega.quantity("generated tok/s") | {"scale": _scale(r.median or 0.0 for r, _ in points)}},
         layer=[
-            {"data": {"values": line}, "mark": {"type": "line", "interpolate": "step-after", "color": SOFT,
+            {"data": {"values": line}, "mark": {"type": "line", "interpolate": "step-after", "color": vega.SOFT,
              "strokeDash": [4, 3]}},
             {"data": {"values": data}, "params": [
                 {"name": "alone", "select": {"type": "point", "fields": ["engine"]}, "bind": "legend"}],
              "mark": {"type": "point", "filled": True, "size": 90},
              "encoding": {
-                "color": kind | {"scale": {"domain": engines, "range": _cycle(COLOURS, engines)}},
-                "shape": kind | {"scale": {"domain": engines, "range": _cycle(SHAPES, engines)}},
-                "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **tooltip()}},
+                **vega.distinct("engine", engines),
+                "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()}},
             {"data": {"values": data if len(data) <= _MOST_NAMES else []},
-             "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": SOFT, "limit": 180},
+             "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": vega.SOFT,
+             "limit": 180},
              "encoding": {"text": {"field": "name"}}},
         ],
     )  # fmt: skip
@@ -104,20 +92,11 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
         if not curves:
             continue
         shown = curves[:_MOST_CURVES]
-        labels = [label for _, label in labelled((r for r, _ in curves), _MOST_CURVES)]
-        data = [
-            {
-                "cell": label,
-                "at": [float(f"{at:.4g}") for at, _ in curve],
-                "share": [round(share, 4) for _, share in curve],
-            }
-            for label, (_, times) in zip(labels, shown, strict=True)
-            for curve in [_cumulative(times)]
-        ]  # fmt: skip
+        labels = [label for _, label in vega.labelled((r for r, _ in curves), _MOST_CURVES)]
+        data = [{"cell": label} | _cumulative(times) for label, (_, times) in zip(labels, shown, strict=True)]
         largest, smallest = max(times[-1] for _, times in shown), min(times[0] for _, times in shown)
-        cell = {"field": "cell", "type": "nominal", "title": None}
-        shapes = {"domain": labels, "range": _cycle(SHAPES, labels)}
-        spec = chart(
+        by_cell = vega.distinct("cell", labels)
+        spec = vega.chart(
             280,
             data={"values": data},
             transform=[
@@ -126,21 +105,20 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
                  "datum.cell + ': ' + format(datum.share, '.0%') + ' within ' + format(datum.at, '.3~g') + ' s'"},
             ],
             encoding={
-                "x": quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
-                "y": quantity("share of requests", "share") | {"axis": {"format": ".0%"}, "scale": {"domain": [0, 1]}},
-                "color": cell | {"scale": {"domain": labels, "range": _cycle(COLOURS, labels)}},
+                "x": vega.quantity(f"{short}, seconds", "at") | {"scale": _scale([smallest, largest])},
+                "y": vega.quantity("share of requests", "share", domain=[0, 1]) | {"axis": {"format": ".0%"}},
+                "color": by_cell["color"],
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
             },
             layer=[
                 {"params": [{"name": "alone", "select": {"type": "point", "fields": ["cell"]}, "bind": "legend"}],
                  "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2}},
                 {"mark": {"type": "point", "filled": True, "size": 24},
-                 "encoding": tooltip() | {"shape": cell | {"scale": shapes}}},
+                 "encoding": vega.tooltip() | {"shape": by_cell["shape"]}},
             ],
         )  # fmt: skip
-        note = "Requests of all repeats. Click a cell in the legend to highlight it." + truncation_note(
-            curves, _MOST_CURVES
-        )
+        note = "Requests of all repeats. Click a cell in the legend to highlight it."
+        note += vega.truncation_note(curves, _MOST_CURVES)
         panels.append(Panel(f"{title} ({short})", note, spec, _percentiles(curves)))
     return panels
 
@@ -161,11 +139,11 @@ def _quantile(ordered: Sequence[float], quantile: float) -> float:
     return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)]
 
 
-def _cumulative(ordered: Sequence[float]) -> list[tuple[float, float]]:
-    """Points (value, share of values up to it) of the cumulative distribution of sorted values."""
+def _cumulative(ordered: Sequence[float]) -> Datum:
+    """The cumulative distribution of sorted values: values `at`, and the `share` of values up to each."""
     n = len(ordered)
     ranks = sorted({max(1, math.ceil(n * i / _QUANTILES)) for i in range(_QUANTILES + 1)})
-    return [(ordered[rank - 1], rank / n) for rank in ranks]
+    return {"at": [float(f"{ordered[k - 1]:.4g}") for k in ranks], "share": [round(k / n, 4) for k in ranks]}
 
 
 def _latencies(record: RunRecord) -> list[float]:
@@ -194,7 +172,3 @@ def _scale(values: Iterable[float]) -> dict[str, object]:
     if positive and max(positive) / min(positive) > 30:
         return {"type": "log", "nice": True}
     return {"type": "linear", "nice": True, "zero": False}
-
-
-def _cycle(choices: Sequence[str], names: Sequence[str]) -> list[str]:
-    return [choices[i % len(choices)] for i in range(len(names))]

@@ -4,82 +4,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reports import figures, sections
 from reports.ablation import ablation_panel
 from reports.accuracy import accuracy_panel, accuracy_remarks, accuracy_table
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
 from reports.environment import machines
-from reports.headline import headline
 from reports.latency import pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, other_cpu_share, summary_rows
-from reports.tables import MOST_ROWS, Table, cell_table
+from reports.summary import DISTURBED, CellSummary, by_workload, headline, other_cpu_share, summary_rows
+from reports.tables import MOST_ROWS, cell_table
 from reports.text import median, number, one_line, plural
 from reports.timeline import utilisation_panel
 from reports.vega import Panel
 
 
-@dataclass(frozen=True)
-class WorkloadPart:
-    """The report on the cells of a workload, which are comparable."""
-
-    title: str
-    headline: str
-    remarks: tuple[str, ...]
-    summary: Table
-    summary_short: Table
-    accuracy: tuple[Table, ...]
-    published: Table | None
-    panels: tuple[Panel, ...]
-    details: tuple[Table, ...]
-
-
-@dataclass(frozen=True)
-class Page:
-    """The content of a report."""
-
-    title: str
-    descriptions: tuple[str, ...]
-    outcome: str
-    facts: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    workloads: tuple[WorkloadPart, ...]
-    trends: tuple[Panel, ...]
-    failures: Table | None
-    logs: tuple[tuple[str, str], ...]
-    trials: Table | None
-    rates: Table | None
-    setup: Table | None
-    provenance: Table | None
-    commands: tuple[tuple[str, str], ...]
-    definitions: tuple[tuple[str, str], ...]
-
-
-def page(runs: Runs, trends: Sequence[Panel] = ()) -> Page:
-    """Assembles the report on `runs`, with the trends of their cells from the history."""
+def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
+    """The values of the templates report.html and report.md: the report on `runs`, with the trends of their cells."""
     rows = summary_rows(runs.records)
     suites = list(dict.fromkeys(row.suite for row in rows if row.suite))
     facts = {"Started": sections.period(runs.records), "Commit": sections.commit(runs.records)}
-    return Page(
-        title=_title(suites),
-        descriptions=runs.descriptions,
-        outcome=_outcome(rows),
-        facts=tuple((k, v) for k, v in facts.items() if v),
-        notes=(*runs.notes, *_mixed(runs)),
-        workloads=tuple(_workload(title, group, runs) for title, group in by_workload(rows).items()),
-        trends=tuple(trends),
-        failures=sections.failures(rows),
-        logs=tuple((row.name, tail) for row in rows if (tail := _log_tail(row, runs))),
-        trials=sections.trials(rows),
-        rates=sections.machine_rates(runs.records),
-        setup=sections.setup(rows),
-        provenance=sections.provenance(runs.records),
-        commands=tuple(sections.commands(rows)),
-        definitions=sections.DEFINITIONS,
-    )
+    return {
+        "title": _title(suites),
+        "descriptions": runs.descriptions,
+        "outcome": _outcome(rows),
+        "facts": [(k, v) for k, v in facts.items() if v],
+        "notes": [*runs.notes, *_mixed(runs)],
+        "workloads": [_workload(title, group, runs) for title, group in by_workload(rows).items()],
+        "trends": trends,
+        "failures": sections.failures(rows),
+        "logs": [(row.name, tail) for row in rows if (tail := _log_tail(row, runs))],
+        "trials": sections.trials(rows),
+        "rates": sections.machine_rates(runs.records),
+        "setup": sections.setup(rows),
+        "provenance": sections.provenance(runs.records),
+        "commands": sections.commands(rows),
+        "definitions": sections.DEFINITIONS,
+    }
 
 
 def _title(suites: Sequence[str]) -> str:
@@ -87,31 +50,28 @@ def _title(suites: Sequence[str]) -> str:
     return (", ".join(suites[:4]) + more) or "Benchmark report"
 
 
-def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> WorkloadPart:
+def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> dict[str, object]:
+    """The report on the cells of a workload, which are comparable."""
     finished = [r for r in rows if r.throughput]
     panels = (
         throughput_panel(rows), pareto_panel(finished), ablation_panel(rows), tasks_panel(finished),
         utilisation_panel(rows), bound_panel(finished), memory_panel(rows), tiers_panel(finished),
         predicted_panel(finished), accuracy_panel(finished), *spread_panels(finished),
     )  # fmt: skip
-    times = [cell_table("Latency, phases and energy, median over repeats", finished, figures.TIMES)] * bool(finished)
-    return WorkloadPart(
-        title=title,
-        headline=headline(rows),
-        remarks=tuple(_remarks(rows)),
-        summary=cell_table("Summary, fastest first", rows, figures.SUMMARY, status=True),
-        summary_short=cell_table("Summary, fastest first", rows[:MOST_ROWS], figures.SUMMARY_SHORT, status=True),
-        accuracy=tuple(t.first() for t in _accuracy(rows, finished)),
-        published=published_table(rows, runs.reproduces),
-        panels=tuple(replace(p, table=p.table.first() if p.table else None) for p in panels if p),
-        details=tuple(t.first() for t in times),
-    )
-
-
-def _accuracy(rows: Sequence[CellSummary], finished: Sequence[CellSummary]) -> tuple[Table, ...]:
-    """For a task: the accuracy of its answers, and their speed with and without padding."""
     accuracy = accuracy_table(rows)
-    return () if accuracy is None else (accuracy, cell_table("Speed of the answers", finished, figures.PADDING))
+    answers = [accuracy, cell_table("Speed of the answers", finished, figures.PADDING)] if accuracy else []
+    times = [cell_table("Latency, phases and energy, median over repeats", finished, figures.TIMES)] if finished else []
+    return {
+        "title": title,
+        "headline": headline(rows),
+        "remarks": _remarks(rows),
+        "summary": cell_table("Summary, fastest first", rows, figures.SUMMARY, status=True),
+        "summary_short": cell_table("Summary, fastest first", rows[:MOST_ROWS], figures.SUMMARY_SHORT, status=True),
+        "accuracy": [table.first() for table in answers],
+        "published": published_table(rows, runs.reproduces),
+        "panels": [replace(p, table=p.table.first() if p.table else None) for p in panels if p],
+        "details": [table.first() for table in times],
+    }
 
 
 def _mixed(runs: Runs) -> list[str]:
@@ -139,7 +99,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         remarks.append("The limits differ between these cells: compare the memory columns too.")
     if any(r.fewer_requests for r in competitors):
         remarks.append("Not all cells completed the same number of requests; cells with fewer are marked.")
-    if any(r.simulated or r.projected for r in rows):
+    if any(r.kind != "measured" for r in rows):
         remarks.append("Simulated and projected cells are not measurements and never rank above measured cells.")
     if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None and not r.simulated):
         middle = number(100 * (median(errors) or 0.0))

@@ -25,11 +25,12 @@ def published_table(rows: Sequence[CellSummary], reproduces: Collection[str]) ->
         published = [row for row in published_rows(name) if _has_workload(row, rows[0], prompt_len)]
         speeds = columns_of([float(row["throughput"]) if row["throughput"] else None for row in published])
         for row, speed in zip(published, speeds, strict=True):
-            lines.append([Cell(row["system"]), Cell(_policy(row)), _figure(row, speed), _ours(best, row)])
+            published_speed = Cell(speed, why="" if row["throughput"] else "out of memory")
+            lines.append([Cell(row["system"]), Cell(_policy(row)), published_speed, _ours(best, row)])
         sources += [source] * bool(published)
     if not lines:
         return None
-    cell = f"{best.name}, {_kind(best)}" if best else "no ranked cell"
+    cell = f"{best.name}, {best.kind}" if best else "no ranked cell"
     columns = [Column("Published system", numeric=False), Column("Its policy", numeric=False, wide=True),
                Column("Published", "tok/s"), Column("Ours", f"{TIMES_SIGN} published")]  # fmt: skip
     return plain_table(f"Published results and ours ({cell}). {'; '.join(sources)}.", columns, lines)
@@ -53,15 +54,7 @@ def _policy(row: dict[str, str]) -> str:
     return ", ".join([f"batch {batch}"] * bool(batch) + placement)
 
 
-def _figure(row: dict[str, str], speed: str) -> Cell:
-    return Cell(speed if row["throughput"] else MISSING, why="" if row["throughput"] else "out of memory")
-
-
 def _ours(best: CellSummary | None, row: dict[str, str]) -> Cell:
     if best is None or best.median is None or not row["throughput"] or not float(row["throughput"]):
         return Cell(MISSING, why="nothing to compare")
     return Cell(number(best.median / float(row["throughput"])))
-
-
-def _kind(row: CellSummary) -> str:
-    return "simulated" if row.simulated else "projected" if row.projected else "measured"

@@ -10,6 +10,7 @@ from datetime import datetime
 
 from harness.api import MachineRates, RunRecord
 from harness.common.roofline import bound_of
+from reports.text import grouped
 
 #: The longest gap between a launch and a later probe that still applies to it, seconds.
 _MAX_GAP_S = 180.0
@@ -23,13 +24,10 @@ def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
     machine, with the same GEMM shape and threads, keeps its own bound.
     """
     records = list(records)
-    probed: dict[tuple[str, object, object], list[tuple[float, RunRecord]]] = {}
-    for record in records:
-        if record.machine and (start := _start_s(record)) is not None:
-            probed.setdefault(_probe_key(record), []).append((start, record))
+    probed = [(start, r) for r in records if r.machine and (start := _start_s(r)) is not None]
+    probed.sort(key=lambda launch: launch[0])
     after: dict[int, MachineRates] = {}
-    for launches in probed.values():
-        by_time = sorted(launches, key=lambda launch: launch[0])
+    for by_time in grouped(probed, lambda launch: _probe_key(launch[1])).values():
         for (start, record), (next_start, following) in itertools.pairwise(by_time):
             if following.machine and next_start - start - record.wall_s < _MAX_GAP_S:
                 after[id(record)] = following.machine
@@ -37,10 +35,9 @@ def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def _rebound(record: RunRecord, after: MachineRates | None) -> RunRecord:
-    before = record.machine
-    if not (before and after and record.bound):
+    if not (record.machine and after and record.bound):
         return record
-    return replace(record, bound=bound_of(record, _mean_rates(before, after)) or record.bound)
+    return replace(record, bound=bound_of(record, _mean_rates(record.machine, after)) or record.bound)
 
 
 def _mean_rates(before: MachineRates, after: MachineRates) -> MachineRates:

@@ -1,4 +1,4 @@
-"""Reads run directories: records.jsonl as RunRecords, the suite's description, and notes on skipped records."""
+"""Reads run directories (records.jsonl and the suite's description), and names the cells of records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from harness.api import HarnessError, RunRecord, parse_record
+from harness.api import HarnessError, RunRecord, RunSpec, parse_record, to_json
+from reports.text import flat, one_line
 
 #: The most of a log's end that a report shows.
 _TAIL_BYTES, _TAIL_LINES = 8000, 30
@@ -91,6 +92,26 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
     return Runs(
         tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders, tuple(retried)
     )
+
+
+def name_of(record: RunRecord) -> str:
+    """The cell's name in the suite, or else its engine's name."""
+    return one_line(record.spec.name) or one_line(record.spec.engine)
+
+
+def workload_of(record: RunRecord) -> str:
+    """The model and the workload as text; cells with the same text are comparable."""
+    model = record.spec.model
+    details = [f"revision {model.revision}"] if model.revision else []
+    details += ["dummy weights"] if model.weights == "dummy" else []
+    details += [f"stored as {model.dtype}"] if model.dtype != "auto" else []
+    name = f"{model.id} ({', '.join(details)})" if details else model.id
+    return one_line(f"{name}, {record.spec.workload.words}")
+
+
+def settings_of(spec: RunSpec) -> dict[str, object]:
+    """Settings by path, such as `policy.schedule`."""
+    return flat(to_json(spec))
 
 
 def _read_folder(folder: Path, notes: list[str]) -> list[RunRecord]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.api import HarnessError, RunRecord, RunSpec
-from reports.cells import name_of, settings_of, workload_of
+from reports.records import settings_of
 from reports.summary import throughput
-from reports.text import finite, median, one_line, positive
-from reports.verdicts import CellVerdict
+from reports.text import finite, grouped, one_line, positive
 
 THROUGHPUT = "throughput"
 
@@ -54,15 +53,12 @@ class Sample:
 
 def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:
     """Samples by fingerprint."""
-    cells: dict[str, list[RunRecord]] = {}
-    for record in records:
-        cells.setdefault(record.fingerprint, []).append(record)
     return {
         key: Sample(
             tuple(launches),
             tuple(v for r in launches if r.status == "ok" and (v := speed_of(r, metric)) is not None),
         )
-        for key, launches in cells.items()
+        for key, launches in grouped(records, lambda r: r.fingerprint).items()
     }
 
 
@@ -92,29 +88,12 @@ def unit_of(metric: str, records: Iterable[RunRecord]) -> str:
 def pairs_of(before: Mapping[str, Sample], after: Mapping[str, Sample]) -> list[tuple[Sample | None, Sample | None]]:
     """Pairs equal cells of both sides, then the others by name, so that a changed cell can be reported."""
     pairs: list[tuple[Sample | None, Sample | None]] = [(before[k], after[k]) for k in before if k in after]
-    old = [s for k, s in before.items() if k not in after]
     new = [s for k, s in after.items() if k not in before]
-    for sample in old:
-        name = sample.records[-1].spec.name
-        same = next((s for s in new if s.records[-1].spec.name == name), None)
+    for sample in (s for k, s in before.items() if k not in after):
+        same = next((s for s in new if s.spec.name == sample.spec.name), None)
         new = [s for s in new if s is not same]
         pairs.append((sample, same))
     return [*pairs, *((None, sample) for sample in new)]
-
-
-def with_medians(verdict: CellVerdict, a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
-    """Adds both sides' medians as recorded, in the metric's unit."""
-    base, head = (
-        median([value_of(r, metric) for r in side.records if r.status == "ok"]) if side else None for side in (a, b)
-    )
-    return replace(verdict, base=base, head=head)
-
-
-def blank_verdict(sample: Sample | None) -> CellVerdict:
-    """A verdict with a cell's names only, to be completed."""
-    record = sample.records[-1] if sample else None
-    assert record is not None  # a pair has at least one side, and a side at least one record
-    return CellVerdict(name_of(record), one_line(record.spec.engine), workload_of(record), "not comparable", "")
 
 
 def changed_cell(a: RunRecord, b: RunRecord) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.api import RunRecord
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
-from reports.text import GIB, MISSING, columns_of, finite, flat, median, number, one_line
+from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, listed, number, one_line
 
 DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
@@ -82,11 +84,8 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
     """Each cell's statuses other than ok, with their reasons; None without any."""
     lines = []
     for row in rows:
-        groups: dict[tuple[str, str], list[RunRecord]] = {}
-        for record in row.records:
-            if record.status != "ok":
-                groups.setdefault((record.status, one_line(record.reason)), []).append(record)
-        for (status, reason), records in groups.items():
+        failed = (record for record in row.records if record.status != "ok")
+        for (status, reason), records in grouped(failed, lambda r: (r.status, one_line(r.reason))).items():
             expected = status == row.expect
             lines.append(
                 (
@@ -97,10 +96,8 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
                     Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log kept"),
                 )
             )
-    columns = [
-        Column(t, numeric=t == "Repeats", wide=t in {"Reason", "Log"})
-        for t in ("Cell", "Status", "Repeats", "Reason", "Log")
-    ]
+    titles = ("Cell", "Status", "Repeats", "Reason", "Log")
+    columns = [Column(t, numeric=t == "Repeats", wide=t in {"Reason", "Log"}) for t in titles]
     return plain_table("Cells that did not end ok", columns, lines) if lines else None
 
 
@@ -110,20 +107,17 @@ def trials(rows: Sequence[CellSummary]) -> Table | None:
     for row in rows:
         steps = next((r.tuning for r in row.records if r.tuning), ())
         speeds = columns_of([finite(t.throughput_tok_s) for t in steps])
-        bodies += [
-            Body(
-                tuple(
-                    (
-                        Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
-                        Cell(t.status, tone="good" if t.status == "ok" else "muted"),
-                        Cell(speed, why="" if speed != MISSING else "the step did not finish"),
-                        Cell(one_line(t.reason)),
-                    )
-                    for t, speed in zip(steps, speeds, strict=True)
-                ),
-                heading=row.name,
+        lines = [
+            (
+                Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
+                Cell(t.status, tone="good" if t.status == "ok" else "muted"),
+                Cell(speed, why="" if speed != MISSING else "the step did not finish"),
+                Cell(one_line(t.reason)),
             )
-        ] * bool(steps)
+            for t, speed in zip(steps, speeds, strict=True)
+        ]
+        if lines:
+            bodies.append(Body(tuple(lines), heading=row.name))
     columns = (
         Column("Batch", numeric=False),
         Column("Status", numeric=False),
@@ -137,38 +131,30 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
     """Disk, copy and GEMM rates of all machine probes of the run; None without a probe."""
     by_time = sorted(records, key=lambda r: r.started_at)
     probes = {r.machine.measured_at or str(i): r.machine for i, r in enumerate(by_time) if r.machine}
-    samples_by_rate: dict[tuple[str, str], list[list[float]]] = {}
+    measured: list[tuple[str, str, list[float]]] = []  # (rate, unit, a probe's finite samples)
     shapes = set()
     for probe in probes.values():
-        if probe.disk_read:
-            samples_by_rate.setdefault(("Disk read", "GB/s"), []).append([v / 1e9 for v in probe.disk_read])
-        if probe.h2d:
-            samples_by_rate.setdefault(("Copies to the device", "GB/s"), []).append([v / 1e9 for v in probe.h2d])
+        kinds = [("Disk read", "GB/s", probe.disk_read), ("Copies to the device", "GB/s", probe.h2d)]
         place = "on the device " if probe.h2d else ""
         for dtype, by_rows in probe.gemm_flops.items():
             for count, samples in by_rows.items():
-                name = f"GEMM {place}{dtype}, {count} {'row' if count == '1' else 'rows'}"
-                samples_by_rate.setdefault((name, "GFLOP/s"), []).append([v / 1e9 for v in samples])
+                kinds.append((f"GEMM {place}{dtype}, {count} {'row' if count == '1' else 'rows'}", "GFLOP/s", samples))
+        measured += [(name, unit, finite_samples) for name, unit, samples in kinds
+                     if (finite_samples := [v / 1e9 for v in samples if finite(v) is not None])]  # fmt: skip
         if probe.gemm_shape and probe.gemm_flops:
             shapes.add("x".join(map(str, probe.gemm_shape)))
     lines = []
-    for (name, unit), samples_by_probe in sorted(samples_by_rate.items(), key=lambda c: _natural(c[0][0])):
-        rates = [v for samples in samples_by_probe for v in samples if finite(v) is not None]
-        if not rates:
-            continue
-        medians = [m for samples in samples_by_probe if (m := median([finite(v) for v in samples])) is not None]
-        low, mid, high = columns_of([min(rates), median(medians) or 0, max(rates)])
-        lines.append(
-            (Cell(name), Cell(unit), Cell(mid), Cell(low), Cell(high), Cell(str(len(medians))), _spark_cell(medians))
-        )
+    for (name, unit), group in grouped(sorted(measured, key=lambda m: _natural(m[0])), lambda m: m[:2]).items():
+        rates = [v for _, _, samples in group for v in samples]
+        medians = [statistics.median(samples) for _, _, samples in group]
+        low, mid, high = columns_of([min(rates), statistics.median(medians), max(rates)])
+        lines.append((*map(Cell, (name, unit, mid, low, high, str(len(medians)))), _spark_cell(medians)))
     if not lines:
         return None
-    columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in _RATE_COLUMNS]
+    titles = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
+    columns = [Column(t, numeric=t not in {"Rate", "Unit", "Over the run"}) for t in titles]
     matrices = f" GEMM is x[rows, k] times W[k, n] with k x n = {', '.join(sorted(shapes))}." if shapes else ""
     return plain_table(f"Rates measured around the launches.{matrices}", columns, lines)
-
-
-_RATE_COLUMNS = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
 
 
 def setup(rows: Sequence[CellSummary]) -> Table | None:
@@ -191,12 +177,11 @@ def setup(rows: Sequence[CellSummary]) -> Table | None:
 
 def provenance(records: Sequence[RunRecord]) -> Table | None:
     """Machine, versions, commit and task data of the records; lists values that differ with their counts."""
-    values: dict[str, dict[str, int]] = {}
+    values: dict[str, Counter[str]] = {}
     for record in records:
         data = {f"sha256.{name}": digest for name, digest in record.accuracy.files.items()} if record.accuracy else {}
         for key, value in (_flat_text(record.provenance) | data).items():
-            counts = values.setdefault(key, {})
-            counts[value] = counts.get(value, 0) + 1
+            values.setdefault(key, Counter())[value] += 1
     lines = [(Cell(key), _value_cell(counts)) for key, counts in values.items()]
     columns = (Column("Item", numeric=False), Column("Value", numeric=False, wide=True))
     return plain_table("Machine, versions and commit", columns, lines) if lines else None
@@ -214,11 +199,8 @@ def commit(records: Sequence[RunRecord]) -> str:
 
 def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
     """(cell names, command) for each recorded command of a last repeat."""
-    names: dict[str, list[str]] = {}
-    for row in rows:
-        if row.records[-1].command:
-            names.setdefault(row.records[-1].command, []).append(row.name)
-    return [(", ".join(cells), command) for command, cells in names.items()]
+    by_command = grouped(rows, lambda row: row.records[-1].command)
+    return [(", ".join(row.name for row in cells), command) for command, cells in by_command.items() if command]
 
 
 def period(records: Sequence[RunRecord]) -> str:
@@ -233,16 +215,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split()]
 
 
-def _spark(samples: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Points (x, y) in percent, with zero at the bottom and the largest sample near the top."""
-    top = max(samples, default=0) or 1
-    width = max(len(samples) - 1, 1)
-    return tuple((4 + 92 * i / width, 90 - 75 * v / top) for i, v in enumerate(samples))
-
-
 def _spark_cell(medians: Sequence[float]) -> Cell:
-    values = ", ".join(number(v) for v in medians[:50])
-    return Cell("", why=f"one point a probe: {values}", spark=_spark(medians))
+    """A sparkline with zero at the bottom and the largest value near the top."""
+    top = max(medians) or 1
+    width = max(len(medians) - 1, 1)
+    points = tuple((4 + 92 * i / width, 90 - 75 * v / top) for i, v in enumerate(medians))
+    return Cell("", why=f"one point a probe: {', '.join(number(v) for v in medians[:50])}", spark=points)
 
 
 def _flat_text(provenance: Mapping[str, Any]) -> dict[str, str]:
@@ -250,7 +228,7 @@ def _flat_text(provenance: Mapping[str, Any]) -> dict[str, str]:
     out = {}
     for key, value in flat(provenance).items():
         if isinstance(value, list | tuple):
-            out[key] = ", ".join(" ".join(map(str, v.values())) if isinstance(v, Mapping) else str(v) for v in value)
+            out[key] = listed(value)
         elif key.endswith("_bytes") and (size := finite(value)) is not None:
             out[key.removesuffix("_bytes")] = f"{number(size / GIB)} GiB"
         else:

@@ -1,4 +1,4 @@
-"""Two-sample statistics of launches: ratios with intervals, tests, corrections. Pure functions of positive numbers.
+"""Statistics: of launches, ratios with intervals, tests and corrections; of answers to the same examples, differences.
 
 Sources: Hodges and Lehmann 1963 (shift of two samples); Mann and Whitney 1947, exact and with ties by enumeration of
 rank sums; Efron 1979 (percentile bootstrap); Holm 1979.
@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist, fmean
 
 import numpy as np
 
@@ -22,6 +23,12 @@ LEVEL, RESAMPLES, SEED = 0.95, 2000, 0
 _EXACT_UP_TO = 50
 #: The most splits of a sample into halves; samples of up to 11 launches use all of them.
 _SPLITS = 500
+#: Significance level of paired tests, and the power at which a difference counts as detectable.
+PAIRED_LEVEL, POWER = 0.05, 0.8
+#: The fewest examples that are compared: with fewer, a bootstrap interval is far too narrow.
+FEWEST = 10
+#: McNemar's exact test is significant from six one-sided flips on; this expected number of flips yields six with POWER.
+_FLIPS = 7.9
 
 
 @dataclass(frozen=True)
@@ -154,3 +161,85 @@ def _doubled_midranks(values: Sequence[float]) -> list[int]:
         ranks[value] = 2 * below + counts[value] + 1
         below += counts[value]
     return [ranks[value] for value in values]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A difference of means, new less old, with the 95 % interval of a paired bootstrap.
+
+    `p`: of McNemar's exact test where all values are 0 or 1, else None. `detectable`: the difference that the test
+    detects with a power of 80 %.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float | None
+    detectable: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether the difference is significant at the 5 % level."""
+        return self.p < PAIRED_LEVEL if self.p is not None else not self.low <= 0 <= self.high
+
+
+def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] = ()) -> Paired:
+    """Compares values of the same examples in the same order; `weights` are per example, equal if empty.
+
+    Raises ValueError where the lengths differ, or are 0.
+    """
+    if not old:
+        raise ValueError("nothing to compare")
+    differences = [b - a for a, b in zip(old, new, strict=True)]
+    if weights:
+        differences = _linear(differences, weights)
+    binary = all(value in (0.0, 1.0) for value in (*old, *new))
+    low, high = _interval_of_mean(differences)
+    p = mcnemar(sum(d > 0 for d in differences), sum(d < 0 for d in differences)) if binary else None
+    smallest = detectable(differences)
+    if binary:
+        smallest = max(smallest, min(1.0, _FLIPS / len(differences)))
+    return Paired(fmean(differences), low, high, p, smallest)
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """The exact two-sided p for `better` and `worse` examples, each right on one side only (McNemar 1947, binomial)."""
+    n, k = better + worse, min(better, worse)
+    if not n:
+        return 1.0
+    tail = math.fsum(math.exp(_log_choose(n, i) - n * math.log(2)) for i in range(k + 1))
+    return min(1.0, 2 * tail)
+
+
+def detectable(differences: Sequence[float]) -> float:
+    """The true difference that pairs of this spread show with a power of 80 %, by the normal approximation."""
+    n = len(differences)
+    middle = fmean(differences)
+    spread = math.sqrt(math.fsum((d - middle) ** 2 for d in differences) / max(1, n - 1))
+    normal = NormalDist()
+    return (normal.inv_cdf(1 - PAIRED_LEVEL / 2) + normal.inv_cdf(POWER)) * spread / math.sqrt(n)
+
+
+def _linear(differences: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Values whose plain mean equals the weighted mean and has its variance: the ratio estimator, linearised (Cochran,
+    Sampling Techniques, 6.4)."""
+    total = math.fsum(weights)
+    mean = math.fsum(w * d for w, d in zip(weights, differences, strict=True)) / total
+    scale = len(weights) / total
+    return [mean + scale * w * (d - mean) for w, d in zip(weights, differences, strict=True)]
+
+
+def _interval_of_mean(differences: Sequence[float]) -> tuple[float, float]:
+    """The 95 % percentile bootstrap interval of the mean. Draws only non-zero differences: most are 0."""
+    n, rng = len(differences), np.random.default_rng(SEED)
+    nonzero = np.array([d for d in differences if d], np.float64)
+    if not len(nonzero):
+        return 0.0, 0.0
+    draws = rng.binomial(n, len(nonzero) / n, size=RESAMPLES)
+    means = [float(rng.choice(nonzero, size=k).sum()) / n for k in draws]
+    low, high = np.quantile(means, [PAIRED_LEVEL / 2, 1 - PAIRED_LEVEL / 2])
+    return float(low), float(high)
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -1,4 +1,4 @@
-"""Summarises records as one row a cell: medians over repeats, ratio to the best rival, fraction of the bound."""
+"""Summarises records as one row a cell (medians, ratio to the best rival, fraction of the bound) and in a sentence."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from harness.api import RunRecord, Status
-from reports.cells import name_of, workload_of
 from reports.rates import with_rates_around
+from reports.records import name_of, workload_of
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import finite, median, one_line, positive
+from reports.text import TIMES_SIGN, columns_of, finite, grouped, median, number, one_line, positive
 
 #: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
 _MOST_INTERVALS = 200
@@ -22,9 +22,9 @@ DISTURBED = 0.05
 class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
-    Figures cover the repeats that ended ok and are medians, except `minimum`, `maximum` and the memory figures, which
-    are maxima. `ratio` is the Hodges-Lehmann ratio, with its interval, to `rival`: the fastest ranked cell of another
-    engine in the same workload, or of the same engine where only one engine is ranked.
+    Figures cover the repeats that ended ok and are medians; the memory figures are maxima. `ratio` is the
+    Hodges-Lehmann ratio to `rival`: the fastest ranked cell of another engine in the same workload, or of the same
+    engine where only one engine is ranked.
     """
 
     fingerprint: str
@@ -41,16 +41,7 @@ class CellSummary:
     compute_dtype: str | None = None
     throughput: tuple[float, ...] = ()
     median: float | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    decode_tok_s: float | None = None
-    ttft_p50_s: float | None = None
-    ttft_p99_s: float | None = None
-    tpot_p50_s: float | None = None
-    tpot_p99_s: float | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
+    ratio: Ratio | None = None
     rival: str | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
@@ -58,8 +49,6 @@ class CellSummary:
     predicted_tok_s: float | None = None
     peak_bytes: int | None = None
     limit_bytes: int | None = None
-    read_bytes_per_token: float | None = None
-    energy_j_per_token: float | None = None
     num_requests: int | None = None
     most_requests: int | None = None
     equal_outputs: int | None = None
@@ -82,6 +71,11 @@ class CellSummary:
     def qualifiers(self) -> tuple[str, ...]:
         """`reference`, `simulated` and `projected`, where they apply."""
         return tuple(name for name in ("reference", "simulated", "projected") if getattr(self, name))
+
+    @property
+    def kind(self) -> str:
+        """Whether its figures are `simulated`, `projected` or `measured`."""
+        return "simulated" if self.simulated else "projected" if self.projected else "measured"
 
     @property
     def prediction_error(self) -> float | None:
@@ -108,35 +102,23 @@ class CellSummary:
         """Whether another cell of the workload completed more requests."""
         return (self.num_requests or 0) < (self.most_requests or 0) and self.num_requests is not None
 
-    @property
-    def agreement(self) -> float | None:
-        """The fraction of outputs equal to the reference cell's; None without a reference."""
-        if self.equal_outputs is None or not self.compared_outputs:
-            return None
-        return self.equal_outputs / self.compared_outputs
-
 
 def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
     """One row a cell, grouped by workload: ranked cells, fastest first, then the others, then references."""
-    cells: dict[str, list[RunRecord]] = {}
-    for record in with_rates_around(records):
-        cells.setdefault(record.fingerprint, []).append(record)
+    cells = grouped(with_rates_around(records), lambda r: r.fingerprint)
     groups = by_workload([_cell(sorted(repeats, key=lambda r: r.repeat)) for repeats in cells.values()])
     return [row for group in groups.values() for row in _relate(group)]
 
 
 def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
     """Rows by workload (model and requests); rows of a workload are comparable."""
-    groups: dict[str, list[CellSummary]] = {}
-    for row in rows:
-        groups.setdefault(row.workload, []).append(row)
-    return groups
+    return grouped(rows, lambda row: row.workload)
 
 
 def ranked(rows: Iterable[CellSummary]) -> list[CellSummary]:
     """The competing cells, fastest first: ok, not a reference, and measured unless none is."""
     ok = [r for r in rows if r.ok and not r.reference]
-    measured = [r for r in ok if not (r.simulated or r.projected)]
+    measured = [r for r in ok if r.kind == "measured"]
     return sorted(measured or ok, key=lambda r: -(r.median or 0))
 
 
@@ -172,6 +154,16 @@ def metric(records: Sequence[RunRecord], name: str) -> float | None:
     return median([finite(r.metrics.get(name)) for r in records])
 
 
+def per_token(records: Sequence[RunRecord], counter: str) -> float | None:
+    """The median over records of a counter during generation / the generated tokens."""
+    ratios = []
+    for record in records:
+        total, tokens = measured_sum(record, counter, "generate"), finite(record.metrics.get("generated_tokens"))
+        if total is not None and tokens:
+            ratios.append(total / tokens)
+    return median(ratios)
+
+
 def _cell(records: Sequence[RunRecord]) -> CellSummary:
     last = records[-1]
     ok = [r for r in records if r.status == "ok"]
@@ -180,7 +172,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
     speeds = tuple(v for r in ok if (v := throughput(r)) is not None)
     memories = [r.memory for r in records if r.memory]
     bounds = [r.bound for r in ok if r.bound and finite(r.bound.throughput_tok_s)]
-    requests = metric(ok, "num_requests")
+    requests, requested = metric(ok, "num_requests"), spec.policy.compute_dtype
     return CellSummary(
         fingerprint=last.fingerprint,
         suite=one_line(spec.suite),
@@ -193,47 +185,24 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         simulated=any(r.simulated for r in records),
         projected=any(r.projected for r in records),
         batch=loads[-1].block_size if loads else spec.policy.block_size if spec.tune == "none" else None,
-        compute_dtype=loads[-1].compute_dtype if loads else _requested_dtype(last),
+        compute_dtype=loads[-1].compute_dtype if loads else None if requested == "auto" else requested,
         throughput=speeds,
         median=median(speeds),
-        minimum=min(speeds, default=None),
-        maximum=max(speeds, default=None),
-        decode_tok_s=metric(ok, "decode_throughput_tok_s"),
-        ttft_p50_s=metric(ok, "ttft_p50_s"),
-        ttft_p99_s=metric(ok, "ttft_p99_s"),
-        tpot_p50_s=metric(ok, "tpot_p50_s"),
-        tpot_p99_s=metric(ok, "tpot_p99_s"),
         bound_tok_s=median([b.throughput_tok_s for b in bounds]),
         bound_fraction=median([_bound_fraction(r) for r in ok]),
         limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
         predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
         peak_bytes=max((m.peak_bytes for m in memories if m.peak_bytes is not None), default=None),
         limit_bytes=max((m.limit_bytes for m in memories if m.limit_bytes is not None), default=None),
-        read_bytes_per_token=_per_token(ok, "read_bytes"),
-        energy_j_per_token=_per_token(ok, "energy_j"),
         num_requests=None if requests is None else int(requests),
         records=tuple(records),
     )
-
-
-def _requested_dtype(record: RunRecord) -> str | None:
-    dtype = record.spec.policy.compute_dtype
-    return None if dtype == "auto" else dtype
 
 
 def _bound_fraction(record: RunRecord) -> float | None:
     achieved = throughput(record)
     bound = finite(record.bound.throughput_tok_s) if record.bound else None
     return achieved / bound if achieved is not None and bound else None
-
-
-def _per_token(records: Sequence[RunRecord], counter: str) -> float | None:
-    ratios = []
-    for record in records:
-        total, tokens = measured_sum(record, counter, "generate"), finite(record.metrics.get("generated_tokens"))
-        if total is not None and tokens:
-            ratios.append(total / tokens)
-    return median(ratios)
 
 
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
@@ -255,7 +224,7 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
                 if rank[row.fingerprint] < _MOST_INTERVALS
                 else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
             )
-            related = replace(related, ratio=ratio.ratio, ratio_low=ratio.low, ratio_high=ratio.high, rival=rival.name)
+            related = replace(related, ratio=ratio, rival=rival.name)
         rows.append(_compare_outputs(related, references))
     return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 
@@ -285,3 +254,33 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
         compared_outputs=len(pairs),
         compared_with=reference.name,
     )
+
+
+def headline(rows: Sequence[CellSummary]) -> str:
+    """One sentence: the fastest cell, its ratio to its rival, its share of the roofline, and its throughput."""
+    order = ranked(rows)
+    if not order:
+        return "No cell has a result that can be ranked." if len(rows) > 1 else "The cell has no result."
+    best = order[0]
+    kind = "" if best.kind == "measured" else f" ({best.kind})"
+    within = " within the limit" if best.limit_bytes else ""
+    parts = []
+    rival = rival_of(best, order)
+    if rival and rival.throughput:
+        role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
+        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput), best.simulated)} {rival.name}, {role}")
+    if best.bound_fraction is not None:
+        parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
+    speed = f"{number(best.median or 0)} tok/s{within}{kind}"
+    return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
+
+
+def _times(ratio: Ratio, exact: bool) -> str:
+    """The ratio with its interval, or why it has none; an `exact` ratio is simulated and needs none."""
+    times = f"{number(ratio.ratio)}{TIMES_SIGN}"
+    if exact:
+        return times
+    if ratio.low is None or ratio.high is None:
+        return f"{times} (too few launches for an interval)"
+    caveat = "" if ratio.excludes_one else " (not significant: the interval includes 1)"
+    return f"{times} [{', '.join(columns_of([ratio.low, ratio.high]))}]{caveat}"

@@ -13,8 +13,7 @@ from rich.text import Text
 from harness.api import RunRecord
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.figures import SUMMARY
-from reports.headline import headline
-from reports.summary import by_workload, summary_rows
+from reports.summary import by_workload, headline, summary_rows
 from reports.tables import Cell, Table, cell_table
 from reports.text import clean
 
@@ -25,33 +24,20 @@ _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     """A headline and tables for each workload, as plain text of at most `width` columns."""
-    console, out = _console(width)
+    parts: list[str | Table] = []
     for title, rows in by_workload(summary_rows(records)).items():
-        console.print(Text(clean(title)), Text(clean(headline(rows))), sep="\n")
-        console.print(_rich(cell_table("", rows, _SHOWN, status=True)))
+        parts += [title, headline(rows), cell_table("", rows, _SHOWN, status=True)]
         if accuracy := accuracy_table(rows):
-            console.print(_rich(accuracy.only(_ACCURACY)))
-            for remark in accuracy_remarks(rows):
-                console.print(Text(clean(remark)))
-    return _stripped(out)
+            parts += [accuracy.only(_ACCURACY), *accuracy_remarks(rows)]
+    return plain_text(parts, width)
 
 
-def plain_text(title: str, table: Table, remarks: Iterable[str], width: int = 100) -> str:
-    """A title, a table and a line for each remark, as plain text of at most `width` columns."""
-    console, out = _console(width)
-    console.print(Text(clean(title)))
-    console.print(_rich(table))
-    for remark in remarks:
-        console.print(Text(clean(remark)))
-    return _stripped(out)
-
-
-def _console(width: int) -> tuple[Console, io.StringIO]:
+def plain_text(parts: Iterable[str | Table], width: int = 100) -> str:
+    """Lines and tables as plain text of at most `width` columns."""
     out = io.StringIO()
-    return Console(file=out, width=width, no_color=True, highlight=False, emoji=False), out
-
-
-def _stripped(out: io.StringIO) -> str:
+    console = Console(file=out, width=width, no_color=True, highlight=False, emoji=False)
+    for part in parts:
+        console.print(Text(clean(part)) if isinstance(part, str) else _rich(part))
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 

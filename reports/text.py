@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 MISSING = "\u2013"
 TIMES_SIGN = "\u00d7"
@@ -75,6 +79,14 @@ def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
     return [MISSING if v is None else number(v, places) for v in scaled]
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by key, in order of first appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def flat(value: object, prefix: str = "") -> dict[str, object]:
     """Flattens nested data: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     if not isinstance(value, Mapping):
@@ -82,6 +94,11 @@ def flat(value: object, prefix: str = "") -> dict[str, object]:
     return {
         k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
     }
+
+
+def listed(values: Iterable[object]) -> str:
+    """Values separated by commas; of a mapping its values."""
+    return ", ".join(" ".join(map(str, v.values())) if isinstance(v, Mapping) else str(v) for v in values)
 
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:

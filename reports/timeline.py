@@ -10,7 +10,7 @@ from harness.api import RunRecord, TraceEvent, to_json
 from harness.common.intervals import union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
-from reports.text import number, one_line
+from reports.text import grouped, number, one_line
 from reports.vega import (
     BLUE,
     GREEN,
@@ -18,10 +18,10 @@ from reports.vega import (
     ORANGE,
     Datum,
     Panel,
+    category,
     labelled,
     quantity,
     row_chart,
-    tooltip,
     truncation_note,
 )
 
@@ -48,8 +48,7 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         ]  # fmt: skip
     lanes = list(dict.fromkeys(str(d["lane"]) for d in data))
     spec = row_chart(
-        list(dict.fromkeys(str(d["cell"]) for d in data)),
-        data={"values": data},
+        data,
         transform=[
             {"flatten": ["shares"], "as": ["share"]},
             {"window": [{"op": "row_number", "as": "bin"}], "groupby": ["cell"]},
@@ -62,11 +61,9 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         encoding={
             "x": quantity("seconds of the pass", "at"),
             "x2": {"field": "to"},
-            "color": {"field": "lane", "type": "nominal", "title": None,
-                      "scale": {"domain": lanes, "range": [_COLOURS.get(lane, GREY) for lane in lanes]}},
+            "color": category("lane", {lane: _COLOURS.get(lane, GREY) for lane in lanes}),
             "opacity": {"field": "share", "type": "quantitative", "legend": None,
                         "scale": {"domain": [0, 1], "range": [0.04, 1]}},
-            **tooltip(),
         },
     )  # fmt: skip
     note = "Darker is busier. The folder traces has the pass as a Chrome trace, for Perfetto."
@@ -88,11 +85,8 @@ def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[fl
 
 def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
     """Chrome trace JSON by cell name, from the last repeat with a trace; Perfetto and chrome://tracing open it."""
-    cells: dict[str, list[RunRecord]] = {}
-    for record in records:
-        cells.setdefault(record.fingerprint, []).append(record)
     traces: dict[str, str] = {}
-    for repeats in cells.values():
+    for repeats in grouped(records, lambda r: r.fingerprint).values():
         if traced := _last_traced(repeats):
             plain = re.sub(r"[^A-Za-z0-9._-]", "-", traced.spec.name)
             name = plain if plain not in traces else f"{plain}-{traced.fingerprint[:8]}"
@@ -115,10 +109,7 @@ def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
 
 
 def _lanes(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
-    lanes: dict[str, list[TraceEvent]] = {}
-    for event in sorted(events, key=lambda e: e.tid):
-        lanes.setdefault(one_line(event.cat), []).append(event)
-    return lanes
+    return grouped(sorted(events, key=lambda e: e.tid), lambda e: one_line(e.cat))
 
 
 def _last_traced(records: Sequence[RunRecord]) -> RunRecord | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,13 @@ def chart(height: int, **parts: Any) -> Spec:
     return {"$schema": _SCHEMA, **sizes, "config": _CONFIG, **parts}
 
 
-def row_chart(labels: Sequence[str], **parts: Any) -> Spec:
-    """A specification with a row for each label; adds the row axis to `encoding`."""
-    encoding = {"y": rows_axis(labels), **parts.pop("encoding")}
-    return chart(_ROW * max(1, len(labels)), encoding=encoding, **parts)
+def row_chart(data: Sequence[Datum], **parts: Any) -> Spec:
+    """A specification with a row for each cell of `data`, and the data's tooltips."""
+    cells = list(dict.fromkeys(datum["cell"] for datum in data))
+    row = {"field": "cell", "type": "nominal", "title": None, "scale": {"domain": cells},
+           "axis": {"grid": True, "gridDash": [1, 3]}}  # fmt: skip
+    encoding = {"y": row, **tooltip(), **parts.pop("encoding", {})}
+    return chart(_ROW * max(1, len(cells)), data={"values": data}, encoding=encoding, **parts)
 
 
 def tooltip() -> dict[str, Any]:
@@ -89,10 +92,16 @@ def tooltip() -> dict[str, Any]:
     return {"tooltip": field, "description": field}
 
 
-def rows_axis(labels: Sequence[str]) -> dict[str, Any]:
-    """An axis with a row for each label, in the given order."""
-    return {"field": "cell", "type": "nominal", "title": None, "scale": {"domain": list(labels)},
-            "axis": {"grid": True, "gridDash": [1, 3]}}  # fmt: skip
+def category(field: str, choices: Mapping[str, str]) -> dict[str, Any]:
+    """An encoding of a field's values by the colour or the shape chosen for each."""
+    return {"field": field, "type": "nominal", "title": None,
+            "scale": {"domain": list(choices), "range": list(choices.values())}}  # fmt: skip
+
+
+def distinct(field: str, names: Sequence[str]) -> dict[str, Any]:
+    """An encoding of each of a field's values by a colour and a shape."""
+    colours, shapes = (dict(zip(names, itertools.cycle(c), strict=False)) for c in (COLOURS, SHAPES))
+    return {"color": category(field, colours), "shape": category(field, shapes)}
 
 
 def quantity(title: str, field: str = "value", **scale: Any) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def labelled(rows: Iterable[CellSummary], most: int = MOST_CELLS) -> list[tuple[
     """
     labels: list[tuple[CellSummary, str]] = []
     uses: Counter[str] = Counter()
-    for row in islice(rows, most):
+    for row in itertools.islice(rows, most):
         uses[row.name] += 1
         name = row.name if uses[row.name] == 1 else f"{row.name} ({uses[row.name]})"
         labels.append((row, f"{name} ({', '.join(row.qualifiers)})" if row.qualifiers else name))

@@ -17,8 +17,8 @@ from typing import Any
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from harness.api.task import Answers, Circumstances, Judged, Questions, Report
-from suites.seeds import request_seed
 from suites.tasks.measures import judged
+from suites.tasks.prompts import request_seed
 
 #: The interpreter of an environment with crfm-helm.
 PYTHON = "HARNESS_HELM_PYTHON"

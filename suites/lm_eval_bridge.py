@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import lm_eval
+import yaml
 from lm_eval import evaluator, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -24,13 +26,18 @@ from lm_eval.tasks import TaskManager
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score, first_line
 from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report, Tokens
-from suites import lm_eval_local
-from suites.seeds import request_seed
+from suites.tasks.data import Data
+from suites.tasks.prompts import request_seed
 
 #: Maximum tokens of an answer where the task sets none, as in lm-eval's models.
 _MAX_TOKENS = 256
 #: Bootstrap resamples for standard errors without a formula; lm-eval's default takes minutes.
 _BOOTSTRAP = 1000
+#: By task: lm-eval's task file, the data file in a folder, and the field of each of its lines.
+_LOCAL: Mapping[str, tuple[str, str, str]] = {
+    "lambada_openai": ("lambada/lambada_openai.yaml", "lambada_openai/lambada_test.jsonl", "text"),
+    "wikitext": ("wikitext/wikitext.yaml", "wikitext2_raw/wiki.test.pages.jsonl", "page"),
+}
 #: The suffix of a standard error's name.
 _ERROR = "_stderr"
 
@@ -93,12 +100,43 @@ class LmEvalTask:
         """lm-eval's tasks, this one with data from the folder `data` if given. Raises HarnessError without its data."""
         if data is None:
             return TaskManager()
-        digests = lm_eval_local.write(data, into)
+        digests = write_local(data, into)
         if self._task not in digests:
             raise HarnessError(f"{data} has no data for lm-eval's {self._task} (only for {', '.join(digests)}): "
                                "leave out --data-dir to use the hub")  # fmt: skip
-        self._files = {lm_eval_local.FILES[self._task][1]: digests[self._task]}
+        self._files = {_LOCAL[self._task][1]: digests[self._task]}
         return TaskManager(include_path=str(into))
+
+
+def write_local(folder: Path, into: Path) -> dict[str, str]:
+    """Writes task files for `TaskManager(include_path=...)`, for each task whose data is in `folder`.
+
+    Returns the SHA-256 of the data by task. Raises HarnessError for damaged data, and where the folder has none.
+    """
+    digests = {}
+    for task, (task_file, file, field) in _LOCAL.items():
+        data = Data(folder)
+        if not data.has(file):
+            continue
+        data.objects(file, (field,))
+        digests[task] = data.digests[file]
+        content = {
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / task_file),
+            "task": task,
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {
+                "data_files": {"test": str((folder / file).resolve())},
+                "cache_dir": str(into / "cache"),
+            },
+            "training_split": None,
+            "validation_split": None,
+        }
+        (into / f"{task}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    if not digests:
+        names = ", ".join(file for _, file, _ in _LOCAL.values())
+        raise HarnessError(f"{folder} has none of {names}: name a folder that has one, or leave out --data-dir")
+    return digests
 
 
 def _version(evaluation: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
@@ -162,11 +200,8 @@ class TokenModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts = [self._prompt(*request.args) for request in requests]
-        texts = []
-        for prompt, text in zip(prompts, self.texts(prompts), strict=True):
-            end = prompt.sampling.stop_at(text)  # engines return the tokens that complete a stop string
-            texts.append(text if end is None else text[:end])
-        return texts
+        # engines return the tokens that complete a stop string
+        return [text[: p.sampling.stop_at(text)] for p, text in zip(prompts, self.texts(prompts), strict=True)]
 
     def _windows(self, text: str) -> list[Pair]:
         windows = utils.get_rolling_token_windows(

@@ -17,7 +17,7 @@ from lm_eval.api.registry import register_model
 from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.services import LmEvalModel, OpenModel
 from harness.api.task import Pair
-from suites import lm_eval_local
+from suites import lm_eval_bridge
 from suites.lm_eval_bridge import TokenModel
 
 Q = TypeVar("Q")
@@ -43,8 +43,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def write_local(data: Path, into: Path) -> None:
-    """Writes task files that read the folder `data`; see lm_eval_local.py."""
-    lm_eval_local.write(data, into)
+    """Writes task files that read the folder `data`; see lm_eval_bridge.write_local."""
+    lm_eval_bridge.write_local(data, into)
 
 
 def register(names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:

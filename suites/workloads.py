@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +24,7 @@ class Synthetic:
 
     def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]:
         """Request i depends only on (seed, i, vocab), so engines with different batch sizes share prompts."""
-        sampling = SamplingParams(max_tokens=self.gen_len, ignore_eos=True)
-        return [
-            GenerationRequest(f"r{i:05d}", _random_ids(vocab, self.prompt_len, f"{seed}/{i}"), sampling)
-            for i in range(count)
-        ]
+        return _requests([(self.prompt_len, self.gen_len)] * count, vocab, seed)
 
 
 @dataclass(frozen=True)
@@ -59,11 +55,7 @@ class Traced:
 
     def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]:
         """Request i depends only on (seed, i, vocab) and its line."""
-        return [
-            GenerationRequest(f"r{i:05d}", _random_ids(vocab, prompt, f"{seed}/{i}"),
-                              SamplingParams(max_tokens=generated, ignore_eos=True))
-            for i, (prompt, generated) in enumerate(self.lengths(count))
-        ]  # fmt: skip
+        return _requests(self.lengths(count), vocab, seed)
 
     def _lines(self, file: Iterator[str]) -> Iterator[tuple[int, int]]:
         for row in (reader := csv.DictReader(file)):
@@ -78,7 +70,11 @@ class Traced:
             yield max(1, min(prompt, self.prompt_len)), max(1, min(generated, self.gen_len))
 
 
-def _random_ids(vocab: int, length: int, key: str) -> tuple[int, ...]:
+def _requests(lengths: Sequence[tuple[int, int]], vocab: int, seed: int) -> list[GenerationRequest]:
     first = min(FIRST_ORDINARY_ID, vocab - 1)
-    rng = random.Random(key)
-    return tuple(rng.randrange(first, vocab) for _ in range(length))
+    requests = []
+    for i, (prompt_len, gen_len) in enumerate(lengths):
+        rng = random.Random(f"{seed}/{i}")
+        ids = tuple(rng.randrange(first, vocab) for _ in range(prompt_len))
+        requests.append(GenerationRequest(f"r{i:05d}", ids, SamplingParams(max_tokens=gen_len, ignore_eos=True)))
+    return requests

@@ -110,7 +110,7 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
         none = few if len(series.points) < FEWEST else "no change"
         words = ", ".join(f"{short(c.commit)} {c.direction} ({c.ratio:.3f})" for c in points)
         title = f"{series.cell}: {words or none} over {plural(len(series.points), 'commit')}"
-        click.echo(plain_text(title, trend_table(series, points), ()))
+        click.echo(plain_text([title, trend_table(series, points)]))
 
 
 def _open(url: str, make: bool = False) -> History:

@@ -17,7 +17,7 @@ import numpy as np
 from harness.api import HarnessError
 from harness.api.task import Judged
 from suites.tasks.data import Data, from_hub
-from suites.tasks.helm_metrics import by_name
+from suites.tasks.measures import by_name
 from suites.tasks.prompts import Example, Material, PromptTask
 
 

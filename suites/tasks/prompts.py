@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from harness.api.task import Answers, Circumstances, Judged, Questions, Report, Tokens
-from suites.seeds import request_seed
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class PromptTask(ABC):
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
         """See harness.api.task.Task."""
         examples = self.material(given.folder).examples[: given.count]
-        texts = [self._cut(text) for text in answers.texts]
+        stopping = SamplingParams(stop=self.stop)
+        # engines return the tokens that complete a stop string
+        texts = [text[: stopping.stop_at(text)] for text in answers.texts]
         return self.evaluate(examples, [texts[i : i + self.outputs] for i in range(0, len(texts), self.outputs)])
 
     def _request(self, seed: int, example: int, answer: int, ids: tuple[int, ...]) -> GenerationRequest:
@@ -84,10 +86,11 @@ class PromptTask(ABC):
                                   seed=request_seed(seed, example, answer))  # fmt: skip
         return GenerationRequest(f"e{example:06d}.{answer}", ids, sampling)
 
-    def _cut(self, text: str) -> str:
-        """An answer up to its first stop string: engines return the tokens that complete a stop string."""
-        end = SamplingParams(stop=self.stop).stop_at(text)
-        return text if end is None else text[:end]
+
+def request_seed(seed: int, *indices: int) -> int:
+    """A reproducible seed of 31 bits, from the cell's seed and the request's indices (example, answer)."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *indices))).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def _fitting(example: Example, tokens: Tokens, room: int) -> tuple[tuple[int, ...], int]:

@@ -6,6 +6,7 @@ files: a prefix for each task, in the folder `wrangling_prefixes`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,8 @@ class Wrangling(PromptTask):
         """Accuracy, and F1 of the answer yes for yes-or-no questions."""
         given = [texts[0].split("\n")[0].strip().lower() for texts in answers]
         expected = [example.answers[0].strip().lower() for example in examples]
-        if self.judged_by_start:
-            correct = [answer.startswith(gold) for answer, gold in zip(given, expected, strict=True)]
-        else:
-            correct = [answer == gold for answer, gold in zip(given, expected, strict=True)]
+        matches: Callable[[str, str], bool] = str.startswith if self.judged_by_start else operator.eq
+        correct = [matches(answer, gold) for answer, gold in zip(given, expected, strict=True)]
         values = {"accuracy": [float(c) for c in correct]}
         if not {*expected} <= {YES.lower(), NO.lower()}:
             return judged(values)

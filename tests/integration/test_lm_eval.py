@@ -32,10 +32,10 @@ def truth(smollm2, tmp_path_factory):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from suites import lm_eval_local
+    from suites import lm_eval_bridge
 
     folder = tmp_path_factory.mktemp("tasks")
-    lm_eval_local.write(DATA, folder)
+    lm_eval_bridge.write_local(DATA, folder)
     model = HFLM(pretrained=smollm2.path, dtype="float32", device="cpu", batch_size=4)
     tasks = TaskManager(include_path=str(folder))
     found = {}

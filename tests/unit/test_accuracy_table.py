@@ -19,8 +19,8 @@ from harness.api import (
     WorkloadSpec,
 )
 from reports.accuracy import accuracy_remarks, accuracy_table
-from reports.build import summary_rows
 from reports.sections import provenance
+from reports.summary import summary_rows
 from reports.text import MISSING
 
 SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from harness.api import Accuracy, HarnessError, OffloadPolicy, RunRecord
-from reports.compare import compare_engines, compare_records, compare_runs
+from reports.compare import compare_engines, compare_records, compare_runs, more_failures
 from reports.compare_formats import FORMATS
-from reports.failures import more_failures
 from reports.records import Runs
 from reports.samples import Sample
 from reports.verdicts import Comparison

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from reports.paired import detectable, mcnemar, paired
+from reports.stats import detectable, mcnemar, paired
 
 
 @given(st.integers(0, 300), st.integers(0, 300))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.api import HarnessError, to_json
-from reports.build import build, load_records
-from reports.records import read_runs
+from reports.build import build
+from reports.records import load_records, read_runs
 from reports.render import write as write_file
 from tests.records import PROVENANCE, cell, record, write
 

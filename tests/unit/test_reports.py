@@ -23,10 +23,9 @@ from harness.api import (
     WorkloadSpec,
 )
 from reports import text
-from reports.build import build, summary_rows
-from reports.figures import allowed
-from reports.headline import headline
-from reports.summary import CellSummary, ranked
+from reports.build import build
+from reports.figures import SUMMARY, allowed
+from reports.summary import CellSummary, headline, metric, per_token, ranked, summary_rows
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library
@@ -45,18 +44,19 @@ def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
 
 def test_figures_of_a_cell() -> None:
     row = by_name(demo())["accelerate-float32"]
-    assert (row.throughput, row.median, row.minimum, row.maximum) == ((2.0, 2.2, 1.9), 2.0, 1.9, 2.2)
+    assert (row.throughput, row.median) == ((2.0, 2.2, 1.9), 2.0)
+    assert next(f for f in SUMMARY if f.title == "Range").get(row) == "1.90 to 2.20"
     assert row.statuses == ("ok", "ok", "ok")
     assert (row.batch, row.compute_dtype, row.num_requests) == (8, "float32", 4)
     assert row.bound_fraction == pytest.approx(0.5)
     assert row.limited_by == "disk"
-    assert row.decode_tok_s == pytest.approx(2.5)
-    assert (row.ttft_p50_s, row.ttft_p99_s) == (8.0, 12.0)
-    assert row.tpot_p50_s == 4.0
-    assert row.tpot_p99_s == pytest.approx(4.4)
+    assert metric(row.ok_records, "decode_throughput_tok_s") == pytest.approx(2.5)
+    assert (metric(row.ok_records, "ttft_p50_s"), metric(row.ok_records, "ttft_p99_s")) == (8.0, 12.0)
+    assert metric(row.ok_records, "tpot_p50_s") == 4.0
+    assert metric(row.ok_records, "tpot_p99_s") == pytest.approx(4.4)
     assert (row.peak_bytes, row.limit_bytes) == (5 * GIB // 4, 3 * GIB // 2)
-    assert row.read_bytes_per_token == pytest.approx(1e9 / 16)
-    assert row.energy_j_per_token is None
+    assert per_token(row.ok_records, "read_bytes") == pytest.approx(1e9 / 16)
+    assert per_token(row.ok_records, "energy_j") is None
 
 
 def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
@@ -65,17 +65,19 @@ def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
         "accelerate": "offload-zigzag",
         "offload": "accelerate-float32",
     }
-    assert rows["accelerate-float32"].ratio == pytest.approx(2 / 3.1)
-    assert rows["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 3.1)
-    assert rows["offload-zigzag"].ratio == pytest.approx(3.1 / 2)
+    ratios = {name: row.ratio.ratio for name, row in rows.items() if row.ratio}
+    assert ratios["accelerate-float32"] == pytest.approx(2 / 3.1)
+    assert ratios["accelerate-bfloat16"] == pytest.approx(1.05 / 3.1)
+    assert ratios["offload-zigzag"] == pytest.approx(3.1 / 2)
     assert rows["resident-float32"].ratio is None
     assert rows["transformers-within-limit"].ratio is None
 
 
 def test_an_engine_alone_is_compared_with_itself() -> None:
-    rows = by_name([r for r in demo() if r.spec.engine == "accelerate"])
-    assert rows["accelerate-float32"].ratio == pytest.approx(2 / 1.05)
-    assert rows["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 2)
+    rows = summary_rows([r for r in demo() if r.spec.engine == "accelerate"])
+    ratios = {row.name: row.ratio.ratio for row in rows if row.ratio}
+    assert ratios["accelerate-float32"] == pytest.approx(2 / 1.05)
+    assert ratios["accelerate-bfloat16"] == pytest.approx(1.05 / 2)
 
 
 def test_order_ranked_then_failed_then_references() -> None:
@@ -87,17 +89,17 @@ def test_order_ranked_then_failed_then_references() -> None:
 
 def test_agreement_is_with_the_reference_of_the_same_dtype() -> None:
     rows = by_name(demo())
-    assert rows["accelerate-float32"].agreement == 1
+    assert (rows["accelerate-float32"].equal_outputs, rows["accelerate-float32"].compared_outputs) == (12, 12)
     assert rows["accelerate-float32"].compared_with == "resident-float32"
     bfloat16 = rows["accelerate-bfloat16"]
     assert (bfloat16.equal_outputs, bfloat16.compared_outputs) == (9, 12)
     assert bfloat16.compared_with == "resident-bfloat16"
-    assert rows["resident-float32"].agreement is None
+    assert rows["resident-float32"].compared_outputs is None
 
 
 def test_agreement_needs_the_same_seed() -> None:
     reference = cell("resident", "transformers", reference=True, seed=1)
-    assert by_name([record(cell()), record(reference)])["accelerate-float32"].agreement is None
+    assert by_name([record(cell()), record(reference)])["accelerate-float32"].compared_outputs is None
 
 
 def test_cells_of_other_models_and_workloads_are_not_compared() -> None:
@@ -142,7 +144,8 @@ def test_fewer_requests_are_marked() -> None:
 def test_missing_and_impossible_figures_are_none() -> None:
     metrics = {"generation_throughput_tok_s": float("nan"), "ttft_p50_s": float("inf"), "decode_s": None}
     (row,) = summary_rows([record(cell(), metrics=metrics, bound=Bound(0.0, 0.0, 0.0, "disk"))])
-    assert row.median is None and row.ttft_p50_s is None and row.bound_fraction is None and not row.ok
+    assert row.median is None and row.bound_fraction is None and not row.ok
+    assert metric(row.ok_records, "ttft_p50_s") is None
 
 
 def test_what_each_resource_allows_is_the_median_over_repeats() -> None:

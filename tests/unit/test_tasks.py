@@ -14,7 +14,7 @@ import pytest
 
 from harness.api import HarnessError, Score
 from harness.api.task import Answers, Circumstances
-from suites.tasks import helm_metrics, known, names, task
+from suites.tasks import known, measures, names, task
 from suites.tasks.data import Data
 from suites.tasks.helm import Instance, sampled
 from suites.tasks.measures import f1, mean
@@ -105,11 +105,11 @@ def test_figures_by_hand() -> None:
     ],
 )
 def test_metrics_of_helm(metric: str, gold: str, answer: str, worth: float) -> None:
-    assert helm_metrics.METRICS[metric](gold, answer) == pytest.approx(worth)
+    assert measures.METRICS[metric](gold, answer) == pytest.approx(worth)
 
 
 def test_the_best_of_several_answers_and_of_several_right_ones() -> None:
-    found = helm_metrics.by_name(
+    found = measures.by_name(
         ("quasi_exact_match", "quasi_exact_match@2"), [("Rome", "Roma")], [("Paris", "roma", "rome")], [0]
     )
     assert found.figures["quasi_exact_match"] == 0
@@ -117,7 +117,7 @@ def test_the_best_of_several_answers_and_of_several_right_ones() -> None:
 
 
 def test_a_question_that_is_asked_again_is_no_other_question() -> None:
-    found = helm_metrics.by_name(("exact_match",), [("a",)] * 4, [("a",), ("b",), ("a",), ("a",)], [0, 1, 0, 1])
+    found = measures.by_name(("exact_match",), [("a",)] * 4, [("a",), ("b",), ("a",), ("a",)], [0, 1, 0, 1])
     assert found.outcomes == {"exact_match": (1.0, 0.5)}
     assert found.examples == 2
     assert found.figures["exact_match_stderr"] == pytest.approx(0.25)

@@ -12,9 +12,11 @@ from harness.api import (
     Bound,
     HardwareLimits,
     LoadReport,
+    LocalModel,
     MachineRates,
     Measurement,
     MemoryLimit,
+    ModelShape,
     ModelSpec,
     OffloadPolicy,
     RequestTrace,
@@ -25,8 +27,20 @@ from harness.api import (
     WorkloadSpec,
     to_json,
 )
+from reports.build import build
 
 GIB = 2**30
+#: The smallest cell there is.
+FAKE = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
+#: A model of two small layers, and the rates of a machine that computes and reads slowly.
+SMALL = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
+SMALL_MODEL = LocalModel("m", SMALL, weight_bytes=400_000, dtype="bfloat16", digest="d")
+
+
+def rates(flops: float = 1e9, disk: float = 1e6) -> MachineRates:
+    return MachineRates((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
+
+
 MODEL = ModelSpec("facebook/opt-1.3b", "dummy", "bfloat16")
 PROVENANCE = {
     "machine": {"cpu": "Intel(R) Xeon(R) Platinum 8481C", "cores_usable": 8, "ram_bytes": 67_416_000_000, "gpus": []},
@@ -125,6 +139,27 @@ def write(folder: Path, records: Iterable[RunRecord], tail: str = "") -> Path:
     lines = [json.dumps(to_json(r)) + "\n" for r in records]
     (folder / "records.jsonl").write_text("".join(lines) + tail)
     return folder
+
+
+def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html") -> str:
+    """The report of a run with these records, of one kind."""
+    build([write(folder, records)])
+    return (folder / f"report.{suffix}").read_text()
+
+
+class Letters:
+    """A tokenizer: a token a letter, numbered as in Unicode."""
+
+    begin = end = 0
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return self.encode_plain(prompt)
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
 
 
 def demo() -> list[RunRecord]:

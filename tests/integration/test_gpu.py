@@ -16,8 +16,7 @@ def test_transformers_on_a_device_answers_as_on_the_cpu_with_its_cache_moved_or_
     limits: {device_memory: 1GiB}
 """, model="{id: tiny/llama, weights: dummy, dtype: float32}", repeats=1, timeout="300s",
         workload="{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}")  # fmt: skip
-    done = cli.run(suite)
-    assert done.returncode == 0, done.stderr
+    cli.run(suite)
     found = {r.spec.name: sorted((q.id, q.digest) for q in r.requests) for r in cli.records()}
     assert found["cpu"] == found["gpu"] == found["moved"]
 
@@ -40,7 +39,6 @@ def test_a_peer_runs_on_a_device(cli, engine, model, options):
         timeout="300s",
         workload="{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}",
     )
-    done = cli.run(suite)
-    assert done.returncode == 0, done.stderr
+    cli.run(suite)
     (record,) = cli.records()
     assert record.load.weights_by_tier[0] > 0 or engine in ("deepspeed_zero", "airllm")

@@ -25,9 +25,9 @@ def answers(cli, environments, model: str, matrix: str, workload: str = SHORT):
     model = f'{{id: "{model}", weights: dummy, dtype: float32}}'
     suite = cli.suite(SUITE + matrix, model=model, workload=workload, repeats=1, warmup=1, timeout="900s",
                       launcher="venv", seed=3)  # fmt: skip
-    done = cli.run(suite)
-    found = {r.spec.name: r for r in cli.records()}
-    assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}, done.stderr
+    cli.run(suite)
+    found = cli.by_name()
+    assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}
     return {n: [(q.id, q.generated_tokens, q.digest) for q in sorted(r.requests, key=lambda q: q.id)]
             for n, r in found.items()}, found  # fmt: skip
 

@@ -3,8 +3,6 @@
 Needs Debian's chromium and Playwright. `HARNESS_SCREENSHOTS=FOLDER` keeps what was seen.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -71,7 +69,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200, 3840])
-def test_nothing_goes_wrong_and_nothing_sticks_out(browser: Any, report: Path, width: int, scheme: str) -> None:
+def test_nothing_goes_wrong_and_nothing_sticks_out(browser, report, width, scheme):
     opened = Opened(browser, report, width, scheme)
     opened.clean()
     charts = opened.page.locator(".plot svg")
@@ -81,7 +79,7 @@ def test_nothing_goes_wrong_and_nothing_sticks_out(browser: Any, report: Path, w
     opened.page.close()
 
 
-def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(browser: Any, report: Path) -> None:
+def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(browser, report):
     opened = Opened(browser, report)
     page = opened.page
 
@@ -103,7 +101,7 @@ def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(browser: Any, r
     opened.clean()
 
 
-def test_tooltips_and_what_a_screen_reader_is_told(browser: Any, report: Path) -> None:
+def test_tooltips_and_what_a_screen_reader_is_told(browser, report):
     opened = Opened(browser, report)
     mark = opened.page.locator('.plot [aria-label="offload-zigzag, repeat 1: 3 tok/s"]').first
     mark.hover()
@@ -113,7 +111,7 @@ def test_tooltips_and_what_a_screen_reader_is_told(browser: Any, report: Path) -
     opened.clean()
 
 
-def test_the_axis_can_be_logarithmic(browser: Any, report: Path) -> None:
+def test_the_axis_can_be_logarithmic(browser, report):
     opened = Opened(browser, report)
     place = '.plot [aria-label="offload-zigzag: median 3.10 tok/s of 3 launches"]'
     before = opened.page.locator(place).first.bounding_box()
@@ -127,7 +125,7 @@ def test_the_axis_can_be_logarithmic(browser: Any, report: Path) -> None:
     opened.clean()
 
 
-def test_a_click_in_a_legend_puts_one_alone(browser: Any, report: Path) -> None:
+def test_a_click_in_a_legend_puts_one_alone(browser, report):
     opened = Opened(browser, report)
     panel = opened.page.locator("figure.panel", has_text="Time to first token")
 
@@ -142,7 +140,7 @@ def test_a_click_in_a_legend_puts_one_alone(browser: Any, report: Path) -> None:
     opened.clean()
 
 
-def test_the_theme_can_be_switched_charts_included(browser: Any, report: Path) -> None:
+def test_the_theme_can_be_switched_charts_included(browser, report):
     opened = Opened(browser, report)
 
     def colours() -> list[str]:
@@ -160,7 +158,7 @@ def test_the_theme_can_be_switched_charts_included(browser: Any, report: Path) -
     opened.clean()
 
 
-def test_figures_of_a_chart_unfold(browser: Any, report: Path) -> None:
+def test_figures_of_a_chart_unfold(browser, report):
     opened = Opened(browser, report)
     panel = opened.page.locator("figure.panel", has_text="Generation throughput").first
     assert not panel.locator("table").is_visible()
@@ -169,7 +167,7 @@ def test_figures_of_a_chart_unfold(browser: Any, report: Path) -> None:
     opened.clean()
 
 
-def test_hostile_words_do_nothing(browser: Any, tmp_path: Path) -> None:
+def test_hostile_words_do_nothing(browser, tmp_path):
     """Images that fail, scripts, handlers: in names of models, suites and cells, in reasons and in logs."""
     attack = "<img src=x onerror=alert(1)></script><script>alert(2)</script><svg onload=alert(3)>"
     spec = cell(attack, suite=attack)
@@ -185,7 +183,7 @@ def test_hostile_words_do_nothing(browser: Any, tmp_path: Path) -> None:
     opened.clean()
 
 
-def test_five_hundred_records_are_small_and_open_at_once(browser: Any, tmp_path: Path) -> None:
+def test_five_hundred_records_are_small_and_open_at_once(browser, tmp_path):
     records = [record(cell(f"cell-{i}", seed=i), r, 1 + i + r / 10) for i in range(100) for r in range(5)]
     build([write(tmp_path, records)])
     report = tmp_path / "report.html"

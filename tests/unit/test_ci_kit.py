@@ -1,7 +1,5 @@
 """The kit for continuous integration: the order of launches, what the files refer to, and the suite itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -35,7 +33,7 @@ def interleave(*arguments: object, **environment: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def test_sides_take_turns_in_being_first(commands: tuple[Path, Path, Path]) -> None:
+def test_sides_take_turns_in_being_first(commands):
     base, head, log = commands
     assert interleave(base, head, "a suite.yaml", 3, "out", "--set", "seed=1").returncode == 0
     calls = log.read_text().splitlines()
@@ -44,18 +42,18 @@ def test_sides_take_turns_in_being_first(commands: tuple[Path, Path, Path]) -> N
 
 
 @pytest.mark.parametrize(("status", "ends", "calls"), [(1, 0, 4), (2, 2, 1), (130, 130, 1)])
-def test_a_failed_cell_is_for_the_comparison_and_anything_else_ends_it(commands, status, ends, calls) -> None:
+def test_a_failed_cell_is_for_the_comparison_and_anything_else_ends_it(commands, status, ends, calls):
     base, head, log = commands
     assert interleave(base, head, "s", 2, "out", STATUS=str(status)).returncode == ends
     assert len(log.read_text().splitlines()) == calls
 
 
-def test_too_few_arguments_are_told() -> None:
+def test_too_few_arguments_are_told():
     found = interleave("base", "head")
     assert found.returncode == 2 and "ci/interleave.sh BASE_HARNESS HEAD_HARNESS" in found.stderr
 
 
-def test_the_workflow_hands_over_what_the_action_takes() -> None:
+def test_the_workflow_hands_over_what_the_action_takes():
     action = yaml.safe_load((ROOT / ".github/actions/compare/action.yml").read_text())
     workflow = yaml.safe_load((ROOT / ".github/workflows/compare.yml").read_text())
     step = workflow["jobs"]["compare"]["steps"][-1]
@@ -69,7 +67,7 @@ def test_the_workflow_hands_over_what_the_action_takes() -> None:
 
 @pytest.mark.parametrize("name", [".github/actions/compare/action.yml", ".github/workflows/compare.yml",
                                   "ci/gitlab-example.yml"])  # fmt: skip
-def test_scripts_in_files_are_scripts(name: str) -> None:
+def test_scripts_in_files_are_scripts(name):
     """And take nothing of a pull request's own words into a shell."""
     content = yaml.safe_load((ROOT / name).read_text())
     steps = content.get("runs", {}).get("steps", [])
@@ -81,13 +79,13 @@ def test_scripts_in_files_are_scripts(name: str) -> None:
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_the_suite_is_small_and_measures_us() -> None:
+def test_the_suite_is_small_and_measures_us():
     suite = load_suite(ROOT / "suites" / "ci_smoke.yaml")
     assert sum(c.repeats for c in suite.cells) <= 8
     assert any(c.engine == "offload" and c.limits.host_memory for c in suite.cells)
 
 
-def test_gpu_check_says_that_there_is_no_device(tmp_path: Path) -> None:
+def test_gpu_check_says_that_there_is_no_device(tmp_path):
     """And leaves nothing."""
     script = ROOT / "ci" / "gpu_check.sh"
     folder = tmp_path / "out"
@@ -98,7 +96,7 @@ def test_gpu_check_says_that_there_is_no_device(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_gpu_check_runs_every_cell_of_the_device_suites() -> None:
+def test_gpu_check_runs_every_cell_of_the_device_suites():
     """In parts; of the small suite all at once."""
     text = (ROOT / "ci" / "gpu_check.sh").read_text()
     suite = load_suite(ROOT / "suites" / "gpu_16g.yaml")

@@ -1,16 +1,12 @@
 """Hardware profiles: what is shipped holds together, and what is wrong is refused in one line."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from harness import hardware
 from harness.api import HarnessError
 
 
-def test_every_figure_of_a_shipped_profile_has_a_source() -> None:
+def test_every_figure_of_a_shipped_profile_has_a_source():
     assert len(hardware.names()) >= 3
     for name in hardware.names():
         profile = hardware.load(name)
@@ -46,7 +42,7 @@ GOOD = (
         ("name: x", "name: x\ndevices: 1", "device, link and devices come together"),
     ],
 )
-def test_a_wrong_figure_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_a_wrong_figure_is_named(tmp_path, old, new, words):
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
     assert hardware.load(str(path)).host.memory == 1e10
@@ -58,6 +54,6 @@ def test_a_wrong_figure_is_named(tmp_path: Path, old: str, new: str, words: str)
     assert len(str(caught.value).splitlines()) == (2 if new.startswith("reed") else 1)  # one for each problem
 
 
-def test_an_unknown_profile_has_a_nearest_name() -> None:
+def test_an_unknown_profile_has_a_nearest_name():
     with pytest.raises(HarnessError, match=r"did you mean 't4_gcp'\? \(shipped: "):
         hardware.load("t4_gpc")

@@ -1,7 +1,5 @@
 """What lm-eval asks as tokens, and what it says as figures: as its own models take and give them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,20 +41,18 @@ class Plain(Words):
         (Plain(), "a", None, [11]),
     ],
 )
-def test_a_beginning_is_added_where_the_tokenizer_does_so_and_never_twice(
-    tokens: Words, text: str, added: bool | None, expected: list[int]
-) -> None:
+def test_a_beginning_is_added_where_the_tokenizer_does_so_and_never_twice(tokens, text, added, expected):
     assert _RecordingModel(tokens, 64, 0).tok_encode(text, added) == expected
 
 
-def test_pairs_begin_as_the_tokenizer_begins_a_text() -> None:
+def test_pairs_begin_as_the_tokenizer_begins_a_text():
     model = _RecordingModel(Words(), 64, 0)
     context, continuation = model._encode_pair("a bb", " ccc")
     assert (context, continuation) == ([1, 11, 12], [13])
     assert model._windows("a bb") == [((1,), (1, 11, 12))]  # as lm-eval's own model: once as prefix, once as added
 
 
-def test_prompts_are_asked_as_they_are_scored() -> None:
+def test_prompts_are_asked_as_they_are_scored():
     model = _RecordingModel(Words(), 64, 0)
     assert model._prompt("a", {"until": ["."], "max_gen_toks": 4}).prompt == (1, 11)
     assert model._prompt("<s> a", {"max_new_tokens": 3}).prompt == (1, 11)
@@ -67,7 +63,7 @@ def sample(i: int, how: str, **metrics: Any) -> dict[str, Any]:
     return {"doc_id": i, "filter": how, "metrics": list(metrics), **metrics}
 
 
-def test_answers_through_two_filters_are_two_figures() -> None:
+def test_answers_through_two_filters_are_two_figures():
     given = {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1, "exact_match,none": 1, "alias": "x"}
     assert dict(_figures(given)) == {"exact_match,strict": 0.5, "exact_match,strict_stderr": 0.1, "exact_match": 1.0}
     samples = [sample(1, "strict", exact_match=0), sample(0, "strict", exact_match=1), sample(0, "none", exact_match=1),
@@ -75,7 +71,7 @@ def test_answers_through_two_filters_are_two_figures() -> None:
     assert _outcomes(samples)[0] == {"exact_match,strict": (1.0, 0.0), "exact_match": (1.0, 1.0)}
 
 
-def test_only_perplexities_have_sums_and_weights() -> None:
+def test_only_perplexities_have_sums_and_weights():
     samples = [
         sample(0, "none", word_perplexity=(-6.0, 3), f1=(1, 1)),
         sample(1, "none", word_perplexity=(-2.0, 4), f1=(0, 1)),

@@ -1,7 +1,5 @@
 """Our engines behind lm-eval's command line: nothing is asked twice, and what a killed run left is used."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ def model(ready: Ready, folder: Path) -> Any:
 PAIRS: list[Pair] = [((1, 2), (3,)), ((1,), (2, 3)), ((1, 2), (3,))]
 
 
-def test_nothing_is_scored_twice_in_a_run_or_after_it(tmp_path: Path) -> None:
+def test_nothing_is_scored_twice_in_a_run_or_after_it(tmp_path):
     first, again = Ready(), Ready()
     expected = [Score(-2, False), Score(-1, True), Score(-2, False)]
     assert model(first, tmp_path).scores(PAIRS) == expected
@@ -50,7 +48,7 @@ def test_nothing_is_scored_twice_in_a_run_or_after_it(tmp_path: Path) -> None:
     assert again.asked == [((7,), (8,))]
 
 
-def test_texts_are_kept_by_prompt_and_by_how_they_are_asked_for(tmp_path: Path) -> None:
+def test_texts_are_kept_by_prompt_and_by_how_they_are_asked_for(tmp_path):
     prompts = [GenerationRequest(str(i), (i,), SamplingParams(max_tokens=4)) for i in range(3)]
     assert model(Ready(), tmp_path).texts(prompts) == ["0", "1", "2"]
     again = Ready()
@@ -59,7 +57,7 @@ def test_texts_are_kept_by_prompt_and_by_how_they_are_asked_for(tmp_path: Path) 
     assert again.asked == [longer]
 
 
-def test_a_killed_runs_half_line_costs_only_itself(tmp_path: Path) -> None:
+def test_a_killed_runs_half_line_costs_only_itself(tmp_path):
     path = tmp_path / "f.jsonl"
     model(Ready(), tmp_path).scores(PAIRS[:1])
     with path.open("a") as file:
@@ -72,7 +70,7 @@ def test_a_killed_runs_half_line_costs_only_itself(tmp_path: Path) -> None:
     assert last.asked == []
 
 
-def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_told(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xff")
     with pytest.raises(HarnessError, match=r"a\.jsonl: answers of an earlier run cannot be read.*remove the file"):
         AnswerCache(tmp_path / "a.jsonl")

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from harness.api import (
     HardwareLimits,
-    LocalModel,
     MachineRates,
-    ModelShape,
     ModelSpec,
     OffloadPolicy,
     RequestTrace,
@@ -21,6 +19,7 @@ from harness.api import (
 from harness.common.intervals import union_length
 from harness.common.roofline import rate_at, roofline
 from harness.probes.latency import metrics, percentile
+from tests.records import SMALL, SMALL_MODEL, rates
 
 
 def trace(name, start, times, prompt=4, padding=0):
@@ -72,70 +71,62 @@ def test_percentile_lies_between_neighbours(values, q):
     assert low - 1e-6 <= percentile(values, q) <= high + 1e-6
 
 
-SHAPE = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
-MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, dtype="bfloat16", digest="d")
-
-
-def profile(flops=1e9, disk=1e6):
-    return MachineRates((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
-
-
 EXACT = OffloadPolicy()
 
 
-def bound(workload, batch, budget, machine, dtype="float32", model=MODEL, policy=EXACT, disk=None):
+def bound(workload, batch, budget, machine, dtype="float32", model=SMALL_MODEL, policy=EXACT, disk=None):
     limits = HardwareLimits(host_memory=budget, disk_bandwidth=disk)
     return roofline(model, RunSpec("e", ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
 
 
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     workload = WorkloadSpec(prompt_len=8, gen_len=10)
-    found = bound(workload, 4, 100_000, profile(flops=1e15))
-    cache = 4 * (8 + 5) * 9 / 10 * SHAPE.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
+    found = bound(workload, 4, 100_000, rates(flops=1e15))
+    cache = 4 * (8 + 5) * 9 / 10 * SMALL.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
     disk_s = 10 * (300_000 + cache) / 1e6
     assert found.limited_by == "disk"
     assert found.disk_s == pytest.approx(disk_s)
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
     packed = OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
-    found = bound(workload, 4, 100_000, profile(flops=1e15), policy=packed)
+    found = bound(workload, 4, 100_000, rates(flops=1e15), policy=packed)
     weights = 300_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
     assert found.disk_s == pytest.approx(10 * (weights + cache * 8.5 / 16) / 1e6)
-    throttled = bound(workload, 4, 100_000, profile(flops=1e15), disk=500_000)
+    throttled = bound(workload, 4, 100_000, rates(flops=1e15), disk=500_000)
     assert throttled.disk_s == pytest.approx(2 * disk_s)
 
 
 def test_experts_that_nobody_asks_for_need_not_be_read():
-    workload, mixture = WorkloadSpec(prompt_len=8, gen_len=10), replace(SHAPE, params_idle=SHAPE.params_total // 2)
-    dense = bound(workload, 4, 100_000, profile(flops=1e15))
-    found = bound(workload, 4, 100_000, profile(flops=1e15), model=replace(MODEL, shape=mixture))
+    workload, mixture = WorkloadSpec(prompt_len=8, gen_len=10), replace(SMALL, params_idle=SMALL.params_total // 2)
+    dense = bound(workload, 4, 100_000, rates(flops=1e15))
+    found = bound(workload, 4, 100_000, rates(flops=1e15), model=replace(SMALL_MODEL, shape=mixture))
     assert dense.disk_s - found.disk_s == pytest.approx(10 * 200_000 / 1e6)
 
 
 def test_a_fast_disk_bounds_by_arithmetic():
     workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    found = bound(workload, 4, 100_000, profile(flops=1e9, disk=1e15))
-    by_hand = SHAPE.flops(32, 4, 4) / 1e9 + SHAPE.flops(4, 9, 4) / 1e9
+    found = bound(workload, 4, 100_000, rates(flops=1e9, disk=1e15))
+    by_hand = SMALL.flops(32, 4, 4) / 1e9 + SMALL.flops(4, 9, 4) / 1e9
     assert found.limited_by == "compute"
     assert found.compute_s == pytest.approx(by_hand)
 
 
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
     few = WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
-    assert bound(few, 64, None, profile()) == bound(few, 3, None, profile())
+    assert bound(few, 64, None, rates()) == bound(few, 3, None, rates())
 
 
 def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
     workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    assert bound(workload, 1, None, profile()).disk_s == 0
-    assert bound(workload, 1, None, profile(), "bfloat16") is None
-    assert bound(workload, 1, 1, MachineRates((), None, profile().gemm_flops)) is None
+    assert bound(workload, 1, None, rates()).disk_s == 0
+    assert bound(workload, 1, None, rates(), "bfloat16") is None
+    assert bound(workload, 1, 1, MachineRates((), None, rates().gemm_flops)) is None
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))
 def test_the_bound_never_falls_with_a_faster_machine_or_more_memory(batch, gen, disk, budget):
     workload = WorkloadSpec(prompt_len=16, gen_len=gen)
-    slow = bound(workload, batch, int(budget), profile(1e9, disk))
-    fast = bound(workload, batch, int(budget) * 2, profile(2e9, 2 * disk))
+    slow = bound(workload, batch, int(budget), rates(1e9, disk))
+    fast = bound(workload, batch, int(budget) * 2, rates(2e9, 2 * disk))
     assert fast.throughput_tok_s >= slow.throughput_tok_s * (1 - 1e-9)
 
 
@@ -152,12 +143,12 @@ def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     workload = WorkloadSpec(prompt_len=8, gen_len=10)
     limits = HardwareLimits(device_memory=100_000, host_memory=10**9)
     spec = RunSpec("e", ModelSpec("m"), workload, EXACT, limits=limits)
-    machine = replace(profile(flops=1e15), h2d=(1e6, 9e5))
-    found = roofline(MODEL, spec, 4, "float32", machine)
+    machine = replace(rates(flops=1e15), h2d=(1e6, 9e5))
+    found = roofline(SMALL_MODEL, spec, 4, "float32", machine)
     assert found.limited_by == "link"
-    assert found.link_s == pytest.approx(10 * (MODEL.weight_bytes - 100_000) / 1e6)
+    assert found.link_s == pytest.approx(10 * (SMALL_MODEL.weight_bytes - 100_000) / 1e6)
     assert found.throughput_tok_s == pytest.approx(40 / found.link_s)
-    slow = roofline(MODEL, spec, 4, "float32", replace(profile(flops=1e6), h2d=(1e9,)))
+    slow = roofline(SMALL_MODEL, spec, 4, "float32", replace(rates(flops=1e6), h2d=(1e9,)))
     assert slow.limited_by == "compute"
-    assert roofline(MODEL, spec, 4, "float32", profile()) is None, "its rates are another processor's"
+    assert roofline(SMALL_MODEL, spec, 4, "float32", rates()) is None, "its rates are another processor's"
     assert bound(workload, 4, None, machine) is None

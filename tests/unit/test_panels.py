@@ -1,10 +1,7 @@
 """What charts draw: the right points from records, and the cells they leave out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +27,7 @@ def values(panel, kind=None):
     return [d for d in data if kind is None or d.get("kind") == kind]
 
 
-def test_throughput_has_every_repeat_its_median_and_interval() -> None:
+def test_throughput_has_every_repeat_its_median_and_interval():
     panel = throughput_panel(ROWS)
     ours = [d for d in values(panel) if d["cell"] == "offload-zigzag"]
     assert sorted(d["value"] for d in ours if d["kind"] == "repeat") == [3.0, 3.1, 3.2]
@@ -43,7 +40,7 @@ def test_throughput_has_every_repeat_its_median_and_interval() -> None:
     }
 
 
-def test_charts_hold_so_many_cells_and_say_so() -> None:
+def test_charts_hold_so_many_cells_and_say_so():
     many = [record(cell(f"c{i}", seed=i), speed=1 + i) for i in range(MOST_CELLS + 5)]
     panel = throughput_panel(summary_rows(many))
     assert panel is not None and panel.table is not None
@@ -52,12 +49,12 @@ def test_charts_hold_so_many_cells_and_say_so() -> None:
     assert len(panel.table.bodies[0].rows) == MOST_CELLS + 5
 
 
-def test_cells_of_one_name_are_told_apart() -> None:
+def test_cells_of_one_name_are_told_apart():
     rows = summary_rows([record(cell("a")), record(cell("a", seed=1))])
     assert {d["cell"] for d in values(throughput_panel(rows))} == {"a", "a (2)"}
 
 
-def test_memory_and_bound_and_tiers() -> None:
+def test_memory_and_bound_and_tiers():
     assert {d["kind"] for d in values(memory_panel(ROWS))} == {"peak", "limit"}
     allowed = {d["kind"]: d["value"] for d in values(bound_panel(ROWS)) if d["cell"] == "offload-zigzag"}
     assert allowed == pytest.approx({"compute allows": 10.0, "disk allows": 4.0, "measured": 3.1})
@@ -66,7 +63,7 @@ def test_memory_and_bound_and_tiers() -> None:
     assert {d["kind"]: d["limit"] for d in tiers if "limit" in d} == {"RAM": 1.0}
 
 
-def test_tasks_only_where_an_engine_tells_them() -> None:
+def test_tasks_only_where_an_engine_tells_them():
     assert tasks_panel(ROWS) is None
     base = record(cell("a"))
     told = replace(
@@ -78,7 +75,7 @@ def test_tasks_only_where_an_engine_tells_them() -> None:
     }
 
 
-def test_predictions_beside_measurements() -> None:
+def test_predictions_beside_measurements():
     assert predicted_panel(ROWS) is None
     told = record(cell("a"), predicted=Forecast("local", 2.5, {}))
     panel = predicted_panel(summary_rows([told]))
@@ -86,12 +83,12 @@ def test_predictions_beside_measurements() -> None:
     assert [(d["measured"], d["value"]) for d in panel.spec["layer"][1]["data"]["values"]] == [(2.0, 2.5)]
 
 
-def test_the_front_is_what_nothing_beats_in_both() -> None:
+def test_the_front_is_what_nothing_beats_in_both():
     assert pareto_front([(1, 5), (2, 4), (2, 8), (3, 8), (4, 9), (0.5, 1)]) == [(0.5, 1), (1, 5), (2, 8), (4, 9)]
     assert pareto_front([]) == []
 
 
-def test_pareto_leaves_references_off_the_line() -> None:
+def test_pareto_leaves_references_off_the_line():
     panel = pareto_panel([r for r in ROWS if r.throughput])
     assert panel is not None
     line = [d["value"] for d in panel.spec["layer"][0]["data"]["values"]]
@@ -99,7 +96,7 @@ def test_pareto_leaves_references_off_the_line() -> None:
     assert pareto_panel([r for r in ROWS if r.throughput][:1]) is None
 
 
-def test_times_are_spread_over_requests() -> None:
+def test_times_are_spread_over_requests():
     requests = tuple(
         RequestTrace(str(i), 8, 3, 0, 1.0, (1.0 + i, 2.0 + i, 4.0 + i), "length", "d") for i in range(1, 101)
     )
@@ -111,7 +108,7 @@ def test_times_are_spread_over_requests() -> None:
     assert set(values(later)[0]["at"]) == {1.5}  # (4 - 1) / 2 intervals
 
 
-def test_an_ablation_is_of_cells_that_differ_in_one_thing() -> None:
+def test_an_ablation_is_of_cells_that_differ_in_one_thing():
     full = OffloadPolicy(schedule="sweep", weight_bits=4, kv_bits=4)
     records = [
         *repeats(cell("full", "offload", policy=full), (3.0, 3.1)),
@@ -133,7 +130,7 @@ def test_an_ablation_is_of_cells_that_differ_in_one_thing() -> None:
     assert ablation_panel(summary_rows(records[:4])) is None  # one change is no ablation
 
 
-def test_accuracy_over_speed() -> None:
+def test_accuracy_over_speed():
     def judged(name: str, value: float, seed: int):
         found = Accuracy("lambada", "", 500, {"acc": value, "acc_stderr": 0.02})
         return record(cell(name, seed=seed), accuracy=found)
@@ -143,7 +140,7 @@ def test_accuracy_over_speed() -> None:
     assert accuracy_panel(ROWS) is None
 
 
-def test_published_figures_stand_beside_ours(tmp_path: Path) -> None:
+def test_published_figures_stand_beside_ours(tmp_path):
     spec = cell(
         "ours", "offload", model=ModelSpec("facebook/opt-30b"), workload=WorkloadSpec(prompt_len=512, gen_len=32)
     )
@@ -162,7 +159,7 @@ def test_published_figures_stand_beside_ours(tmp_path: Path) -> None:
     assert published_table(ROWS, {"flexgen_throughput_t4"}) is None  # another model
 
 
-def test_the_end_of_a_log_is_shown_of_what_should_not_have_failed(tmp_path: Path) -> None:
+def test_the_end_of_a_log_is_shown_of_what_should_not_have_failed(tmp_path):
     run = write(
         tmp_path / "run",
         [failed(cell("broken"), "error", "boom"), failed(cell("meant", expect="infeasible", seed=1), "infeasible", "")],
@@ -176,21 +173,21 @@ def test_the_end_of_a_log_is_shown_of_what_should_not_have_failed(tmp_path: Path
     assert "secret" not in document
 
 
-def test_a_log_outside_of_the_run_is_not_read(tmp_path: Path) -> None:
+def test_a_log_outside_of_the_run_is_not_read(tmp_path):
     (tmp_path / "outside.log").write_text("secret\n")
     run = write(tmp_path / "run", [failed(cell("broken"), "error", "boom", log="../outside.log")])
     build([run])
     assert "secret" not in (run / "report.html").read_text()
 
 
-def test_mixed_machines_are_told(tmp_path: Path) -> None:
+def test_mixed_machines_are_told(tmp_path):
     first = record(cell())
     other = {**first.provenance, "machine": {**first.provenance["machine"], "cpu": "another"}}
     build([write(tmp_path, [first, record(cell("b", seed=1), provenance=other)])])
     assert "These records come from 2 machines" in (tmp_path / "report.md").read_text()
 
 
-def test_without_the_charts_package_the_page_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_charts_package_the_page_is_complete(tmp_path, monkeypatch):
     def missing(package: str) -> str:
         raise PackageNotFoundError(package)
 
@@ -200,7 +197,7 @@ def test_without_the_charts_package_the_page_is_complete(tmp_path: Path, monkeyp
     assert "Figures of this chart" in (tmp_path / "report.html").read_text()
 
 
-def test_the_charts_code_is_made_once_and_kept(tmp_path: Path) -> None:
+def test_the_charts_code_is_made_once_and_kept(tmp_path):
     first = library(tmp_path)
     (kept,) = tmp_path.iterdir()
     assert str(first) == kept.read_text() and "</script" not in str(first).lower()
@@ -210,7 +207,7 @@ def test_the_charts_code_is_made_once_and_kept(tmp_path: Path) -> None:
     assert library(tmp_path / "file") == first  # a cache that cannot be written
 
 
-def test_a_suite_may_only_reproduce_what_there_is(tmp_path: Path) -> None:
+def test_a_suite_may_only_reproduce_what_there_is(tmp_path):
     from harness.suite.config import load_suite
 
     (tmp_path / "s.yaml").write_text("name: s\nreproduces: nothing\nengine: fake\nmodel: {id: fake}\nworkload: {}\n")

@@ -1,7 +1,5 @@
 """Reports: every figure by hand, hostile text inert in every format, damaged and newer records refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -43,7 +41,7 @@ def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def test_figures_of_a_cell() -> None:
+def test_figures_of_a_cell():
     row = by_name(demo())["accelerate-float32"]
     assert (row.throughput, row.median, row.minimum, row.maximum) == ((2.0, 2.2, 1.9), 2.0, 1.9, 2.2)
     assert row.statuses == ("ok", "ok", "ok")
@@ -59,7 +57,7 @@ def test_figures_of_a_cell() -> None:
     assert row.energy_j_per_token is None
 
 
-def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
+def test_ratio_is_to_the_best_ranked_cell_of_another_engine():
     rows = by_name(demo())
     assert {r.engine: r.rival for r in rows.values() if r.ratio} == {
         "accelerate": "offload-zigzag",
@@ -72,20 +70,20 @@ def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
     assert rows["transformers-within-limit"].ratio is None
 
 
-def test_an_engine_alone_is_compared_with_itself() -> None:
+def test_an_engine_alone_is_compared_with_itself():
     rows = by_name([r for r in demo() if r.spec.engine == "accelerate"])
     assert rows["accelerate-float32"].ratio == pytest.approx(2 / 1.05)
     assert rows["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 2)
 
 
-def test_order_ranked_then_failed_then_references() -> None:
+def test_order_ranked_then_failed_then_references():
     names = [r.name for r in summary_rows(demo())]
     assert names[:3] == ["offload-zigzag", "accelerate-float32", "accelerate-bfloat16"]
     assert set(names[3:5]) == {"transformers-within-limit", "flexgen-percent-50"}
     assert set(names[5:]) == {"resident-float32", "resident-bfloat16"}
 
 
-def test_agreement_is_with_the_reference_of_the_same_dtype() -> None:
+def test_agreement_is_with_the_reference_of_the_same_dtype():
     rows = by_name(demo())
     assert rows["accelerate-float32"].agreement == 1
     assert rows["accelerate-float32"].compared_with == "resident-float32"
@@ -95,30 +93,30 @@ def test_agreement_is_with_the_reference_of_the_same_dtype() -> None:
     assert rows["resident-float32"].agreement is None
 
 
-def test_agreement_needs_the_same_seed() -> None:
+def test_agreement_needs_the_same_seed():
     reference = cell("resident", "transformers", reference=True, seed=1)
     assert by_name([record(cell()), record(reference)])["accelerate-float32"].agreement is None
 
 
-def test_cells_of_other_models_and_workloads_are_not_compared() -> None:
+def test_cells_of_other_models_and_workloads_are_not_compared():
     other = cell("accelerate-long", workload=WorkloadSpec(prompt_len=512))
     rows = by_name([record(cell(), speed=1), record(other, speed=2)])
     assert {r.ratio for r in rows.values()} == {None}
     assert len({r.workload for r in rows.values()}) == 2
 
 
-def test_a_repeat_that_failed_takes_a_cell_out_of_the_ranking() -> None:
+def test_a_repeat_that_failed_takes_a_cell_out_of_the_ranking():
     rows = summary_rows([record(cell("a"), 0, 9.0), failed(cell("a"), "timeout", "", 1), record(cell("b", seed=1))])
     assert [r.name for r in ranked(rows)] == ["b"]
     assert rows[1].median == 9.0 and rows[1].ratio is None and rows[1].status == "timeout"
 
 
-def test_an_interrupted_repeat_says_nothing_about_the_engine() -> None:
+def test_an_interrupted_repeat_says_nothing_about_the_engine():
     (row,) = summary_rows([record(cell()), failed(cell(), "interrupted", "interrupted", 1)])
     assert row.ok and row.status == "ok"
 
 
-def test_expected_failures() -> None:
+def test_expected_failures():
     rows = by_name(demo())
     assert rows["transformers-within-limit"].expected_failure
     assert not rows["flexgen-percent-50"].expected_failure
@@ -127,32 +125,32 @@ def test_expected_failures() -> None:
     assert not surprise.expected_failure and not surprise.as_expected
 
 
-def test_simulated_cells_are_never_ranked_above_measured_ones() -> None:
+def test_simulated_cells_are_never_ranked_above_measured_ones():
     records = [record(cell("a"), speed=1), record(cell("b", seed=1), speed=9, simulated=True)]
     assert [r.name for r in ranked(summary_rows(records))] == ["a"]
     assert [r.name for r in ranked(summary_rows(records[1:]))] == ["b"]
     assert "(simulated)" in headline(summary_rows(records[1:]))
 
 
-def test_fewer_requests_are_marked() -> None:
+def test_fewer_requests_are_marked():
     rows = by_name([record(cell("a")), record(cell("b", seed=1), digests=("a", "b"))])
     assert rows["b"].fewer_requests and not rows["a"].fewer_requests
 
 
-def test_missing_and_impossible_figures_are_none() -> None:
+def test_missing_and_impossible_figures_are_none():
     metrics = {"generation_throughput_tok_s": float("nan"), "ttft_p50_s": float("inf"), "decode_s": None}
     (row,) = summary_rows([record(cell(), metrics=metrics, bound=Bound(0.0, 0.0, 0.0, "disk"))])
     assert row.median is None and row.ttft_p50_s is None and row.bound_fraction is None and not row.ok
 
 
-def test_what_each_resource_allows_is_the_median_over_repeats() -> None:
+def test_what_each_resource_allows_is_the_median_over_repeats():
     bounds = (Bound(4.0, 4.0, 8.0, "disk"), Bound(2.0, 4.0, 8.0, "disk"), Bound(3.0, 4.0, 0.0, "compute"))
     (row,) = summary_rows([record(cell(), i, bound=b) for i, b in enumerate(bounds)])
     assert row.bound_tok_s == 3.0
     assert (allowed(row, "compute_s"), allowed(row, "disk_s")) == (4.0, 3.0)
 
 
-def test_headline() -> None:
+def test_headline():
     assert headline(summary_rows(demo())) == (
         "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the fastest of another engine, and at 77.5 % of "
         "the roofline (disk): 3.10 tok/s within the limit."
@@ -164,7 +162,7 @@ def test_headline() -> None:
     assert headline(summary_rows([failed(cell(), "error", "x")])) == "The cell has no result."
 
 
-def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
+def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path):
     events = (
         TraceEvent("w0", "load", 0.0, 4e5),
         TraceEvent("w1", "load", 2e5, 4e5),
@@ -183,7 +181,7 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
     assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0
 
 
-def test_busy_shares_are_of_each_part_and_count_overlaps_once() -> None:
+def test_busy_shares_are_of_each_part_and_count_overlaps_once():
     events = (TraceEvent("a", "x", 0.0, 15.0), TraceEvent("b", "x", 10.0, 10.0), TraceEvent("c", "x", 35.0, 1.0))
     assert busy(events, 40.0, 4) == [1.0, 1.0, 0.0, 0.1]
 
@@ -211,7 +209,7 @@ def hostile(tmp_path: Path) -> dict[str, str]:
     return {p.suffix: p.read_text(encoding="utf-8") for p in build([tmp_path])}
 
 
-def test_hostile_text_is_inert_in_html(hostile: dict[str, str]) -> None:
+def test_hostile_text_is_inert_in_html(hostile):
     page = _Page()
     page.feed(hostile[".html"])
     scripts = re.findall(r"<script([^>]*)>", hostile[".html"])
@@ -226,13 +224,13 @@ def test_hostile_text_is_inert_in_html(hostile: dict[str, str]) -> None:
     assert not set("\x1b\u202e") & set(hostile[".html"])
 
 
-def test_html_needs_no_network(hostile: dict[str, str]) -> None:
+def test_html_needs_no_network(hostile):
     assert "default-src 'none'" in hostile[".html"]
     own = hostile[".html"].replace(str(library()), "")
     assert not re.search(r"""(src=|@import|url\(|href="?http)""", own)
 
 
-def test_hostile_text_is_inert_in_markdown(hostile: dict[str, str]) -> None:
+def test_hostile_text_is_inert_in_markdown(hostile):
     document = hostile[".md"]
     assert set(re.findall(r"<[^>]*>", document)) == {"<details>", "</details>", "<summary>", "</summary>"}
     assert not re.search(r"(?<!\\)`", document)
@@ -243,7 +241,7 @@ def test_hostile_text_is_inert_in_markdown(hostile: dict[str, str]) -> None:
         assert len(pipes) == 1, block
 
 
-def test_formulas_are_neutralised_in_csv(tmp_path: Path) -> None:
+def test_formulas_are_neutralised_in_csv(tmp_path):
     spec = cell("=cmd|' /C calc'!A0", suite="+1", model=ModelSpec("@SUM(1)"))
     build([write(tmp_path, [record(spec, 0, reason="-2+3\n=1", command="\t=1")])])
     (line,) = csv.DictReader(io.StringIO((tmp_path / "report.csv").read_text()))
@@ -252,17 +250,17 @@ def test_formulas_are_neutralised_in_csv(tmp_path: Path) -> None:
     assert line["reason"] == "'-2+3 =1"
 
 
-def test_csv_is_one_line_a_record(hostile: dict[str, str]) -> None:
+def test_csv_is_one_line_a_record(hostile):
     assert len(hostile[".csv"].splitlines()) == 1 + 3
 
 
-def test_csv_golden(tmp_path: Path) -> None:
+def test_csv_golden(tmp_path):
     shuffled = sorted(demo(), key=lambda r: r.repeat)
     build([write(tmp_path, shuffled)])
     assert (tmp_path / "report.csv").read_text() == GOLDEN.read_text(), "rewrite tests/golden/report.csv if intended"
 
 
-def test_build_picks_places(tmp_path: Path) -> None:
+def test_build_picks_places(tmp_path):
     run = write(tmp_path / "run", demo())
     assert [p.name for p in build([run])] == ["report.html", "report.md", "report.csv", "report.xml"]
     assert build([run], tmp_path / "deep" / "folder")[0] == tmp_path / "deep" / "folder" / "report.html"
@@ -270,14 +268,14 @@ def test_build_picks_places(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_written(tmp_path):
     run = write(tmp_path / "run", demo())
     (tmp_path / "file").write_text("")
     with pytest.raises(HarnessError, match=r"cannot write .*--out"):
         build([run], tmp_path / "file" / "out")
 
 
-def test_html_is_complete_and_accessible(tmp_path: Path) -> None:
+def test_html_is_complete_and_accessible(tmp_path):
     build([write(tmp_path, demo())])
     document = (tmp_path / "report.html").read_text()
     page = _Page()
@@ -296,7 +294,7 @@ def test_html_is_complete_and_accessible(tmp_path: Path) -> None:
     assert "77.5 % of the roofline (disk)" in document
 
 
-def test_markdown_holds_the_results(tmp_path: Path) -> None:
+def test_markdown_holds_the_results(tmp_path):
     build([write(tmp_path, demo())])
     document = (tmp_path / "report.md").read_text()
     assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 77.5 | disk |" in document
@@ -304,7 +302,7 @@ def test_markdown_holds_the_results(tmp_path: Path) -> None:
     assert len(document) < 60_000
 
 
-def test_terminal_summary() -> None:
+def test_terminal_summary():
     shown = summary_text([*demo(), *hostile_records()], width=100)
     assert "offload-zigzag" in shown and "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 100
@@ -317,18 +315,18 @@ def test_terminal_summary() -> None:
     ("value", "shown"),
     [(0, "0"), (1.416, "1.42"), (0.0542, "0.0542"), (12.34, "12.3"), (15432.1, "15,432"), (3, "3"), (1e-7, "1e-07")],
 )
-def test_numbers_have_three_digits(value: float, shown: str) -> None:
+def test_numbers_have_three_digits(value, shown):
     assert text.number(value) == shown
 
 
-def test_a_column_has_one_number_of_decimals() -> None:
+def test_a_column_has_one_number_of_decimals():
     assert text.decimals([1.42, 0.754]) == 2
     assert text.decimals([120.0, 0.054]) == 3
     assert text.decimals([8, 16]) == 0
     assert text.decimals([]) == 0
 
 
-def test_junit_has_a_case_for_each_cell(tmp_path: Path) -> None:
+def test_junit_has_a_case_for_each_cell(tmp_path):
     odd = [failed(cell("odd", seed=9), "error", "boom <&> \x00\ufffe", repeat) for repeat in range(2)]
     awaited = failed(replace(cell("awaited", seed=8), expect="infeasible"), "infeasible", "too large")
     stopped = failed(cell("stopped", seed=7), "interrupted", "")

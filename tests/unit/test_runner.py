@@ -1,7 +1,6 @@
 """The runner's own decisions, with launches that end as they are told to."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -126,7 +125,7 @@ def test_a_model_that_changed_since_the_first_repeat_is_told(run, tmp_path):
         run(Launcher(lambda *_: "ok", "new"), replace(cell, repeats=2))
 
 
-def test_a_model_s_own_folder_is_in_no_record(run, tmp_path: Path):
+def test_a_model_s_own_folder_is_in_no_record(run, tmp_path):
     folder = tmp_path / "models" / "mine"
     folder.mkdir(parents=True)
     cell = replace(CELL, model=ModelSpec(str(folder)), tune="none", repeats=1)

@@ -1,7 +1,5 @@
 """The statistics of comparisons: against scipy, by hand, and as properties that hold for any samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,12 @@ def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html") -> 
     """The report of a run with these records, of one kind."""
     build([write(folder, records)])
     return (folder / f"report.{suffix}").read_text()
+
+
+def assert_tables_are_whole(document: str) -> None:
+    """All rows of a table of Markdown have as many columns."""
+    for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
 
 
 class Letters:

@@ -51,7 +51,7 @@ def test_no_torch_is_loaded_for_a_plan():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_does_not_fit_is_an_object_with_the_bytes_too_and_its_remedy_can_be_run(cli):
+def test_an_infeasible_plan_names_the_bytes_and_a_remedy_that_can_be_run(cli):
     whole = dict.fromkeys(FRACTIONS, 0) | {"wg": 1, "cg": 1, "hg": 1, "gpu_batch_size": 8}
     done = cli("plan", *OPT_30B, "--json", "--policy", json.dumps(whole), code=4)
     found = json.loads(done.stdout)
@@ -105,7 +105,7 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
         (["facebook/opt-175b", *JOB, "--hardware", "rtx4090", "--latency", "1"], 4, "s is the least"),
     ],
 )
-def test_what_cannot_be_planned_gets_one_line(cli, arguments, code, words):
+def test_plans_that_cannot_be_made_get_one_line(cli, arguments, code, words):
     done = cli("plan", *arguments, code=code)
     assert words in done.stderr
     assert len(done.stderr.splitlines()) <= 1
@@ -131,7 +131,7 @@ def test_a_suite_is_predicted_for_a_machine_that_is_not_here(cli, suite, machine
     assert "predicted for" in json.dumps(to_json(records[0]))
 
 
-def test_what_has_no_model_is_skipped_with_the_reason(cli):
+def test_cells_without_a_performance_model_are_skipped_with_the_reason(cli):
     done = cli.run(cli.suite(), "--simulate", "--hardware", "t4_gcp")
     assert "skipped: a: model 'fake' is not in the catalogue" in done.stderr
 

@@ -8,8 +8,6 @@ from harness.api import (
     Accuracy,
     Bits,
     LoadReport,
-    LocalModel,
-    ModelShape,
     ModelSpec,
     OffloadPolicy,
     RunRecord,
@@ -20,8 +18,8 @@ from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.build import summary_rows
 from reports.sections import provenance
 from reports.text import MISSING
-
-SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)
+from tests import records
+from tests.records import SMALL_MODEL
 
 
 def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float], reference: bool = False) -> RunRecord:
@@ -35,11 +33,11 @@ def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float],
         reference=reference,
     )
     figures = {"acc": sum(right) / len(right), "acc_stderr": 0.1, "word_perplexity": math.exp(-sum(nats) / len(nats))}
-    return RunRecord(
-        spec, spec.fingerprint(), 0, "ok",
+    return records.record(
+        spec, requests=(),
         load=LoadReport(10, 10, 1, spec.policy, "float32", (0, 1, 0)),
         metrics={"score_throughput_tok_s": 5.0 + bits},
-        model=LocalModel("m", SHAPE, 1, "float32", "d", "Q4_1"),
+        model=replace(SMALL_MODEL, quantized_as="Q4_1"),
         accuracy=Accuracy("t", "by hand", len(right), figures, {"acc": tuple(right), "word_perplexity": tuple(nats)},
                           {"word_perplexity": (1.0,) * len(nats)}, truncated=2),
     )  # fmt: skip
@@ -82,7 +80,7 @@ def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference
     assert found["ours", "word_perplexity"][-1] == ""
 
 
-def test_what_was_read_is_told_by_its_hash():
+def test_the_provenance_names_the_hash_of_each_data_file():
     one = record("exact", 16, [1.0], [-1.0])
     assert one.accuracy is not None
     told = provenance([replace(one, accuracy=replace(one.accuracy, files={"a/b.csv": "0f" * 32}))])
@@ -90,7 +88,7 @@ def test_what_was_read_is_told_by_its_hash():
     assert ["sha256.a/b.csv", "0f" * 32] in [[cell.text for cell in row] for row in told.bodies[0].rows]
 
 
-def test_a_file_that_was_quantized_is_told_of():
+def test_a_quantized_file_gets_a_remark():
     rows = summary_rows([record("exact", 16, [1.0], [-1.0])])
     (remark,) = accuracy_remarks(rows)
     assert "(Q4_1)" in remark

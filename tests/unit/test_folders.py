@@ -22,7 +22,7 @@ def test_leftovers_of_any_killed_builder_go(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["mine"]
 
 
-def test_what_a_living_builder_makes_stays(tmp_path):
+def test_the_unfinished_folder_of_a_living_builder_stays(tmp_path):
     (tmp_path / "other.tmp-1").mkdir()
     with (tmp_path / "other.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,13 @@
-"""Hardware profiles: what is shipped holds together, and what is wrong is refused in one line."""
+"""Hardware profiles: what is shipped holds together, what is wrong is refused; this host is measured once."""
+
+from dataclasses import replace
 
 import pytest
 
 from harness import hardware
 from harness.api import HarnessError
+from harness.hardware import provenance
+from harness.hardware.local_profile import LocalProfile
 
 
 def test_every_figure_of_a_shipped_profile_has_a_source():
@@ -57,3 +61,35 @@ def test_a_wrong_figure_is_named(tmp_path, old, new, words):
 def test_an_unknown_profile_has_a_nearest_name():
     with pytest.raises(HarnessError, match=r"did you mean 't4_gcp'\? \(shipped: "):
         hardware.load("t4_gpc")
+
+
+# ------------------------------------------------------------------------------------------------ this host
+
+LAPTOP = hardware.load("laptop_cpu")
+
+
+def test_a_host_is_measured_where_nobody_has(tmp_path):
+    calls = []
+
+    def measure():
+        calls.append(1)
+        hardware.save(replace(LAPTOP, host_id=provenance.machine_key()), hardware.local_path(tmp_path))
+
+    known = LocalProfile(tmp_path)
+    assert known.get(measure).host == known.get(measure).host == LAPTOP.host
+    assert LocalProfile(tmp_path).get(measure).host == LAPTOP.host
+    assert len(calls) == 1
+
+
+def test_a_measurement_that_failed_is_not_tried_before_every_launch(tmp_path):
+    calls = []
+
+    def measure():
+        calls.append(1)
+        raise HarnessError("no room to measure the disk")
+
+    known = LocalProfile(tmp_path)
+    for _ in range(3):
+        with pytest.raises(HarnessError, match="no room"):
+            known.get(measure)
+    assert len(calls) == 1

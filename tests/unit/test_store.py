@@ -69,7 +69,7 @@ def test_blank_lines_are_passed_over(store):
         ("error", "error", True),
     ],
 )
-def test_what_counts_as_done(status, expect, done):
+def test_which_records_count_as_done(status, expect, done):
     assert is_done(record(0, status), dataclasses.replace(SPEC, expect=expect)) is done
 
 

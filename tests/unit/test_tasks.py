@@ -112,7 +112,7 @@ def test_the_best_of_several_answers_and_of_several_right_ones():
     assert found.figures["quasi_exact_match@2"] == 1
 
 
-def test_a_question_that_is_asked_again_is_no_other_question():
+def test_trials_of_one_question_count_as_one_example():
     found = helm_metrics.by_name(("exact_match",), [("a",)] * 4, [("a",), ("b",), ("a",), ("a",)], [0, 1, 0, 1])
     assert found.outcomes == {"exact_match": (1.0, 0.5)}
     assert found.examples == 2

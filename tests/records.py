@@ -142,9 +142,9 @@ def write(folder: Path, records: Iterable[RunRecord], tail: str = "") -> Path:
     return folder
 
 
-def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html") -> str:
+def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html", **options: Any) -> str:
     """The report of a run with these records, of one kind."""
-    build([write(folder, records)])
+    build([write(folder, records)], **options)
     return (folder / f"report.{suffix}").read_text()
 
 
@@ -167,6 +167,10 @@ class Letters:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
+
+
+def quiet(done: int, total: int) -> None:
+    """Reports no progress."""
 
 
 def demo() -> list[RunRecord]:

@@ -45,7 +45,7 @@ def test_the_same_again_is_no_change():
     (found,) = compared(BASE, repeats(cell(), SPEEDS[::-1])).cells
     assert found.verdict == "no change"
     assert found.ratio == pytest.approx(1.0) and found.p == 1.0
-    assert found.low is not None and found.high is not None and found.low < 1 < found.high
+    assert found.low < 1 < found.high
     assert (found.base, found.head, found.base_launches, found.head_launches) == (10.0, 10.0, 7, 7)
 
 
@@ -53,7 +53,7 @@ def test_a_planted_slowdown_of_ten_percent():
     (found,) = compared(BASE, repeats(cell(), slower(0.9))).cells
     assert found.verdict == "regression" and found.reason == "10.0% slower"
     assert found.ratio == pytest.approx(0.9)
-    assert found.p is not None and found.p < 0.002
+    assert found.p < 0.002
     assert verdict(repeats(cell(), slower(0.9)), BASE)[0] == "improvement"
 
 
@@ -61,7 +61,7 @@ def test_a_difference_below_three_percent_is_none():
     """However sure it is."""
     exact = [10.0 + i / 1000 for i in range(7)]
     (found,) = compared(repeats(cell(), exact), repeats(cell(), slower(0.98, exact))).cells
-    assert found.p is not None and found.p < 0.002
+    assert found.p < 0.002
     assert found.verdict == "no change" and found.threshold == 0.03
     assert found.reason.startswith("2.0% slower, below the threshold of 3.0%")
 
@@ -69,7 +69,7 @@ def test_a_difference_below_three_percent_is_none():
 def test_noise_raises_what_counts():
     noisy = (10.0, 13.0, 9.0, 12.0, 8.0, 11.0, 12.5)
     (found,) = compared(repeats(cell(), noisy), repeats(cell(), slower(0.6, noisy))).cells
-    assert found.noise_floor is not None and found.threshold == pytest.approx(2 * found.noise_floor)
+    assert found.threshold == pytest.approx(2 * found.noise_floor)
     assert found.threshold > 0.03
 
 
@@ -221,7 +221,7 @@ def test_times_count_the_other_way_round():
     (found,) = compared(BASE, repeats(cell(), slower(0.8)), metric="ttft_p99_s").cells
     assert found.verdict == "regression"
     assert found.ratio == pytest.approx(0.8)  # as speed
-    assert found.head is not None and found.base is not None and found.head > found.base  # as it was recorded
+    assert found.head > found.base  # as it was recorded
     with pytest.raises(
         HarnessError, match="no speed or time is named 'padding_tokens'; the records have throughput, decode_"
     ):

@@ -1,6 +1,7 @@
 """Folders that are built once: what killed builders leave is cleared away, what living ones make is not."""
 
 import fcntl
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,9 +48,7 @@ def test_where_nothing_can_be_written_is_said_in_one_line(tmp_path):
 
 
 def test_a_disk_that_fills_under_safetensors_is_an_oserror(tmp_path, monkeypatch):
-    def full(*_):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(shards, "save_file", full)
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(shards, "save_file", Mock(side_effect=full))
     with pytest.raises(DiskFullError):
         build_once(tmp_path / "mine", "it", 1, lambda folder: shards.write(folder, [{"x": torch.ones(1)}], print))

@@ -28,9 +28,7 @@ class Nvml:
         self.asked = index
         return "device"
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        self.asked = uuid
-        return "device"
+    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         self.looked += 1

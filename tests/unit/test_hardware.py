@@ -1,6 +1,7 @@
 """Hardware profiles: what is shipped holds together, what is wrong is refused; this host is measured once."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -69,27 +70,18 @@ LAPTOP = hardware.load("laptop_cpu")
 
 
 def test_a_host_is_measured_where_nobody_has(tmp_path):
-    calls = []
-
-    def measure():
-        calls.append(1)
-        hardware.save(replace(LAPTOP, host_id=provenance.machine_key()), hardware.local_path(tmp_path))
-
+    measured = replace(LAPTOP, host_id=provenance.machine_key())
+    measure = Mock(side_effect=lambda: hardware.save(measured, hardware.local_path(tmp_path)))
     known = LocalProfile(tmp_path)
     assert known.get(measure).host == known.get(measure).host == LAPTOP.host
     assert LocalProfile(tmp_path).get(measure).host == LAPTOP.host
-    assert len(calls) == 1
+    assert measure.call_count == 1
 
 
 def test_a_measurement_that_failed_is_not_tried_before_every_launch(tmp_path):
-    calls = []
-
-    def measure():
-        calls.append(1)
-        raise HarnessError("no room to measure the disk")
-
+    measure = Mock(side_effect=HarnessError("no room to measure the disk"))
     known = LocalProfile(tmp_path)
     for _ in range(3):
         with pytest.raises(HarnessError, match="no room"):
             known.get(measure)
-    assert len(calls) == 1
+    assert measure.call_count == 1

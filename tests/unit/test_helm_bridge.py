@@ -9,7 +9,7 @@ import pytest
 from harness.api import HarnessError
 from harness.api.task import Answers, Circumstances
 from suites.tasks import known, task
-from tests.records import Letters
+from tests.records import Letters, quiet
 
 ENTRY = "helm_run:mmlu:subject=anatomy"
 STAND_IN = """#!{python}
@@ -40,10 +40,6 @@ run.mkdir(parents=True)
 
 def given(folder: Path, context: int = 16, count: int | None = None) -> Circumstances:
     return Circumstances(Letters(), context, count, model=folder, cache=folder)
-
-
-def quiet(done: int, total: int) -> None:
-    """Reports no progress."""
 
 
 @pytest.fixture

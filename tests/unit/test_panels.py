@@ -22,7 +22,6 @@ ROWS = summary_rows(demo())
 
 def values(panel, kind=None):
     """The data of a chart, of one kind if asked."""
-    assert panel is not None
     data = panel.spec["data"]["values"]
     return [d for d in data if kind is None or d.get("kind") == kind]
 
@@ -41,7 +40,6 @@ def test_throughput_has_every_repeat_its_median_and_interval():
 def test_charts_hold_so_many_cells_and_say_so():
     many = [record(cell(f"c{i}", seed=i), speed=1 + i) for i in range(MOST_CELLS + 5)]
     panel = throughput_panel(summary_rows(many))
-    assert panel is not None and panel.table is not None
     assert len({d["cell"] for d in values(panel)}) == MOST_CELLS
     assert f"first {MOST_CELLS} of {MOST_CELLS + 5} cells" in panel.note
     assert len(panel.table.bodies[0].rows) == MOST_CELLS + 5
@@ -73,7 +71,6 @@ def test_predictions_beside_measurements():
     assert predicted_panel(ROWS) is None
     told = record(cell("a"), predicted=Forecast("local", 2.5, {}))
     panel = predicted_panel(summary_rows([told]))
-    assert panel is not None
     assert [(d["measured"], d["value"]) for d in panel.spec["layer"][1]["data"]["values"]] == [(2.0, 2.5)]
 
 
@@ -84,7 +81,6 @@ def test_the_front_is_what_nothing_beats_in_both():
 
 def test_pareto_leaves_references_off_the_line():
     panel = pareto_panel([r for r in ROWS if r.throughput])
-    assert panel is not None
     line = [d["value"] for d in panel.spec["layer"][0]["data"]["values"]]
     assert line == [3.1]  # the fastest is the quickest as well; the resident ones are no choice here
     assert pareto_panel([r for r in ROWS if r.throughput][:1]) is None
@@ -112,7 +108,6 @@ def test_an_ablation_is_of_cells_that_differ_in_one_thing():
         *repeats(cell("other", "accelerate"), (0.4, 0.5)),
     ]
     found = ablations(summary_rows(records))
-    assert found is not None
     base, changes = found
     assert base.name == "full"
     assert [(s.row.name, s.change) for s in changes] == [

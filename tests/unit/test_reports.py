@@ -193,7 +193,6 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path):
     assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
     (row,) = summary_rows([record(cell("traced"), trace=events)])
     panel = utilisation_panel([row])
-    assert panel is not None and panel.table is not None
     assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "60", "50"]  # seconds, and percent of them
     lanes = {d["lane"]: d["shares"] for d in panel.spec["data"]["values"]}
     assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0

@@ -92,7 +92,7 @@ def test_text_and_chats_are_answered_as_transformers_would(cli, folder, expected
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_loaded(cli, copy):
-    told, rows = run(cli, copy("tokenizer*", "*.jinja"), {"prompt": "w5"}, code=2)
+    told, rows = run(cli, copy("tokenizer*", "*.jinja"), {"prompt": "w5"}, engine="offload", code=2)
     assert rows == {}
     assert "holds no tokenizer" in told
 

@@ -95,11 +95,7 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
         ([*OPT_30B, "--stages", "2", "--policy", '{"schedule": "sweep"}'], 2, "take schedule row"),
         (["facebook/opt-30b", *JOB, "--hardware", "v100x4", "--stages", "8"], 2, "too few for 8 stages"),
         ([*OPT_30B, "--latency", "nan"], 2, "--latency is not a number"),
-        (
-            [*OPT_30B, "--policy", '{"weights": [0, 0, 1], "wg": 0, "wc": 0, "wd": 1}'],
-            2,
-            "both weights and",
-        ),
+        ([*OPT_30B, "--policy", '{"weights": [0, 0, 1], "wg": 0, "wc": 0, "wd": 1}'], 2, "both weights and"),
         ([*OPT_30B, "--policy", '{"weights": [0, 1e-5, 0.99999]}'], 0, ""),
         (["facebook/opt-1.3b", *CPU, "--policy", '{"compute_dtype": "bfloat16"}'], 2, "has rates in float32"),
         (["facebook/opt-175b", *JOB, "--hardware", "rtx4090", "--latency", "1"], 4, "s is the least"),

@@ -4,16 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.api import (
-    Accuracy,
-    Bits,
-    LoadReport,
-    ModelSpec,
-    OffloadPolicy,
-    RunRecord,
-    RunSpec,
-    WorkloadSpec,
-)
+from harness.api import Accuracy, Bits, LoadReport, ModelSpec, OffloadPolicy, RunRecord, RunSpec, WorkloadSpec
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.build import summary_rows
 from reports.sections import provenance

@@ -259,10 +259,7 @@ def test_many_heads(tmp_path):
     folders = [write(tmp_path / name, repeats(cell(), slower(part)))
                for name, part in (("base", 1.0), ("one", 1.0), ("two", 0.8))]  # fmt: skip
     found = compare_runs(folders[0], folders[1:])
-    assert [(c.base, c.head, c.verdict) for c in found] == [
-        ("base", "one", "no change"),
-        ("base", "two", "regression"),
-    ]
+    assert [(c.base, c.head, c.verdict) for c in found] == [("base", "one", "no change"), ("base", "two", "regression")]
 
 
 def test_engines_against_one_of_them(tmp_path):

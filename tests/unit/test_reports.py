@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.api import (
-    Bound,
-    HarnessError,
-    ModelSpec,
-    RunRecord,
-    TraceEvent,
-    WorkloadSpec,
-    to_json,
-)
+from harness.api import Bound, HarnessError, ModelSpec, RunRecord, TraceEvent, WorkloadSpec, to_json
 from reports import text
 from reports.build import build, load_records, summary_rows
 from reports.figures import allowed
@@ -79,10 +71,8 @@ def test_figures_of_a_cell():
 
 
 def test_ratio_is_to_the_best_ranked_cell_of_another_engine():
-    assert {r.engine: r.rival for r in DEMO.values() if r.ratio} == {
-        "accelerate": "offload-zigzag",
-        "offload": "accelerate-float32",
-    }
+    rivals = {r.engine: r.rival for r in DEMO.values() if r.ratio}
+    assert rivals == {"accelerate": "offload-zigzag", "offload": "accelerate-float32"}
     assert DEMO["accelerate-float32"].ratio == pytest.approx(2 / 3.1)
     assert DEMO["accelerate-bfloat16"].ratio == pytest.approx(1.05 / 3.1)
     assert DEMO["offload-zigzag"].ratio == pytest.approx(3.1 / 2)

@@ -1,6 +1,7 @@
 """The runner's own decisions, with launches that end as they are told to, and its search for the largest batch."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from harness.api import (
 from harness.run import runner
 from harness.run.store import Store
 from harness.run.tuning import Patience, Remembered, choose, search_max_batch
+from tests.records import FAKE
 
 
 class Launcher:
@@ -47,28 +49,6 @@ class Launcher:
         return LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=CellResult(metrics=metrics))
 
 
-class Silent:
-    """Progress that nobody sees, less what is noted."""
-
-    def __init__(self):
-        self.notes, self.steps, self.done = [], 0, 0
-
-    def planned(self, steps, already_done):
-        self.steps = len(steps)
-
-    def added(self, steps):
-        self.steps += len(steps)
-
-    def finished(self, step, record):
-        self.done += 1
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def __getattr__(self, name):
-        return lambda *_: None
-
-
 CELL = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(num_requests=8), OffloadPolicy(gpu_batch_size=8), suite="s",
                name="cell", tune="max_batch")  # fmt: skip
 
@@ -81,7 +61,7 @@ def run(tmp_path, monkeypatch):
 
     def go(launcher, *cells, out="out"):
         monkeypatch.setattr(runner, "CellLauncher", lambda cache, places: launcher)
-        progress = Silent()
+        progress = Mock()
         made = SuiteSpec("s", "", cells, machine_probe=False)
         return runner.Runner(made, suite, tmp_path / out, tmp_path / "cache", progress, "c").run(cells), progress
 
@@ -99,8 +79,9 @@ def test_a_batch_that_does_not_survive_again_gives_way_to_a_smaller_one_in_all_r
     assert [r.status for r in Store(tmp_path / "out").records()] == ["ok", "oom_host", "ok", "ok", "ok"]
     tried = [(t.gpu_batch_size, t.status) for t in records[-1].tuning]
     assert tried == [(8, "ok"), (8, "oom_host"), (4, "ok"), (7, "ok")]
-    assert progress.steps == progress.done == 5
-    assert "cell: batch 8 did not survive again; a smaller one is taken" in progress.notes
+    steps = [told.args[0] for told in (*progress.planned.call_args_list, *progress.added.call_args_list)]
+    assert sum(map(len, steps)) == progress.finished.call_count == 5
+    progress.note.assert_any_call("cell: batch 8 did not survive again; a smaller one is taken")
     again = Launcher(survives)
     run(again, CELL, out="other")
     assert set(again.launched) == {7}, "what was learnt is remembered"
@@ -139,7 +120,7 @@ def test_a_model_s_own_folder_is_in_no_record(run, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ the largest batch
 
-SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), tune="max_batch")
+SPEC = replace(FAKE, tune="max_batch")
 
 
 @given(start=st.integers(1, 300), largest=st.integers(0, 2000), ceiling=st.integers(1, 3000))
@@ -160,23 +141,19 @@ def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling
         assert found <= largest < found + max(2, found // 4 + 1)
 
 
-def test_a_failure_that_is_not_about_size_stops_the_search():
-    trials = search_max_batch(8, lambda batch: Trial(batch, "unsupported", None))
-    assert len(trials) == 1
-    assert choose(trials) is None
-
-
-def test_a_full_disk_during_the_bisection_ends_the_search():
-    ends = {8: "ok", 16: "oom_host", 12: "disk_full"}
-    trials = search_max_batch(8, lambda batch: Trial(batch, ends[batch], 1.0))
-    assert [t.gpu_batch_size for t in trials] == [8, 16, 12]
-
-
-def test_a_larger_batch_that_is_slower_ends_the_search():
-    speeds = {8: 2.0, 16: 3.0, 32: 3.2, 64: 2.5}
-    trials = search_max_batch(8, lambda batch: Trial(batch, "ok", speeds[batch]))
-    assert [t.gpu_batch_size for t in trials] == [8, 16, 32, 64]
-    assert choose(trials) == 32
+@pytest.mark.parametrize(
+    ("ends", "chosen"),
+    [
+        ({8: ("unsupported", None)}, None),
+        ({8: ("ok", 1.0), 16: ("oom_host", 1.0), 12: ("disk_full", 1.0)}, 8),
+        ({8: ("ok", 2.0), 16: ("ok", 3.0), 32: ("ok", 3.2), 64: ("ok", 2.5)}, 32),
+    ],
+    ids=["a failure that is not about size", "a full disk during the bisection", "a larger batch that is slower"],
+)
+def test_what_ends_the_search(ends, chosen):
+    trials = search_max_batch(8, lambda batch: Trial(batch, *ends[batch]))
+    assert [t.gpu_batch_size for t in trials] == list(ends)
+    assert choose(trials) == chosen
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):

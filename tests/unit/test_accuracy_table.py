@@ -4,25 +4,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.api import Accuracy, Bits, LoadReport, ModelSpec, OffloadPolicy, RunRecord, RunSpec, WorkloadSpec
+from harness.api import Accuracy, Bits, LoadReport, OffloadPolicy, RunRecord, WorkloadSpec
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.build import summary_rows
 from reports.sections import provenance
 from reports.text import MISSING
 from tests import records
-from tests.records import SMALL_MODEL
+from tests.records import SMALL_MODEL, cell
 
 
 def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float], reference: bool = False) -> RunRecord:
-    spec = RunSpec(
-        "lm_eval_hf" if reference else "offload",
-        ModelSpec("m"),
-        WorkloadSpec(kind="task", task="t"),
-        policy=OffloadPolicy(weight_bits=bits),
-        suite="s",
-        name=name,
-        reference=reference,
-    )
+    engine, workload = "lm_eval_hf" if reference else "offload", WorkloadSpec(kind="task", task="t")
+    spec = cell(name, engine, workload=workload, policy=OffloadPolicy(weight_bits=bits), reference=reference)
     figures = {"acc": sum(right) / len(right), "acc_stderr": 0.1, "word_perplexity": math.exp(-sum(nats) / len(nats))}
     return records.record(
         spec, requests=(),

@@ -18,27 +18,23 @@ from harness.api import (
     ModelSpec,
     OffloadPolicy,
     RequestTrace,
-    RunSpec,
     WorkloadSpec,
 )
 from harness.cli.plan import print_explanations
 from harness.common.curve import interpolate
 from harness.planning import explain as explanation
 from tests import records
-from tests.records import write
+from tests.records import cell, write
 
 LAPTOP = hardware.load("laptop_cpu")
 MODEL = "facebook/opt-125m"
-
-
 ROWS, FREE = OffloadPolicy(4, schedule="row"), HardwareLimits()
 
 
 def record(policy=ROWS, limits=FREE, **changes):
     """A launch of eight requests that took 10 s for 80 tokens."""
-    spec = RunSpec(
-        "offload", ModelSpec(MODEL, "dummy"), WorkloadSpec("synthetic", 16, 10), policy, limits=limits, name="a"
-    )
+    model, workload = ModelSpec(MODEL, "dummy"), WorkloadSpec("synthetic", 16, 10)
+    spec = cell("a", "offload", model=model, workload=workload, policy=policy, limits=limits)
     load = LoadReport(50272, 2048, policy.block_size, policy, "float32", (0, 0, 0))
     seconds = {"total_s": 10.0, "task_products_s": 6.0, "task_attention_s": 1.0, "task_waiting_s": 2.0}
     known = {

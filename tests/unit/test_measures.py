@@ -205,6 +205,6 @@ def test_a_bound_is_of_the_policy_that_was_found_and_of_the_lengths_that_were_as
     chosen = bound_of(replace(launch(0, machine), load=found), machine)
     assert chosen == roofline(SMALL_MODEL, replace(SPEC, policy=found.policy), 4, "float32", machine)
     assert chosen.throughput_tok_s > 1.5 * bound_on(machine).throughput_tok_s
-    traced = replace(SPEC, TEN=WorkloadSpec("trace", 100, 50, trace="t.csv"))
+    traced = replace(SPEC, workload=WorkloadSpec("trace", 100, 50, trace="t.csv"))
     requests = tuple(RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
     assert bound_of(replace(launch(0, machine), spec=traced, requests=requests), machine) == bound_on(machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from harness.api import (
     Bound,
     HardwareLimits,
     LoadReport,
+    LocalModel,
     MachineRates,
     Measurement,
     MemoryLimit,
+    ModelShape,
     ModelSpec,
     OffloadPolicy,
     RequestTrace,
@@ -25,8 +28,20 @@ from harness.api import (
     WorkloadSpec,
     to_json,
 )
+from reports.build import build
 
 GIB = 2**30
+#: The smallest cell there is.
+FAKE = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
+#: A model of two small layers, and the rates of a machine that computes and reads slowly.
+SMALL = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
+SMALL_MODEL = LocalModel("m", SMALL, weight_bytes=400_000, dtype="bfloat16", digest="d")
+
+
+def rates(flops: float = 1e9, disk: float = 1e6) -> MachineRates:
+    return MachineRates((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
+
+
 MODEL = ModelSpec("facebook/opt-1.3b", "dummy", "bfloat16")
 PROVENANCE = {
     "machine": {"cpu": "Intel(R) Xeon(R) Platinum 8481C", "cores_usable": 8, "ram_bytes": 67_416_000_000, "gpus": []},
@@ -125,6 +140,37 @@ def write(folder: Path, records: Iterable[RunRecord], tail: str = "") -> Path:
     lines = [json.dumps(to_json(r)) + "\n" for r in records]
     (folder / "records.jsonl").write_text("".join(lines) + tail)
     return folder
+
+
+def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html", **options: Any) -> str:
+    """The report of a run with these records, of one kind."""
+    build([write(folder, records)], **options)
+    return (folder / f"report.{suffix}").read_text()
+
+
+def assert_tables_are_whole(document: str) -> None:
+    """All rows of a table of Markdown have as many columns."""
+    for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
+
+
+class Letters:
+    """A tokenizer: a token a letter, numbered as in Unicode."""
+
+    begin = end = 0
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return self.encode_plain(prompt)
+
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def quiet(done: int, total: int) -> None:
+    """Reports no progress."""
 
 
 def demo() -> list[RunRecord]:

@@ -5,12 +5,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engines.models import checkpoints
-from harness.api import ModelSpec
+from harness.api import ModelSpec, RunRecord
 from harness.run.store import Store
 
 BASE = """
@@ -34,7 +36,8 @@ class Cli:
     def out(self) -> Path:
         return self.folder / "out"
 
-    def suite(self, matrix: str, **changes: object) -> Path:
+    def suite(self, matrix: str = "  - {name: a, engine: fake}", **changes: object) -> Path:
+        """Writes a suite: `BASE` with keys replaced or added."""
         lines = [line for line in BASE.strip().splitlines() if line.split(":")[0] not in changes]
         lines += [f"{key}: {value}" for key, value in changes.items()]
         path = self.folder / "tiny.yaml"
@@ -50,24 +53,59 @@ class Cli:
     def environment(self) -> dict[str, str]:
         return os.environ | {"HARNESS_CACHE": str(self.folder / "cache"), "CI": "true"}
 
-    def __call__(self, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.command(*arguments),
-            capture_output=True,
-            text=True,
-            check=False,
-            env=self.environment,
-            cwd=self.folder,
-            **options,
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
+    def __call__(self, *arguments: object, code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
+        """Runs `harness` with these arguments; it must end with `code` (None: with any) and without a traceback."""
+        return self.execute(self.command(*arguments), code, **options)
 
     def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
         return self("run", suite, "--out", self.out, *arguments, **options)
 
-    def records(self):
+    def execute(self, command: list[str], code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(command, check=False, **pipes | {"env": self.environment, "cwd": self.folder} | options)
+        told = f"{done.stdout or ''}{done.stderr or ''}"
+        assert "Traceback" not in told, told
+        assert code is None or done.returncode == code, told
+        return done
+
+    def on_full_disk(self, size: int, *arguments: object) -> str:
+        """The refusal of `harness` where no file may grow beyond `size` bytes: as on a full disk, writes fail."""
+        script = (
+            "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+            "from harness.cli.main import main; main()"
+        )
+        return self.execute([sys.executable, "-c", script, *map(str, arguments)], code=2).stderr
+
+    def start(self, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+        """`harness` in the background, with these environment variables; Ctrl-C reaches it.
+
+        A job that a shell script started in the background inherits an ignored SIGINT: that is undone here.
+        """
+        undo = (
+            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        command = [sys.executable, "-c", undo, *self.command(*arguments)]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=self.environment | variables, **pipes)
+
+    def records(self) -> list[RunRecord]:
         return list(Store(self.out).records())
+
+    def by_name(self) -> dict[str, RunRecord]:
+        return {record.spec.name: record for record in self.records()}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import docker
@@ -15,6 +14,7 @@ import pytest
 from harness.api import to_json
 from harness.launchers.owners import OWNER
 from tests import container_engine
+from tests.integration.conftest import end, wait_for
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.containers, pytest.mark.timeout(1500)]
@@ -72,10 +72,9 @@ def test_every_way_to_end_is_told_apart(cli, images, client):
         repeats=1,
         launcher="docker",
     )
-    done = cli.run(suite)
-    found = {r.spec.name: r for r in cli.records()}
+    cli.run(suite)
+    found = cli.by_name()
     assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}
-    assert done.returncode == 0, done.stderr
     assert "SIGKILL" in found["killed"].reason
     assert "exited with" in found["exits"].reason
     assert found["eats"].memory.limit_bytes == found["eats"].memory.idle_bytes + (100 << 20)
@@ -95,7 +94,7 @@ def test_every_way_to_end_is_told_apart(cli, images, client):
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_told(cli, images):
     cell = "  - {name: gpu, engine: fake, limits: {device_memory: 1GiB}, expect: unsupported}"
-    assert cli.run(cli.suite(cell, repeats=1, launcher="docker")).returncode == 0
+    cli.run(cli.suite(cell, repeats=1, launcher="docker"))
     (record,) = cli.records()
     assert "no GPU" in record.reason
 
@@ -105,88 +104,55 @@ def test_a_path_with_spaces_and_colons_and_two_harnesses_at_once(cli, images, tm
     odd.mkdir()
     suite = cli.suite("  - {name: fine, engine: fake, options: {sleep_s: 1.0}}", repeats=2, launcher="docker")
     outs = [odd / "one", odd / "two"]
-    done = [None, None]
-
-    def run(i: int) -> None:
-        done[i] = cli("run", suite, "--out", outs[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result, out in zip(done, outs, strict=True):
-        assert result.returncode == 0, result.stderr
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda out: cli("run", suite, "--out", out), outs))
+    for out in outs:
         assert len((out / "records.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_a_killed_harness_leaves_is_removed_by_the_next(cli, images, client):
-    suite = cli.suite(
-        "  - {name: hangs, engine: fake, options: {hang: true}, timeout: 300s}", repeats=1, launcher="docker"
-    )
-    process = subprocess.Popen(
-        cli.command("run", suite, "--out", cli.out),
-        env=cli.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while not client.containers.list(filters={"label": OWNER}):
-        assert time.monotonic() < deadline, "no container was started"
-        time.sleep(0.2)
-    process.kill()
-    process.wait()
+def test_containers_of_a_killed_harness_are_removed_by_the_next(cli, images, client):
+    suite = cli.suite("  - {engine: fake, options: {hang: true}, timeout: 300s}", repeats=1, launcher="docker")
+    process = cli.start("run", suite, "--out", cli.out)
+    wait_for(lambda: client.containers.list(filters={"label": OWNER}), seconds=60)
+    end(process)
     assert client.containers.list(filters={"label": OWNER}), "it is still there"
-    other = cli.suite("  - {name: fine, engine: fake}", repeats=1, launcher="docker", name="other")
-    assert cli("run", other, "--out", cli.folder / "other").returncode == 0
+    other = cli.suite(repeats=1, launcher="docker", name="other")
+    cli("run", other, "--out", cli.folder / "other")
     assert client.containers.list(all=True, filters={"label": OWNER}) == []
 
 
 def test_a_results_folder_that_cannot_be_written_is_told_in_one_line(cli, images):
-    suite = cli.suite("  - {name: fine, engine: fake}", repeats=1, launcher="docker")
-    done = cli("run", suite, "--out", "/proc/no")
-    assert done.returncode == 2
+    done = cli("run", cli.suite(repeats=1, launcher="docker"), "--out", "/proc/no", code=2)
     assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_no_engine_is_told_with_the_remedy(cli, images, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    suite = cli.suite("  - {name: fine, engine: fake}", repeats=1, launcher="docker")
-    done = cli.run(suite)
-    assert done.returncode == 2
+    done = cli.run(cli.suite(repeats=1, launcher="docker"), code=2)
     assert "start Docker or set DOCKER_HOST" in done.stderr
     assert "process" in cli("ls", "engines").stdout
 
 
 def test_quickstart_runs_in_containers(cli, images):
     build("offload", "accelerate")
-    done = cli(
+    cli(
         "run", "quickstart", "--launcher", "docker", "--out", cli.out, "--set", "repeats=1",
         "--cell", "offload-sweep", "--cell", "accelerate", "--cell", "transformers-within-limit",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    records = {r.spec.name: r for r in cli.records()}
+    records = cli.by_name()
     assert records["offload-sweep"].provenance["image"] == "offload-harness/offload"
     assert records["offload-sweep"].memory.limit_bytes is not None
     assert (cli.out / "report.html").exists()
 
 
-def test_an_engine_that_dies_is_an_error_and_its_worker_ends(cli, images, tmp_path):
+def test_an_engine_that_dies_is_an_error_and_its_worker_ends(cli, images):
     """Of an engine of its own: the shared one is not killed."""
     with container_engine.private_engine() as (address, pid):
         container_engine.copy_image("offload-harness/harness", address)
-        suite = cli.suite(
-            "  - {name: hangs, engine: fake, options: {hang: true}, timeout: 120s}", repeats=1, launcher="docker"
-        )
-        environment = cli.environment | {"DOCKER_HOST": address}
-        process = subprocess.Popen(
-            cli.command("run", suite, "--out", cli.out), env=environment, stderr=subprocess.PIPE, text=True
-        )
+        suite = cli.suite("  - {engine: fake, options: {hang: true}, timeout: 120s}", repeats=1, launcher="docker")
+        process = cli.start("run", suite, "--out", cli.out, DOCKER_HOST=address)
         client = docker.DockerClient(base_url=address)
-        deadline = time.monotonic() + 60
-        while not client.containers.list(filters={"label": OWNER}):
-            assert time.monotonic() < deadline, "no container was started"
-            time.sleep(0.2)
+        wait_for(lambda: client.containers.list(filters={"label": OWNER}), seconds=60)
         os.kill(pid, 9)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1, errors

@@ -35,8 +35,7 @@ def test_suites_are_valid(suite):
 def test_suites_end_as_they_expect(cli, suite, request):
     if suite.stem == "accuracy":
         request.getfixturevalue("gguf_file")
-    done = cli.run(suite, "--set", "repeats=1", "--data-dir", EXAMPLES / "data")
-    assert done.returncode == 0, done.stderr
+    cli.run(suite, "--set", "repeats=1", "--data-dir", EXAMPLES / "data")
     assert {record.status for record in cli.records()} <= {"ok", "infeasible"}
     assert len(cli.records()) == len(load_suite(suite, (), ENGINES).cells)
 

@@ -4,8 +4,6 @@ import json
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from harness import registry
 from harness.api import InfeasibleError
 from harness.batch.generate import run
 from harness.batch.job import BatchJob
+from tests.integration.conftest import end, wait_for
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -31,28 +30,23 @@ class Files:
         self.source.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
 
     def command(self, *more):
-        return [
-            "generate",
-            "--model",
-            "fake",
-            "--engine",
-            "fake",
-            "--input",
-            self.source,
-            "--output",
-            self.output,
-            *more,
-        ]
+        model = ("--model", "fake", "--engine", "fake")
+        return ["generate", *model, "--input", self.source, "--output", self.output, *more]
 
     def __call__(self, *more, **options):
         return self.cli(*self.command(*more), **options)
 
     def start(self, *more):
-        """In the background."""
-        return subprocess.Popen(
-            self.cli.command(*self.command(*more)), env=self.cli.environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        """In the background, until there is an answer."""
+        process = self.cli.start(*self.command(*more))
+        wait_for(lambda: self.output.exists() and self.output.stat().st_size)
+        return process
+
+    def refused(self, *more):
+        """What a refusal says."""
+        told = self(*more, code=2).stderr
+        assert told.count("harness: ") == 1
+        return told
 
     def answers(self):
         rows = [json.loads(line) for line in self.output.read_text().splitlines()]
@@ -84,7 +78,6 @@ def test_the_formats_it_reads(files):
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
     )
     done = files("--max-tokens", 7)
-    assert done.returncode == 0, done.stderr
     assert "5 lines; 5 answered" in done.stdout
     rows = files.answers()
     assert {n: r["custom_id"] for n, r in rows.items()} == {1: "a", 2: "b", 3: None, 5: "d", 6: None}
@@ -100,8 +93,7 @@ def test_the_formats_it_reads(files):
 def test_each_line_of_a_text_file_is_a_prompt(files):
     files.source = files.source.with_suffix(".txt")
     files.source.write_bytes(b'\xef\xbb\xbfsay "hi"\n\nand\tthis\n\xff\n')
-    done = files("--max-tokens", 3)
-    assert done.returncode == 1
+    files("--max-tokens", 3, code=1)
     assert sorted(files.answers()) == [1, 3, 4]
     assert files.answers()[1]["response"]["body"]["usage"]["prompt_tokens"] == len('say "hi"')
     assert files.answers()[4]["error"]["message"] == "is not UTF-8 text (byte 1)"
@@ -138,22 +130,19 @@ def test_each_line_of_a_text_file_is_a_prompt(files):
 )
 def test_a_line_that_cannot_be_run_is_answered_with_the_reason(files, line, words):
     files.write({"custom_id": "good", "prompt": "x", "max_tokens": 2}, line, {"prompt": "y", "max_tokens": 2})
-    done = files()
-    assert done.returncode == 1
+    done = files(code=1)
     assert f"in.jsonl:2: {words}" in done.stderr or words in done.stderr
     rows = files.answers()
     assert words in rows[2]["error"]["message"]
     assert rows[2]["response"] is None
     assert rows[1]["error"] is rows[3]["error"] is None
-    again = files()
-    assert again.returncode == 1, "it is still not answered"
+    files(code=1)
     assert len(files.answers()) == 3
 
 
 def test_a_dry_run_writes_nothing(files):
     files.write({"prompt": "hello"}, "nonsense")
-    done = files("--dry-run")
-    assert done.returncode == 1
+    done = files("--dry-run", code=1)
     assert done.stdout.startswith("2 lines; 1 to run (5 prompt tokens and at most 256 new ones, 261 in the longest)")
     assert not files.output.parent.exists()
 
@@ -165,14 +154,13 @@ def test_kill_minus_nine_at_random_loses_and_repeats_no_line(files, seed):
     slow = ("--set", "options.sleep_s=0.02", "--set", "policy.gpu_batch_size=2")
     kept = []
     for _ in range(4):
-        process = files.start(*slow)
+        process = files.cli.start(*files.command(*slow))
         time.sleep(rng.uniform(0.3, 1.5))
-        process.kill()
-        process.wait()
+        end(process)
         lines = files.output.read_text().split("\n")[:-1] if files.output.exists() else []
         assert lines[: len(kept)] == kept, "an answer that was written stays"
         kept = lines
-    assert files(*slow).returncode == 1
+    files(*slow, code=1)
     assert files.output.read_text().split("\n")[: len(kept)] == kept
     assert sorted(files.answers()) == list(range(1, 122))
 
@@ -180,91 +168,62 @@ def test_kill_minus_nine_at_random_loses_and_repeats_no_line(files, seed):
 def test_an_interruption_is_one_line_and_goes_on(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(200)))
     process = files.start("--set", "options.sleep_s=0.05")
-    wait_for_an_answer(files)
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[1]
     assert process.returncode == 130
     assert "run the same command again to resume" in told
     assert "Traceback" not in told
-    assert files().returncode == 0
+    files()
     assert len(files.answers()) == 200
 
 
 def test_a_torn_last_line_is_answered_again(files):
     files.write({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
-    assert files().returncode == 0
+    files()
     whole = files.output.read_bytes()
     files.output.write_bytes(whole[:-20])
-    assert files().returncode == 0
+    files()
     assert files.output.read_bytes() == whole
 
 
 def test_answers_to_another_input_or_of_another_model_are_not_touched(files):
     files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
-    assert files().returncode == 0
+    files()
     before = files.output.read_bytes()
     files.write({"custom_id": "a", "prompt": "z", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
-    assert "they differ in line 1" in refused(files)
+    assert "they differ in line 1" in files.refused()
     files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2})
-    assert "they differ in line 2" in refused(files)
+    assert "they differ in line 2" in files.refused()
     files.write({"custom_id": "a", "prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
-    assert "or the same one under another --max-tokens or --seed" in refused(files, "--seed", 1)
+    assert "or the same one under another --max-tokens or --seed" in files.refused("--seed", 1)
     files.output.write_bytes(before.replace(b"fake-0000", b"fake-1111"))
-    assert "answers of another model" in refused(files)
+    assert "answers of another model" in files.refused()
     for mine in (b"something of mine\n", b"something of mine", b'{"a": 1}', b"\x00\x01\n\xff"):
         files.output.write_bytes(mine)
-        assert "out.jsonl:1 is not an answer of a batch job" in refused(files)
+        assert "out.jsonl:1 is not an answer of a batch job" in files.refused()
         assert files.output.read_bytes() == mine
-    assert files("--fresh").returncode == 0
+    files("--fresh")
     assert (files.output.parent / "out.1.jsonl").read_bytes() == mine
     assert sorted(files.answers()) == [1, 2]
 
 
-def wait_for_an_answer(files, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not files.output.exists() or not files.output.stat().st_size:
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def refused(files, *more):
-    done = files(*more)
-    assert done.returncode == 2
-    assert done.stderr.count("harness: ") == 1
-    return done.stderr
-
-
-def test_what_cannot_be_read_or_written_is_one_line(files):
-    assert "in.jsonl cannot be read: No such file" in refused(files)
+def test_files_that_cannot_be_read_or_written_are_one_line(files):
+    assert "in.jsonl cannot be read: No such file" in files.refused()
     files.write({"prompt": "a"})
-    same = files.cli(
-        "generate", "--model", "fake", "--engine", "fake", "--input", files.source, "--output", files.source
-    )
-    assert (same.returncode, "both --input and --output" in same.stderr) == (2, True)
+    files.output = files.source
+    assert "both --input and --output" in files(code=2).stderr
     files.output = files.source / "out.jsonl"
-    assert "choose another --output" in refused(files)
+    assert "choose another --output" in files.refused()
     files.output = files.cli.folder
-    assert "is not a regular file" in refused(files)
+    assert "is not a regular file" in files.refused()
 
 
 def test_a_full_disk_stops_with_one_line_and_the_rest_follows(files):
-    """A file-size limit of the process stands in for a full disk: both make write fail."""
     files.write(*({"prompt": f"{i}", "max_tokens": 2} for i in range(20)))
-    script = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
-        "from harness.cli.main import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, files.command())],
-        env=files.cli.environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    assert "free space, then run the same command again" in files.cli.on_full_disk(2000, *files.command())
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "free space, then run the same command again" in done.stderr
     assert files.output.read_bytes().endswith(b"\n")
-    assert files().returncode == 0
+    files()
     assert len(files.answers()) == 20
 
 
@@ -288,42 +247,37 @@ def test_a_full_disk_stops_with_one_line_and_the_rest_follows(files):
 )
 def test_options_that_cannot_be(files, more, code, words):
     files.write({"prompt": "a"})
-    done = files(*more)
-    assert done.returncode == code, done.stderr
+    done = files(*more, code=code)
     assert words in done.stderr
 
 
 def test_one_job_at_a_time_writes_an_output(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(50)))
     process = files.start("--set", "options.sleep_s=0.1")
-    wait_for_an_answer(files)
-    assert "is being written by another harness" in refused(files)
-    process.kill()
-    process.wait()
+    assert "is being written by another harness" in files.refused()
+    end(process)
 
 
-def test_a_job_whose_output_is_moved_ends_instead_of_writing_into_another(files):
+def test_a_job_whose_output_is_moved_ends(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(100)))
     process = files.start("--set", "options.sleep_s=0.05")
-    wait_for_an_answer(files)
-    assert "is being written by another harness" in refused(files, "--fresh")
+    assert "is being written by another harness" in files.refused("--fresh")
     files.output.rename(files.output.with_name("moved.jsonl"))
     assert "was moved or removed while the job was running" in process.communicate(timeout=20)[1]
     assert process.returncode == 2
-    assert files().returncode == 0
+    files()
     assert sorted(files.answers()) == list(range(1, 101))
 
 
 def test_a_line_that_was_refused_can_be_mended_in_place(files):
     good = {"prompt": "x", "max_tokens": 2}
     files.write(good, "broken", {"custom_id": "c", "prompt": "", "max_tokens": 2}, "broken too")
-    assert files().returncode == 1
+    files(code=1)
     before = files.output.read_text().splitlines()
     files.write(good, good, {"custom_id": "c", "prompt": "y", "max_tokens": 2}, "broken too")
-    assert "2 from an earlier run, 1 of them refused; 2 to run" in files("--dry-run").stdout
+    assert "2 from an earlier run, 1 of them refused; 2 to run" in files("--dry-run", code=1).stdout
     assert files.output.read_text().splitlines() == before
-    done = files()
-    assert (done.returncode, "2 from an earlier run, 1 of them refused; 2 answered" in done.stdout) == (1, True)
+    assert "2 from an earlier run, 1 of them refused; 2 answered" in files(code=1).stdout
     rows = files.answers()
     assert [rows[n]["error"] is None for n in (1, 2, 3, 4)] == [True, True, True, False]
     assert not [p for p in files.output.parent.iterdir() if p != files.output], "nothing is left beside it"
@@ -331,19 +285,16 @@ def test_a_line_that_was_refused_can_be_mended_in_place(files):
 
 def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in (50, 5, 300, 90, 91, 7, 200)))
-    dry = files("--set", "options.longest=100", "--dry-run")
-    assert (dry.returncode, "7 lines; 4 to run" in dry.stdout, "3 refused" in dry.stdout) == (1, True, True)
+    dry = files("--set", "options.longest=100", "--dry-run", code=1)
+    assert "7 lines; 4 to run" in dry.stdout and "3 refused" in dry.stdout
     assert "in.jsonl:3: 310 tokens (prompt and new) are too long for the memory" in dry.stderr
-    done = files("--set", "options.longest=100")
-    assert done.returncode == 1
+    done = files("--set", "options.longest=100", code=1)
     assert "7 lines; 4 answered" in done.stdout
     rows = files.answers()
     assert [n for n, row in rows.items() if row["error"]] == [3, 5, 7]
-    assert (
-        "310 tokens (prompt and new) are too long for the memory limit, which allows 100" in rows[3]["error"]["message"]
-    )
+    allowed = "310 tokens (prompt and new) are too long for the memory limit, which allows 100"
+    assert allowed in rows[3]["error"]["message"]
     done = files("--set", "options.longest=500")
-    assert done.returncode == 0, "with more memory they are run"
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
 
 
@@ -403,22 +354,20 @@ def test_an_engine_without_a_planner_that_has_no_memory_for_any_line_ends_the_jo
     assert files.output.read_bytes() == b""
 
 
-def test_what_the_load_refuses_all_the_same_is_one_line(files):
+def test_an_engine_that_refuses_to_load_is_one_line(files):
     files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
-    done = files("--set", "options.crash=infeasible")
-    assert (done.returncode, files.output.read_bytes()) == (4, b"")
+    done = files("--set", "options.crash=infeasible", code=4)
+    assert files.output.read_bytes() == b""
     assert "harness: cannot run 2 lines of up to 4 tokens: engine fake needs at least 2 bytes" in done.stderr
-    assert files("--set", "options.longest=2").stderr.count("holds 2 tokens of a sequence, not 3") == 1
+    longest = files("--set", "options.longest=2", code=4)
+    assert longest.stderr.count("holds 2 tokens of a sequence, not 3") == 1
 
 
-def test_what_an_answer_must_not_be_written_over(files):
+def test_an_output_that_is_also_stdout_is_refused(files):
     files.write({"prompt": "a", "max_tokens": 2})
     files.output = files.cli.folder / "stdout.jsonl"
     with files.output.open("w") as stdout:
-        done = subprocess.run(files.cli.command(*files.command()), env=files.cli.environment, stdout=stdout,
-                              stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
-    assert done.returncode == 2
-    assert "choose another --output" in done.stderr
+        assert "choose another --output" in files(code=2, stdout=stdout).stderr
     assert not files.output.read_text()
 
 
@@ -427,6 +376,6 @@ def test_any_text_is_an_id_and_neutral_settings_are_accepted(files):
         '{"custom_id": "\\ud800", "prompt": "x", "max_tokens": 2}',
         {"prompt": "x", "max_tokens": 2, "frequency_penalty": 0.0, "presence_penalty": 0, "stream": False},
     )
-    assert files().returncode == 0
+    files()
     assert files.answers()[1]["custom_id"] == "\ud800"
-    assert files().returncode == 0
+    files()

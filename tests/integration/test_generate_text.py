@@ -48,28 +48,38 @@ def expected(folder):
     return write
 
 
-def run(cli, folder, *lines, engine="offload"):
-    source, output = cli.folder / "in.jsonl", cli.folder / "out.jsonl"
+def run(cli, folder, *lines, engine="transformers", seed=0, code=0):
+    """What the command says, and its answers by line."""
+    source, output = cli.folder / "in.jsonl", cli.folder / f"out{seed}.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = cli("generate", "--model", folder, "--engine", engine, "--memory", "300MiB", "--input", source,
-               "--output", output)  # fmt: skip
+               "--output", output, "--seed", seed, code=code)  # fmt: skip
     rows = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
-    return done, {row["line"]: row for row in rows}
+    return done.stderr, {row["line"]: row for row in rows}
+
+
+@pytest.fixture
+def copy(tmp_path, folder):
+    """A copy of the model's folder, without some files."""
+
+    def copied(*without):
+        return shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns(*without))
+
+    return copied
 
 
 @pytest.mark.parametrize("engine", ["offload", "transformers"])
 def test_text_and_chats_are_answered_as_transformers_would(cli, folder, expected, engine):
     whole = expected([0, 20, 30, 40], 8)
     stop = whole.split()[3]
-    done, rows = run(
+    _, rows = run(
         cli, folder,
         {"prompt": "w20 w30 w40", "max_tokens": 8},
         {"messages": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w6"}], "max_tokens": 6},
         {"prompt": "w20 w30 w40", "max_tokens": 8, "stop": stop, "logprobs": 2},
         {"messages": [{"role": "tool", "content": "w5"}]},
-        engine=engine,
+        engine=engine, code=1,
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
     bodies = {n: row["response"] and row["response"]["body"] for n, row in rows.items()}
     assert bodies[1]["model"] == "tiny-llama", "no folder of this machine"
     assert bodies[1]["choices"][0]["text"] == whole
@@ -81,61 +91,50 @@ def test_text_and_chats_are_answered_as_transformers_would(cli, folder, expected
     assert "no tools here" in rows[4]["error"]["message"]
 
 
-def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_loaded(cli, folder):
-    bare = cli.folder / "bare"
-    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
-    done, rows = run(cli, bare, {"prompt": "w5"})
-    assert (done.returncode, rows) == (2, {})
-    assert "holds no tokenizer" in done.stderr
+def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_loaded(cli, copy):
+    told, rows = run(cli, copy("tokenizer*", "*.jinja"), {"prompt": "w5"}, engine="offload", code=2)
+    assert rows == {}
+    assert "holds no tokenizer" in told
 
 
-def test_a_tokenizer_of_another_model_is_said(cli, folder):
-    other = cli.folder / "other"
-    shutil.copytree(folder, other)
+def test_a_tokenizer_of_another_model_is_said(cli, copy):
+    other = copy()
     tokenizer = transformers.AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["new1", "new2"])
     tokenizer.save_pretrained(other)
-    done, rows = run(cli, other, {"prompt": "w5", "max_tokens": 2}, {"prompt": "w5 new2"})
-    assert f"the tokenizer has {VOCAB + 2} tokens, the model {VOCAB}" in done.stderr
+    told, rows = run(cli, other, {"prompt": "w5", "max_tokens": 2}, {"prompt": "w5 new2"}, engine="offload", code=1)
+    assert f"the tokenizer has {VOCAB + 2} tokens, the model {VOCAB}" in told
     assert rows[1]["error"] is None
     assert f"token id {VOCAB + 1} is outside the vocabulary of {VOCAB}" in rows[2]["error"]["message"]
 
 
-def test_a_chat_without_a_template_is_refused_by_line(cli, folder):
-    plain = cli.folder / "plain"
-    shutil.copytree(folder, plain, ignore=shutil.ignore_patterns("*.jinja"))
-    _, rows = run(cli, plain, {"messages": [{"role": "user", "content": "w6"}]}, {"prompt": "w5", "max_tokens": 2})
+def test_a_chat_without_a_template_is_refused_by_line(cli, copy):
+    lines = {"messages": [{"role": "user", "content": "w6"}]}, {"prompt": "w5", "max_tokens": 2}
+    _, rows = run(cli, copy("*.jinja"), *lines, engine="offload", code=1)
     assert "this model's tokenizer has none" in rows[1]["error"]["message"]
     assert rows[2]["error"] is None
 
 
-def test_answers_of_other_weights_are_not_gone_on_with(cli, folder):
-    changed = cli.folder / "changed"
-    shutil.copytree(folder, changed)
-    assert run(cli, changed, {"prompt": "w5", "max_tokens": 2}, engine="transformers")[0].returncode == 0
+def test_a_job_is_not_resumed_with_other_weights(cli, copy):
+    changed = copy()
+    run(cli, changed, {"prompt": "w5", "max_tokens": 2})
     shard = changed / "model.safetensors"
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
-    done, rows = run(cli, changed, {"prompt": "w5", "max_tokens": 2}, engine="transformers")
-    assert (done.returncode, len(rows)) == (2, 1)
-    assert "holds answers of another model" in done.stderr
+    told, rows = run(cli, changed, {"prompt": "w5", "max_tokens": 2}, code=2)
+    assert len(rows) == 1
+    assert "holds answers of another model" in told
 
 
 def test_the_seed_of_a_job_counts(cli, folder):
     line = {"prompt": "w5", "max_tokens": 8, "temperature": 2.0, "ignore_eos": True}
-    texts = []
-    for seed in (0, 1):
-        source, output = cli.folder / "in.jsonl", cli.folder / f"out{len(texts)}.jsonl"
-        source.write_text(json.dumps(line) + "\n")
-        done = cli("generate", "--model", folder, "--engine", "transformers", "--input", source, "--output", output,
-                   "--seed", seed)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        texts.append(json.loads(output.read_text())["response"]["body"]["choices"][0]["text"])
-    assert texts[0] != texts[1]
+    answers = [run(cli, folder, line, seed=seed)[1][1] for seed in (0, 1)]
+    first, other = (row["response"]["body"]["choices"][0]["text"] for row in answers)
+    assert first != other
 
 
-def test_of_tokens_that_read_alike_the_likeliest_is_reported(folder):
+def test_among_tokens_of_the_same_text_the_most_likely_is_reported(folder):
     line = parse_line(b'{"prompt": "x", "logprobs": 3}', 1, 8, 0)
     top = ((7, -0.5), (8, -1.0), (9, -2.0))
     result = GenerationResult("1.0", (7,), 0.0, (0.0,), 1, logprobs=(TokenLogprob(-0.5, top),))
@@ -156,14 +155,12 @@ def test_a_tokens_own_text_keeps_its_space_and_names_what_is_no_character(tmp_pa
     assert [text.token(t) for t in (0, 1, 2, 3)] == ["a", " the", "<0xE2>", "<0x82>"]
 
 
-def test_a_word_that_the_tokenizer_does_not_know_is_one_line(cli, folder):
-    strict = cli.folder / "strict"
-    shutil.copytree(folder, strict)
+def test_a_word_that_the_tokenizer_does_not_know_is_one_line(cli, copy):
+    strict = copy()
     file = strict / "tokenizer.json"
     data = json.loads(file.read_text())
     data["model"]["unk_token"] = "nothing"
     file.write_text(json.dumps(data))
-    done, rows = run(cli, strict, {"prompt": "strange"}, {"prompt": "w5", "max_tokens": 2}, engine="transformers")
-    assert done.returncode == 1, done.stderr
+    _, rows = run(cli, strict, {"prompt": "strange"}, {"prompt": "w5", "max_tokens": 2}, code=1)
     assert "the model's tokenizer refuses this text" in rows[1]["error"]["message"]
     assert rows[2]["error"] is None

@@ -7,16 +7,17 @@ import sys
 import pytest
 import yaml
 
+from harness.api import to_json
+
 JOB = ("--prompt-len", "512", "--gen-len", "32")
 T4 = (*JOB, "--hardware", "t4_gcp")
+OPT_30B = ("facebook/opt-30b", *T4)
 CPU = (*JOB, "--hardware", "laptop_cpu")
 FRACTIONS = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
 
 
 def test_a_plan_has_what_the_contract_names_and_can_be_given_back(cli):
-    done = cli("plan", "facebook/opt-30b", *T4, "--json")
-    assert done.returncode == 0
-    plan = json.loads(done.stdout)
+    plan = json.loads(cli("plan", *OPT_30B, "--json").stdout)
     assert {"policy", "predicted", "rejected", "hardware", "model"} <= set(plan)
     assert {"gpu_batch_size", "num_gpu_batches", "schedule", *FRACTIONS, "weight_bits", "kv_bits", "cpu_attention",
             "prefill_chunk", "threads"} <= set(plan["policy"])  # fmt: skip
@@ -27,13 +28,12 @@ def test_a_plan_has_what_the_contract_names_and_can_be_given_back(cli):
         assert sum(plan["policy"][kind + place] for place in "gcd") == pytest.approx(1)
     assert all(other["reason"] for other in plan["rejected"])
 
-    again = cli("plan", "facebook/opt-30b", *T4, "--policy", json.dumps(plan["policy"]), "--json")
+    again = cli("plan", *OPT_30B, "--policy", json.dumps(plan["policy"]), "--json")
     assert json.loads(again.stdout)["predicted"] == plan["predicted"]
 
 
 def test_a_plan_for_people_says_what_limits_it(cli):
     done = cli("plan", "facebook/opt-175b", *T4, "--quantize", "4")
-    assert done.returncode == 0
     assert "limited by the device" in done.stdout
     assert "token/s" in done.stdout
     assert "rejected:" in done.stdout
@@ -51,26 +51,21 @@ def test_no_torch_is_loaded_for_a_plan():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_does_not_fit_is_an_object_with_the_bytes_too_and_its_remedy_can_be_run(cli):
+def test_an_infeasible_plan_names_the_bytes_and_a_remedy_that_can_be_run(cli):
     whole = dict.fromkeys(FRACTIONS, 0) | {"wg": 1, "cg": 1, "hg": 1, "gpu_batch_size": 8}
-    done = cli("plan", "facebook/opt-30b", *T4, "--json", "--policy", json.dumps(whole))
-    assert done.returncode == 4
+    done = cli("plan", *OPT_30B, "--json", "--policy", json.dumps(whole), code=4)
     found = json.loads(done.stdout)
     assert found["infeasible"]["device"] > 40e9
     remedy = found["reason"].split("--policy '")[1].rstrip("'")
-    assert cli("plan", "facebook/opt-30b", *T4, "--json", "--policy", remedy).returncode == 0
+    cli("plan", *OPT_30B, "--json", "--policy", remedy)
 
 
 def test_a_cpu_has_no_device_to_speak_of(cli):
-    done = cli("plan", "facebook/opt-1.3b", *JOB, "--hardware", "laptop_cpu")
-    assert done.returncode == 0
-    assert "device" not in done.stdout
+    assert "device" not in cli("plan", "facebook/opt-1.3b", *CPU).stdout
 
 
 def test_hardware_is_not_ignored_in_a_real_run(cli):
-    done = cli("run", "quickstart", "--hardware", "t4_gcp")
-    assert done.returncode == 2
-    assert "--simulate" in done.stderr
+    assert "--simulate" in cli("run", "quickstart", "--hardware", "t4_gcp", code=2).stderr
 
 
 RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "activations": [1, 0, 0]}'
@@ -79,49 +74,41 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["facebook/opt-30b", *T4, "--policy", RESIDENT], 4, "device memory lacks"),
-        (["facebook/opt-30b", *T4, "--latency", "0.01"], 4, "no policy ends a block within 0.01 s"),
+        ([*OPT_30B, "--policy", RESIDENT], 4, "device memory lacks"),
+        ([*OPT_30B, "--latency", "0.01"], 4, "no policy ends a block within 0.01 s"),
         (["facebook/opt-175b", *JOB, "--hardware", "rtx3090"], 0, ""),
         (["facebook/opt-30", *T4], 2, "nearest: facebook/opt-30b"),
         (["facebook/opt-30b", "--prompt-len", "2040", "--gen-len", "32", "--hardware", "t4_gcp"], 2, "2048"),
         (["facebook/opt-30b", *JOB, "--hardware", "t4"], 2, "did you mean 't4_gcp'?"),
         (["facebook/opt-30b", *JOB, "--hardware", "here.yaml"], 2, "no such file"),
         (["facebook/opt-30b", *JOB], 2, "run `harness calibrate`"),
-        (["facebook/opt-30b", *T4, "--quantize", "5"], 2, "--quantize 5"),
-        (["facebook/opt-30b", *T4, "--engine", "vllm"], 2, "no plans are made for engine 'vllm'"),
-        (["facebook/opt-30b", *T4, "--engine", "accelerate", "--schedule", "sweep"], 2, "it has row"),
-        (["facebook/opt-30b", *T4, "--policy", "[1]"], 2, "expected a JSON object"),
-        (["facebook/opt-30b", *T4, "--policy", '{"wg": 1}'], 2, "wg without wc, wd"),
-        (["facebook/opt-30b", *T4, "--policy", '{"gpu_batch": 1}'], 2, "unknown key 'gpu_batch'"),
-        (["facebook/opt-30b", *T4, "--policy", '{"wg": 0.5, "wc": 0.2, "wd": 0.2}'], 2, "sum to 1"),
-        (["facebook/opt-30b", *T4, "--policy", '{"gpu_batch_size": 0}'], 2, "at least 1"),
-        (["facebook/opt-30b", *T4, "--policy", '{"num_gpu_batches": 2}'], 2, "schedule row has one batch at a time"),
-        (["facebook/opt-30b", *T4, "--policy", '{"value_sparsity": 0.1}'], 2, "no performance model"),
-        (["facebook/opt-30b", *T4, "--stages", "2", "--policy", '{"schedule": "sweep"}'], 2, "take schedule row"),
+        ([*OPT_30B, "--quantize", "5"], 2, "--quantize 5"),
+        ([*OPT_30B, "--engine", "vllm"], 2, "no plans are made for engine 'vllm'"),
+        ([*OPT_30B, "--engine", "accelerate", "--schedule", "sweep"], 2, "it has row"),
+        ([*OPT_30B, "--policy", "[1]"], 2, "expected a JSON object"),
+        ([*OPT_30B, "--policy", '{"wg": 1}'], 2, "wg without wc, wd"),
+        ([*OPT_30B, "--policy", '{"gpu_batch": 1}'], 2, "unknown key 'gpu_batch'"),
+        ([*OPT_30B, "--policy", '{"wg": 0.5, "wc": 0.2, "wd": 0.2}'], 2, "sum to 1"),
+        ([*OPT_30B, "--policy", '{"gpu_batch_size": 0}'], 2, "at least 1"),
+        ([*OPT_30B, "--policy", '{"num_gpu_batches": 2}'], 2, "schedule row has one batch at a time"),
+        ([*OPT_30B, "--policy", '{"value_sparsity": 0.1}'], 2, "no performance model"),
+        ([*OPT_30B, "--stages", "2", "--policy", '{"schedule": "sweep"}'], 2, "take schedule row"),
         (["facebook/opt-30b", *JOB, "--hardware", "v100x4", "--stages", "8"], 2, "too few for 8 stages"),
-        (["facebook/opt-30b", *T4, "--latency", "nan"], 2, "--latency is not a number"),
-        (
-            ["facebook/opt-30b", *T4, "--policy", '{"weights": [0, 0, 1], "wg": 0, "wc": 0, "wd": 1}'],
-            2,
-            "both weights and",
-        ),
-        (["facebook/opt-30b", *T4, "--policy", '{"weights": [0, 1e-5, 0.99999]}'], 0, ""),
+        ([*OPT_30B, "--latency", "nan"], 2, "--latency is not a number"),
+        ([*OPT_30B, "--policy", '{"weights": [0, 0, 1], "wg": 0, "wc": 0, "wd": 1}'], 2, "both weights and"),
+        ([*OPT_30B, "--policy", '{"weights": [0, 1e-5, 0.99999]}'], 0, ""),
         (["facebook/opt-1.3b", *CPU, "--policy", '{"compute_dtype": "bfloat16"}'], 2, "has rates in float32"),
         (["facebook/opt-175b", *JOB, "--hardware", "rtx4090", "--latency", "1"], 4, "s is the least"),
     ],
 )
-def test_what_cannot_be_planned_gets_one_line(cli, arguments, code, words):
-    done = cli("plan", *arguments)
-    assert done.returncode == code, done.stderr
+def test_plans_that_cannot_be_made_get_one_line(cli, arguments, code, words):
+    done = cli("plan", *arguments, code=code)
     assert words in done.stderr
-    assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 1
 
 
 def test_the_table_of_errors(cli):
-    done = cli("check-model")
-    assert done.returncode == 0
-    assert "cells not fitted" in done.stdout
+    assert "cells not fitted" in cli("check-model").stdout
     rows = json.loads(cli("check-model", "--json").stdout)
     assert len(rows) > 90
     assert {row["hardware"] for row in rows} == {"t4_gcp", "a100_40g", "a100_80g_sxm_x8"}
@@ -129,45 +116,39 @@ def test_the_table_of_errors(cli):
 
 @pytest.mark.parametrize(("suite", "machine"), [("opt30b_t4", "t4_gcp"), ("lm_offload_a100", "a100_40g")])
 def test_a_suite_is_predicted_for_a_machine_that_is_not_here(cli, suite, machine):
-    done = cli("run", suite, "--simulate", "--hardware", machine, "--out", "out", "--shard", "1/6")
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (cli.out / "records.jsonl").read_text().splitlines()]
-    assert all(record["simulated"] for record in records)
-    assert {record["status"] for record in records} == {"ok"}
-    rates = {(r["spec"]["name"], r["fingerprint"]): r["metrics"]["generation_throughput_tok_s"] for r in records}
+    cli.run(suite, "--simulate", "--hardware", machine, "--shard", "1/6")
+    records = cli.records()
+    assert all(record.simulated for record in records)
+    assert {record.status for record in records} == {"ok"}
+    rates = {(r.spec.name, r.fingerprint): r.metrics["generation_throughput_tok_s"] for r in records}
     assert len(rates) == len(records)
     assert all(rate > 0 for rate in rates.values())
     assert "simulated" in (cli.out / "report.html").read_text()
-    assert "predicted for" in json.dumps(records[0])
+    assert "predicted for" in json.dumps(to_json(records[0]))
 
 
-def test_what_has_no_model_is_skipped_with_the_reason(cli):
-    done = cli("run", cli.suite("  - {name: a, engine: fake}"), "--simulate", "--hardware", "t4_gcp", "--out", "out")
-    assert done.returncode == 0
+def test_cells_without_a_performance_model_are_skipped_with_the_reason(cli):
+    done = cli.run(cli.suite(), "--simulate", "--hardware", "t4_gcp")
     assert "skipped: a: model 'fake' is not in the catalogue" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_calibrated_machine_is_planned_for(cli):
     done = cli("calibrate", "--quick")
-    assert done.returncode == 0, done.stderr
     assert "disk.read" in done.stdout
     path = cli.folder / "cache" / "hardware.yaml"
     found = yaml.safe_load(path.read_text())
     assert all(low <= high for low, high in found["spread"].values())
 
     plan = cli("plan", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16", "--json")
-    assert plan.returncode == 0, plan.stderr
     assert json.loads(plan.stdout)["hardware"] == "local"
 
     path.write_text(path.read_text().replace(found["host_id"], "f" * 16))
-    elsewhere = cli("plan", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16")
-    assert elsewhere.returncode == 2
+    elsewhere = cli("plan", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16", code=2)
     assert "measured on another machine" in elsewhere.stderr
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_anything_is_measured(cli):
-    done = cli("calibrate", "--quick", "--out", str(cli.folder))
-    assert done.returncode == 2
+    done = cli("calibrate", "--quick", "--out", str(cli.folder), code=2)
     assert "cannot be written" in done.stderr
     assert "measuring" not in done.stderr

@@ -17,30 +17,20 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "small-opt"
     torch.manual_seed(0)
     config = transformers.OPTConfig(
-        vocab_size=12_288,
-        hidden_size=256,
-        word_embed_proj_dim=256,
-        ffn_dim=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        init_std=0.3,
-    )
+        vocab_size=12_288, hidden_size=256, word_embed_proj_dim=256, ffn_dim=512, num_hidden_layers=3,
+        num_attention_heads=4, max_position_embeddings=128, init_std=0.3,
+    )  # fmt: skip
     transformers.OPTForCausalLM(config).save_pretrained(folder, max_shard_size="6MB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return folder
 
 
-def suite(cli, model, matrix):
-    return cli.suite(matrix, model=f"{{id: {json.dumps(str(model))}}}", repeats=1, **GEN)
+def run(cli, model, matrix, *more, **options):
+    return cli.run(cli.suite(matrix, model=f"{{id: {json.dumps(str(model))}}}", repeats=1, **GEN), *more, **options)
 
 
 def test_resident_and_offloaded_engines_give_the_same_tokens(cli, model):
-    done = cli.run(
-        suite(
-            cli,
-            model,
-            """
+    run(cli, model, """
   - {name: resident, engine: transformers, policy: {gpu_batch_size: 3}, reference: true}
   - name: disk
     engine: accelerate
@@ -48,11 +38,8 @@ def test_resident_and_offloaded_engines_give_the_same_tokens(cli, model):
     options: {disk_only: true}
     limits: {host_memory: 64MiB}
   - {name: auto, engine: accelerate, policy: {gpu_batch_size: 4}, limits: {host_memory: 96MiB}}
-""",
-        )
-    )
-    assert done.returncode == 0, done.stderr
-    found = {r.spec.name: r for r in cli.records()}
+""")  # fmt: skip
+    found = cli.by_name()
     digests = {name: [t.digest for t in record.requests] for name, record in found.items()}
     assert digests["disk"] == digests["auto"] == digests["resident"]
     assert len(set(digests["resident"])) == 4, "requests differ, so equal digests mean something"
@@ -65,11 +52,7 @@ def test_resident_and_offloaded_engines_give_the_same_tokens(cli, model):
 
 
 def test_the_offload_engine_gives_the_same_tokens_on_every_schedule_within_its_limit(cli, model):
-    done = cli.run(
-        suite(
-            cli,
-            model,
-            """
+    run(cli, model, """
   - {name: resident, engine: transformers, policy: {gpu_batch_size: 4}, reference: true}
   - {name: row, engine: offload, schedule: row, policy: {gpu_batch_size: 2}, limits: {host_memory: 104MiB}}
   - name: zigzag
@@ -80,11 +63,8 @@ def test_the_offload_engine_gives_the_same_tokens_on_every_schedule_within_its_l
   - {name: sweep, engine: offload, schedule: sweep, policy: {gpu_batch_size: 3}, limits: {host_memory: 104MiB}}
   - {name: no-limit, engine: offload, schedule: sweep, policy: {gpu_batch_size: 4}}
   - {name: too-small, engine: offload, schedule: sweep, limits: {host_memory: 60MiB}, expect: infeasible}
-""",
-        )
-    )
-    assert done.returncode == 0, done.stderr
-    found = {r.spec.name: r for r in cli.records()}
+""")  # fmt: skip
+    found = cli.by_name()
     digests = {name: [t.digest for t in record.requests] for name, record in found.items() if record.status == "ok"}
     assert len(digests) == 5
     assert all(d == digests["resident"] for d in digests.values())
@@ -99,11 +79,10 @@ def test_the_offload_engine_gives_the_same_tokens_on_every_schedule_within_its_l
 
 
 def test_a_budget_below_one_layer_is_infeasible_with_the_numbers(cli, model):
-    cells = """
+    run(cli, model, """
   - {name: offload, engine: accelerate, limits: {host_memory: 10MiB}, expect: infeasible}
   - {name: resident, engine: transformers, limits: {host_memory: 10MiB}, expect: infeasible}
-"""
-    assert cli.run(suite(cli, model, cells)).returncode == 0
+""")  # fmt: skip
     for record in cli.records():
         assert "MiB" in record.reason
         assert "the budget is 10.0 MiB" in record.reason
@@ -127,8 +106,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_the_file(cli, model, damage
             file.unlink()
         (broken / "pytorch_model.bin").write_bytes(b"x")
         named = "pickle"
-    done = cli.run(suite(cli, broken, "  - {name: a, engine: transformers}"))
-    assert done.returncode == 1
+    run(cli, broken, "  - {name: a, engine: transformers}", code=1)
     record = cli.records()[0]
     assert record.status == "error"
     assert named in record.reason
@@ -136,40 +114,27 @@ def test_a_damaged_checkpoint_is_one_line_that_names_the_file(cli, model, damage
 
 
 def test_unknown_models_are_one_line(cli):
-    done = cli.run(
-        cli.suite("  - {name: a, engine: transformers}", model="{id: nobody/no-such-model, weights: dummy}", repeats=1)
-    )
-    assert done.returncode == 1
+    suite = cli.suite("  - {engine: transformers}", model="{id: nobody/no-such-model, weights: dummy}", repeats=1)
+    cli.run(suite, code=1)
     assert "no-such-model" in cli.records()[0].reason
 
 
 def test_a_context_beyond_the_models_is_refused(cli, model):
-    done = cli.run(suite(cli, model, "  - {name: a, engine: transformers, workload: {prompt_len: 1000}}"))
-    assert done.returncode == 1
+    run(cli, model, "  - {name: a, engine: transformers, workload: {prompt_len: 1000}}", code=1)
     assert "context of 128" in cli.records()[0].reason
 
 
 def test_a_prediction_stands_beside_each_measurement_and_is_explained(cli, model):
-    done = cli.run(
-        suite(
-            cli,
-            model,
-            """
+    run(cli, model, """
   - {name: row, engine: offload, schedule: row, policy: {gpu_batch_size: 2}}
   - {name: resident, engine: transformers, policy: {gpu_batch_size: 4}}
-""",
-        ),
-        "--set", "warmup=0",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = {r.spec.name: r for r in cli.records()}
-    assert found["row"].predicted is None  # the suite measures no machine
+""", "--set", "warmup=0")  # fmt: skip
+    assert cli.by_name()["row"].predicted is None  # the suite measures no machine
 
     path = cli.folder / "tiny.yaml"
     path.write_text(path.read_text().replace("machine_probe: false", "machine_probe: true"))
-    done = cli.run(path, "--fresh")
-    assert done.returncode == 0, done.stderr
-    found = {r.spec.name: r for r in cli.records()}
+    cli.run(path, "--fresh")
+    found = cli.by_name()
     assert found["resident"].predicted is None
     predicted = found["row"].predicted
     assert predicted.hardware == "local"
@@ -177,6 +142,5 @@ def test_a_prediction_stands_beside_each_measurement_and_is_explained(cli, model
     assert "Predicted against measured" in (cli.out / "report.html").read_text()
 
     told = cli("plan", "--explain", cli.out)
-    assert told.returncode == 0, told.stderr
     assert "row #0" in told.stdout
     assert "median error" in told.stdout

@@ -3,8 +3,6 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import jsonschema
@@ -12,9 +10,14 @@ import psutil
 import pytest
 
 from harness.api import to_json
+from harness.run.store import Store
 from harness.schema import run_record_schema
+from tests.integration.conftest import end, wait_for
 
+GOOD = "  - {name: good, engine: fake}"
 BAD = "  - {name: bad, engine: fake, options: {crash: exception}}"
+SLOW = "\n".join(f"  - {{name: c{i}, engine: fake, options: {{sleep_s: 0.05}}, seed: {i}}}" for i in range(3))
+ALL = [(f"c{i}", repeat) for i in range(3) for repeat in range(3)]  # of SLOW
 
 
 def test_every_way_to_end_is_told_apart(cli):
@@ -38,10 +41,9 @@ def test_every_way_to_end_is_told_apart(cli):
 """,
         repeats=1,
     )
-    done = cli.run(suite)
-    found = {r.spec.name: r for r in cli.records()}
+    cli.run(suite)
+    found = cli.by_name()
     assert {n: r.status for n, r in found.items()} == {n: r.spec.expect for n, r in found.items()}
-    assert done.returncode == 0, done.stderr
     assert len(found) == 15
     assert "SIGKILL" in found["killed"].reason
     assert "SIGSEGV" in found["segv"].reason
@@ -54,41 +56,32 @@ def test_every_way_to_end_is_told_apart(cli):
     for record in found.values():
         assert str(cli.folder) not in json.dumps(to_json(record)), "records name no folder of this machine"
         jsonschema.validate(to_json(record), run_record_schema())
-    for name in (
-        "report.html",
-        "report.md",
-        "report.csv",
-        "report.xml",
-        "suite.yaml",
-        "records.jsonl",
-        "logs/fine.log",
-    ):
+    reports = [f"report.{kind}" for kind in ("html", "md", "csv", "xml")]
+    for name in (*reports, "suite.yaml", "records.jsonl", "logs/fine.log"):
         assert (cli.out / name).stat().st_size > 0
     assert not list((cli.folder / "cache" / "work").iterdir()), "what was exchanged is gone"
 
 
 def test_one_failed_cell_leaves_the_rest_and_sets_the_exit_code(cli):
-    done = cli.run(
-        cli.suite("  - {name: bad, engine: fake, options: {crash: exception}}\n  - {name: good, engine: fake}")
-    )
-    assert done.returncode == 1
+    done = cli.run(cli.suite(f"{BAD}\n{GOOD}"), code=1)
     assert [r.status for r in cli.records() if r.spec.name == "good"] == ["ok"] * 3
     assert "failed: bad" in done.stderr
 
 
+def launches(cli):
+    return [(r.spec.name, r.repeat) for r in cli.records()]
+
+
 def test_repeats_are_interleaved_and_each_a_process_of_its_own(cli):
     cli.run(cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, options: {rate_tok_s: 2000}}"))
-    order = [(r.spec.name, r.repeat) for r in cli.records()]
-    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert launches(cli) == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
 
 
 def test_two_runs_are_identical_but_for_times_and_what_the_system_counted(cli):
-    suite = cli.suite(
-        "  - {name: a, engine: fake}\n  - {name: b, engine: fake, options: {crash: exception}}", repeats=2
-    )
+    suite = cli.suite(f"{GOOD}\n{BAD}", repeats=2)
     runs = []
     for _ in range(2):
-        cli.run(suite, "--fresh")
+        cli.run(suite, "--fresh", code=1)
         runs.append([stable(r) for r in cli.records()])
     assert runs[0] == runs[1]
     assert runs[0][0]["requests"][0]["token_times_s"]
@@ -114,57 +107,51 @@ def test_children_do_not_outlive_their_launch(cli):
 
 def test_resume_runs_only_what_is_missing(cli):
     suite = cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, seed: 1}", repeats=2)
-    assert cli.run(suite).returncode == 0
-    done = cli.run(suite)
-    assert "0 launches to do (4 already done; --fresh starts over)" in done.stderr
-    more = cli.run(suite, "--set", "repeats=3")
-    assert "2 launches to do (4 already done)" in more.stderr
+    cli.run(suite)
+    assert "0 launches to do (4 already done; --fresh starts over)" in cli.run(suite).stderr
+    assert "2 launches to do (4 already done)" in cli.run(suite, "--set", "repeats=3").stderr
     assert len(cli.records()) == 6
     cli.run(suite, "--fresh")
     assert len(cli.records()) == 4
 
 
 def test_errors_are_tried_again_and_refusals_are_not(cli):
-    suite = cli.suite(
-        "  - {name: broken, engine: fake, options: {crash: exception}}\n"
-        "  - {name: refuses, engine: fake, options: {crash: unsupported}}"
-    )
-    cli.run(suite)
-    first = [(r.spec.name, r.repeat) for r in cli.records()]
+    suite = cli.suite(f"{BAD}\n  - {{name: refuses, engine: fake, options: {{crash: unsupported}}}}")
+    cli.run(suite, code=1)
+    first = launches(cli)
     assert first.count(("refuses", 0)) == 1
     assert ("refuses", 1) not in first
-    cli.run(suite)
-    again = [(r.spec.name, r.repeat) for r in cli.records()]
-    assert again.count(("broken", 0)) == 2
+    cli.run(suite, code=1)
+    again = launches(cli)
+    assert again.count(("bad", 0)) == 2
     assert again.count(("refuses", 0)) == 1
 
 
 def test_new_labels_reach_old_records_and_nothing_is_run_again(cli):
     cell = "  - {{name: {}, engine: fake, options: {{crash: exception}}, expect: {}}}"
-    assert cli.run(cli.suite(cell.format("before", "error"), repeats=2)).returncode == 0
+    cli.run(cli.suite(cell.format("before", "error"), repeats=2))
     done = cli.run(cli.suite(cell.format("after", "error"), repeats=2))
-    assert done.returncode == 0
     assert "0 launches to do (2 already done; --fresh starts over)" in done.stderr
     assert "after" in (cli.out / "report.md").read_text()
     assert [r.spec.name for r in cli.records()] == ["before", "before", "after", "after"]
     assert cli.records()[-1].command.endswith("--cell after")
 
 
-def test_more_time_gives_what_ran_out_of_it_another_try(cli):
+def test_a_longer_timeout_retries_launches_that_timed_out(cli):
     suite = cli.suite("  - {name: slow, engine: fake, options: {sleep_s: 0.3}}", repeats=1)
-    assert cli.run(suite, "--set", "timeout=0.5s").returncode == 1
-    assert cli.run(suite, "--set", "timeout=0.4s").returncode == 1
-    assert cli.run(suite, "--set", "timeout=20s").returncode == 0
+    cli.run(suite, "--set", "timeout=0.5s", code=1)
+    cli.run(suite, "--set", "timeout=0.4s", code=1)
+    cli.run(suite, "--set", "timeout=20s")
     assert [r.status for r in cli.records()] == ["timeout", "ok"]
 
 
-def test_a_run_that_goes_on_needs_not_the_disk_it_has_taken(cli):
+def test_a_resumed_run_does_not_check_the_free_disk_again(cli):
     suite = cli.suite("  - {name: a, engine: fake}", repeats=1)
     hungry = suite.read_text() + "hardware: {requires: {disk_free: 1000TiB}}\n"
-    assert cli.run(suite).returncode == 0
+    cli.run(suite)
     suite.write_text(hungry)
-    assert cli.run(suite).returncode == 0
-    assert cli("run", suite, "--out", cli.folder / "other").returncode == 3
+    cli.run(suite)
+    cli("run", suite, "--out", cli.folder / "other", code=3)
 
 
 def test_shards_are_disjoint_and_complete(cli):
@@ -172,10 +159,10 @@ def test_shards_are_disjoint_and_complete(cli):
     names = []
     for i in (1, 2):
         out = cli.folder / f"shard{i}"
-        assert cli("run", suite, "--out", out, "--shard", f"{i}/2").returncode == 0
-        names += [json.loads(line)["spec"]["name"] for line in (out / "records.jsonl").read_text().splitlines()]
+        cli("run", suite, "--out", out, "--shard", f"{i}/2")
+        names += [record.spec.name for record in Store(out).records()]
     assert sorted(names) == [f"c{i}" for i in range(5)]
-    assert cli.run(suite, "--shard", "3/2").returncode == 2
+    cli.run(suite, "--shard", "3/2", code=2)
 
 
 def test_max_batch_is_found_recorded_and_remembered(cli):
@@ -184,11 +171,8 @@ def test_max_batch_is_found_recorded_and_remembered(cli):
     assert "searching the largest batch: 16" in first.stderr
     record = cli.records()[0]
     assert record.load.block_size == 10  # 11 survives too: the search stops within a quarter
-    assert [(t.gpu_batch_size, t.status) for t in record.tuning][-3:] == [
-        (16, "oom_host"),
-        (12, "oom_host"),
-        (10, "ok"),
-    ]
+    tried = [(t.gpu_batch_size, t.status) for t in record.tuning]
+    assert tried[-3:] == [(16, "oom_host"), (12, "oom_host"), (10, "ok")]
     assert record.metrics["num_requests"] == 10
     again = cli.run(suite, "--fresh")
     assert "searching" not in again.stderr
@@ -199,35 +183,22 @@ def test_no_batch_that_survives_is_a_result_not_a_crash(cli):
     suite = cli.suite(
         "  - {name: a, engine: fake, policy: max_batch, options: {max_batch: 0}, expect: oom_host}", repeats=1
     )
-    assert cli.run(suite).returncode == 0
+    cli.run(suite)
     assert "no batch survives" in cli.records()[0].reason
-
-
-SLOW = "\n".join(f"  - {{name: c{i}, engine: fake, options: {{sleep_s: 0.05}}, seed: {i}}}" for i in range(3))
 
 
 def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
     cells = "  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}"
     suite = cli.suite(cells, repeats=1)
-    process = start(cli, suite)
+    process = cli.start("run", suite, "--out", cli.out)
     wait_for((cli.out / "records.jsonl").exists)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
     assert "run the same command again" in process.stderr.read()
     assert [(r.spec.name, r.status) for r in cli.records()] == [("quick", "ok"), ("hangs", "interrupted")]
-    cli.run(suite, "--set", "timeout=1s")
+    cli.run(suite, "--set", "timeout=1s", code=1)
     assert [(r.spec.name, r.status) for r in cli.records()][2:] == [("hangs", "timeout")]
-
-
-def start(cli, suite):
-    """`harness run` in the background, which Ctrl-C reaches.
-
-    A job that a shell script started in the background inherits an ignored SIGINT: that is undone here.
-    """
-    undo = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", undo, *cli.command("run", suite, "--out", cli.out)]
-    return subprocess.Popen(command, env=cli.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -235,7 +206,7 @@ def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
     suite = cli.suite(SLOW, repeats=3)
     rng = random.Random(seed)
     for _ in range(4):
-        process = start(cli, suite)
+        process = cli.start("run", suite, "--out", cli.out)
         wait_for((cli.out / ".lock").exists)
         time.sleep(rng.uniform(0.2, 2.0))
         process.send_signal(signal.SIGINT)
@@ -243,9 +214,8 @@ def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
         assert process.returncode in (0, 130)
         assert "Traceback" not in told
         assert not left_behind(cli)
-    assert cli.run(suite).returncode == 0
-    launches = [(r.spec.name, r.repeat) for r in cli.records() if r.status != "interrupted"]
-    assert sorted(launches) == sorted((f"c{i}", r) for i in range(3) for r in range(3))
+    cli.run(suite)
+    assert sorted((r.spec.name, r.repeat) for r in cli.records() if r.status != "interrupted") == ALL
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -254,53 +224,29 @@ def test_kill_minus_nine_at_random_loses_and_repeats_nothing(cli, seed):
     rng = random.Random(seed)
     kept: list[str] = []
     for _ in range(4):
-        process = subprocess.Popen(
-            cli.command("run", suite, "--out", cli.out), env=cli.environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        process = cli.start("run", suite, "--out", cli.out)
         time.sleep(rng.uniform(0.2, 2.0))
-        process.kill()
-        process.wait()
+        end(process)
         wait_for(lambda: not left_behind(cli))
         path = cli.out / "records.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         assert lines[: len(kept)] == kept, "a record that was written stays"
         kept = lines
-    assert cli.run(suite).returncode == 0
+    cli.run(suite)
     assert path.read_text().split("\n")[: len(kept)] == kept
-    launches = [(r.spec.name, r.repeat) for r in cli.records()]
-    assert sorted(launches) == sorted((f"c{i}", r) for i in range(3) for r in range(3))
+    assert sorted(launches(cli)) == ALL
 
 
 def test_a_full_disk_stops_with_one_line_and_resume_finishes(cli):
-    """A file-size limit of the harness's process stands in for a full disk: both make write fail."""
     suite = cli.suite(SLOW, repeats=2)
-    assert cli.run(suite, "--shard", "1/3").returncode == 0
+    cli.run(suite, "--shard", "1/3")
     size = (cli.out / "records.jsonl").stat().st_size
-    script = (
-        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 100}, {size + 100}))\n"
-        "from harness.cli.main import main; main()"
-    )
-    done = subprocess.run(
-        [cli.command()[0].replace("/harness", "/python"), "-c", script, "run", str(suite), "--out", str(cli.out)],
-        env=cli.environment, capture_output=True, text=True, check=False, cwd=cli.folder,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "free space" in done.stderr
+    assert "free space" in cli.on_full_disk(size + 100, "run", suite, "--out", cli.out)
     assert (cli.out / "records.jsonl").stat().st_size == size
-    assert cli.run(suite).returncode == 0
+    cli.run(suite)
     assert len(cli.records()) == 6
 
 
 def left_behind(cli):
     """Processes that still have this test's folder in their environment."""
     return [p for p in psutil.process_iter(["environ"]) if str(cli.folder) in str(p.info["environ"])]
-
-
-def wait_for(condition, seconds=15):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)

@@ -1,7 +1,5 @@
 """Accuracy tasks through the command: data in, figures in records and reports, and one line for what is wrong."""
 
-import json
-
 import pytest
 
 
@@ -16,60 +14,47 @@ def data(tmp_path):
     return folder
 
 
-def suite(cli, workload="{kind: task, task: di_buy}"):
-    return cli.suite("  - {name: a, engine: fake}", workload=workload)
-
-
-def records(cli):
-    return [json.loads(line) for line in (cli.out / "records.jsonl").read_text().splitlines()]
+def run(cli, data, workload="{kind: task, task: di_buy}", **options):
+    return cli.run(cli.suite(workload=workload), "--data-dir", data, **options)
 
 
 def test_a_task_is_asked_and_judged(cli, data):
-    done = cli("run", suite(cli), "--data-dir", str(data), "--out", "out")
-    assert done.returncode == 0, done.stderr
-    (record, *_) = records(cli)
-    found = record["accuracy"]
-    assert (found["task"], found["examples"], found["truncated"]) == ("di_buy", 5, 0)
-    assert found["figures"]["accuracy"] == 0  # the fake engine knows no makers
-    assert found["outcomes"]["accuracy"] == [0.0] * 5
-    assert set(found["files"]) == {"di_buy/test.csv", "wrangling_prefixes/di_buy.txt"}
-    assert len(record["requests"]) == 5
-    assert {r["prompt_tokens"] for r in record["requests"]} == {
-        len("Who makes it?\n\nname: thing 0. description: it does 0. Who is the manufacturer?")
-    }
-    assert str(data) not in json.dumps(record)
+    run(cli, data)
+    (record, *_) = cli.records()
+    found = record.accuracy
+    assert (found.task, found.examples, found.truncated) == ("di_buy", 5, 0)
+    assert found.figures["accuracy"] == 0  # the fake engine knows no makers
+    assert found.outcomes["accuracy"] == (0.0,) * 5
+    assert set(found.files) == {"di_buy/test.csv", "wrangling_prefixes/di_buy.txt"}
+    assert len(record.requests) == 5
+    prompt = "Who makes it?\n\nname: thing 0. description: it does 0. Who is the manufacturer?"
+    assert {r.prompt_tokens for r in record.requests} == {len(prompt)}
+    assert str(data) not in (cli.out / "records.jsonl").read_text()
     page = (cli.out / "report.html").read_text()
     assert "Accuracy of the answers" in page
     assert "task di_buy" in page
 
 
 def test_the_first_examples_are_asked_where_a_number_is_given(cli, data):
-    done = cli(
-        "run", suite(cli, "{kind: task, task: di_buy, num_requests: 2}"), "--data-dir", str(data), "--out", "out"
-    )
-    assert done.returncode == 0, done.stderr
-    assert records(cli)[0]["accuracy"]["examples"] == 2
+    run(cli, data, "{kind: task, task: di_buy, num_requests: 2}")
+    assert cli.records()[0].accuracy.examples == 2
 
 
 def test_a_run_goes_on_with_what_is_done_of_the_same_data_alone(cli, data):
-    command = ("run", suite(cli), "--data-dir", str(data), "--out", "out")
-    assert cli(*command).returncode == 0
-    before = len(records(cli))
-    assert cli(*command).returncode == 0
-    assert len(records(cli)) == before
+    run(cli, data)
+    before = len(cli.records())
+    run(cli, data)
+    assert len(cli.records()) == before
     (data / "di_buy" / "test.csv").write_text("name,description,manufacturer\na,b,c\n")
-    assert cli(*command).returncode == 0
-    assert len(records(cli)) == 2 * before
-    assert records(cli)[-1]["accuracy"]["examples"] == 1
+    run(cli, data)
+    assert len(cli.records()) == 2 * before
+    assert cli.records()[-1].accuracy.examples == 1
 
 
 def test_broken_data_are_the_cells_end_with_their_line(cli, data):
     (data / "di_buy" / "test.csv").write_text("name,description,manufacturer\na,b\n")
-    done = cli("run", suite(cli), "--data-dir", str(data), "--out", "out")
-    assert done.returncode == 1
-    assert "test.csv:2: the row has too few fields" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert records(cli)[0]["status"] == "error"
+    assert "test.csv:2: the row has too few fields" in run(cli, data, code=1).stderr
+    assert cli.records()[0].status == "error"
 
 
 @pytest.mark.parametrize(
@@ -81,16 +66,11 @@ def test_broken_data_are_the_cells_end_with_their_line(cli, data):
         ("{kind: task, task: di_buy, prompt_len: 5}", "workload.prompt_len: the examples of a task have their own"),
     ],
 )
-def test_what_a_suite_cannot_ask_for(cli, data, workload, words):
-    done = cli("run", suite(cli, workload), "--data-dir", str(data), "--out", "out")
-    assert done.returncode == 2
-    assert words in done.stderr
+def test_wrong_workloads_of_tasks_are_refused(cli, data, workload, words):
+    assert words in run(cli, data, workload, code=2).stderr
 
 
-def test_a_folder_of_data_that_is_not_there(cli):
-    done = cli("run", suite(cli), "--data-dir", "nowhere", "--out", "out")
-    assert done.returncode == 2
-    assert "--data-dir nowhere: no such folder" in done.stderr
-    done = cli("run", suite(cli), "--out", "out")
-    assert done.returncode == 1
+def test_a_missing_data_folder_is_refused(cli):
+    assert "--data-dir nowhere: no such folder" in run(cli, "nowhere", code=2).stderr
+    done = cli.run(cli.suite(workload="{kind: task, task: di_buy}"), code=1)
     assert "not on the hub; name the folder that has them with --data-dir" in done.stderr

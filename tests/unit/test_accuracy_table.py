@@ -1,47 +1,27 @@
 """What reports say of answers: losses by hand, perplexities as ratios, and what a reader must be told."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.api import (
-    Accuracy,
-    Bits,
-    LoadReport,
-    LocalModel,
-    ModelShape,
-    ModelSpec,
-    OffloadPolicy,
-    RunRecord,
-    RunSpec,
-    WorkloadSpec,
-)
+from harness.api import Accuracy, Bits, LoadReport, OffloadPolicy, RunRecord, WorkloadSpec
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.sections import provenance
 from reports.summary import summary_rows
 from reports.text import MISSING
-
-SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)
+from tests import records
+from tests.records import SMALL_MODEL, cell
 
 
 def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float], reference: bool = False) -> RunRecord:
-    spec = RunSpec(
-        "lm_eval_hf" if reference else "offload",
-        ModelSpec("m"),
-        WorkloadSpec(kind="task", task="t"),
-        policy=OffloadPolicy(weight_bits=bits),
-        suite="s",
-        name=name,
-        reference=reference,
-    )
+    engine, workload = "lm_eval_hf" if reference else "offload", WorkloadSpec(kind="task", task="t")
+    spec = cell(name, engine, workload=workload, policy=OffloadPolicy(weight_bits=bits), reference=reference)
     figures = {"acc": sum(right) / len(right), "acc_stderr": 0.1, "word_perplexity": math.exp(-sum(nats) / len(nats))}
-    return RunRecord(
-        spec, spec.fingerprint(), 0, "ok",
+    return records.record(
+        spec, requests=(),
         load=LoadReport(10, 10, 1, spec.policy, "float32", (0, 1, 0)),
         metrics={"score_throughput_tok_s": 5.0 + bits},
-        model=LocalModel("m", SHAPE, 1, "float32", "d", "Q4_1"),
+        model=replace(SMALL_MODEL, quantized_as="Q4_1"),
         accuracy=Accuracy("t", "by hand", len(right), figures, {"acc": tuple(right), "word_perplexity": tuple(nats)},
                           {"word_perplexity": (1.0,) * len(nats)}, truncated=2),
     )  # fmt: skip
@@ -49,13 +29,12 @@ def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float],
 
 def lines(*records: RunRecord) -> dict[tuple[str, str], list[str]]:
     table = accuracy_table(summary_rows(records))
-    assert table is not None
     assert "by hand" in table.caption
     found = [[cell.text for cell in row] for body in table.bodies for row in body.rows]
     return {(line[0], line[1]): line[2:] for line in found}
 
 
-def test_answers_are_compared_in_pairs_with_the_exact_ones() -> None:
+def test_answers_are_compared_in_pairs_with_the_exact_ones():
     exact = record("exact", 16, [1.0] * 60 + [0.0] * 40, [-3.0, -5.0] * 50)
     few = record("four", 4, [1.0] * 45 + [0.0] * 55, [-3.1, -5.1] * 50)
     found = lines(exact, few)
@@ -67,7 +46,7 @@ def test_answers_are_compared_in_pairs_with_the_exact_ones() -> None:
     assert -0.23 < low < -0.15 < high < -0.07
 
 
-def test_perplexities_are_compared_as_ratios() -> None:
+def test_perplexities_are_compared_as_ratios():
     exact = record("exact", 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
     found = lines(exact, record("four", 4, [1.0, 0.0] * 6, [-3.1, -5.1] * 6))
     *_, against, interval, largest, p, verdict = found["four", "word_perplexity"]
@@ -76,7 +55,7 @@ def test_perplexities_are_compared_as_ratios() -> None:
     assert (largest, p, verdict[:6]) == ("0.1", MISSING, "a loss")
 
 
-def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference() -> None:
+def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference():
     ours = record("ours", 16, [1.0, 0.0], [-3.0, -5.0])
     other = record("reference", 16, [1.0, 0.0], [-3.0, -5.0001], reference=True)
     found = lines(ours, other)
@@ -84,27 +63,25 @@ def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference
     assert found["ours", "word_perplexity"][-1] == ""
 
 
-def test_what_was_read_is_told_by_its_hash() -> None:
+def test_the_provenance_names_the_hash_of_each_data_file():
     one = record("exact", 16, [1.0], [-1.0])
-    assert one.accuracy is not None
     told = provenance([replace(one, accuracy=replace(one.accuracy, files={"a/b.csv": "0f" * 32}))])
-    assert told is not None
     assert ["sha256.a/b.csv", "0f" * 32] in [[cell.text for cell in row] for row in told.bodies[0].rows]
 
 
-def test_a_file_that_was_quantized_is_told_of() -> None:
+def test_a_quantized_file_gets_a_remark():
     rows = summary_rows([record("exact", 16, [1.0], [-1.0])])
     (remark,) = accuracy_remarks(rows)
     assert "(Q4_1)" in remark
     assert "only indicate" in remark
 
 
-def test_few_examples_are_not_judged() -> None:
+def test_few_examples_are_not_judged():
     exact, few = record("exact", 16, [1.0] * 9, [-3.0] * 9), record("four", 4, [0.0] * 9, [-9.0] * 9)
     assert lines(exact, few)["four", "acc"][-1] == "fewer than 10 examples: too few to judge"
 
 
-def test_the_same_answers_are_told_as_such() -> None:
+def test_the_same_answers_are_told_as_such():
     exact, few = record("exact", 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6), record("8", 8, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
     assert lines(exact, few)["8", "word_perplexity"][-1] == "the same answers"
     assert "the test detects 0.658 with" in lines(exact, few)["8", "acc"][-1]

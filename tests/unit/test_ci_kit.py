@@ -1,7 +1,5 @@
 """The kit for continuous integration: the order of launches, what the files refer to, and the suite itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -15,6 +13,7 @@ from harness.suite.config import load_suite
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "interleave.sh"
+ACTION, WORKFLOW = ".github/actions/compare/action.yml", ".github/workflows/compare.yml"
 
 
 @pytest.fixture
@@ -29,13 +28,11 @@ def commands(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 def interleave(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [SCRIPT, *map(str, arguments)], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    environment["PATH"] = "/usr/bin:/bin"
+    return subprocess.run([SCRIPT, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_sides_take_turns_in_being_first(commands: tuple[Path, Path, Path]) -> None:
+def test_sides_take_turns_in_being_first(commands):
     base, head, log = commands
     assert interleave(base, head, "a suite.yaml", 3, "out", "--set", "seed=1").returncode == 0
     calls = log.read_text().splitlines()
@@ -44,32 +41,29 @@ def test_sides_take_turns_in_being_first(commands: tuple[Path, Path, Path]) -> N
 
 
 @pytest.mark.parametrize(("status", "ends", "calls"), [(1, 0, 4), (2, 2, 1), (130, 130, 1)])
-def test_a_failed_cell_is_for_the_comparison_and_anything_else_ends_it(commands, status, ends, calls) -> None:
+def test_a_failed_cell_is_for_the_comparison_and_anything_else_ends_it(commands, status, ends, calls):
     base, head, log = commands
     assert interleave(base, head, "s", 2, "out", STATUS=str(status)).returncode == ends
     assert len(log.read_text().splitlines()) == calls
 
 
-def test_too_few_arguments_are_told() -> None:
+def test_too_few_arguments_are_told():
     found = interleave("base", "head")
     assert found.returncode == 2 and "ci/interleave.sh BASE_HARNESS HEAD_HARNESS" in found.stderr
 
 
-def test_the_workflow_hands_over_what_the_action_takes() -> None:
-    action = yaml.safe_load((ROOT / ".github/actions/compare/action.yml").read_text())
-    workflow = yaml.safe_load((ROOT / ".github/workflows/compare.yml").read_text())
+def test_the_workflow_hands_over_what_the_action_takes():
+    used, text = ((ROOT / name).read_text() for name in (ACTION, WORKFLOW))
+    action, workflow = yaml.safe_load(used), yaml.safe_load(text)
     step = workflow["jobs"]["compare"]["steps"][-1]
     assert set(step["with"]) <= set(action["inputs"])
     asked = workflow[True]["workflow_call"]["inputs"]  # YAML 1.1 takes `on` for a truth
-    text = (ROOT / ".github/workflows/compare.yml").read_text()
     assert set(re.findall(r"inputs\.(\w+)", text)) == set(asked)
-    used = (ROOT / ".github/actions/compare/action.yml").read_text()
     assert set(re.findall(r"inputs\.(\w+)", used)) == set(action["inputs"])
 
 
-@pytest.mark.parametrize("name", [".github/actions/compare/action.yml", ".github/workflows/compare.yml",
-                                  "ci/gitlab-example.yml"])  # fmt: skip
-def test_scripts_in_files_are_scripts(name: str) -> None:
+@pytest.mark.parametrize("name", [ACTION, WORKFLOW, "ci/gitlab-example.yml"])
+def test_scripts_in_files_are_scripts(name):
     """And take nothing of a pull request's own words into a shell."""
     content = yaml.safe_load((ROOT / name).read_text())
     steps = content.get("runs", {}).get("steps", [])
@@ -81,13 +75,13 @@ def test_scripts_in_files_are_scripts(name: str) -> None:
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_the_suite_is_small_and_measures_us() -> None:
+def test_the_suite_is_small_and_measures_us():
     suite = load_suite(ROOT / "suites" / "ci_smoke.yaml")
     assert sum(c.repeats for c in suite.cells) <= 8
     assert any(c.engine == "offload" and c.limits.host_memory for c in suite.cells)
 
 
-def test_gpu_check_says_that_there_is_no_device(tmp_path: Path) -> None:
+def test_gpu_check_says_that_there_is_no_device(tmp_path):
     """And leaves nothing."""
     script = ROOT / "ci" / "gpu_check.sh"
     folder = tmp_path / "out"
@@ -98,7 +92,7 @@ def test_gpu_check_says_that_there_is_no_device(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_gpu_check_runs_every_cell_of_the_device_suites() -> None:
+def test_gpu_check_runs_every_cell_of_the_device_suites():
     """In parts; of the small suite all at once."""
     text = (ROOT / "ci" / "gpu_check.sh").read_text()
     suite = load_suite(ROOT / "suites" / "gpu_16g.yaml")

@@ -1,7 +1,5 @@
 """Suite files: what they expand to, and that everything else is refused with its position."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -9,11 +7,11 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -27,11 +25,9 @@ ENGINES = ("fake", "accelerate", "offload", "transformers")
 HEAD = "name: s\nmodel: {id: m}\nworkload: {}\n"
 CELL = HEAD + "engine: fake\n"
 
-Load = Callable[..., SuiteSpec]
-
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path):
     """Loads a suite from its text; the file is always called x.yaml."""
 
     def load(text: str | bytes, *overrides: str) -> SuiteSpec:
@@ -46,7 +42,7 @@ def load(tmp_path: Path) -> Load:
 
 
 @pytest.fixture
-def error(load: Load) -> Callable[..., str]:
+def error(load):
     """The text of the error a suite gives."""
 
     def error(text: str | bytes, *overrides: str) -> str:
@@ -68,11 +64,8 @@ def names(suite: SuiteSpec) -> list[str]:
     return [cell.name for cell in suite.cells]
 
 
-Error = Callable[..., str]
-
-
 class TestWhole:
-    def test_every_key_arrives(self, load: Load) -> None:
+    def test_every_key_arrives(self, load):
         suite = load(
             """
             name: demo
@@ -108,7 +101,7 @@ class TestWhole:
         assert (cell.repeats, cell.warmup, cell.seed, cell.timeout_s) == (5, 0, 7, 1200)
         assert (cell.expect, cell.reference) == ("oom_host", True)
 
-    def test_defaults(self, load: Load) -> None:
+    def test_defaults(self, load):
         (cell,) = load(CELL).cells
         assert (cell.workload.num_requests, cell.repeats, cell.warmup, cell.tune) == ("auto", 3, 1, "none")
         assert cell.policy == OffloadPolicy()
@@ -117,12 +110,12 @@ class TestWhole:
     @pytest.mark.parametrize(
         "path", sorted((Path(__file__).parents[2] / "suites").glob("*.yaml")), ids=lambda p: p.stem
     )
-    def test_shipped_suites_load_fast(self, path: Path) -> None:
+    def test_shipped_suites_load_fast(self, path):
         load_suite(path)
         with within(0.1):
             load_suite(path)
 
-    def test_import_is_light(self) -> None:
+    def test_import_is_light(self):
         heavy = "('torch', 'numpy', 'transformers')"
         code = f"import sys, harness.suite.config; print([m for m in {heavy} if m in sys.modules])"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -130,8 +123,8 @@ class TestWhole:
 
 
 class TestMerging:
-    def test_cell_merges_mappings_and_replaces_scalars(self, load: Load) -> None:
-        suite = load(
+    def test_cell_merges_mappings_and_replaces_scalars(self, load):
+        (cell,) = load(
             HEAD
             + """
 hardware: {limits: {host_memory: 1GiB, threads: 2}}
@@ -147,8 +140,7 @@ matrix:
     workload: {gen_len: 2}
     repeats: 1
 """
-        )
-        (cell,) = suite.cells
+        ).cells
         assert cell.options == {"a": 1, "b": {"c": 2, "d": 3}}
         assert (cell.policy.gpu_batch_size, cell.policy.num_gpu_batches) == (8, 2)
         assert cell.limits == HardwareLimits(host_memory=2 << 30, threads=2)
@@ -156,7 +148,7 @@ matrix:
         assert (cell.workload.prompt_len, cell.workload.gen_len, cell.repeats) == (128, 2, 1)
 
     @pytest.mark.parametrize("none", ["none", "null", "{host_memory: none, threads: null}"])
-    def test_limits_are_lifted(self, load: Load, none: str) -> None:
+    def test_limits_are_lifted(self, load, none):
         base = CELL + "hardware: {limits: {host_memory: 1GiB, threads: 2}}\n"
         assert load(base + f"matrix: [{{limits: {none}}}]").cells[0].limits == HardwareLimits()
         assert load(base, "limits=none").cells[0].limits == HardwareLimits()
@@ -173,43 +165,40 @@ matrix:
             ("{}", "tune: max_batch", "max_batch", 1),
         ],
     )
-    def test_tuning(self, load: Load, base: str, cell: str, tune: str, batch: int) -> None:
+    def test_tuning(self, load, base, cell, tune, batch):
         (spec,) = load(f"{CELL}policy: {base}\nmatrix: [{{{cell}}}]").cells
         assert (spec.tune, spec.policy.gpu_batch_size) == (tune, batch)
 
-    def test_shorthand_of_a_cell_wins_over_the_base(self, load: Load) -> None:
+    def test_shorthand_of_a_cell_wins_over_the_base(self, load):
         (spec,) = load(CELL + "policy: {schedule: row}\nmatrix: [{schedule: sweep}]").cells
         assert spec.policy.schedule == "sweep"
 
-    def test_the_same_thing_said_twice_is_refused(self, error: Error) -> None:
+    def test_the_same_thing_said_twice_is_refused(self, error):
         text = error(CELL + "policy: {schedule: row}\nschedule: row")
         assert text == "x.yaml:5:20: schedule is given twice in one place: here and at x.yaml:6:11"
         assert "tune is given twice" in error(CELL + "policy: max_batch\ntune: none")
 
 
 class TestMatrix:
-    def test_workloads_are_outermost_then_models_then_entries(self, load: Load) -> None:
+    def test_workloads_are_outermost_then_models_then_entries(self, load):
         suite = load(
-            """
-name: s
-model: [{id: a/m1}, {id: a/m2}]
-workload: [{prompt_len: 8, gen_len: 2}, {prompt_len: 16, gen_len: 4}]
-matrix: [{engine: fake}, {name: acc, engine: accelerate}]
-"""
+            "name: s\nmodel: [{id: a/m1}, {id: a/m2}]\n"
+            "workload: [{prompt_len: 8, gen_len: 2}, {prompt_len: 16, gen_len: 4}]\n"
+            "matrix: [{engine: fake}, {name: acc, engine: accelerate}]\n"
         )
         assert names(suite) == [
             *("fake-p8g2-m1", "acc-p8g2-m1", "fake-p8g2-m2", "acc-p8g2-m2"),
             *("fake-p16g4-m1", "acc-p16g4-m1", "fake-p16g4-m2", "acc-p16g4-m2"),
         ]
 
-    def test_mapping_is_a_product_first_axis_outermost(self, load: Load) -> None:
+    def test_mapping_is_a_product_first_axis_outermost(self, load):
         suite = load(HEAD + "matrix: {engine: [fake, offload], schedule: [row, zigzag], seed: 3}")
         assert names(suite) == ["fake-row", "fake-zigzag", "offload-row", "offload-zigzag"]
         assert {cell.seed for cell in suite.cells} == {3}
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.tuples(*[st.integers(1, 4)] * 4))
-    def test_count_is_the_product_and_order_is_stable(self, load: Load, sizes: tuple[int, int, int, int]) -> None:
+    def test_count_is_the_product_and_order_is_stable(self, load, sizes):
         workloads, models, batches, seeds = (list(range(1, n + 1)) for n in sizes)
         text = json.dumps(
             {
@@ -227,43 +216,43 @@ matrix: [{engine: fake}, {name: acc, engine: accelerate}]
         assert load(text).cells == cells
 
     @pytest.mark.parametrize("matrix", ["[]", "{}", "null", "3", "x"])
-    def test_nothing_to_expand(self, error: Error, matrix: str) -> None:
+    def test_nothing_to_expand(self, error, matrix):
         assert error(CELL + f"matrix: {matrix}").startswith("x.yaml:5:9: matrix: expected a list of cells")
 
     @pytest.mark.parametrize("key", ["model", "workload"])
-    def test_empty_list(self, error: Error, key: str) -> None:
+    def test_empty_list(self, error, key):
         text = "".join(line + "\n" for line in CELL.splitlines() if not line.startswith(key))
         assert f"{key}: the list is empty" in error(text + f"{key}: []")
         assert f"{key}: the list is empty" in error(CELL + f"matrix: {{{key}: []}}")
 
-    def test_millions_of_cells_are_counted_not_made(self, error: Error) -> None:
+    def test_too_many_cells_or_launches_are_counted_not_made(self, error):
         axes = {key: list(range(57)) for key in ("repeats", "seed", "warmup", "timeout")}
         with within(0.5):
             text = error(CELL + "matrix: " + json.dumps(axes))
         assert text == "x.yaml:5:9: expands to 10,556,001 cells; at most 10,000 are allowed"
-
-    def test_too_many_launches(self, error: Error) -> None:
         axes = {"seed": list(range(200)), "repeats": 1000}
         assert "200 cells make 200,000 launches" in error(CELL + "matrix: " + json.dumps(axes))
 
-    def test_many_cells_of_a_large_base_are_refused_fast(self, error: Error) -> None:
+    def test_many_cells_of_a_large_base_are_refused_fast(self, error):
         options = json.dumps({"a": list(range(20_000))})
         axes = json.dumps({"seed": list(range(100)), "warmup": list(range(100))})
         with within(2):
             text = error(CELL + f"options: {options}\nmatrix: {axes}")
         assert text == "x.yaml:6:9: expands to cells of more than 2,000,000 values together"
 
-    def test_ten_thousand_cells_are_allowed(self, load: Load) -> None:
+    def test_ten_thousand_cells_are_allowed(self, load):
         axes = {"seed": list(range(100)), "policy": [{"gpu_batch_size": n} for n in range(1, 101)]}
         assert len(load(CELL + "repeats: 1\nmatrix: " + json.dumps(axes)).cells) == 10_000
 
 
 class TestNames:
-    def test_only_what_varies_within_an_engine(self, load: Load) -> None:
+    def test_hold_only_what_varies_within_an_engine_unless_given(self, load):
         suite = load(HEAD + "matrix: [{engine: transformers}, {engine: offload}, {engine: offload, schedule: sweep}]")
         assert names(suite) == ["transformers", "offload-row", "offload-sweep"]
+        text = "matrix: [{name: short, workload: {gen_len: 1}}, {name: long, workload: {gen_len: 9}}]"
+        assert names(load(CELL + text)) == ["short", "long"]
 
-    def test_parts_in_order(self, load: Load) -> None:
+    def test_parts_in_order(self, load):
         suite = load(
             HEAD
             + """
@@ -278,10 +267,6 @@ matrix:
             "offload-float32-zigzag-b2x1-w16kv4-seed1-p8g2-a-model",
         ]
 
-    def test_given_names_are_kept(self, load: Load) -> None:
-        text = "matrix: [{name: short, workload: {gen_len: 1}}, {name: long, workload: {gen_len: 9}}]"
-        assert names(load(CELL + text)) == ["short", "long"]
-
     @pytest.mark.parametrize(
         ("first", "second"),
         [
@@ -291,22 +276,22 @@ matrix:
             ("{name: fake-p1g1}", "{name: fake-p1g1, workload: {gen_len: 3}}"),
         ],
     )
-    def test_clash_names_both(self, error: Error, first: str, second: str) -> None:
+    def test_clash_names_both(self, error, first, second):
         text = error(CELL + f"matrix:\n  - {first}\n  - {second}")
         assert text.startswith("x.yaml:7:5: cell name ")
         assert "x.yaml:6:5" in text
 
-    def test_clash_within_axes_points_at_the_axis_that_differs(self, error: Error) -> None:
+    def test_clash_within_axes_points_at_the_axis_that_differs(self, error):
         text = error(CELL + "matrix:\n  options: [{x: 1}, {x: 2}]\n  seed: 0")
         assert text.startswith("x.yaml:6:21: cell name 'fake' is already used by the cell from x.yaml:6:13")
 
     @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", "a b", "é", "a\n", "x" * 129, "-rf"])
-    def test_unsafe_names(self, error: Error, name: str) -> None:
+    def test_unsafe_names(self, error, name):
         quoted = json.dumps(name, ensure_ascii=False)
         assert error(CELL + f"matrix: [{{name: {quoted}}}]").startswith("x.yaml:5:17: name ")
         assert error(CELL.replace("name: s", f"name: {quoted}")).startswith("x.yaml:1:7: name ")
 
-    def test_length_limits(self, load: Load, error: Error) -> None:
+    def test_length_limits(self, load, error):
         assert load(CELL.replace("name: s", f"name: {'s' * 64}")).name == "s" * 64
         assert "at most 64" in error(CELL.replace("name: s", f"name: {'s' * 65}"))
         assert names(load(CELL + f"matrix: [{{name: {'x' * 128}}}]")) == ["x" * 128]
@@ -320,83 +305,74 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
-            ("promt_len: 3", "x.yaml:5:1: unknown key 'promt_len' in suite; known: name, description"),
-            ("repeat: 3", "x.yaml:5:1: unknown key 'repeat' in suite; did you mean 'repeats'?"),
-            ("hardware: {limit: {}}", "x.yaml:5:12: unknown key 'limit' in hardware; did you mean 'limits'?"),
-            ("hardware: 3", "x.yaml:5:11: hardware: expected a mapping, got 3"),
-            ("hardware: {requires: {host: 1}}", "x.yaml:5:23: unknown key 'host' in requires"),
-            ("hardware: {requires: {host_memory: -1}}", "x.yaml:5:36: requires.host_memory is -1; it must lie"),
-            ("hardware: {requires: [1]}", "x.yaml:5:22: requires: expected a mapping, got a list"),
-            ("hardware: {limits: [1]}", "x.yaml:5:20: limits: expected a mapping, got a list"),
-            ("hardware: {limits: {host_memory: 16G}}", "x.yaml:5:34: expected a size such as 16GiB"),
-            ("hardware: {limits: {host_memory: -1GiB}}", "x.yaml:5:34: expected a size such as 16GiB"),
-            ("hardware: {limits: {host_memory: 0}}", "x.yaml:5:34: limits.host_memory is 0; it must lie"),
-            ("hardware: {limits: {host_memory: 9000TiB}}", "x.yaml:5:34: '9000TiB' is more than 1 PiB"),
-            (
-                "hardware: {limits: {host_memory: true}}",
-                "x.yaml:5:34: limits.host_memory: expected an integer, got true",
-            ),
-            ("hardware: {limits: {threads: 2GiB}}", "x.yaml:5:30: limits.threads: expected an integer, got '2GiB'"),
-            ("hardware: {limits: {threads: 0}}", "x.yaml:5:30: limits.threads is 0"),
-            ('repeats: "3"', "x.yaml:5:10: repeats: expected an integer, got '3'"),
-            ("repeats: 1.5", "x.yaml:5:10: repeats: expected an integer, got 1.5"),
-            ("repeats: true", "x.yaml:5:10: repeats: expected an integer, got true"),
-            ("repeats: 0", "x.yaml:5:10: repeats is 0; it must lie between 1 and 1,000"),
-            ("repeats: 1001", "x.yaml:5:10: repeats is 1001"),
-            ("warmup: 101", "x.yaml:5:9: warmup is 101"),
-            ("seed: -1", "x.yaml:5:7: seed is -1"),
-            ("timeout: soon", "x.yaml:5:10: expected a duration such as 90s"),
-            ("timeout: -3", "x.yaml:5:10: timeout is -3"),
-            ("timeout: 1:30", "x.yaml:5:10: '1:30' is not a plain number"),
-            ("latency: soon", "x.yaml:5:10: expected a duration such as 90s"),
-            ("latency: 90s", "x.yaml:5:10: latency goes with `policy: search`"),
-            ("matrix: [{workload: {kind: trace}}]", "x.yaml:5:21: workload.trace goes with `kind: trace`"),
-            ("matrix: [{workload: {trace: a.csv}}]", "x.yaml:5:29: workload.trace goes with `kind: trace`"),
-            ("timeout: [1]", "x.yaml:5:10: timeout: expected a number, got a list"),
-            ("description: [a]", "x.yaml:5:14: description: expected text, got a list"),
-            ("machine_probe: 1", "x.yaml:5:16: machine_probe: expected true or false, got 1"),
-            ("reference: maybe", "x.yaml:5:12: reference: expected true or false, got 'maybe'"),
-            ("expect: fine", "x.yaml:5:9: expect: expected 'ok', 'oom_device'"),
-            ("options: [1]", "x.yaml:5:10: options: expected a mapping, got a list"),
-            ("policy: best", "x.yaml:5:9: unknown policy 'best'; expected max_batch, search, search_bits or a mapping"),
-            ("policy: 3", "x.yaml:5:9: policy: expected a mapping, got 3"),
-            ("policy: null", "x.yaml:5:9: policy: expected a mapping, got null"),
-            ("policy: {max_batch: 3}", "x.yaml:5:21: policy.max_batch: expected true or false, got 3"),
-            (
-                "policy: {gpu_batch: 3}",
-                "x.yaml:5:10: unknown key 'gpu_batch' in policy; did you mean 'gpu_batch_size'?",
-            ),
-            ("policy: {gpu_batch_size: 0}", "x.yaml:5:26: policy.gpu_batch_size is 0; it must be at least 1"),
-            ("policy: {weights: [1, 0]}", "x.yaml:5:19: policy.weights: expected three fractions (device, host, disk)"),
-            ("policy: {weights: [1, 0, 0, 0]}", "x.yaml:5:19: policy.weights: expected three fractions"),
-            ("policy: {weights: [1, x, 0]}", "x.yaml:5:23: policy.weights.1: expected a number, got 'x'"),
-            ("policy: {weights: [1, 1, 0]}", "x.yaml:5:19: policy.weights is [1.0, 1.0, 0.0]"),
-            ("policy: {weight_bits: 5}", "x.yaml:5:23: policy.weight_bits: expected 3, 4, 8 or 16, got 5"),
-            ("schedule: diagonal", "x.yaml:5:11: policy.schedule: expected 'row', 'zigzag' or 'sweep', got 'diagonal'"),
-            ("tune: fully", "x.yaml:5:7: tune: expected 'none', 'max_batch', 'search' or 'search_bits', got 'fully'"),
-            ("matrix: [3]", "x.yaml:5:10: expected a mapping of cell keys, got 3"),
-            ("matrix: [{sede: 3}]", "x.yaml:5:11: unknown key 'sede' in cell; did you mean 'seed'?"),
-            ("matrix: {sede: [3]}", "x.yaml:5:10: unknown key 'sede' in cell; did you mean 'seed'?"),
-            ("matrix: [{timeout_s: 3}]", "x.yaml:5:11: unknown key 'timeout_s' in cell; did you mean 'timeout'?"),
-            ("matrix: [{engine: acelerate}]", "x.yaml:5:19: unknown engine 'acelerate'; did you mean 'accelerate'?"),
-            ("matrix: [{engine: [fake]}]", "x.yaml:5:19: engine: expected text, got a list"),
-            ("matrix: [{workload: {promt_len: 3}}]", "x.yaml:5:22: unknown key 'promt_len' in workload; did you mean"),
-            ("matrix: [{workload: {num_requests: 0}}]", "x.yaml:5:36: workload.num_requests is 0"),
-            (
-                "matrix: [{workload: {num_requests: many}}]",
-                "x.yaml:5:36: workload.num_requests: expected an integer or",
-            ),
-            ("matrix: [{workload: [{}]}]", "x.yaml:5:21: workload: expected a mapping, got a list"),
-            ("matrix: [{model: {id: ''}}]", "x.yaml:5:23: model.id is empty"),
-            ("matrix: [{model: null}]", "x.yaml:5:18: model: expected a mapping, got null"),
+            ("promt_len: 3", "1: unknown key 'promt_len' in suite; known: name, description"),
+            ("repeat: 3", "1: unknown key 'repeat' in suite; did you mean 'repeats'?"),
+            ("hardware: {limit: {}}", "12: unknown key 'limit' in hardware; did you mean 'limits'?"),
+            ("hardware: 3", "11: hardware: expected a mapping, got 3"),
+            ("hardware: {requires: {host: 1}}", "23: unknown key 'host' in requires"),
+            ("hardware: {requires: {host_memory: -1}}", "36: requires.host_memory is -1; it must lie"),
+            ("hardware: {requires: [1]}", "22: requires: expected a mapping, got a list"),
+            ("hardware: {limits: [1]}", "20: limits: expected a mapping, got a list"),
+            ("hardware: {limits: {host_memory: 16G}}", "34: expected a size such as 16GiB"),
+            ("hardware: {limits: {host_memory: -1GiB}}", "34: expected a size such as 16GiB"),
+            ("hardware: {limits: {host_memory: 0}}", "34: limits.host_memory is 0; it must lie"),
+            ("hardware: {limits: {host_memory: 9000TiB}}", "34: '9000TiB' is more than 1 PiB"),
+            ("hardware: {limits: {host_memory: true}}", "34: limits.host_memory: expected an integer, got true"),
+            ("hardware: {limits: {threads: 2GiB}}", "30: limits.threads: expected an integer, got '2GiB'"),
+            ("hardware: {limits: {threads: 0}}", "30: limits.threads is 0"),
+            ('repeats: "3"', "10: repeats: expected an integer, got '3'"),
+            ("repeats: 1.5", "10: repeats: expected an integer, got 1.5"),
+            ("repeats: true", "10: repeats: expected an integer, got true"),
+            ("repeats: 0", "10: repeats is 0; it must lie between 1 and 1,000"),
+            ("repeats: 1001", "10: repeats is 1001"),
+            ("warmup: 101", "9: warmup is 101"),
+            ("seed: -1", "7: seed is -1"),
+            ("timeout: soon", "10: expected a duration such as 90s"),
+            ("timeout: -3", "10: timeout is -3"),
+            ("timeout: 1:30", "10: '1:30' is not a plain number"),
+            ("latency: soon", "10: expected a duration such as 90s"),
+            ("latency: 90s", "10: latency goes with `policy: search`"),
+            ("matrix: [{workload: {kind: trace}}]", "21: workload.trace goes with `kind: trace`"),
+            ("matrix: [{workload: {trace: a.csv}}]", "29: workload.trace goes with `kind: trace`"),
+            ("timeout: [1]", "10: timeout: expected a number, got a list"),
+            ("description: [a]", "14: description: expected text, got a list"),
+            ("machine_probe: 1", "16: machine_probe: expected true or false, got 1"),
+            ("reference: maybe", "12: reference: expected true or false, got 'maybe'"),
+            ("expect: fine", "9: expect: expected 'ok', 'oom_device'"),
+            ("options: [1]", "10: options: expected a mapping, got a list"),
+            ("policy: best", "9: unknown policy 'best'; expected max_batch, search, search_bits or a mapping"),
+            ("policy: 3", "9: policy: expected a mapping, got 3"),
+            ("policy: null", "9: policy: expected a mapping, got null"),
+            ("policy: {max_batch: 3}", "21: policy.max_batch: expected true or false, got 3"),
+            ("policy: {gpu_batch: 3}", "10: unknown key 'gpu_batch' in policy; did you mean 'gpu_batch_size'?"),
+            ("policy: {gpu_batch_size: 0}", "26: policy.gpu_batch_size is 0; it must be at least 1"),
+            ("policy: {weights: [1, 0]}", "19: policy.weights: expected three fractions (device, host, disk)"),
+            ("policy: {weights: [1, 0, 0, 0]}", "19: policy.weights: expected three fractions"),
+            ("policy: {weights: [1, x, 0]}", "23: policy.weights.1: expected a number, got 'x'"),
+            ("policy: {weights: [1, 1, 0]}", "19: policy.weights is [1.0, 1.0, 0.0]"),
+            ("policy: {weight_bits: 5}", "23: policy.weight_bits: expected 3, 4, 8 or 16, got 5"),
+            ("schedule: diagonal", "11: policy.schedule: expected 'row', 'zigzag' or 'sweep', got 'diagonal'"),
+            ("tune: fully", "7: tune: expected 'none', 'max_batch', 'search' or 'search_bits', got 'fully'"),
+            ("matrix: [3]", "10: expected a mapping of cell keys, got 3"),
+            ("matrix: [{sede: 3}]", "11: unknown key 'sede' in cell; did you mean 'seed'?"),
+            ("matrix: {sede: [3]}", "10: unknown key 'sede' in cell; did you mean 'seed'?"),
+            ("matrix: [{timeout_s: 3}]", "11: unknown key 'timeout_s' in cell; did you mean 'timeout'?"),
+            ("matrix: [{engine: acelerate}]", "19: unknown engine 'acelerate'; did you mean 'accelerate'?"),
+            ("matrix: [{engine: [fake]}]", "19: engine: expected text, got a list"),
+            ("matrix: [{workload: {promt_len: 3}}]", "22: unknown key 'promt_len' in workload; did you mean"),
+            ("matrix: [{workload: {num_requests: 0}}]", "36: workload.num_requests is 0"),
+            ("matrix: [{workload: {num_requests: many}}]", "36: workload.num_requests: expected an integer or"),
+            ("matrix: [{workload: [{}]}]", "21: workload: expected a mapping, got a list"),
+            ("matrix: [{model: {id: ''}}]", "23: model.id is empty"),
+            ("matrix: [{model: null}]", "18: model: expected a mapping, got null"),
         ],
     )
-    def test_position_what_and_remedy(self, error: Error, text: str, expected: str) -> None:
+    def test_position_what_and_remedy(self, error, text, expected):
         got = error(CELL + text)
-        assert got.startswith(expected)
+        assert got.startswith(f"x.yaml:5:{expected}")
         assert len(got.splitlines()) == 1
 
-    def test_missing_keys(self, error: Error) -> None:
+    def test_missing_keys(self, error):
         assert error("name: s").splitlines() == [
             "x.yaml:1:1: missing key 'engine' in cell",
             "x.yaml:1:1: missing key 'model' in cell",
@@ -409,23 +385,23 @@ class TestMistakes:
             "x.yaml:4:8: missing key 'id' in model"
         )
 
-    def test_a_wrong_base_is_reported_once(self, error: Error) -> None:
+    def test_a_wrong_base_is_reported_once(self, error):
         text = error(CELL + "repeats: x\nmatrix: {seed: [1, 2, 3]}")
         assert text == "x.yaml:5:10: repeats: expected an integer, got 'x'"
 
-    def test_problems_of_several_cells_come_together(self, error: Error) -> None:
+    def test_problems_of_several_cells_come_together(self, error):
         text = error(CELL + "matrix:\n- {repeats: x}\n- {seed: y, warmup: z}\n- {engine: none}")
         positions = {line.split(": ")[0] for line in text.splitlines()}
         assert positions == {"x.yaml:6:13", "x.yaml:7:10", "x.yaml:7:21", "x.yaml:8:12"}
 
-    def test_endless_problems_are_cut(self, error: Error) -> None:
+    def test_endless_problems_are_cut(self, error):
         lines = error(CELL + "matrix: " + json.dumps({"seed": [-n for n in range(1, 1000)]})).splitlines()
         assert len(lines) == 21
         assert lines[-1] == "... and 979 more"
 
 
 class TestOverrides:
-    def test_apply_to_every_cell(self, load: Load) -> None:
+    def test_apply_to_every_cell(self, load):
         suite = load(
             CELL + "hardware: {limits: {threads: 2}}\nmatrix: [{name: a, repeats: 5}, {name: b}]",
             *("repeats=1", "policy.schedule=row", "limits.host_memory=2GiB", "workload.gen_len=4", "timeout=2min"),
@@ -437,7 +413,7 @@ class TestOverrides:
             assert (cell.options, cell.policy.compute_dtype) == ({"x": {"y": [1, "a"]}}, "float32")
             assert (cell.model.id, cell.model.weights) == ("m", "dummy")
 
-    def test_twins_are_refused_in_the_file_but_may_come_from_overrides(self, load: Load) -> None:
+    def test_twins_are_refused_in_the_file_but_may_come_from_overrides(self, load):
         with pytest.raises(HarnessError, match="'a' and 'b' measure the same"):
             load(CELL + "matrix: [{name: a, repeats: 5}, {name: b}]")
         assert len(load(CELL + "matrix: [{name: a, seed: 1}, {name: b}]", "seed=2").cells) == 2
@@ -453,17 +429,14 @@ class TestOverrides:
             ("schedule=row", "max_batch", OffloadPolicy(gpu_batch_size=2)),
         ],
     )
-    def test_policy(self, load: Load, override: str, tune: str, policy: OffloadPolicy) -> None:
+    def test_policy(self, load, override, tune, policy):
         text = CELL + "policy: {max_batch: true, gpu_batch_size: 2, schedule: sweep}"
         (cell,) = load(text, override).cells
         assert (cell.tune, cell.policy) == (tune, policy)
 
-    def test_replaces_a_whole_section(self, load: Load) -> None:
-        (cell,) = load(CELL + "options: {a: 1}", "options={b: 2}").cells
-        assert cell.options == {"b": 2}
-
-    def test_the_later_wins(self, load: Load) -> None:
+    def test_the_later_wins_and_replaces_a_whole_section(self, load):
         assert load(CELL, "seed=1", "seed=2").cells[0].seed == 2
+        assert load(CELL + "options: {a: 1}", "options={b: 2}").cells[0].options == {"b": 2}
 
     @pytest.mark.parametrize(
         ("override", "expected"),
@@ -493,13 +466,13 @@ class TestOverrides:
             (f"{'x' * 5000}=1", "--set 'xxx"),
         ],
     )
-    def test_mistakes_name_the_option(self, error: Error, override: str, expected: str) -> None:
+    def test_mistakes_name_the_option(self, error, override, expected):
         text = error(CELL, override)
         assert text.startswith(expected)
         assert len(text.splitlines()) == 1
         assert len(text) < 1000
 
-    def test_missing_key_is_blamed_on_the_file(self, error: Error) -> None:
+    def test_missing_key_is_blamed_on_the_file(self, error):
         assert error(HEAD, "repeats=1") == "x.yaml:1:1: missing key 'engine' in cell"
 
 
@@ -555,14 +528,14 @@ class TestYaml:
             (b"#" * ((1 << 20) + 1), "x.yaml: is larger than 1 MiB"),
         ],
     )
-    def test_refused_with_position(self, error: Error, text: str | bytes, expected: str) -> None:
+    def test_refused_with_position(self, error, text, expected):
         with within(1):
             got = error(text)
         assert got.startswith(expected)
         assert len(got.splitlines()) == 1
         assert len(got) < 1000
 
-    def test_merge_keys_and_aliases(self, load: Load) -> None:
+    def test_merge_keys_and_aliases(self, load):
         suite = load(
             HEAD
             + """
@@ -573,20 +546,12 @@ matrix:
 """
         )
         one, two = suite.cells
-        assert (two.engine, two.seed, one.options, two.options) == (
-            "fake",
-            4,
-            {"a": 1, "b": 2},
-            {"a": 5, "b": 2, "c": 3},
-        )
+        assert (two.engine, two.seed) == ("fake", 4)
+        assert (one.options, two.options) == ({"a": 1, "b": 2}, {"a": 5, "b": 2, "c": 3})
 
-    def test_yaml_that_is_allowed(self, load: Load) -> None:
-        text = (
-            "\ufeff%YAML 1.1\n---\n"
-            + CELL
-            + "options: {a: !!str 3, b: !!float 2, d: 0x10, e: '2024-01-01', f: é}\n...\n"
-        )
-        (cell,) = load(text).cells
+    def test_yaml_that_is_allowed(self, load):
+        options = "options: {a: !!str 3, b: !!float 2, d: 0x10, e: '2024-01-01', f: é}"
+        (cell,) = load(f"\ufeff%YAML 1.1\n---\n{CELL}{options}\n...\n").cells
         assert cell.options == {"a": "3", "b": 2.0, "d": 16, "e": "2024-01-01", "f": "é"}
 
     @pytest.mark.parametrize(
@@ -607,11 +572,11 @@ matrix:
         ],
         ids=lambda text: text[:12],
     )
-    def test_bombs_are_refused_fast(self, error: Error, bomb: str) -> None:
+    def test_bombs_are_refused_fast(self, error, bomb):
         with within(2):
             assert len(error(bomb)) < 1000
 
-    def test_files_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_files_that_cannot_be_read(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
         for path, reason in [
             (tmp_path, "is a folder"),
@@ -625,15 +590,11 @@ matrix:
                 load_suite(path)
             assert len(str(caught.value).splitlines()) == 1
 
-    def test_unreadable_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*args: object) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        path = tmp_path / "x.yaml"
-        path.touch()
-        monkeypatch.setattr(Path, "open", refuse)
+    def test_unreadable_file(self, tmp_path, monkeypatch):
+        (tmp_path / "x.yaml").touch()
+        monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
         with pytest.raises(HarnessError, match="cannot be read: Permission denied"):
-            load_suite(path)
+            load_suite(tmp_path / "x.yaml")
 
 
 # Junk that often gets past the first check: real keys with values of any kind.
@@ -652,51 +613,53 @@ _SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=list
 
 
 class TestJunk:
-    @staticmethod
-    def only_harness_errors(load: Load, text: str | bytes, *overrides: str) -> None:
-        try:
-            load(text, *overrides)
-        except HarnessError as exc:
-            assert str(exc)
-            assert len(str(exc).splitlines()) <= 21
+    @pytest.fixture
+    def only_harness_errors(self, load):
+        def loaded(text: str | bytes, *overrides: str) -> None:
+            try:
+                load(text, *overrides)
+            except HarnessError as exc:
+                assert 1 <= len(str(exc).splitlines()) <= 21
+
+        return loaded
 
     @_SETTINGS
     @given(junk=_JUNK)
-    def test_any_document(self, load: Load, junk: Any) -> None:
-        self.only_harness_errors(load, yaml.safe_dump(junk, allow_unicode=True).encode("utf-8", "replace"))
+    def test_any_document(self, only_harness_errors, junk):
+        only_harness_errors(yaml.safe_dump(junk, allow_unicode=True).encode("utf-8", "replace"))
 
     @_SETTINGS
     @given(junk=st.dictionaries(_KEYS, _JUNK, max_size=4))
-    def test_any_value_in_a_good_suite(self, load: Load, junk: dict[str, Any]) -> None:
+    def test_any_value_in_a_good_suite(self, only_harness_errors, junk):
         suite = {"name": "s", "engine": "fake", "model": {"id": "m"}, "workload": {}} | junk
-        self.only_harness_errors(load, yaml.safe_dump(suite).encode("utf-8", "replace"))
+        only_harness_errors(yaml.safe_dump(suite).encode("utf-8", "replace"))
 
     @_SETTINGS
     @given(text=st.text(alphabet="ab:,-?[]{}&*!<|>'\"%@`#~ \n\t0123.", max_size=60))
-    def test_any_text(self, load: Load, text: str) -> None:
-        self.only_harness_errors(load, text)
-        self.only_harness_errors(load, CELL + "options: " + text)
+    def test_any_text(self, only_harness_errors, text):
+        only_harness_errors(text)
+        only_harness_errors(CELL + "options: " + text)
 
     @_SETTINGS
     @given(data=st.binary(max_size=60))
-    def test_any_bytes(self, load: Load, data: bytes) -> None:
-        self.only_harness_errors(load, data)
+    def test_any_bytes(self, only_harness_errors, data):
+        only_harness_errors(data)
 
     @_SETTINGS
     @given(key=_KEYS, sub=_KEYS, value=st.text(max_size=20), dotted=st.booleans())
-    def test_any_override(self, load: Load, key: str, sub: str, value: str, dotted: bool) -> None:
-        self.only_harness_errors(load, CELL, f"{key}.{sub}={value}" if dotted else f"{key}={value}", value)
+    def test_any_override(self, only_harness_errors, key, sub, value, dotted):
+        only_harness_errors(CELL, f"{key}.{sub}={value}" if dotted else f"{key}={value}", value)
 
 
 class TestUnits:
     @given(st.integers(0, 1023), st.sampled_from(["B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]))
-    def test_sizes_round_trip(self, number: int, unit: str) -> None:
+    def test_sizes_round_trip(self, number, unit):
         base = 1024 if "i" in unit else 1000
         size = number * base ** ("BKMGT".index(unit[0].upper()) if unit != "B" else 0)
         assert parse_size(f"{number}{unit}") == parse_size(f"{number} {unit.lower()}") == size
         assert parse_size(f"{size}B") == size
 
-    def test_fractions_are_exact(self) -> None:
+    def test_fractions_are_exact(self):
         assert parse_size("1.5GiB") == 3 << 29
         assert parse_size("1.1GB") == 1_100_000_000
 
@@ -704,11 +667,11 @@ class TestUnits:
         "text",
         ["", "16", "16G", "-1GiB", "1e3GB", "GiB", "1 GiB ", "1GiB\n", "\u0661GiB", "0x1B", "1PiB", "inf B", "9" * 99],
     )
-    def test_what_is_no_size(self, text: str) -> None:
+    def test_wrong_sizes(self, text):
         with pytest.raises(HarnessError, match="expected a size such as"):
             parse_size(text)
 
-    def test_absurd_size(self) -> None:
+    def test_absurd_size(self):
         assert parse_size("1024TiB") == 1 << 50
         with pytest.raises(HarnessError, match="more than 1 PiB"):
             parse_size("1024.1TiB")
@@ -717,31 +680,31 @@ class TestUnits:
         ("text", "seconds"),
         [("90s", 90), ("20min", 1200), ("1h", 3600), ("1.5 h", 5400), ("250ms", 0.25), ("2d", 172800)],
     )
-    def test_durations(self, text: str, seconds: float) -> None:
+    def test_durations(self, text, seconds):
         assert parse_duration(text) == seconds
 
     @pytest.mark.parametrize("text", ["", "90", "1m", "-1s", "1h30min", "soon", "1:30"])
-    def test_what_is_no_duration(self, text: str) -> None:
+    def test_wrong_durations(self, text):
         with pytest.raises(HarnessError, match="expected a duration such as"):
             parse_duration(text)
 
 
 class TestFingerprints:
-    def test_labels_do_not_count(self, load: Load) -> None:
+    def test_labels_do_not_count(self, load):
         (cell,) = load(CELL).cells
         text = CELL.replace("name: s", "name: other") + "matrix: [{name: z, expect: timeout, reference: true}]"
         (relabelled,) = load(text, "repeats=9", "timeout=1h").cells
         assert relabelled.fingerprint() == cell.fingerprint()
         assert replace(relabelled, seed=1).fingerprint() != cell.fingerprint()
 
-    def test_ways_to_say_the_same(self, load: Load) -> None:
+    def test_equivalent_suites_have_the_same_fingerprint(self, load):
         one = load(CELL + "schedule: sweep\nhardware: {limits: {host_memory: 1GiB}}\npolicy: max_batch")
         other = load(CELL + "policy: {schedule: sweep, max_batch: true}\nhardware: {limits: {host_memory: 1073741824}}")
         assert one.cells[0].fingerprint() == other.cells[0].fingerprint()
 
     @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(st.text(alphabet=string.ascii_lowercase, min_size=1), unique=True, min_size=1, max_size=6))
-    def test_options_count(self, load: Load, values: list[str]) -> None:
+    def test_options_count(self, load, values):
         entries = [{"name": f"c{n}", "options": {"x": value}} for n, value in enumerate(values)]
         cells = load(CELL + "matrix: " + json.dumps(entries)).cells
         assert len({cell.fingerprint() for cell in cells}) == len(values)

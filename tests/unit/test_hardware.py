@@ -1,16 +1,17 @@
-"""Hardware profiles: what is shipped holds together, and what is wrong is refused in one line."""
+"""Hardware profiles: what is shipped holds together, what is wrong is refused; this host is measured once."""
 
-from __future__ import annotations
-
-from pathlib import Path
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from harness import hardware
 from harness.api import HarnessError
+from harness.hardware import provenance
+from harness.hardware.local_profile import LocalProfile
 
 
-def test_every_figure_of_a_shipped_profile_has_a_source() -> None:
+def test_every_figure_of_a_shipped_profile_has_a_source():
     assert len(hardware.names()) >= 3
     for name in hardware.names():
         profile = hardware.load(name)
@@ -46,7 +47,7 @@ GOOD = (
         ("name: x", "name: x\ndevices: 1", "device, link and devices come together"),
     ],
 )
-def test_a_wrong_figure_is_named(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_a_wrong_figure_is_named(tmp_path, old, new, words):
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
     assert hardware.load(str(path)).host.memory == 1e10
@@ -58,6 +59,29 @@ def test_a_wrong_figure_is_named(tmp_path: Path, old: str, new: str, words: str)
     assert len(str(caught.value).splitlines()) == (2 if new.startswith("reed") else 1)  # one for each problem
 
 
-def test_an_unknown_profile_has_a_nearest_name() -> None:
+def test_an_unknown_profile_has_a_nearest_name():
     with pytest.raises(HarnessError, match=r"did you mean 't4_gcp'\? \(shipped: "):
         hardware.load("t4_gpc")
+
+
+# ------------------------------------------------------------------------------------------------ this host
+
+LAPTOP = hardware.load("laptop_cpu")
+
+
+def test_a_host_is_measured_where_nobody_has(tmp_path):
+    measured = replace(LAPTOP, host_id=provenance.machine_key())
+    measure = Mock(side_effect=lambda: hardware.save(measured, hardware.local_path(tmp_path)))
+    known = LocalProfile(tmp_path)
+    assert known.get(measure).host == known.get(measure).host == LAPTOP.host
+    assert LocalProfile(tmp_path).get(measure).host == LAPTOP.host
+    assert measure.call_count == 1
+
+
+def test_a_measurement_that_failed_is_not_tried_before_every_launch(tmp_path):
+    measure = Mock(side_effect=HarnessError("no room to measure the disk"))
+    known = LocalProfile(tmp_path)
+    for _ in range(3):
+        with pytest.raises(HarnessError, match="no room"):
+            known.get(measure)
+    assert measure.call_count == 1

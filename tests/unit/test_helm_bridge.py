@@ -1,10 +1,7 @@
 """crfm-helm's own run specs: what it asks becomes requests, its metrics figures; by a stand-in for its interpreter."""
 
-from __future__ import annotations
-
 import stat
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,9 @@ import pytest
 from harness.api import HarnessError
 from harness.api.task import Answers, Circumstances
 from suites.tasks import known, task
+from tests.records import Letters, quiet
 
-ENTRY = "mmlu:subject=anatomy"
+ENTRY = "helm_run:mmlu:subject=anatomy"
 STAND_IN = """#!{python}
 import json, os, pathlib, sys
 if "metadata" in sys.argv[2]:
@@ -40,18 +38,6 @@ run.mkdir(parents=True)
 """
 
 
-class Letters:
-    begin = end = 0
-
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        return tuple(map(ord, prompt))
-
-    encode_plain = encode
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
-
-
 def given(folder: Path, context: int = 16, count: int | None = None) -> Circumstances:
     return Circumstances(Letters(), context, count, model=folder, cache=folder)
 
@@ -66,10 +52,10 @@ def helm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> None:
-    assert known(f"helm_run:{ENTRY}")
-    one = task(f"helm_run:{ENTRY}")
-    questions = one.questions(given(helm), lambda done, total: None)
+def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm):
+    assert known(ENTRY)
+    one = task(ENTRY)
+    questions = one.questions(given(helm), quiet)
     assert (questions.examples, questions.truncated) == (1, 0)
     first, second = questions.prompts
     assert first.prompt == second.prompt == (97, 98)
@@ -85,21 +71,21 @@ def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm: Path) -> 
     assert (helm / "helm" / "scenarios").is_dir()
 
 
-def test_what_is_too_long_loses_its_beginning_and_is_counted(helm: Path) -> None:
-    questions = task(f"helm_run:{ENTRY}").questions(given(helm, context=5), lambda done, total: None)
+def test_prompts_too_long_lose_their_beginning_and_are_counted(helm):
+    questions = task(ENTRY).questions(given(helm, context=5), quiet)
     assert questions.truncated == 1
     assert questions.prompts[0].prompt == (98,)
     with pytest.raises(HarnessError, match="needs 4 new tokens, which leave no room for a prompt"):
-        task(f"helm_run:{ENTRY}").questions(given(helm, context=4), lambda done, total: None)
+        task(ENTRY).questions(given(helm, context=4), quiet)
 
 
-def test_what_helm_cannot_do_is_told_in_its_last_line(helm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = task(f"helm_run:{ENTRY}")
+def test_failures_of_helm_are_reported_with_its_last_line(helm, monkeypatch):
+    one = task(ENTRY)
     with pytest.raises(HarnessError, match="crfm-helm failed: ConnectionError: no route to the data"):
-        one.questions(given(helm, count=13), lambda done, total: None)
+        one.questions(given(helm, count=13), quiet)
     monkeypatch.setenv("HARNESS_HELM_PYTHON", "/nowhere/python")
     with pytest.raises(HarnessError, match=r"/nowhere/python does not run.*accuracy.md"):
-        one.questions(given(helm), lambda done, total: None)
+        one.questions(given(helm), quiet)
     monkeypatch.delenv("HARNESS_HELM_PYTHON")
     with pytest.raises(HarnessError, match=r"crfm-helm is not installed here.*HARNESS_HELM_PYTHON"):
-        one.questions(given(helm), lambda done, total: None)
+        one.questions(given(helm), quiet)

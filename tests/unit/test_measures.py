@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from harness.api import (
     HardwareLimits,
-    LocalModel,
+    LoadReport,
     MachineRates,
-    ModelShape,
     ModelSpec,
     OffloadPolicy,
     RequestTrace,
@@ -19,8 +18,10 @@ from harness.api import (
     WorkloadSpec,
 )
 from harness.common.intervals import union_length
-from harness.common.roofline import rate_at, roofline
+from harness.common.roofline import bound_of, rate_at, roofline
 from harness.probes.latency import metrics, percentile
+from reports.rates import with_rates_around
+from tests.records import SMALL, SMALL_MODEL, rates, record
 
 
 def trace(name, start, times, prompt=4, padding=0):
@@ -44,7 +45,7 @@ def test_a_second_block_counts_its_own_prefill():
     assert found["decode_s"] == 2.0
 
 
-def test_padding_is_wasted_not_earned():
+def test_padding_counts_only_in_the_padded_throughput():
     plain = metrics([trace("a", 0.0, (1.0, 2.0))], phased=True)
     padded = metrics([trace("a", 0.0, (1.0, 2.0), padding=10)], phased=True)
     assert padded["generation_throughput_tok_s"] == plain["generation_throughput_tok_s"]
@@ -72,70 +73,60 @@ def test_percentile_lies_between_neighbours(values, q):
     assert low - 1e-6 <= percentile(values, q) <= high + 1e-6
 
 
-SHAPE = ModelShape("x", 2, 64, 256, 4, 4, 16, 1000, 2048, params_per_layer=49152, params_total=162304)
-MODEL = LocalModel("m", SHAPE, weight_bytes=400_000, dtype="bfloat16", digest="d")
-
-
-def profile(flops=1e9, disk=1e6):
-    return MachineRates((disk,), (64, 256), {"float32": {"1": (flops,), "1024": (flops,)}})
-
-
 EXACT = OffloadPolicy()
+SHORT, TEN = (WorkloadSpec(prompt_len=8, gen_len=tokens) for tokens in (2, 10))
 
 
-def bound(workload, batch, budget, machine, dtype="float32", model=MODEL, policy=EXACT, disk=None):
+def bound(workload, batch, budget, machine, dtype="float32", model=SMALL_MODEL, policy=EXACT, disk=None):
     limits = HardwareLimits(host_memory=budget, disk_bandwidth=disk)
     return roofline(model, RunSpec("e", ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
 
 
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
-    workload = WorkloadSpec(prompt_len=8, gen_len=10)
-    found = bound(workload, 4, 100_000, profile(flops=1e15))
-    cache = 4 * (8 + 5) * 9 / 10 * SHAPE.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
+    found = bound(TEN, 4, 100_000, rates(flops=1e15))
+    cache = 4 * (8 + 5) * 9 / 10 * SMALL.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
     disk_s = 10 * (300_000 + cache) / 1e6
     assert found.limited_by == "disk"
     assert found.disk_s == pytest.approx(disk_s)
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
     packed = OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
-    found = bound(workload, 4, 100_000, profile(flops=1e15), policy=packed)
+    found = bound(TEN, 4, 100_000, rates(flops=1e15), policy=packed)
     weights = 300_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
     assert found.disk_s == pytest.approx(10 * (weights + cache * 8.5 / 16) / 1e6)
-    throttled = bound(workload, 4, 100_000, profile(flops=1e15), disk=500_000)
+    throttled = bound(TEN, 4, 100_000, rates(flops=1e15), disk=500_000)
     assert throttled.disk_s == pytest.approx(2 * disk_s)
 
 
 def test_experts_that_nobody_asks_for_need_not_be_read():
-    workload, mixture = WorkloadSpec(prompt_len=8, gen_len=10), replace(SHAPE, params_idle=SHAPE.params_total // 2)
-    dense = bound(workload, 4, 100_000, profile(flops=1e15))
-    found = bound(workload, 4, 100_000, profile(flops=1e15), model=replace(MODEL, shape=mixture))
+    mixture = replace(SMALL, params_idle=SMALL.params_total // 2)
+    dense = bound(TEN, 4, 100_000, rates(flops=1e15))
+    found = bound(TEN, 4, 100_000, rates(flops=1e15), model=replace(SMALL_MODEL, shape=mixture))
     assert dense.disk_s - found.disk_s == pytest.approx(10 * 200_000 / 1e6)
 
 
 def test_a_fast_disk_bounds_by_arithmetic():
-    workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    found = bound(workload, 4, 100_000, profile(flops=1e9, disk=1e15))
-    by_hand = SHAPE.flops(32, 4, 4) / 1e9 + SHAPE.flops(4, 9, 4) / 1e9
+    found = bound(SHORT, 4, 100_000, rates(flops=1e9, disk=1e15))
+    by_hand = SMALL.flops(32, 4, 4) / 1e9 + SMALL.flops(4, 9, 4) / 1e9
     assert found.limited_by == "compute"
     assert found.compute_s == pytest.approx(by_hand)
 
 
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
     few = WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
-    assert bound(few, 64, None, profile()) == bound(few, 3, None, profile())
+    assert bound(few, 64, None, rates()) == bound(few, 3, None, rates())
 
 
 def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
-    workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    assert bound(workload, 1, None, profile()).disk_s == 0
-    assert bound(workload, 1, None, profile(), "bfloat16") is None
-    assert bound(workload, 1, 1, MachineRates((), None, profile().gemm_flops)) is None
+    assert bound(SHORT, 1, None, rates()).disk_s == 0
+    assert bound(SHORT, 1, None, rates(), "bfloat16") is None
+    assert bound(SHORT, 1, 1, MachineRates((), None, rates().gemm_flops)) is None
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))
 def test_the_bound_never_falls_with_a_faster_machine_or_more_memory(batch, gen, disk, budget):
     workload = WorkloadSpec(prompt_len=16, gen_len=gen)
-    slow = bound(workload, batch, int(budget), profile(1e9, disk))
-    fast = bound(workload, batch, int(budget) * 2, profile(2e9, 2 * disk))
+    slow = bound(workload, batch, int(budget), rates(1e9, disk))
+    fast = bound(workload, batch, int(budget) * 2, rates(2e9, 2 * disk))
     assert fast.throughput_tok_s >= slow.throughput_tok_s * (1 - 1e-9)
 
 
@@ -149,15 +140,71 @@ def test_rates_between_measured_rows():
 
 def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     """They cross the link in every pass; keys and values may be attended to where they are."""
-    workload = WorkloadSpec(prompt_len=8, gen_len=10)
     limits = HardwareLimits(device_memory=100_000, host_memory=10**9)
-    spec = RunSpec("e", ModelSpec("m"), workload, EXACT, limits=limits)
-    machine = replace(profile(flops=1e15), h2d=(1e6, 9e5))
-    found = roofline(MODEL, spec, 4, "float32", machine)
+    spec = RunSpec("e", ModelSpec("m"), TEN, EXACT, limits=limits)
+    machine = replace(rates(flops=1e15), h2d=(1e6, 9e5))
+    found = roofline(SMALL_MODEL, spec, 4, "float32", machine)
     assert found.limited_by == "link"
-    assert found.link_s == pytest.approx(10 * (MODEL.weight_bytes - 100_000) / 1e6)
+    assert found.link_s == pytest.approx(10 * (SMALL_MODEL.weight_bytes - 100_000) / 1e6)
     assert found.throughput_tok_s == pytest.approx(40 / found.link_s)
-    slow = roofline(MODEL, spec, 4, "float32", replace(profile(flops=1e6), h2d=(1e9,)))
+    slow = roofline(SMALL_MODEL, spec, 4, "float32", replace(rates(flops=1e6), h2d=(1e9,)))
     assert slow.limited_by == "compute"
-    assert roofline(MODEL, spec, 4, "float32", profile()) is None, "its rates are another processor's"
-    assert bound(workload, 4, None, machine) is None
+    assert roofline(SMALL_MODEL, spec, 4, "float32", rates()) is None, "its rates are another processor's"
+    assert bound(TEN, 4, None, machine) is None
+
+
+# ---------------------------------------------------------------------------------- rates before and after a launch
+
+LOAD = LoadReport(1000, 2048, 4, OffloadPolicy(), "float32", (0, 0, 0))
+SPEC = RunSpec("e", ModelSpec("m"), TEN, limits=HardwareLimits(host_memory=100_000))
+
+
+def bound_on(machine):
+    return roofline(SMALL_MODEL, SPEC, 4, "float32", machine)
+
+
+def launch(repeat, machine, host="a", start="10:00:00", wall_s=60.0):
+    return record(
+        SPEC, repeat, load=LOAD, machine=machine, model=SMALL_MODEL, bound=bound_on(machine), requests=(), metrics={},
+        provenance={"machine": {"cpu": host}}, started_at=f"2026-01-01T{start}+00:00", wall_s=wall_s,
+    )  # fmt: skip
+
+
+def bounds(*records):
+    return [r.bound.throughput_tok_s for r in with_rates_around(records)]
+
+
+def test_a_launch_is_held_to_the_mean_of_the_probes_before_and_after_it():
+    launches = [launch(0, rates(1e9, 2e6)), launch(1, rates(3e9, 1e6), start="10:01:30")]
+    expected = [bound_on(rates(2e9, 1.5e6)), launches[1].bound]
+    assert bounds(*launches) == pytest.approx([b.throughput_tok_s for b in expected])
+    assert bounds(*reversed(launches)) == pytest.approx([b.throughput_tok_s for b in reversed(expected)])
+
+
+def test_the_best_samples_of_a_probe_count():
+    noisy = MachineRates((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
+    found = bounds(launch(0, noisy), launch(1, rates(1e9, 1e6), start="10:01:30"))
+    assert found[0] == pytest.approx(bound_on(rates(1e9, 2e6)).throughput_tok_s)
+
+
+def test_a_probe_of_much_later_or_of_another_machine_says_nothing():
+    alone = launch(0, rates(1e9, 1e6))
+    for changes in ({"host": "fast", "start": "10:01:30"}, {"start": "11:00:00"}):
+        other = launch(1, rates(9e9, 9e6), **changes)
+        assert bounds(alone, other)[0] == alone.bound.throughput_tok_s
+
+
+def test_records_without_a_probe_stay_as_they_are():
+    bare = replace(launch(0, rates(1e9, 1e6)), machine=None, bound=None)
+    assert with_rates_around([bare]) == [bare]
+
+
+def test_a_bound_is_of_the_policy_that_was_found_and_of_the_lengths_that_were_asked_for():
+    found = LoadReport(1000, 2048, 4, OffloadPolicy(weight_bits=4, kv_bits=4), "float32", (0, 0, 0))
+    machine = rates(1e15, 1e6)  # the disk is the bound
+    chosen = bound_of(replace(launch(0, machine), load=found), machine)
+    assert chosen == roofline(SMALL_MODEL, replace(SPEC, policy=found.policy), 4, "float32", machine)
+    assert chosen.throughput_tok_s > 1.5 * bound_on(machine).throughput_tok_s
+    traced = replace(SPEC, workload=WorkloadSpec("trace", 100, 50, trace="t.csv"))
+    requests = tuple(RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
+    assert bound_of(replace(launch(0, machine), spec=traced, requests=requests), machine) == bound_on(machine)

@@ -1,6 +1,4 @@
-"""Reports: every figure by hand, hostile text inert in every format, damaged and newer records refused."""
-
-from __future__ import annotations
+"""Reports: every figure by hand, hostile text inert in every format, damaged, odd and newer records refused."""
 
 import csv
 import io
@@ -14,24 +12,34 @@ from pathlib import Path
 
 import pytest
 
-from harness.api import (
-    Bound,
-    HarnessError,
-    ModelSpec,
-    RunRecord,
-    TraceEvent,
-    WorkloadSpec,
-)
+from harness.api import Bound, HarnessError, ModelSpec, RunRecord, TraceEvent, WorkloadSpec, to_json
 from reports import text
 from reports.build import build
 from reports.figures import SUMMARY, allowed
+from reports.records import load_records, read_runs
+from reports.render import write as write_file
 from reports.summary import CellSummary, headline, metric, per_token, ranked, summary_rows
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library
-from tests.records import GIB, HOSTILE, cell, demo, failed, hostile_records, record, repeats, write
+from tests.records import (
+    GIB,
+    HOSTILE,
+    PROVENANCE,
+    assert_tables_are_whole,
+    cell,
+    demo,
+    failed,
+    hostile_records,
+    record,
+    repeats,
+    report,
+    write,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "report.csv"
+#: The data of charts in a page.
+DATA = re.compile(r'<script type="application/json">(.*?)</script>', re.S)
 
 
 def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
@@ -42,7 +50,7 @@ def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def test_figures_of_a_cell() -> None:
+def test_figures_of_a_cell():
     row = by_name(demo())["accelerate-float32"]
     assert (row.throughput, row.median) == ((2.0, 2.2, 1.9), 2.0)
     assert next(f for f in SUMMARY if f.title == "Range").get(row) == "1.90 to 2.20"
@@ -59,7 +67,7 @@ def test_figures_of_a_cell() -> None:
     assert per_token(row.ok_records, "energy_j") is None
 
 
-def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
+def test_ratio_is_to_the_best_ranked_cell_of_another_engine():
     rows = by_name(demo())
     assert {r.engine: r.rival for r in rows.values() if r.ratio} == {
         "accelerate": "offload-zigzag",
@@ -73,21 +81,21 @@ def test_ratio_is_to_the_best_ranked_cell_of_another_engine() -> None:
     assert rows["transformers-within-limit"].ratio is None
 
 
-def test_an_engine_alone_is_compared_with_itself() -> None:
+def test_an_engine_alone_is_compared_with_itself():
     rows = summary_rows([r for r in demo() if r.spec.engine == "accelerate"])
     ratios = {row.name: row.ratio.ratio for row in rows if row.ratio}
     assert ratios["accelerate-float32"] == pytest.approx(2 / 1.05)
     assert ratios["accelerate-bfloat16"] == pytest.approx(1.05 / 2)
 
 
-def test_order_ranked_then_failed_then_references() -> None:
+def test_order_ranked_then_failed_then_references():
     names = [r.name for r in summary_rows(demo())]
     assert names[:3] == ["offload-zigzag", "accelerate-float32", "accelerate-bfloat16"]
     assert set(names[3:5]) == {"transformers-within-limit", "flexgen-percent-50"}
     assert set(names[5:]) == {"resident-float32", "resident-bfloat16"}
 
 
-def test_agreement_is_with_the_reference_of_the_same_dtype() -> None:
+def test_agreement_is_with_the_reference_of_the_same_dtype():
     rows = by_name(demo())
     assert (rows["accelerate-float32"].equal_outputs, rows["accelerate-float32"].compared_outputs) == (12, 12)
     assert rows["accelerate-float32"].compared_with == "resident-float32"
@@ -97,30 +105,30 @@ def test_agreement_is_with_the_reference_of_the_same_dtype() -> None:
     assert rows["resident-float32"].compared_outputs is None
 
 
-def test_agreement_needs_the_same_seed() -> None:
+def test_agreement_needs_the_same_seed():
     reference = cell("resident", "transformers", reference=True, seed=1)
     assert by_name([record(cell()), record(reference)])["accelerate-float32"].compared_outputs is None
 
 
-def test_cells_of_other_models_and_workloads_are_not_compared() -> None:
+def test_cells_of_other_models_and_workloads_are_not_compared():
     other = cell("accelerate-long", workload=WorkloadSpec(prompt_len=512))
     rows = by_name([record(cell(), speed=1), record(other, speed=2)])
     assert {r.ratio for r in rows.values()} == {None}
     assert len({r.workload for r in rows.values()}) == 2
 
 
-def test_a_repeat_that_failed_takes_a_cell_out_of_the_ranking() -> None:
+def test_a_repeat_that_failed_takes_a_cell_out_of_the_ranking():
     rows = summary_rows([record(cell("a"), 0, 9.0), failed(cell("a"), "timeout", "", 1), record(cell("b", seed=1))])
     assert [r.name for r in ranked(rows)] == ["b"]
     assert rows[1].median == 9.0 and rows[1].ratio is None and rows[1].status == "timeout"
 
 
-def test_an_interrupted_repeat_says_nothing_about_the_engine() -> None:
+def test_an_interrupted_repeat_says_nothing_about_the_engine():
     (row,) = summary_rows([record(cell()), failed(cell(), "interrupted", "interrupted", 1)])
     assert row.ok and row.status == "ok"
 
 
-def test_expected_failures() -> None:
+def test_expected_failures():
     rows = by_name(demo())
     assert rows["transformers-within-limit"].expected_failure
     assert not rows["flexgen-percent-50"].expected_failure
@@ -129,33 +137,33 @@ def test_expected_failures() -> None:
     assert not surprise.expected_failure and not surprise.as_expected
 
 
-def test_simulated_cells_are_never_ranked_above_measured_ones() -> None:
+def test_simulated_cells_are_never_ranked_above_measured_ones():
     records = [record(cell("a"), speed=1), record(cell("b", seed=1), speed=9, simulated=True)]
     assert [r.name for r in ranked(summary_rows(records))] == ["a"]
     assert [r.name for r in ranked(summary_rows(records[1:]))] == ["b"]
     assert "(simulated)" in headline(summary_rows(records[1:]))
 
 
-def test_fewer_requests_are_marked() -> None:
+def test_fewer_requests_are_marked():
     rows = by_name([record(cell("a")), record(cell("b", seed=1), digests=("a", "b"))])
     assert rows["b"].fewer_requests and not rows["a"].fewer_requests
 
 
-def test_missing_and_impossible_figures_are_none() -> None:
+def test_missing_and_impossible_figures_are_none():
     metrics = {"generation_throughput_tok_s": float("nan"), "ttft_p50_s": float("inf"), "decode_s": None}
     (row,) = summary_rows([record(cell(), metrics=metrics, bound=Bound(0.0, 0.0, 0.0, "disk"))])
     assert row.median is None and row.bound_fraction is None and not row.ok
     assert metric(row.ok_records, "ttft_p50_s") is None
 
 
-def test_what_each_resource_allows_is_the_median_over_repeats() -> None:
+def test_what_each_resource_allows_is_the_median_over_repeats():
     bounds = (Bound(4.0, 4.0, 8.0, "disk"), Bound(2.0, 4.0, 8.0, "disk"), Bound(3.0, 4.0, 0.0, "compute"))
     (row,) = summary_rows([record(cell(), i, bound=b) for i, b in enumerate(bounds)])
     assert row.bound_tok_s == 3.0
     assert (allowed(row, "compute_s"), allowed(row, "disk_s")) == (4.0, 3.0)
 
 
-def test_headline() -> None:
+def test_headline():
     assert headline(summary_rows(demo())) == (
         "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the fastest of another engine, and at 77.5 % of "
         "the roofline (disk): 3.10 tok/s within the limit."
@@ -167,7 +175,7 @@ def test_headline() -> None:
     assert headline(summary_rows([failed(cell(), "error", "x")])) == "The cell has no result."
 
 
-def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
+def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path):
     events = (
         TraceEvent("w0", "load", 0.0, 4e5),
         TraceEvent("w1", "load", 2e5, 4e5),
@@ -180,13 +188,12 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
     (row,) = summary_rows([record(cell("traced"), trace=events)])
     panel = utilisation_panel([row])
-    assert panel is not None and panel.table is not None
     assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "60", "50"]  # seconds, and percent of them
     lanes = {d["lane"]: d["shares"] for d in panel.spec["data"]["values"]}
     assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0
 
 
-def test_busy_shares_are_of_each_part_and_count_overlaps_once() -> None:
+def test_busy_shares_are_of_each_part_and_count_overlaps_once():
     events = (TraceEvent("a", "x", 0.0, 15.0), TraceEvent("b", "x", 10.0, 10.0), TraceEvent("c", "x", 35.0, 1.0))
     assert busy(events, 40.0, 4) == [1.0, 1.0, 0.0, 0.1]
 
@@ -214,7 +221,7 @@ def hostile(tmp_path: Path) -> dict[str, str]:
     return {p.suffix: p.read_text(encoding="utf-8") for p in build([tmp_path])}
 
 
-def test_hostile_text_is_inert_in_html(hostile: dict[str, str]) -> None:
+def test_hostile_text_is_inert_in_html(hostile):
     page = _Page()
     page.feed(hostile[".html"])
     scripts = re.findall(r"<script([^>]*)>", hostile[".html"])
@@ -224,48 +231,45 @@ def test_hostile_text_is_inert_in_html(hostile: dict[str, str]) -> None:
     assert all(v and v.startswith("#") for k, v in page.attributes if k == "href")
     assert "&lt;script&gt;alert(1)" in hostile[".html"]
     assert "{{7*7}}" in hostile[".html"]
-    data = re.findall(r'<script type="application/json">(.*?)</script>', hostile[".html"], re.S)
+    data = DATA.findall(hostile[".html"])
     assert data and all(json.loads(text) for text in data)
     assert not set("\x1b\u202e") & set(hostile[".html"])
 
 
-def test_html_needs_no_network(hostile: dict[str, str]) -> None:
+def test_html_needs_no_network(hostile):
     assert "default-src 'none'" in hostile[".html"]
     own = hostile[".html"].replace(str(library()), "")
     assert not re.search(r"""(src=|@import|url\(|href="?http)""", own)
 
 
-def test_hostile_text_is_inert_in_markdown(hostile: dict[str, str]) -> None:
+def test_hostile_text_is_inert_in_markdown(hostile):
     document = hostile[".md"]
     assert set(re.findall(r"<[^>]*>", document)) == {"<details>", "</details>", "<summary>", "</summary>"}
     assert not re.search(r"(?<!\\)`", document)
     assert not re.search(r"(?<!\\)\[", document)
     assert "@all" not in document
-    for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
-        pipes = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
-        assert len(pipes) == 1, block
+    assert_tables_are_whole(document)
 
 
-def test_formulas_are_neutralised_in_csv(tmp_path: Path) -> None:
+def test_formulas_are_neutralised_in_csv(tmp_path):
     spec = cell("=cmd|' /C calc'!A0", suite="+1", model=ModelSpec("@SUM(1)"))
-    build([write(tmp_path, [record(spec, 0, reason="-2+3\n=1", command="\t=1")])])
-    (line,) = csv.DictReader(io.StringIO((tmp_path / "report.csv").read_text()))
+    table = report(tmp_path, [record(spec, 0, reason="-2+3\n=1", command="\t=1")], "csv")
+    (line,) = csv.DictReader(io.StringIO(table))
     assert all(not (v or "").startswith(("=", "+", "-", "@", "\t", "\r")) for v in line.values())
     assert line["name"] == "'=cmd|' /C calc'!A0"
     assert line["reason"] == "'-2+3 =1"
 
 
-def test_csv_is_one_line_a_record(hostile: dict[str, str]) -> None:
+def test_csv_is_one_line_a_record(hostile):
     assert len(hostile[".csv"].splitlines()) == 1 + 3
 
 
-def test_csv_golden(tmp_path: Path) -> None:
+def test_csv_golden(tmp_path):
     shuffled = sorted(demo(), key=lambda r: r.repeat)
-    build([write(tmp_path, shuffled)])
-    assert (tmp_path / "report.csv").read_text() == GOLDEN.read_text(), "rewrite tests/golden/report.csv if intended"
+    assert report(tmp_path, shuffled, "csv") == GOLDEN.read_text(), "rewrite tests/golden/report.csv if intended"
 
 
-def test_build_picks_places(tmp_path: Path) -> None:
+def test_build_picks_places(tmp_path):
     run = write(tmp_path / "run", demo())
     assert [p.name for p in build([run])] == ["report.html", "report.md", "report.csv", "report.xml"]
     assert build([run], tmp_path / "deep" / "folder")[0] == tmp_path / "deep" / "folder" / "report.html"
@@ -273,25 +277,22 @@ def test_build_picks_places(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_target_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_target_that_cannot_be_written(tmp_path):
     run = write(tmp_path / "run", demo())
     (tmp_path / "file").write_text("")
     with pytest.raises(HarnessError, match=r"cannot write .*--out"):
         build([run], tmp_path / "file" / "out")
 
 
-def test_html_is_complete_and_accessible(tmp_path: Path) -> None:
-    build([write(tmp_path, demo())])
-    document = (tmp_path / "report.html").read_text()
+def test_html_is_complete_and_accessible(tmp_path):
+    document = report(tmp_path, demo())
     page = _Page()
     page.feed(document)
     assert page.tags.count("caption") == page.tags.count("table")
     ids = [v for k, v in page.attributes if k == "id"]
     assert len(ids) == len(set(ids))
     assert {(v or "")[1:] for k, v in page.attributes if k == "href"} <= set(ids)
-    throughput = next(
-        json.loads(t) for t in re.findall(r'<script type="application/json">(.*?)</script>', document, re.S)
-    )
+    throughput = json.loads(DATA.findall(document)[0])
     dots = [d for d in throughput["data"]["values"] if d["kind"] in ("repeat", "beyond")]
     assert len(dots) >= 15  # every ok repeat is a dot
     for expected in ("never ranked", "harness run demo --cell offload-zigzag", "Batch search"):
@@ -299,15 +300,14 @@ def test_html_is_complete_and_accessible(tmp_path: Path) -> None:
     assert "77.5 % of the roofline (disk)" in document
 
 
-def test_markdown_holds_the_results(tmp_path: Path) -> None:
-    build([write(tmp_path, demo())])
-    document = (tmp_path / "report.md").read_text()
+def test_markdown_holds_the_results(tmp_path):
+    document = report(tmp_path, demo(), "md")
     assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 77.5 | disk |" in document
     assert "5 cells" not in document and "7 cells, 21 repeats: 5 ok, 1 failed as expected" in document
     assert len(document) < 60_000
 
 
-def test_terminal_summary() -> None:
+def test_terminal_summary():
     shown = summary_text([*demo(), *hostile_records()], width=100)
     assert "offload-zigzag" in shown and "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 100
@@ -320,23 +320,23 @@ def test_terminal_summary() -> None:
     ("value", "shown"),
     [(0, "0"), (1.416, "1.42"), (0.0542, "0.0542"), (12.34, "12.3"), (15432.1, "15,432"), (3, "3"), (1e-7, "1e-07")],
 )
-def test_numbers_have_three_digits(value: float, shown: str) -> None:
+def test_numbers_have_three_digits(value, shown):
     assert text.number(value) == shown
 
 
-def test_a_column_has_one_number_of_decimals() -> None:
+def test_a_column_has_one_number_of_decimals():
     assert text.decimals([1.42, 0.754]) == 2
     assert text.decimals([120.0, 0.054]) == 3
     assert text.decimals([8, 16]) == 0
     assert text.decimals([]) == 0
 
 
-def test_junit_has_a_case_for_each_cell(tmp_path: Path) -> None:
+def test_junit_has_a_case_for_each_cell(tmp_path):
     odd = [failed(cell("odd", seed=9), "error", "boom <&> \x00\ufffe", repeat) for repeat in range(2)]
     awaited = failed(replace(cell("awaited", seed=8), expect="infeasible"), "infeasible", "too large")
     stopped = failed(cell("stopped", seed=7), "interrupted", "")
-    build([write(tmp_path, [*repeats(cell("fine"), [1.0, 2.0, 3.0]), *odd, awaited, stopped])])
-    (suite,) = ET.fromstring((tmp_path / "report.xml").read_bytes())
+    document = report(tmp_path, [*repeats(cell("fine"), [1.0, 2.0, 3.0]), *odd, awaited, stopped], "xml")
+    (suite,) = ET.fromstring(document.encode())
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "1", "1")
     cases = {case.get("name"): case for case in suite}
     failure = cases["odd"].find("failure")
@@ -344,3 +344,87 @@ def test_junit_has_a_case_for_each_cell(tmp_path: Path) -> None:
     assert cases["stopped"].find("skipped") is not None
     assert "2 tok/s, 3 launches" in "".join(cases["fine"].itertext())
     assert cases["awaited"].find("failure") is None
+
+
+# ------------------------------------------------------------------------------------------------ reading and writing
+
+
+def test_a_truncated_last_line_is_left_out_with_a_note(tmp_path):
+    line = json.dumps(to_json(record(cell(), 1)))
+    runs = read_runs([write(tmp_path, [record(cell())], tail=line[: len(line) // 2])])
+    assert len(runs.records) == 1
+    assert "incomplete" in runs.notes[0]
+
+
+def test_damage_elsewhere_is_an_error(tmp_path):
+    path = write(tmp_path, [record(cell())], tail="{broken\n") / "records.jsonl"
+    with pytest.raises(HarnessError, match=f"^{re.escape(str(path))}:2: not JSON"):
+        load_records([tmp_path])
+
+
+def test_the_last_of_duplicates_wins(tmp_path):
+    one, two = write(tmp_path / "1", [record(cell(), 0, 1.0)]), write(tmp_path / "2", [record(cell(), 0, 3.0)])
+    runs = read_runs([one, two])
+    assert [r.metrics["generation_throughput_tok_s"] for r in runs.records] == [3.0]
+    assert "1 of 2 records" in runs.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no records.jsonl"),
+        ("", "holds no complete record"),
+        ('{"spec": {"en', "holds no complete record"),
+        ('{"schema_version": 3, "new": 1}\n', "schema_version 3 is newer than 2"),
+        ("[1]\n", "not a record"),
+        ("{}\n", "not a record"),
+        ('{"schema_version": 2}\n', "field 'spec' is missing"),
+        ("[" * 100_000 + "\n1\n", "not JSON"),
+        ('{"schema_version": 2, "wall_s": NaN}\n', "NaN is no number"),
+    ],
+)
+def test_unreadable_records_are_one_clear_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "records.jsonl").write_text(content)
+    with pytest.raises(HarnessError, match=message) as caught:
+        load_records([tmp_path])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_too_long_and_a_circular_link_cannot_be_read(tmp_path):
+    (tmp_path / "records.jsonl").symlink_to(tmp_path / "records.jsonl")
+    for folder in (tmp_path, Path("a" * 300)):
+        with pytest.raises(HarnessError, match="cannot read"):
+            load_records([folder])
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, 1e300])
+def test_impossible_speeds_are_not_ranked(tmp_path, speed):
+    odd = replace(record(cell("odd", seed=3)), metrics={"generation_throughput_tok_s": speed})
+    other = {**PROVENANCE, "machine": {"ram_bytes": 10**400}, "git": "none"}
+    assert "odd" in report(tmp_path, [odd, record(cell(), provenance=other), record(cell("b", "offload", seed=1))])
+
+
+def test_a_target_that_is_a_folder(tmp_path):
+    with pytest.raises(HarnessError, match="it is a folder"):
+        write_file(tmp_path, "text")
+    with pytest.raises(HarnessError, match="it is a folder"):
+        write_file(Path(), "text")
+
+
+def test_no_directory():
+    with pytest.raises(HarnessError, match="no run directory"):
+        load_records([])
+
+
+def test_a_damaged_suite_file_is_only_noted(tmp_path):
+    write(tmp_path, [record(cell())])
+    (tmp_path / "suite.yaml").write_text("description: [unclosed\n")
+    assert "cannot be read" in read_runs([tmp_path]).notes[0]
+
+
+@pytest.mark.parametrize("out", ["a" * 300, "folder/" + "a" * 300 + ".html"])
+def test_a_name_longer_than_a_file_system_takes(tmp_path, out):
+    run = write(tmp_path / "run", [record(cell())])
+    with pytest.raises(HarnessError, match=r"^cannot write .*choose another place with --out$"):
+        build([run], tmp_path / out)

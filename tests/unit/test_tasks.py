@@ -1,14 +1,11 @@
 """Accuracy tasks: prompts byte for byte as they were given, figures by hand, and what is told of broken data."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-import types
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -20,6 +17,7 @@ from suites.tasks.helm import Instance, sampled
 from suites.tasks.measures import f1, mean
 from suites.tasks.prompts import PromptTask
 from suites.tasks.wikitext import FILE, WINDOW, WikiText, _text
+from tests.records import Letters, quiet
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs shared/data")
@@ -41,16 +39,14 @@ def given(name: str) -> list[dict[str, object]]:
 
 @needs_data
 @pytest.mark.parametrize("name", GIVEN)
-def test_prompts_are_those_that_were_given_byte_for_byte(name: str) -> None:
+def test_prompts_are_those_that_were_given_byte_for_byte(name):
     one, lines = task(name), given(name)
     material = one.material(DATA)
     assert len(material.examples) == len(lines)
     for example, line in zip(material.examples, lines, strict=True):
         shown = (example.prompt, *example.shorter)
-        shots = line.get("n_shots", 0)
-        full = len(example.shorter)
-        prompt = shown[full - int(str(shots))] if "n_shots" in line else shown[0]
-        assert prompt == line["prompt"]
+        left_out = len(example.shorter) - line["n_shots"] if "n_shots" in line else 0
+        assert shown[left_out] == line["prompt"]
         right = line.get("gold", line.get("label"))
         assert right in example.answers or (name.startswith(("em_", "ed_")) and right is not None)
         assert one.max_tokens == line["max_tokens"]
@@ -61,7 +57,7 @@ def test_prompts_are_those_that_were_given_byte_for_byte(name: str) -> None:
 
 @needs_data
 @pytest.mark.parametrize("name", GIVEN)
-def test_right_answers_are_worth_all_and_wrong_ones_nothing(name: str) -> None:
+def test_right_answers_are_worth_all_and_wrong_ones_nothing(name):
     one = task(name)
     examples = one.material(DATA).examples[:300]
     right = one.evaluate(examples, [(f" {e.answers[0]}",) for e in examples])
@@ -75,7 +71,7 @@ def test_right_answers_are_worth_all_and_wrong_ones_nothing(name: str) -> None:
     assert right.examples == (len(questions) or None)
 
 
-def test_figures_by_hand() -> None:
+def test_figures_by_hand():
     assert mean("a", [1.0, 0.0, 1.0, 1.0]) == {"a": 0.75, "a_stderr": pytest.approx((0.75 / 3 / 4) ** 0.5)}
     assert mean("a", [0.5]) == {"a": 0.5, "a_stderr": 0.0}
     # of two yes one was found; of three no one was not said: a wrong answer to it counts as a yes, whatever it was
@@ -104,11 +100,11 @@ def test_figures_by_hand() -> None:
         ("rouge_2", "dogs barked loudly", "dog barks loudly", 1),  # by their stems
     ],
 )
-def test_metrics_of_helm(metric: str, gold: str, answer: str, worth: float) -> None:
+def test_metrics_of_helm(metric, gold, answer, worth):
     assert measures.METRICS[metric](gold, answer) == pytest.approx(worth)
 
 
-def test_the_best_of_several_answers_and_of_several_right_ones() -> None:
+def test_the_best_of_several_answers_and_of_several_right_ones():
     found = measures.by_name(
         ("quasi_exact_match", "quasi_exact_match@2"), [("Rome", "Roma")], [("Paris", "roma", "rome")], [0]
     )
@@ -116,7 +112,7 @@ def test_the_best_of_several_answers_and_of_several_right_ones() -> None:
     assert found.figures["quasi_exact_match@2"] == 1
 
 
-def test_a_question_that_is_asked_again_is_no_other_question() -> None:
+def test_trials_of_one_question_count_as_one_example():
     found = measures.by_name(("exact_match",), [("a",)] * 4, [("a",), ("b",), ("a",), ("a",)], [0, 1, 0, 1])
     assert found.outcomes == {"exact_match": (1.0, 0.5)}
     assert found.examples == 2
@@ -124,25 +120,22 @@ def test_a_question_that_is_asked_again_is_no_other_question() -> None:
 
 
 @needs_data
-def test_what_is_neither_right_nor_a_choice_is_wrong() -> None:
+def test_what_is_neither_right_nor_a_choice_is_wrong():
     one = task("helm_mmlu_abstract_algebra")
     examples = one.material(DATA).examples[:20]
     assert one.evaluate(examples, [("the",)] * 20).figures["exact_match"] == 0
 
 
-@pytest.mark.parametrize(
-    ("table", "what"),
-    [("Answer,BC", "'BC' is not a letter"), ("Answer,", "'' is not a letter")],
-)
-def test_answers_of_multiple_choice_are_one_letter(tmp_path: Path, table: str, what: str) -> None:
+@pytest.mark.parametrize("answer", ["BC", ""])
+def test_answers_of_multiple_choice_are_one_letter(tmp_path, answer):
     (tmp_path / "mmlu").mkdir()
     for name in ("dev", "val", "test"):
-        (tmp_path / "mmlu" / f"abstract_algebra_{name}.csv").write_text(f"q,a,b,c,{table}\n")
-    with pytest.raises(HarnessError, match=what):
+        (tmp_path / "mmlu" / f"abstract_algebra_{name}.csv").write_text(f"q,a,b,c,Answer,{answer}\n")
+    with pytest.raises(HarnessError, match=f"'{answer}' is not a letter"):
         task("helm_mmlu_abstract_algebra").material(tmp_path)
 
 
-def test_worked_examples_are_of_every_class_and_differ_by_trial() -> None:
+def test_worked_examples_are_of_every_class_and_differ_by_trial():
     train = [Instance(f"q{i}", "", "yes" if i < 8 else "no") for i in range(10)]
     for trial in range(3):
         labels = [one.label for one in sampled(train, 5, trial)]
@@ -171,13 +164,13 @@ def wrangling(tmp_path: Path, table: str, prefix: str = "Is it?\n") -> tuple[Pro
         ('name,description,manufacturer\n"a,b,c\n', "test.csv:\\d: unexpected end of data"),
     ],
 )
-def test_a_broken_table_is_told_with_its_line(tmp_path: Path, table: str, words: str) -> None:
+def test_a_broken_table_is_told_with_its_line(tmp_path, table, words):
     one, folder = wrangling(tmp_path, table)
     with pytest.raises(HarnessError, match=words):
         one.material(folder)
 
 
-def test_files_that_are_not_there_not_text_or_not_json(tmp_path: Path) -> None:
+def test_files_that_are_not_there_not_text_or_not_json(tmp_path):
     data = Data(tmp_path)
     with pytest.raises(HarnessError, match=r"a\.txt does not exist: name the data folder with --data-dir"):
         data.text("a.txt")
@@ -195,7 +188,7 @@ def test_files_that_are_not_there_not_text_or_not_json(tmp_path: Path) -> None:
         data.bare_rows("a.csv", 6)
 
 
-def test_tasks_without_data_say_where_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_without_data_say_where_to_get_them(monkeypatch):
     with pytest.raises(HarnessError, match=r"em_beer.*--data-dir"):
         task("em_beer").material(None)
     with pytest.raises(HarnessError, match="it reads no files"):
@@ -207,19 +200,14 @@ def test_tasks_without_data_say_where_to_get_them(monkeypatch: pytest.MonkeyPatc
     assert not (known("lm_eval:") or known("helm_run:") or known("em_bear"))
 
 
-def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch):
     rows = [{"question": f"q{i} is by", "references": [f"p{i}", "x"]} for i in range(6)]
-
-    def load_dataset(path: str, name: str, split: str) -> list[dict[str, object]]:
-        asked.append((path, name, split))
-        return rows
-
-    hub = types.SimpleNamespace(load_dataset=load_dataset)
+    hub = Mock(**{"load_dataset.return_value": rows})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     one = task("helm_wikifact_plaintiff")
     examples = one.material(None).examples
-    assert asked == [("lighteval/wikifact", "plaintiff", "train"), ("lighteval/wikifact", "plaintiff", "test")]
+    splits = [call("lighteval/wikifact", "plaintiff", split=split) for split in ("train", "test")]
+    assert hub.load_dataset.call_args_list == splits
     assert len(examples) == 3 * 6
     assert examples[0].prompt.endswith("\n\nq0 is by")
     assert examples[0].answers == ("p0", "x")
@@ -227,58 +215,47 @@ def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch: pytest.MonkeyPat
         "quasi_exact_match": 0, "quasi_exact_match_stderr": 0, "quasi_exact_match@5": 1, "quasi_exact_match@5_stderr": 0
     }  # fmt: skip
 
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("no route")
-
-    hub.load_dataset = refuse
+    hub.load_dataset.side_effect = ConnectionError("no route")
     with pytest.raises(HarnessError, match=r"lighteval/wikifact cannot be loaded: no route; connect to the hub"):
         one.material(None)
 
 
-class _Letters:
-    """A token a letter, after a beginning."""
-
-    begin = end = 0
+class Begun(Letters):
+    """With a beginning."""
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         return (0, *self.encode_plain(prompt))
 
-    def encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(map(ord, text))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
-
-
-def test_wikitext_by_tokens_is_windows_of_lines_as_datasets_joins_them(tmp_path: Path) -> None:
+def test_wikitext_by_tokens_is_windows_of_lines_as_datasets_joins_them(tmp_path):
     (tmp_path / FILE).parent.mkdir()
     (tmp_path / FILE).write_text(" \n = A = \n \n" + "x" * 3 * WINDOW + "\n", encoding="utf-8")
-    given, one = Circumstances(_Letters(), WINDOW, folder=tmp_path), WikiText()
-    asked = one.questions(given, lambda done, total: None)
+    given, one = Circumstances(Begun(), WINDOW, folder=tmp_path), WikiText()
+    asked = one.questions(given, quiet)
     assert asked.examples == len(asked.pairs) == 3
     whole = "".join(map(chr, (t for context, window in asked.pairs for t in (*context, *window))))
     assert whole.startswith("\0\n\n = A = \n\n\n\n\nxxx")
     assert all((len(context), len(window)) == (1, WINDOW - 1) for context, window in asked.pairs)
-    assert len(one.questions(replace(given, count=2), lambda done, total: None).pairs) == 2
+    assert len(one.questions(replace(given, count=2), quiet).pairs) == 2
     scores = [Score(-2.0 * (WINDOW - 1), False), Score(-4.0 * (WINDOW - 1), False)]
     found = one.judge(given, Answers(scores=scores))
     assert found.figures["token_perplexity"] == pytest.approx(math.exp(3))
     assert found.figures["token_perplexity_stderr"] == pytest.approx(math.exp(3) * 1.0)
     assert found.outcomes == {"token_perplexity": (-2.0, -4.0)}
     with pytest.raises(HarnessError, match="windows of 2048 tokens, the model's context is 2047"):
-        one.questions(replace(given, context=WINDOW - 1), lambda done, total: None)
+        one.questions(replace(given, context=WINDOW - 1), quiet)
 
 
 @needs_data
-def test_wikitext_has_as_many_tokens_of_opt_as_is_known() -> None:
+def test_wikitext_has_as_many_tokens_of_opt_as_is_known():
     """287,645 is what GPTQ's own loading prints for OPT."""
     tokenizers = pytest.importorskip("tokenizers")
     own = tokenizers.ByteLevelBPETokenizer(*(str(DATA / "tokenizer_opt" / n) for n in ("vocab.json", "merges.txt")))
 
-    class Opt(_Letters):
+    class Opt(Begun):
         def encode_plain(self, text: str) -> tuple[int, ...]:
             return tuple(own.encode(text).ids)
 
     given = Circumstances(Opt(), WINDOW, folder=DATA)
     assert len(Opt().encode(_text(DATA)[0])) == 287_645
-    assert len(WikiText().questions(given, lambda done, total: None).pairs) == 287_645 // WINDOW
+    assert len(WikiText().questions(given, quiet).pairs) == 287_645 // WINDOW

@@ -83,7 +83,7 @@ def task_seconds(row: CellSummary, task: str, predicted: bool = False) -> float 
     return seconds if task == "waiting" else seconds or None
 
 
-def _placed(read: Callable[[OffloadPolicy], float | str]) -> Callable[[CellSummary], float | str | None]:
+def _placed(read: Callable[[OffloadPolicy], float | str | None]) -> Callable[[CellSummary], float | str | None]:
     """A function from a cell to a value of the policy as the engine realised it; None for engines without placement."""
 
     def get(row: CellSummary) -> float | str | None:
@@ -91,6 +91,16 @@ def _placed(read: Callable[[OffloadPolicy], float | str]) -> Callable[[CellSumma
         return read(policies[-1]) if policies else None
 
     return get
+
+
+def _in_tiers(kind: str, *tiers: int) -> Callable[[CellSummary], float | str | None]:
+    """The share of a policy's weights or KV cache that lies in some of device, host and disk."""
+
+    def share(policy: OffloadPolicy) -> float | None:
+        fractions = getattr(policy, kind)
+        return None if fractions is None else sum(fractions[tier] for tier in tiers)
+
+    return _placed(share)
 
 
 _UNRANKED = "not ranked: a reference, incomplete, or without a rival"
@@ -201,10 +211,10 @@ TASKS = tuple(
 
 #: Placement and storage of weights and KV cache; memory is device and host memory.
 PLACEMENT = (
-    Figure("Weights in memory", "%", _placed(lambda p: p.weights[0] + p.weights[1]), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights on disk", "%", _placed(lambda p: p.weights[2]), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache in memory", "%", _placed(lambda p: p.cache[0] + p.cache[1]), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache on disk", "%", _placed(lambda p: p.cache[2]), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights in memory", "%", _in_tiers("weights", 0, 1), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights on disk", "%", _in_tiers("weights", 2), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache in memory", "%", _in_tiers("cache", 0, 1), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache on disk", "%", _in_tiers("cache", 2), _NO_PLACEMENT, scale=0.01),
     Figure("Weights", "bits", _placed(lambda p: p.weight_bits), _NO_PLACEMENT),
     Figure("Cache", "bits", _placed(lambda p: p.kv_bits), _NO_PLACEMENT),
     Figure("Schedule", "", _placed(lambda p: p.schedule), _NO_PLACEMENT, numeric=False),

@@ -1,7 +1,5 @@
 """Hooks of the site: links to the source tree, the command line's help, and Markdown inside the reports' <details>."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

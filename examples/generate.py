@@ -3,8 +3,6 @@
 python examples/generate.py [CACHE]
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python examples/ratios.py docs/results/cpu_offload-2026-11-23 accelerate-bfloat16
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from pathlib import Path

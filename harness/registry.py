@@ -3,8 +3,6 @@
 Everything is imported on use, so that nothing heavy is imported to print `--help`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.resources

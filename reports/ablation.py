@@ -1,7 +1,5 @@
 """Ablations: cells of an engine that differ from a base cell in a single setting, and what the change costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Accuracy of task answers: a table with paired tests against exact answers, a chart, and a check for regressions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Writes report.html, .md, .csv and .xml from run directories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Charts with a row for each cell (throughput, bound, memory, tiers, tasks), and predicted against measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from reports import figures, vega

@@ -4,8 +4,6 @@ The unit is a launch. A regression needs a Hodges-Lehmann ratio whose bootstrap 
 max(3 %, twice the A/A noise floor), and an exact Mann-Whitney p below alpha after Holm's correction over the cells.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Renders comparisons as text, Markdown, JSON, JUnit XML, or data for github-action-benchmark."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

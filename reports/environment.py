@@ -1,7 +1,5 @@
 """The environment that both sides of a comparison must share: machine, packages and settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figures of cells by table: how to compute each one, its unit, and why it may be missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

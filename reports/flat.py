@@ -1,7 +1,5 @@
 """The CSV report: one line a record, columns in a fixed order, full precision, base units."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

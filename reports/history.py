@@ -1,7 +1,5 @@
 """An append-only store of records over time, in SQLite or any database that SQLAlchemy supports."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

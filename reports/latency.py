@@ -1,7 +1,5 @@
 """Latency charts: throughput against latency, and the distribution of TTFT and TPOT over requests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Reports a missing optional package in one line with its remedy."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

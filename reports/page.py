@@ -1,7 +1,5 @@
 """Assembles the content of a report from records, before any markup."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

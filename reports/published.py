@@ -1,7 +1,5 @@
 """Published throughput for the same model and workload, compared with ours."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from harness.common.published import published_rows

@@ -1,7 +1,5 @@
 """Recomputes bounds from the machine's rates around each launch: a shared machine's speed varies by the minute."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Reads run directories (records.jsonl and the suite's description), and names the cells of records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

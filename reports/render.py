@@ -1,7 +1,5 @@
 """Renders templates as HTML and Markdown that show every value literally, and writes files atomically."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

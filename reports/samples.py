@@ -1,7 +1,5 @@
 """The launches of a cell on one side of a comparison, and the pairing of cells of two sides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

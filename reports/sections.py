@@ -1,7 +1,5 @@
 """The sections of a report besides cell figures: failures, batch search, machine, provenance, definitions."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

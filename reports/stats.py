@@ -4,8 +4,6 @@ Sources: Hodges and Lehmann 1963 (shift of two samples); Mann and Whitney 1947, 
 rank sums; Efron 1979 (percentile bootstrap); Holm 1979.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Summarises records as one row a cell (medians, ratio to the best rival, fraction of the bound) and in a sentence."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

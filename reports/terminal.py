@@ -1,7 +1,5 @@
 """Plain-text tables for the terminal: the summary of a run, and comparisons."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 

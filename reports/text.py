@@ -1,7 +1,5 @@
 """Formats values as text: significant digits, and escaping that makes any string inert in HTML, Markdown and CSV."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -1,7 +1,5 @@
 """An engine's timeline of one pass: utilisation by resource as a chart, and Chrome trace files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

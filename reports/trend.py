@@ -1,7 +1,5 @@
 """A cell's throughput over commits: change points, chart and table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Vega-Lite building blocks in the page's colours, and the Vega library inlined for offline pages."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

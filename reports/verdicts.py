@@ -1,7 +1,5 @@
 """The verdicts of a comparison: for each cell, and overall."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

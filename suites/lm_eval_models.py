@@ -1,7 +1,5 @@
 """Makes our engines models of lm-eval's command line, with a cache of their answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -17,8 +15,8 @@ from lm_eval.api.registry import register_model
 from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.services import LmEvalModel, OpenModel
 from harness.api.task import Pair
-from suites import lm_eval_bridge
-from suites.lm_eval_bridge import TokenModel
+from suites.tasks import lm_eval_bridge
+from suites.tasks.lm_eval_bridge import TokenModel
 
 Q = TypeVar("Q")
 

@@ -1,7 +1,5 @@
 """Workloads that generate requests: synthetic prompts, and the lengths of a trace."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import random

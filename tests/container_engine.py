@@ -5,8 +5,6 @@ no change to the firewall, its own folders. The base image is the host's own Pyt
 `python:3.11-slim` and the Dockerfile's first stage would bring: their files are those that are installed here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

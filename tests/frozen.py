@@ -5,8 +5,6 @@ Greedy tokens of small random models over schedules, placements and bits, plans 
 token leads the second by `MARGIN` in log-probability, so another CPU's rounding cannot change the answer.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Records as a suite may leave them, for tests of what is made of records."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

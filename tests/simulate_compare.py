@@ -8,8 +8,6 @@ drift that launches share with those just before them (an autoregression of 0.9 
 other, the side that is first in turn.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

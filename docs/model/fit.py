@@ -4,8 +4,6 @@
 `python docs/model/fit.py --leave-one-out` prints the table of docs/model.md.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 

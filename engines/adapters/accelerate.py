@@ -16,8 +16,6 @@ measured (transformers 5.23, accelerate 1.15, CPU):
   as the variable MALLOC_MMAP_THRESHOLD_ would.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -6,8 +6,6 @@ in memory. AirLLM has no placement: it leaves memory beyond two layers unused. I
 the harness passes token ids, so we replace that step with one that returns none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import airllm

@@ -1,7 +1,5 @@
 """The base of engines that run a transformers model: batching, `generate` with timestamps, scoring."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import time

@@ -10,8 +10,6 @@ Configured after DeepSpeed's ZeRO-Inference example, for a memory budget (deepsp
 - Without a device the accelerator is the CPU and the backend gloo; with a device they are CUDA and NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

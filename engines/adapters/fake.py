@@ -1,7 +1,5 @@
 """A deterministic engine without torch that drives the harness's tests and fails in chosen ways."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import errno

@@ -10,8 +10,6 @@ notes the shim. Known limits without CUDA: activations stay in RAM (FlexGen hang
 products are slow on CPUs without float16 arithmetic.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -9,8 +9,6 @@ a token only when its text is complete, and this gives each token its own time. 
 requests over the loopback interface, as any client does.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """lm-eval's transformers model (`hf`): batches of unequal lengths, each padded to its longest sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The baseline without weight offloading: transformers, with its own KV cache implementations."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -10,8 +10,6 @@ vLLM needs a CUDA device. It is configured as its documentation recommends for m
 We call the engine's `step` ourselves, so that every token has the time at which vLLM returned it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Locates the host's C++ compiler, for kernels that are built on first use."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

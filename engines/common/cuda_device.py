@@ -1,7 +1,5 @@
 """The CUDA device that a cell's limits give to an engine built on torch."""
 
-from __future__ import annotations
-
 import torch
 
 from engines.common.work_memory import CONTEXT_BYTES

@@ -1,7 +1,5 @@
 """Builds a folder once among concurrent processes: it is complete or absent, even after kill -9 or a full disk."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Measures this machine's matrix multiplication and copy rates, for the roofline that a run is compared with."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence

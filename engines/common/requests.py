@@ -1,7 +1,5 @@
 """Validates requests and groups them into batches, for every engine."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

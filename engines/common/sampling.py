@@ -1,7 +1,5 @@
 """Per-request sampling inside one batch of transformers' `generate`: each row has its own parameters and seed."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Sequence

@@ -1,7 +1,5 @@
 """Encodes text to token ids and decodes it, with the tokenizer of a model folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path

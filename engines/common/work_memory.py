@@ -1,7 +1,5 @@
 """The memory that a batch needs beside the weights, and the check of a requirement against a budget."""
 
-from __future__ import annotations
-
 from harness.api import HardwareLimits, InfeasibleError, ModelShape, UnsupportedError
 
 #: Kept free beyond the estimate: BLAS buffers, thread stacks, read-ahead (up to 40 MB measured). Bytes.

@@ -6,8 +6,6 @@ torch, which DeepSpeed's set-up asks for its requirements. Versions come from co
 them, unless the line pins torch itself.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

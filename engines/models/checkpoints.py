@@ -1,7 +1,5 @@
 """Prepares a checkpoint from any source on this machine, and verifies that it is complete."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hashes files and caches the digests, so that a checkpoint is read for them once."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

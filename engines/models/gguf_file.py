@@ -1,7 +1,5 @@
 """Unpacks a GGUF file into a folder of safetensors: once, layer by layer, by transformers' conversion rules."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Writes a checkpoint as a GGUF file for llama.cpp: one tensor at a time, with a stand-in vocabulary."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

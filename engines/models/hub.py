@@ -1,7 +1,5 @@
 """Downloads a model from the hub into the cache; reports any failure in one line that says what to do."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Locates a model inside an installed Python package, for machines that cannot reach the hub."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

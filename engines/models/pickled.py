@@ -1,7 +1,5 @@
 """Converts pickled weights into a folder of safetensors: once, shard by shard, and only with `weights: pickle`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Reads a checkpoint's tensors one at a time as numpy arrays, without torch, for engines with their own file format."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

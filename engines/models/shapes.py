@@ -1,7 +1,5 @@
 """Published shapes of the models that suites name, so that planning and dummy weights need no network."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass

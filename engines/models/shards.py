@@ -1,7 +1,5 @@
 """Writes tensors as sharded safetensors, one shard in memory at a time."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Callable, Iterable, Mapping

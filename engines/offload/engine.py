@@ -1,7 +1,5 @@
 """The offload engine behind the Engine protocol: load, generate, score."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs a pass: each batch is a greenlet that stops when it needs a weight, so a tile is read once for all batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass

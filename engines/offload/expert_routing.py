@@ -1,7 +1,5 @@
 """Which experts' weight tiles a pass needs: those of a mixture's experts that some batch routes tokens to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engines.offload.memory.layout import Matrix, WeightTile

@@ -1,7 +1,5 @@
 """A model that is ready to run, with everything that its passes use, and what it holds and has moved in numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

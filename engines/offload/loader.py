@@ -1,7 +1,5 @@
 """From a model, a policy and limits to a model that is ready to run, in one line of steps for every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

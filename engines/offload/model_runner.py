@@ -1,7 +1,5 @@
 """Runs sequences through passes of a loaded model until they are done."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain

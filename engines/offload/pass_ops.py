@@ -10,8 +10,6 @@ Nano-batches (NanoFlow, Zhu et al. 2025, section 3) are parts of a sweep's batch
 attends, the products of another run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ mixed ages, and they end together, for the next ones to do the same. Prompts tha
 with few rows at the beginning. Which costs less depends on the job, the disk and the arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

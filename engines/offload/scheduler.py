@@ -1,7 +1,5 @@
 """Forms passes within the KV cache: blocks of sequences in step (row, zigzag) or continuous batching (sweep)."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The sequences that passes work on: one generates a request's tokens, one is scored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal
 

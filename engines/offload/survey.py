@@ -3,8 +3,6 @@
 `python -m engines.offload.survey > docs/reference/architectures.md`, or `make architectures`.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """Spans of what ran when in a pass, by lane; sums over passes; and the fullest pass, kept for a trace."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

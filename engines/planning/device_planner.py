@@ -1,7 +1,5 @@
 """Plans for our engine on one device: its own memory plan, costed by the closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace

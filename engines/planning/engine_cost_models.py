@@ -1,7 +1,5 @@
 """Engine cost models: what an engine overlaps, copies and unpacks when. The same on every machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache

@@ -4,8 +4,6 @@ fits.yaml names the cells and the constants. A fit is regularised: every constan
 paper and a prior spread, so there may be more constants than cells.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Forecasts a measured launch: by the host's profile, corrected by the rates measured beside the launch."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 from typing import cast

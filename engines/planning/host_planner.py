@@ -1,7 +1,5 @@
 """Plans for machines without a device: the engine's own memory plan, and its schedule in simulated time."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ leaves a share of the limits free, so it errs on the short side. Where it is sti
 compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Seconds that a machine takes for products, attention, dequantization and cache writes, by rooflines and curves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property

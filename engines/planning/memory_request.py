@@ -1,7 +1,5 @@
 """Builds the memory planner's request for a job from a model's shape alone, without its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engines.offload.memory.layout import WeightTile

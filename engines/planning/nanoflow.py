@@ -3,8 +3,6 @@
 Source: NanoFlow (Zhu et al. 2025), section 3 and table 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

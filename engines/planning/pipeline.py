@@ -3,8 +3,6 @@
 Source: FlexGen (Sheng et al. 2023), section 4.4 and table 3.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`harness plan`: a policy that can be run as it stands, or the numbers that say why there is none, as plain data."""
 
-from __future__ import annotations
-
 import bisect
 import json
 from collections.abc import Mapping, Sequence

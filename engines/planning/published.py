@@ -5,8 +5,6 @@ comparison of quantization; from harness.common.published. A figure counts as an
 sides. Cells that constants were fitted on are marked: they are no evidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ Source: FlexGen (Sheng et al. 2023), section 4.3. Bits and host attention are ch
 LM-Offload (Wu et al. 2024), section 3.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

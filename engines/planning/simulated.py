@@ -1,7 +1,5 @@
 """Predicts a suite's cell on a machine that is not here, as the record of a run; and searches a cell's policy."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping, Sequence

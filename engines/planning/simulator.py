@@ -5,8 +5,6 @@ The machine model only says how long an operation takes. Without a device attent
 both are one resource.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence

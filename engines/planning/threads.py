@@ -5,8 +5,6 @@ machine's threads, and the number for arithmetic is enumerated over the rest. Ou
 a time on all of those, so there is nothing to divide between operators.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from engines.planning.machine import faster

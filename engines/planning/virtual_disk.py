@@ -1,7 +1,5 @@
 """The disk in simulated time: weights, KV blocks and activations take turns on it."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from engines.offload.memory.kv_blocks import STAGES

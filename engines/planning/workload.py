@@ -1,7 +1,5 @@
 """What a job asks of a machine: request lengths, and the sublayers of a model with their parameters and bytes."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Statuses, dtypes and errors that all contracts use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The contract of engines: the `Engine` protocol, its inputs and its results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A machine as plans see it: capacities, and rates as curves or numbers, each with its source."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """How a launch is isolated: the work a worker process is given, what it gives back, and the launchers that run it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

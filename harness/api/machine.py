@@ -1,7 +1,5 @@
 """Models and machines as sizes and measured rates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Contract objects to JSON and back, strictly."""
 
-from __future__ import annotations
-
 import builtins
 import collections.abc
 import dataclasses

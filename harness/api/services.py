@@ -1,7 +1,5 @@
 """What the harness asks of engines' packages beside engines: modules that `harness.registry` imports by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

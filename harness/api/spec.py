@@ -1,7 +1,5 @@
 """What to run: models, workloads, policies, limits, and the cell that combines them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

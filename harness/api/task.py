@@ -1,7 +1,5 @@
 """The contract of accuracy tasks: a task makes questions for a model from data, and figures from its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

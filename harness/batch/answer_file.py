@@ -1,7 +1,5 @@
 """The output of a batch job: one line per input line, kept whole across interruptions, of one model only."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The lines of a batch job: requests in OpenAI's batch format or as plain prompts, and the answers to them."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence

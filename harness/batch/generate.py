@@ -1,7 +1,5 @@
 """A batch job from end to end: read the input, decide what can be run, load the engine, generate, write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The input of a batch job: for each line its requests, or the reason why it cannot be run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A batch job as its user gives it, and the cell it runs as."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields

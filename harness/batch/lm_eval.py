@@ -1,7 +1,5 @@
 """An engine and a model as lm-eval's command line asks for them: loaded on the first question, then kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

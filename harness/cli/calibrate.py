@@ -1,7 +1,5 @@
 """`harness calibrate`: measures this host."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

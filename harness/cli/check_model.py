@@ -1,7 +1,5 @@
 """`harness check-model`: the performance model against published figures."""
 
-from __future__ import annotations
-
 import json
 from statistics import median
 

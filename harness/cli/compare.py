@@ -1,7 +1,5 @@
 """`harness compare`: whether a run is slower than its base, or an engine slower than another."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`harness doctor`: what this machine can measure, and what stands in the way."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

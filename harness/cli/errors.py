@@ -1,7 +1,5 @@
 """Exit codes of the command line, and errors as one line on stderr."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """`harness images`: the engines' container images."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

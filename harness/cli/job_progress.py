@@ -1,7 +1,5 @@
 """Progress of a job on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

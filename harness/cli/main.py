@@ -1,7 +1,5 @@
 """The `harness` command: assembles the commands lazily, one module each, and turns their errors into one line."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

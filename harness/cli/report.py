@@ -1,7 +1,5 @@
 """`harness report`: writes reports from the records of runs."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prints rows of plain data: aligned columns on a terminal, or JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`harness validate`: checks suite files."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Buffers for direct I/O."""
 
-from __future__ import annotations
-
 import mmap
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """The status and one-line reason that a record gets for an exception."""
 
-from __future__ import annotations
-
 import errno
 
 from harness.api import HarnessError, Refusal

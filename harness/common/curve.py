@@ -1,7 +1,5 @@
 """Interpolation of a measured curve."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Atomic file replacement, file digests, and the cache folder."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """How much memory this process may use: what the machine has free, within the limits of its cgroups."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Total length of overlapping time intervals, such as those of requests, loads and trace lanes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

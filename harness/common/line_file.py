@@ -1,7 +1,5 @@
 """An append-only file of JSON lines that survives kill -9 and a full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

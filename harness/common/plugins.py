@@ -1,7 +1,5 @@
 """Plug-ins: engines, launchers and tasks of other distributions, listed from entry points without importing them."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Figures published in papers, as CSV files whose first lines give the source."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from pathlib import Path

@@ -13,8 +13,6 @@ weights cross the link once per pass, and attention runs where the cache is.
 The planner also bounds a profile by `block_bound`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

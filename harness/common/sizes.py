@@ -1,7 +1,5 @@
 """Sizes for rooflines, plans and jobs: bytes of a stored value, and the mean number of a request's cached tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from harness.api.machine import mean_cached_tokens

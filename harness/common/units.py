@@ -1,7 +1,5 @@
 """Parses sizes and durations with units."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Suggestions for mistyped names in error messages."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection
 

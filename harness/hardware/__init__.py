@@ -1,7 +1,5 @@
 """Hardware profiles: shipped ones, a user's files, and the profile measured on this host."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measures this host for plans and saves its profile."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The profile of this host for a run, measured at most once if there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Provenance of a measurement: hardware, software and code, without names of hosts, people or folders."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

@@ -1,7 +1,5 @@
 """Checks that a machine meets a suite's requirements."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

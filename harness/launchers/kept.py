@@ -1,7 +1,5 @@
 """Answers to a task that could not be judged: kept beside the log, and judged when the run goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launches cells, each in a fresh worker of the sandbox that it names, and judges how they ended from evidence."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

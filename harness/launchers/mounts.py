@@ -1,7 +1,5 @@
 """What a container sees of this host's files: the mounts, and its work with the paths inside."""
 
-from __future__ import annotations
-
 import stat
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The owners of containers: a harness removes those of harnesses of this host that were killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

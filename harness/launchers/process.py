@@ -1,7 +1,5 @@
 """A worker as a process of this host, in a memory group, by any Python interpreter."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

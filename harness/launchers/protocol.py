@@ -12,8 +12,6 @@ A cell on its way from `harness run` to an engine, and what each hand-over adds:
 Back come a WorkerResult (result.json), an Outcome (with what the kernel counted), a LaunchResult (judged), a RunRecord.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import get_args
 

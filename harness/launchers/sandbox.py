@@ -1,7 +1,5 @@
 """What every sandbox does: writes the request, follows the worker's events, reads its result and its log."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

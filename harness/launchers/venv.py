@@ -1,7 +1,5 @@
 """Virtual environments: an engine's own pins without a container, built when first needed and kept by their hash."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

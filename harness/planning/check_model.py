@@ -1,7 +1,5 @@
 """`harness check-model`: errors of the performance model against published figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`harness plan --explain`: where a run's time differs from its prediction, and by how much."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

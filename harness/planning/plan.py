@@ -1,7 +1,5 @@
 """`harness plan`: from a user's options to a policy and its prediction."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

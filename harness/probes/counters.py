@@ -1,7 +1,5 @@
 """Probes that read a counter at both ends of a phase: CPU time, bytes of storage, energy of the CPU packages."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The disk's sequential read rate."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

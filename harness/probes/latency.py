@@ -1,7 +1,5 @@
 """Throughput and latency of one run, computed from the time of every token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Memory of a process, and its samples over a phase: anonymous and file-backed resident bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Accuracy tasks around a launch. Separate processes make the questions before it and judge the answers after it, so
 that neither counts towards the launch's limits or times."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

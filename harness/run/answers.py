@@ -1,7 +1,5 @@
 """Asks an engine, and checks its answers, so that an engine that did not do the work gets no figures."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Chooses the batch of cells with `policy: max_batch`, by a new or remembered search, and lowers it after failures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 

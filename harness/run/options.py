@@ -1,7 +1,5 @@
 """The options of `harness run`, and the cells that they select."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

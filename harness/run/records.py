@@ -1,7 +1,5 @@
 """Puts records together: what a launch measured, what the runner knows of its cell, and what holds for the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

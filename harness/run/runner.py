@@ -1,7 +1,5 @@
 """Runs a suite: skips what is done, launches in interleaved rounds, records each launch."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

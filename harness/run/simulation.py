@@ -1,7 +1,5 @@
 """`harness run --simulate`: a suite's cells on a machine that is not here, as records beside those of runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path

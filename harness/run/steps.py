@@ -1,7 +1,5 @@
 """Which launches a run does, and in which order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

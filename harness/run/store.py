@@ -1,7 +1,5 @@
 """The run directory: append-only records, keyed by fingerprint and repeat, that survive kill -9."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

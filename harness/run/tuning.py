@@ -1,7 +1,5 @@
 """`policy: max_batch`: the largest batch that an engine survives within its limits, searched once per machine."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -5,8 +5,6 @@ writes FOLDER/result.json at the end, by rename. The launcher adds what the work
 provenance of the harness. The log is this process's stdout and stderr.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

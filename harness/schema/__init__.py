@@ -1,7 +1,5 @@
 """The JSON Schema of RunRecord, generated from the dataclass and shipped as `run_record.json`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

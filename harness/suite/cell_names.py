@@ -1,7 +1,5 @@
 """Cell names: short, unique in the suite, safe as file names, and built from the settings in which cells differ."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Validates merged suite data against the dataclasses of harness.api; every error names its position in the file."""
 
-from __future__ import annotations
-
 import json
 import operator
 import re

@@ -1,7 +1,5 @@
 """The suites that come with the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import suites

@@ -4,8 +4,6 @@ PyYAML's safe loader drops positions, accepts duplicate keys and expands aliases
 on the same event stream, keeps positions, rejects duplicate keys and bounds the expansion.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

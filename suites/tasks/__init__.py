@@ -1,13 +1,11 @@
 """The registry of accuracy tasks by name."""
 
-from __future__ import annotations
-
 import difflib
 
 from harness.api import HarnessError
 from harness.api.task import Task
-from suites.helm_bridge import HelmRun
 from suites.tasks import helm, wikitext, wrangling
+from suites.tasks.helm_bridge import HelmRun
 
 #: The prefix of a task of lm-eval.
 LM_EVAL = "lm_eval:"
@@ -45,7 +43,7 @@ def task(name: str) -> Task:
 def _of_lm_eval(name: str) -> Task:
     """Imports lm-eval on demand, which takes seconds. Raises HarnessError where it is not installed."""
     try:
-        from suites.lm_eval_bridge import LmEvalTask
+        from suites.tasks.lm_eval_bridge import LmEvalTask
     except ModuleNotFoundError as exc:
         if exc.name and not exc.name.startswith("lm_eval"):
             raise

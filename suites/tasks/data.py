@@ -1,7 +1,5 @@
 """Reads task data from files under a folder or from the Hugging Face hub, and validates it."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

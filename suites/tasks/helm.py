@@ -4,8 +4,6 @@ Source: crfm-helm 0.2.1 (Liang et al. 2022), as FlexGen ran it (Sheng et al. 202
 the validation and test splits, drawn by numpy's generator with seed 0; each trial draws new worked examples.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Source of HELM's metrics, each a number from 0 to 1: crfm-helm 0.2.1, benchmark/metrics/basic_metrics.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

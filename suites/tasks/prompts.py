@@ -1,7 +1,5 @@
 """The base of generation tasks: turns examples into requests that fit a model's context, and evaluates the texts."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

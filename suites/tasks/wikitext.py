@@ -1,7 +1,5 @@
 """WikiText-2 perplexity by tokens over windows of 2,048 tokens, as papers on quantization report it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

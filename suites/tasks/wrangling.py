@@ -4,8 +4,6 @@ Source: Narayan et al. 2022, as FlexGen ran it (Sheng et al. 2023, tables 10 and
 files: a prefix for each task, in the folder `wrangling_prefixes`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ def truth(smollm2, tmp_path_factory):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from suites import lm_eval_bridge
+    from suites.tasks import lm_eval_bridge
 
     folder = tmp_path_factory.mktemp("tasks")
     lm_eval_bridge.write_local(DATA, folder)

@@ -11,8 +11,8 @@ pytest.importorskip("lm_eval", reason="needs lm-eval")
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score
 from harness.api.task import Pair
-from suites.lm_eval_bridge import _figures, _outcomes, _RecordingModel
 from suites.lm_eval_models import AnswerCache, _model_class
+from suites.tasks.lm_eval_bridge import _figures, _outcomes, _RecordingModel
 
 
 class Words:

@@ -1,7 +1,5 @@
 """Plans against published figures, brute force and what must hold on any machine."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Cells of suites on machines that are not here: the same record as a run's, and the search of a measured one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

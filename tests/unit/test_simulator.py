@@ -1,7 +1,5 @@
 """The simulator against the engine that it stands for, and against what no machine can do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The device's kernels in Triton's interpreter, against their definitions: quantize.py to the bit, spec.py closely."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

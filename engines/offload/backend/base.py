@@ -1,7 +1,5 @@
 """What loading a model asks of a backend: arithmetic, kernels, placement, the weight ring, the KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A CUDA device as the backend: it computes, and takes what it cannot hold from pinned memory and disk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """The host as the backend: its CPU computes, weights and KV blocks are in RAM and on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Measures a device: memory, arithmetic and attention by its own clock, and the link to it."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable, Mapping

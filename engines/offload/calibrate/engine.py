@@ -1,7 +1,5 @@
 """Measures what the engine does beside products, on jobs of a small random model with all weights in memory."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Measures a hardware profile of this host: memory, disk, arithmetic, the engine, and a device if there is one."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The CUDA device: the one class that calls torch.cuda."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

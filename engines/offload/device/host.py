@@ -1,7 +1,5 @@
 """The host's CPU as the device that computes: nothing is copied, and attention beside products has a thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 

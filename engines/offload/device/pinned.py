@@ -4,8 +4,6 @@ Torch's pinned allocator rounds each request up to a power of two: 5 GiB of weig
 of two cost what they are, and their sum is known before anything is allocated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -3,8 +3,6 @@
 host.py implements it for the CPU, cuda.py for a CUDA device; tests put a device of their own in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Unnamed scratch files with direct I/O, whose transfers are complete or raise, at most at a throttle's rate."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Imitates a slower disk: delays transfers to a given rate."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """`python -m engines.offload.kernels`: the speed of this host's kernels, beside the hardware's bounds."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

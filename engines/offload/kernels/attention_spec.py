@@ -1,7 +1,5 @@
 """What a layer's attention does beyond causal softmax, and the reference implementation in torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """What a backend asks of its kernels, on the host or on a device."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from engines.offload.kernels.attention import AttentionKernel

@@ -1,7 +1,5 @@
 """Workloads that time kernels, for the kernel table (`python -m engines.offload.kernels`) and for calibration."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

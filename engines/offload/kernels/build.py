@@ -1,7 +1,5 @@
 """Builds C++ sources with the host's compiler, once per source, compiler and CPU, and loads the libraries."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """A device's kernels: Triton's where it is installed, else torch's operations."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from engines.offload.kernels.attention import AttentionKernel

@@ -1,7 +1,5 @@
 """GEMM with weights as they are stored: by torch, for weights that it can multiply, and by the compiled kernel."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

@@ -7,8 +7,6 @@ a real model, tests/integration/test_smollm2_quantized.py holds. Source: QuaRot 
 at run time, without changing weights.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

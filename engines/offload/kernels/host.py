@@ -1,7 +1,5 @@
 """The host's kernels: compiled where there is a C++ compiler, else their substitutes in numba and torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar

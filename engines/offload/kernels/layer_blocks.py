@@ -1,7 +1,5 @@
 """One layer's KV blocks as attention reads them: resident, or staged for the pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

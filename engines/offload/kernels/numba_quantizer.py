@@ -1,7 +1,5 @@
 """The quantizer compiled by numba, for hosts without a C++ compiler. Imports numba, which is optional."""
 
-from __future__ import annotations
-
 import threading
 
 import numba

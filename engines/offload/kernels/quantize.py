@@ -13,8 +13,6 @@ Source: FlexGen (Sheng et al. 2023), section 5: 4 bits, groups of 64, asymmetric
 bits a value.
 """
 
-from __future__ import annotations
-
 import torch
 
 from engines.offload.memory.storage import CODES_PER_WORD, Grouped

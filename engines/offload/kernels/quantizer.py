@@ -1,7 +1,5 @@
 """Quantizers: values to what is stored and back, in C++, numba or torch, all to the same bits."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass

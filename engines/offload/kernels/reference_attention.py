@@ -1,7 +1,5 @@
 """Attention over the paged KV cache in torch: the reference for compiled kernels, and the fallback without them."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -5,8 +5,6 @@ key/value head, and walks the blocks that they see with an online softmax. Sourc
 3; PagedAttention (Kwon et al. 2023), section 4.1.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Triton's interpreter runs the same kernels on a CPU (TRITON_INTERPRET=1); so they are tested without a device.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

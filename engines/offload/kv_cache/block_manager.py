@@ -1,7 +1,5 @@
 """KV blocks by number: which are free, how many sequences hold each, and which prefix each block caches."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """KV blocks on disk: read a layer ahead of attention, and written back behind it."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -5,8 +5,6 @@ section 4.1, "CPU computation", here for quantized blocks too, and for sequences
 attention states are merged.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

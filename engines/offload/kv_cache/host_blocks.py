@@ -4,8 +4,6 @@ A pass enqueues its copies in the device's two copy streams, each after the even
 does not block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

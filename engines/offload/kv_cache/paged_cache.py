@@ -1,7 +1,5 @@
 """The paged KV cache: keys and values in blocks of a few tokens, so memory follows what sequences really hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 

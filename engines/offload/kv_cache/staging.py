@@ -1,7 +1,5 @@
 """Which offloaded KV blocks a pass stages, in which slots, and in what contiguous runs they are copied."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

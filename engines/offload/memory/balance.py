@@ -1,7 +1,5 @@
 """At how many rows the arithmetic of a pass takes as long as loading its weights."""
 
-from __future__ import annotations
-
 from harness.api import ModelShape
 
 

@@ -1,7 +1,5 @@
 """Plans memory for an engine with a device: the device's memory, pinned host memory and the disk."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans host memory for an engine without a device: weights, KV cache and activations within a budget."""
 
-from __future__ import annotations
-
 import math
 
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes

@@ -1,7 +1,5 @@
 """Sizes of KV blocks: tokens, bytes, and how they lie on disk and in pinned memory."""
 
-from __future__ import annotations
-
 from engines.offload.memory.layout import aligned
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape

@@ -1,7 +1,5 @@
 """Row padding of GEMMs in 16 bits, so that oneDNN compiles code for few shapes."""
 
-from __future__ import annotations
-
 
 def padded_rows(rows: int, value_bytes: int) -> int:
     """`rows`, or, for values of at most 2 bytes (`value_bytes`), rounded up to one of few sizes.

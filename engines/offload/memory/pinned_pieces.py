@@ -1,7 +1,5 @@
 """Packs pinned tensors into a few large pieces of power-of-two size, as torch's pinned allocator rounds up."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The memory planner's input and output: what a job needs (MemoryRequest) and where all of it goes (MemoryPlan)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

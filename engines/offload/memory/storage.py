@@ -1,7 +1,5 @@
 """How rows of values are stored, plain or quantized in groups, and what that takes in bytes; without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from harness.api import DTYPE_BYTES, Dtype, OffloadPolicy, UnsupportedError

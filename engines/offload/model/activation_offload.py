@@ -5,8 +5,6 @@ the pass finish that layer. Where the host computes this frees little memory, be
 in the next product; it does exactly what a policy with activations on disk asks for.
 """
 
-from __future__ import annotations
-
 import mmap
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Builds transformers' module of a configuration on the meta device, or says why it cannot be run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

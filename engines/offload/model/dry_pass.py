@@ -1,7 +1,5 @@
 """A dry pass: what a model asks for, in which order, and whether the engine can serve it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Embeddings that stay in their stored dtype, and in their file, until a row is looked up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The functions registered with transformers in place of its attention, its masks and its mixtures of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

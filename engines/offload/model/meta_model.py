@@ -6,8 +6,6 @@ charge for its product, and every attention goes to the `Attention` of the curre
 sequences' tokens lie one after the other in one row, without padding; only the attention knows whose they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass

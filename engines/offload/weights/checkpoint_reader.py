@@ -1,7 +1,5 @@
 """Reads a checkpoint's tensors, whole or in part, by the names and shapes of the model's parameters."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Converts a checkpoint into aligned files, tiles in the order of use; later loads of the same content share them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

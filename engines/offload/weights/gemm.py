@@ -4,8 +4,6 @@ Which is fastest depends on the CPU: bfloat16 where it has instructions for that
 cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at load.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Sequence

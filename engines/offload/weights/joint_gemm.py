@@ -1,7 +1,5 @@
 """One matrix multiplied for several batches at once, tile by tile as the stream delivers it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

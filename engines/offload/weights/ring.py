@@ -1,7 +1,5 @@
 """Where streamed weight tiles arrive: slots in host memory, filled from disk, or on a device, filled by way of it."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast

@@ -1,7 +1,5 @@
 """Streams weight tiles: reader threads fetch them into a ring ahead of their use, pass after pass."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

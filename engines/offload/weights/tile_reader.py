@@ -1,7 +1,5 @@
 """Reads weight tiles from the files of a converted checkpoint, past the page cache."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

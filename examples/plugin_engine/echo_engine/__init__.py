@@ -1,7 +1,5 @@
 """An engine that repeats the prompt's tokens: the least that the harness asks of an engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 

@@ -4,8 +4,6 @@ HELM calls a model while it runs, and needs its own environment. We run it there
 client that records all requests (helm_plugin.py), then with a client that replays an engine's answers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,10 +142,16 @@ def write(folder: Path, records: Iterable[RunRecord], tail: str = "") -> Path:
     return folder
 
 
-def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html") -> str:
+def report(folder: Path, records: Iterable[RunRecord], suffix: str = "html", **options: Any) -> str:
     """The report of a run with these records, of one kind."""
-    build([write(folder, records)])
+    build([write(folder, records)], **options)
     return (folder / f"report.{suffix}").read_text()
+
+
+def assert_tables_are_whole(document: str) -> None:
+    """All rows of a table of Markdown have as many columns."""
+    for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1, block
 
 
 class Letters:
@@ -160,6 +167,10 @@ class Letters:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
+
+
+def quiet(done: int, total: int) -> None:
+    """Reports no progress."""
 
 
 def demo() -> list[RunRecord]:

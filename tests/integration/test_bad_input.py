@@ -10,35 +10,27 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "words"),
     [
-        (["run", "nowhere.yaml"], "nowhere.yaml"),
-        (["run", "nowhere"], "no suite file or shipped suite 'nowhere'"),
-        (["validate", "nowhere.yaml"], "nowhere.yaml"),
-        (["report", "nowhere"], "nowhere"),
-        (["run"], "Missing argument"),
-        (["rum"], "rum"),
-        (["ls", "colours"], "colours"),
+        ("run nowhere.yaml", "nowhere.yaml"),
+        ("run nowhere", "no suite file or shipped suite 'nowhere'"),
+        ("validate nowhere.yaml", "nowhere.yaml"),
+        ("report nowhere", "nowhere"),
+        ("run", "Missing argument"),
+        ("rum", "rum"),
+        ("ls colours", "colours"),
+        ("run tiny.yaml --out out --engine fakes", "no engine 'fakes'"),
+        ("run tiny.yaml --out out --cell b", "no cell 'b'"),
+        ("run tiny.yaml --out out --shard 0/2", "--shard 0/2"),
+        ("run tiny.yaml --out out --shard x", "--shard x"),
+        ("run tiny.yaml --out out --set polici.schedule=row", "polici"),
+        ("run tiny.yaml --out out --set repeats", "repeats"),
+        ("run tiny.yaml --out out --json", "--json goes with --dry-run"),
     ],
 )
-def test_bad_usage(cli, arguments, words):
-    assert words in cli(*arguments, code=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (["--engine", "fakes"], "no engine 'fakes'"),
-        (["--cell", "b"], "no cell 'b'"),
-        (["--shard", "0/2"], "--shard 0/2"),
-        (["--shard", "x"], "--shard x"),
-        (["--set", "polici.schedule=row"], "polici"),
-        (["--set", "repeats"], "repeats"),
-        (["--json"], "--json goes with --dry-run"),
-    ],
-)
-def test_bad_options_name_what_there_is(cli, option, words):
-    assert words in cli.run(cli.suite(), *option, code=2).stderr
+def test_wrong_usage_is_refused_before_anything_runs(cli, line, words):
+    cli.suite()
+    assert words in cli(*line.split(), code=2).stderr
     assert not cli.out.exists()
 
 
@@ -102,14 +94,11 @@ def closed():
         yield pipe
 
 
-def test_closed_stdout_is_no_error(cli, closed):
+def test_closed_streams_do_not_change_the_exit_code(cli, closed):
     cli("ls", "engines", stdout=closed, code=None)
-
-
-@pytest.mark.parametrize("more", [(), ("--json",)])
-def test_nobody_reading_changes_no_exit_code(cli, closed, more):
     (cli.folder / "bad.yaml").write_text("name: [")
-    cli("validate", "bad.yaml", *more, stdout=closed, stderr=closed, code=2)
+    for more in ((), ("--json",)):
+        cli("validate", "bad.yaml", *more, stdout=closed, stderr=closed, code=2)
 
 
 def make_odd(path, kind):
@@ -129,11 +118,9 @@ def test_an_out_that_is_no_file_stays_what_it_is(cli, kind):
     cli.run(cli.suite(repeats=1))
     before = odd.lstat().st_mode
     for arguments in (("report", cli.out, "--out", odd / "x.html"), ("compare", cli.out, cli.out, "--out", odd)):
-        if kind == "folder" and arguments[0] == "report":
-            cli(*arguments)
-            continue
-        done = cli(*arguments, code=2)
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+        fits = kind == "folder" and arguments[0] == "report"
+        done = cli(*arguments, code=0 if fits else 2)
+        assert fits or len(done.stderr.splitlines()) == 1, done.stderr
     assert odd.lstat().st_mode == before
 
 
@@ -145,7 +132,7 @@ def test_an_out_that_is_a_link_stays_one(cli):
     assert (cli.folder / "link").is_symlink() and "no change" in (cli.folder / "kept.md").read_text()
 
 
-def test_circles_of_links_and_folders_that_are_gone(cli):
+def test_a_circular_link_and_a_deleted_working_folder_are_one_line(cli):
     suite = cli.suite(repeats=1)
     (cli.folder / "circle").symlink_to("circle")
     found = cli("run", suite, "--out", cli.folder / "circle" / "x", code=2)
@@ -170,7 +157,7 @@ def test_closed_or_full_stderr_stops_no_run(cli):
         cli.execute(["sh", "-c", line])
 
 
-def test_histories_that_keep_nothing_or_are_not_there(cli):
+def test_a_history_in_memory_or_at_a_wrong_path_is_refused(cli):
     cli.run(cli.suite(repeats=1))
     for url in ("sqlite://", "sqlite:///", "sqlite:///:memory:"):
         done = cli("history", "add", cli.out, "--db", url, code=2)
@@ -218,17 +205,17 @@ def test_an_output_that_cannot_be_written_is_one_line(cli, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["report", "NAME"],
-        ["compare", "NAME", "NAME"],
-        ["history", "show", "--db", "sqlite:///NAME"],
-        ["run", "quickstart", "--out", "NAME"],
-        ["run", "quickstart", "--data-dir", "NAME"],
-        ["run", "NAME.yaml"],
-        ["validate", "NAME.yaml"],
+        "report NAME",
+        "compare NAME NAME",
+        "history show --db sqlite:///NAME",
+        "run quickstart --out NAME",
+        "run quickstart --data-dir NAME",
+        "run NAME.yaml",
+        "validate NAME.yaml",
     ],
 )
-def test_a_name_longer_than_a_file_system_takes(cli, arguments):
-    done = cli(*(a.replace("NAME", "a" * 300) for a in arguments), code=2)
+def test_a_name_longer_than_a_file_system_takes(cli, line):
+    done = cli(*line.replace("NAME", "a" * 300).split(), code=2)
     assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -54,7 +54,7 @@ def test_several_heads_are_as_bad_as_the_worst(runs, cli):
         (["base", "same", "--format", "pdf"], "Invalid value"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(runs, cli, arguments, words):
+def test_wrong_arguments_are_refused_in_one_line(runs, cli, arguments, words):
     named = [str(runs / a) if (runs / a).exists() or a == "nothing" else a for a in arguments]
     assert words in cli("compare", *named, code=2).stderr
 
@@ -69,8 +69,7 @@ def test_a_file_holds_what_would_have_been_printed(runs, cli):
 def test_engines_of_one_run(runs, cli):
     records = [*repeats(cell(), SPEEDS), *repeats(cell("ours", "offload", seed=1), [3 * v for v in SPEEDS])]
     write(runs / "engines", records)
-    found = cli("compare", runs / "engines", "--against", "accelerate")
-    assert "3.000" in found.stdout
+    assert "3.000" in cli("compare", runs / "engines", "--against", "accelerate").stdout
 
 
 def test_history_over_several_nights(runs, cli):
@@ -86,13 +85,10 @@ def test_history_over_several_nights(runs, cli):
     trend = cli("history", "trend", "--db", url, "--json")
     assert json.loads(trend.stdout)["changes"] == []
     assert "at least 6 are needed" in cli("history", "trend", "--db", url).stdout
-    nothing = cli("history", "show", "--db", url, "--cell", "none")
-    assert "nothing is recorded" in nothing.stderr
+    assert "nothing is recorded" in cli("history", "show", "--db", url, "--cell", "none").stderr
     cli("report", runs / "base", "--history", url)
 
 
-def test_a_run_without_a_report(tmp_path, cli):
-    suite = tmp_path / "s.yaml"
-    suite.write_text("name: s\nengine: fake\nmodel: {id: fake}\nworkload: {prompt_len: 4, gen_len: 2}\nrepeats: 1\n")
-    run = cli("run", suite, "--no-report", "--out", tmp_path / "out")
-    assert not (tmp_path / "out" / "report.html").exists() and "records:" in run.stderr
+def test_a_run_without_a_report(cli):
+    run = cli.run(cli.suite(repeats=1), "--no-report")
+    assert not (cli.out / "report.html").exists() and "records:" in run.stderr

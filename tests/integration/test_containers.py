@@ -110,7 +110,7 @@ def test_a_path_with_spaces_and_colons_and_two_harnesses_at_once(cli, images, tm
         assert len((out / "records.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_a_killed_harness_leaves_is_removed_by_the_next(cli, images, client):
+def test_containers_of_a_killed_harness_are_removed_by_the_next(cli, images, client):
     suite = cli.suite("  - {engine: fake, options: {hang: true}, timeout: 300s}", repeats=1, launcher="docker")
     process = cli.start("run", suite, "--out", cli.out)
     wait_for(lambda: client.containers.list(filters={"label": OWNER}), seconds=60)

@@ -202,7 +202,7 @@ def test_answers_to_another_input_or_of_another_model_are_not_touched(files):
     assert sorted(files.answers()) == [1, 2]
 
 
-def test_what_cannot_be_read_or_written_is_one_line(files):
+def test_files_that_cannot_be_read_or_written_are_one_line(files):
     assert "in.jsonl cannot be read: No such file" in files.refused()
     files.write({"prompt": "a"})
     files.output = files.source
@@ -253,7 +253,7 @@ def test_one_job_at_a_time_writes_an_output(files):
     end(process)
 
 
-def test_a_job_whose_output_is_moved_ends_instead_of_writing_into_another(files):
+def test_a_job_whose_output_is_moved_ends(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(100)))
     process = files.start("--set", "options.sleep_s=0.05")
     assert "is being written by another harness" in files.refused("--fresh")
@@ -293,7 +293,7 @@ def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
 
 
-def test_what_the_load_refuses_all_the_same_is_one_line(files):
+def test_an_engine_that_refuses_to_load_is_one_line(files):
     files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
     done = files("--set", "options.crash=infeasible", code=4)
     assert files.output.read_bytes() == b""
@@ -302,7 +302,7 @@ def test_what_the_load_refuses_all_the_same_is_one_line(files):
     assert longest.stderr.count("holds 2 tokens of a sequence, not 3") == 1
 
 
-def test_what_an_answer_must_not_be_written_over(files):
+def test_an_output_that_is_also_stdout_is_refused(files):
     files.write({"prompt": "a", "max_tokens": 2})
     files.output = files.cli.folder / "stdout.jsonl"
     with files.output.open("w") as stdout:

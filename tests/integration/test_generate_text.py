@@ -92,7 +92,7 @@ def test_text_and_chats_are_answered_as_transformers_would(cli, folder, expected
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_anything_is_loaded(cli, copy):
-    told, rows = run(cli, copy("tokenizer*", "*.jinja"), {"prompt": "w5"}, code=2)
+    told, rows = run(cli, copy("tokenizer*", "*.jinja"), {"prompt": "w5"}, engine="offload", code=2)
     assert rows == {}
     assert "holds no tokenizer" in told
 
@@ -115,7 +115,7 @@ def test_a_chat_without_a_template_is_refused_by_line(cli, copy):
     assert rows[2]["error"] is None
 
 
-def test_answers_of_other_weights_are_not_gone_on_with(cli, copy):
+def test_a_job_is_not_resumed_with_other_weights(cli, copy):
     changed = copy()
     run(cli, changed, {"prompt": "w5", "max_tokens": 2})
     shard = changed / "model.safetensors"
@@ -134,7 +134,7 @@ def test_the_seed_of_a_job_counts(cli, folder):
     assert first != other
 
 
-def test_of_tokens_that_read_alike_the_likeliest_is_reported(folder):
+def test_among_tokens_of_the_same_text_the_most_likely_is_reported(folder):
     line = parse_line(b'{"prompt": "x", "logprobs": 3}', 1, 8, 0)
     top = ((7, -0.5), (8, -1.0), (9, -2.0))
     result = GenerationResult("1.0", (7,), 0.0, (0.0,), 1, logprobs=(TokenLogprob(-0.5, top),))

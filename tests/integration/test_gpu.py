@@ -3,6 +3,8 @@
 import pytest
 
 pytestmark = pytest.mark.gpu
+WORKLOAD = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"
+SHORT = {"repeats": 1, "timeout": "300s", "workload": WORKLOAD}
 
 
 def test_transformers_on_a_device_answers_as_on_the_cpu_with_its_cache_moved_or_not(cli):
@@ -14,8 +16,7 @@ def test_transformers_on_a_device_answers_as_on_the_cpu_with_its_cache_moved_or_
     options: {offload_cache: true}
     policy: {gpu_batch_size: 3}
     limits: {device_memory: 1GiB}
-""", model="{id: tiny/llama, weights: dummy, dtype: float32}", repeats=1, timeout="300s",
-        workload="{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}")  # fmt: skip
+""", model="{id: tiny/llama, weights: dummy, dtype: float32}", **SHORT)  # fmt: skip
     cli.run(suite)
     found = {r.spec.name: sorted((q.id, q.digest) for q in r.requests) for r in cli.records()}
     assert found["cpu"] == found["gpu"] == found["moved"]
@@ -35,9 +36,7 @@ def test_a_peer_runs_on_a_device(cli, engine, model, options):
     suite = cli.suite(
         f"  - {{engine: {engine}, options: {options}, limits: {{device_memory: 2GiB}}, policy: {{gpu_batch_size: 3}}}}",
         model=f"{{id: {model}, weights: dummy, dtype: float16}}",
-        repeats=1,
-        timeout="300s",
-        workload="{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}",
+        **SHORT,
     )
     cli.run(suite)
     (record,) = cli.records()

@@ -4,9 +4,8 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(1500)]
 
-SUITE = """
-  - {name: exact, engine: transformers, launcher: process, policy: {gpu_batch_size: 3}}
-"""
+EXACT = "  - {name: exact, engine: transformers, launcher: process, policy: {gpu_batch_size: 3}}"
+SHORT = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"
 
 
 @pytest.fixture(scope="module")
@@ -15,15 +14,12 @@ def environments(tmp_path_factory):
     return tmp_path_factory.mktemp("environments")
 
 
-SHORT = "{kind: synthetic, prompt_len: 12, gen_len: 6, num_requests: 5}"
-
-
 def answers(cli, environments, model: str, matrix: str, workload: str = SHORT):
     """How many tokens each request got and a digest of them, by cell; and the records."""
     (cli.folder / "cache").mkdir(exist_ok=True)
     (cli.folder / "cache" / "environments").symlink_to(environments)
     model = f'{{id: "{model}", weights: dummy, dtype: float32}}'
-    suite = cli.suite(SUITE + matrix, model=model, workload=workload, repeats=1, warmup=1, timeout="900s",
+    suite = cli.suite(EXACT + matrix, model=model, workload=workload, repeats=1, warmup=1, timeout="900s",
                       launcher="venv", seed=3)  # fmt: skip
     cli.run(suite)
     found = cli.by_name()

@@ -51,7 +51,7 @@ def test_no_torch_is_loaded_for_a_plan():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_does_not_fit_is_an_object_with_the_bytes_too_and_its_remedy_can_be_run(cli):
+def test_an_infeasible_plan_names_the_bytes_and_a_remedy_that_can_be_run(cli):
     whole = dict.fromkeys(FRACTIONS, 0) | {"wg": 1, "cg": 1, "hg": 1, "gpu_batch_size": 8}
     done = cli("plan", *OPT_30B, "--json", "--policy", json.dumps(whole), code=4)
     found = json.loads(done.stdout)
@@ -95,17 +95,13 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
         ([*OPT_30B, "--stages", "2", "--policy", '{"schedule": "sweep"}'], 2, "take schedule row"),
         (["facebook/opt-30b", *JOB, "--hardware", "v100x4", "--stages", "8"], 2, "too few for 8 stages"),
         ([*OPT_30B, "--latency", "nan"], 2, "--latency is not a number"),
-        (
-            [*OPT_30B, "--policy", '{"weights": [0, 0, 1], "wg": 0, "wc": 0, "wd": 1}'],
-            2,
-            "both weights and",
-        ),
+        ([*OPT_30B, "--policy", '{"weights": [0, 0, 1], "wg": 0, "wc": 0, "wd": 1}'], 2, "both weights and"),
         ([*OPT_30B, "--policy", '{"weights": [0, 1e-5, 0.99999]}'], 0, ""),
         (["facebook/opt-1.3b", *CPU, "--policy", '{"compute_dtype": "bfloat16"}'], 2, "has rates in float32"),
         (["facebook/opt-175b", *JOB, "--hardware", "rtx4090", "--latency", "1"], 4, "s is the least"),
     ],
 )
-def test_what_cannot_be_planned_gets_one_line(cli, arguments, code, words):
+def test_plans_that_cannot_be_made_get_one_line(cli, arguments, code, words):
     done = cli("plan", *arguments, code=code)
     assert words in done.stderr
     assert len(done.stderr.splitlines()) <= 1
@@ -131,7 +127,7 @@ def test_a_suite_is_predicted_for_a_machine_that_is_not_here(cli, suite, machine
     assert "predicted for" in json.dumps(to_json(records[0]))
 
 
-def test_what_has_no_model_is_skipped_with_the_reason(cli):
+def test_cells_without_a_performance_model_are_skipped_with_the_reason(cli):
     done = cli.run(cli.suite(), "--simulate", "--hardware", "t4_gcp")
     assert "skipped: a: model 'fake' is not in the catalogue" in done.stderr
 

@@ -24,9 +24,7 @@ DRAWN = "html[data-charts=drawn]"
 def browser() -> Iterator[Any]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        if os.environ.get("CI"):
-            pytest.fail("no Chromium: apt-get install chromium")
-        pytest.skip("no Chromium here: apt-get install chromium")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no Chromium here: apt-get install chromium")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -62,9 +60,16 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    build([write(folder, demo())])
-    return folder / "report.html"
+    (path, *_) = build([write(tmp_path_factory.mktemp("run"), demo())])
+    return path
+
+
+@pytest.fixture
+def page(browser, report):
+    """The page of the report, which must be clean in the end."""
+    opened = Opened(browser, report)
+    yield opened.page
+    opened.clean()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -79,10 +84,7 @@ def test_nothing_goes_wrong_and_nothing_sticks_out(browser, report, width, schem
     opened.page.close()
 
 
-def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(browser, report):
-    opened = Opened(browser, report)
-    page = opened.page
-
+def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(page):
     def names() -> list[str]:
         return page.locator("table.sortable tbody:first-of-type tr th").all_inner_texts()
 
@@ -98,36 +100,30 @@ def test_a_table_is_sorted_by_its_headings_with_the_keyboard_too(browser, report
     page.keyboard.press("Enter")
     assert names() == sorted(first)
     assert page.locator("tbody.apart tr th").first.inner_text().startswith("Reference")  # groups stay together
-    opened.clean()
 
 
-def test_tooltips_and_what_a_screen_reader_is_told(browser, report):
-    opened = Opened(browser, report)
-    mark = opened.page.locator('.plot [aria-label="offload-zigzag, repeat 1: 3 tok/s"]').first
+def test_tooltips_and_what_a_screen_reader_is_told(page):
+    mark = page.locator('.plot [aria-label="offload-zigzag, repeat 1: 3 tok/s"]').first
     mark.hover()
-    tip = opened.page.locator("#vg-tooltip-element.visible")
+    tip = page.locator("#vg-tooltip-element.visible")
     tip.wait_for()
     assert "offload-zigzag" in tip.inner_text()
-    opened.clean()
 
 
-def test_the_axis_can_be_logarithmic(browser, report):
-    opened = Opened(browser, report)
+def test_the_axis_can_be_logarithmic(page):
     place = '.plot [aria-label="offload-zigzag: median 3.10 tok/s of 3 launches"]'
-    before = opened.page.locator(place).first.bounding_box()
-    opened.page.get_by_label("Logarithmic axis").check()
-    opened.page.wait_for_timeout(500)
-    after = opened.page.locator(place).first.bounding_box()
+    before = page.locator(place).first.bounding_box()
+    page.get_by_label("Logarithmic axis").check()
+    page.wait_for_timeout(500)
+    after = page.locator(place).first.bounding_box()
     assert after["x"] != before["x"]
-    opened.page.get_by_label("Logarithmic axis").uncheck()
-    opened.page.wait_for_timeout(500)
-    assert opened.page.locator(place).first.bounding_box()["x"] == pytest.approx(before["x"], abs=2)
-    opened.clean()
+    page.get_by_label("Logarithmic axis").uncheck()
+    page.wait_for_timeout(500)
+    assert page.locator(place).first.bounding_box()["x"] == pytest.approx(before["x"], abs=2)
 
 
-def test_a_click_in_a_legend_puts_one_alone(browser, report):
-    opened = Opened(browser, report)
-    panel = opened.page.locator("figure.panel", has_text="Time to first token")
+def test_a_click_in_a_legend_puts_one_alone(page):
+    panel = page.locator("figure.panel", has_text="Time to first token")
 
     def opacities() -> set[str]:
         paths = panel.locator("g.mark-line path")
@@ -135,36 +131,30 @@ def test_a_click_in_a_legend_puts_one_alone(browser, report):
 
     before = opacities()
     panel.locator("g.mark-text.role-legend-label text", has_text="offload-zigzag").click()
-    opened.page.wait_for_timeout(300)
+    page.wait_for_timeout(300)
     assert opacities() != before
-    opened.clean()
 
 
-def test_the_theme_can_be_switched_charts_included(browser, report):
-    opened = Opened(browser, report)
-
+def test_the_theme_can_be_switched_charts_included(page):
     def colours() -> list[str]:
-        return opened.page.evaluate(
+        return page.evaluate(
             "[getComputedStyle(document.body).backgroundColor,"
             " getComputedStyle(document.querySelector('.plot svg .role-axis-label text')).fill]"
         )
 
     light = colours()
-    opened.page.get_by_role("button", name="Dark theme").click()
+    page.get_by_role("button", name="Dark theme").click()
     dark = colours()
     assert all(a != b for a, b in zip(light, dark, strict=True))
-    opened.page.get_by_role("button", name="Light theme").click()
+    page.get_by_role("button", name="Light theme").click()
     assert colours() == light
-    opened.clean()
 
 
-def test_figures_of_a_chart_unfold(browser, report):
-    opened = Opened(browser, report)
-    panel = opened.page.locator("figure.panel", has_text="Generation throughput").first
+def test_figures_of_a_chart_unfold(page):
+    panel = page.locator("figure.panel", has_text="Generation throughput").first
     assert not panel.locator("table").is_visible()
     panel.get_by_text("Figures of this chart").click()
     assert panel.locator("table").is_visible()
-    opened.clean()
 
 
 def test_hostile_words_do_nothing(browser, tmp_path):

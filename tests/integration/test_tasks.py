@@ -66,11 +66,11 @@ def test_broken_data_are_the_cells_end_with_their_line(cli, data):
         ("{kind: task, task: di_buy, prompt_len: 5}", "workload.prompt_len: the examples of a task have their own"),
     ],
 )
-def test_what_a_suite_cannot_ask_for(cli, data, workload, words):
+def test_wrong_workloads_of_tasks_are_refused(cli, data, workload, words):
     assert words in run(cli, data, workload, code=2).stderr
 
 
-def test_a_folder_of_data_that_is_not_there(cli):
+def test_a_missing_data_folder_is_refused(cli):
     assert "--data-dir nowhere: no such folder" in run(cli, "nowhere", code=2).stderr
     done = cli.run(cli.suite(workload="{kind: task, task: di_buy}"), code=1)
     assert "not on the hub; name the folder that has them with --data-dir" in done.stderr

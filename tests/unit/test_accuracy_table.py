@@ -4,42 +4,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.api import (
-    Accuracy,
-    Bits,
-    LoadReport,
-    LocalModel,
-    ModelShape,
-    ModelSpec,
-    OffloadPolicy,
-    RunRecord,
-    RunSpec,
-    WorkloadSpec,
-)
+from harness.api import Accuracy, Bits, LoadReport, OffloadPolicy, RunRecord, WorkloadSpec
 from reports.accuracy import accuracy_remarks, accuracy_table
 from reports.build import summary_rows
 from reports.sections import provenance
 from reports.text import MISSING
-
-SHAPE = ModelShape("opt", 1, 8, 16, 1, 1, 8, 32, 64, 8, 8)
+from tests import records
+from tests.records import SMALL_MODEL, cell
 
 
 def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float], reference: bool = False) -> RunRecord:
-    spec = RunSpec(
-        "lm_eval_hf" if reference else "offload",
-        ModelSpec("m"),
-        WorkloadSpec(kind="task", task="t"),
-        policy=OffloadPolicy(weight_bits=bits),
-        suite="s",
-        name=name,
-        reference=reference,
-    )
+    engine, workload = "lm_eval_hf" if reference else "offload", WorkloadSpec(kind="task", task="t")
+    spec = cell(name, engine, workload=workload, policy=OffloadPolicy(weight_bits=bits), reference=reference)
     figures = {"acc": sum(right) / len(right), "acc_stderr": 0.1, "word_perplexity": math.exp(-sum(nats) / len(nats))}
-    return RunRecord(
-        spec, spec.fingerprint(), 0, "ok",
+    return records.record(
+        spec, requests=(),
         load=LoadReport(10, 10, 1, spec.policy, "float32", (0, 1, 0)),
         metrics={"score_throughput_tok_s": 5.0 + bits},
-        model=LocalModel("m", SHAPE, 1, "float32", "d", "Q4_1"),
+        model=replace(SMALL_MODEL, quantized_as="Q4_1"),
         accuracy=Accuracy("t", "by hand", len(right), figures, {"acc": tuple(right), "word_perplexity": tuple(nats)},
                           {"word_perplexity": (1.0,) * len(nats)}, truncated=2),
     )  # fmt: skip
@@ -47,7 +29,6 @@ def record(name: str, bits: Bits, right: Sequence[float], nats: Sequence[float],
 
 def lines(*records: RunRecord) -> dict[tuple[str, str], list[str]]:
     table = accuracy_table(summary_rows(records))
-    assert table is not None
     assert "by hand" in table.caption
     found = [[cell.text for cell in row] for body in table.bodies for row in body.rows]
     return {(line[0], line[1]): line[2:] for line in found}
@@ -82,15 +63,13 @@ def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference
     assert found["ours", "word_perplexity"][-1] == ""
 
 
-def test_what_was_read_is_told_by_its_hash():
+def test_the_provenance_names_the_hash_of_each_data_file():
     one = record("exact", 16, [1.0], [-1.0])
-    assert one.accuracy is not None
     told = provenance([replace(one, accuracy=replace(one.accuracy, files={"a/b.csv": "0f" * 32}))])
-    assert told is not None
     assert ["sha256.a/b.csv", "0f" * 32] in [[cell.text for cell in row] for row in told.bodies[0].rows]
 
 
-def test_a_file_that_was_quantized_is_told_of():
+def test_a_quantized_file_gets_a_remark():
     rows = summary_rows([record("exact", 16, [1.0], [-1.0])])
     (remark,) = accuracy_remarks(rows)
     assert "(Q4_1)" in remark

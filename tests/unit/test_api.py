@@ -25,10 +25,10 @@ from harness.api import (
     to_json,
 )
 from harness.schema import run_record_schema
+from tests.records import FAKE as SPEC
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
-SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
 
 fractions = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(lambda ab: (min(ab), max(ab) - min(ab), 1 - max(ab)))
 
@@ -53,35 +53,24 @@ def test_specs_survive_json(batch, weights, options, memory, count):
     assert again.fingerprint() == spec.fingerprint()
 
 
-LABELS = [
-    {"suite": "s"},
-    {"name": "n"},
-    {"expect": "error"},
-    {"reference": True},
-    {"repeats": 9},
-    {"timeout_s": 5.0},
-]
-CHANGES = [
-    {"engine": "x"},
-    {"seed": 1},
-    {"options": {"a": 1}},
-    {"warmup": 0},
-    {"tune": "max_batch"},
-    {"model": ModelSpec("y")},
-    {"workload": WorkloadSpec(gen_len=1)},
-    {"policy": OffloadPolicy(schedule="sweep")},
-    {"limits": HardwareLimits(threads=1)},
-]
+LABELS = {"suite": "s", "name": "n", "expect": "error", "reference": True, "repeats": 9, "timeout_s": 5.0}
+SETTINGS = {"engine": "x", "seed": 1, "options": {"a": 1}, "warmup": 0, "tune": "max_batch"}
+PARTS = {
+    "model": ModelSpec("y"),
+    "workload": WorkloadSpec(gen_len=1),
+    "policy": OffloadPolicy(schedule="sweep"),
+    "limits": HardwareLimits(threads=1),
+}
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_labels_leave_the_fingerprint_alone(label):
-    assert dataclasses.replace(SPEC, **label).fingerprint() == SPEC.fingerprint()
+@pytest.mark.parametrize(("field", "value"), LABELS.items())
+def test_labels_leave_the_fingerprint_alone(field, value):
+    assert dataclasses.replace(SPEC, **{field: value}).fingerprint() == SPEC.fingerprint()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_measured_changes_the_fingerprint(change):
-    assert dataclasses.replace(SPEC, **change).fingerprint() != SPEC.fingerprint()
+@pytest.mark.parametrize(("field", "value"), [*SETTINGS.items(), *PARTS.items()])
+def test_what_is_measured_changes_the_fingerprint(field, value):
+    assert dataclasses.replace(SPEC, **{field: value}).fingerprint() != SPEC.fingerprint()
 
 
 def test_fingerprint_does_not_drift():
@@ -112,20 +101,14 @@ def test_absent_required_field_is_an_error():
         from_json(RunSpec, {"model": {"id": "x"}, "workload": {}})
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"gpu_batch_size": 0},
-        {"num_gpu_batches": -1},
-        {"prefill_chunk": 0},
-        {"value_sparsity": 0.0},
-        {"weights": (0.5, 0.5, 0.5)},
-        {"cache": (1.5, -0.5, 0.0)},
-    ],
-)
-def test_policies_out_of_range_are_refused(bad):
-    with pytest.raises(HarnessError, match=f"policy.{next(iter(bad))}"):
-        OffloadPolicy(**bad).validate()
+NUMBERS = {"gpu_batch_size": 0, "num_gpu_batches": -1, "prefill_chunk": 0, "value_sparsity": 0.0}
+FRACTIONS = {"weights": (0.5, 0.5, 0.5), "cache": (1.5, -0.5, 0.0)}
+
+
+@pytest.mark.parametrize(("field", "value"), [*NUMBERS.items(), *FRACTIONS.items()])
+def test_policies_out_of_range_are_refused(field, value):
+    with pytest.raises(HarnessError, match=f"policy.{field}"):
+        OffloadPolicy(**{field: value}).validate()
 
 
 def test_an_engine_refuses_policy_fields_it_cannot_honour():

@@ -13,6 +13,7 @@ from harness.suite.config import load_suite
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "interleave.sh"
+ACTION, WORKFLOW = ".github/actions/compare/action.yml", ".github/workflows/compare.yml"
 
 
 @pytest.fixture
@@ -27,10 +28,8 @@ def commands(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 
 def interleave(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [SCRIPT, *map(str, arguments)], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    environment["PATH"] = "/usr/bin:/bin"
+    return subprocess.run([SCRIPT, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False)
 
 
 def test_sides_take_turns_in_being_first(commands):
@@ -54,19 +53,16 @@ def test_too_few_arguments_are_told():
 
 
 def test_the_workflow_hands_over_what_the_action_takes():
-    action = yaml.safe_load((ROOT / ".github/actions/compare/action.yml").read_text())
-    workflow = yaml.safe_load((ROOT / ".github/workflows/compare.yml").read_text())
+    used, text = ((ROOT / name).read_text() for name in (ACTION, WORKFLOW))
+    action, workflow = yaml.safe_load(used), yaml.safe_load(text)
     step = workflow["jobs"]["compare"]["steps"][-1]
     assert set(step["with"]) <= set(action["inputs"])
     asked = workflow[True]["workflow_call"]["inputs"]  # YAML 1.1 takes `on` for a truth
-    text = (ROOT / ".github/workflows/compare.yml").read_text()
     assert set(re.findall(r"inputs\.(\w+)", text)) == set(asked)
-    used = (ROOT / ".github/actions/compare/action.yml").read_text()
     assert set(re.findall(r"inputs\.(\w+)", used)) == set(action["inputs"])
 
 
-@pytest.mark.parametrize("name", [".github/actions/compare/action.yml", ".github/workflows/compare.yml",
-                                  "ci/gitlab-example.yml"])  # fmt: skip
+@pytest.mark.parametrize("name", [ACTION, WORKFLOW, "ci/gitlab-example.yml"])
 def test_scripts_in_files_are_scripts(name):
     """And take nothing of a pull request's own words into a shell."""
     content = yaml.safe_load((ROOT / name).read_text())

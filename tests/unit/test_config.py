@@ -225,13 +225,11 @@ class TestMatrix:
         assert f"{key}: the list is empty" in error(text + f"{key}: []")
         assert f"{key}: the list is empty" in error(CELL + f"matrix: {{{key}: []}}")
 
-    def test_millions_of_cells_are_counted_not_made(self, error):
+    def test_too_many_cells_or_launches_are_counted_not_made(self, error):
         axes = {key: list(range(57)) for key in ("repeats", "seed", "warmup", "timeout")}
         with within(0.5):
             text = error(CELL + "matrix: " + json.dumps(axes))
         assert text == "x.yaml:5:9: expands to 10,556,001 cells; at most 10,000 are allowed"
-
-    def test_too_many_launches(self, error):
         axes = {"seed": list(range(200)), "repeats": 1000}
         assert "200 cells make 200,000 launches" in error(CELL + "matrix: " + json.dumps(axes))
 
@@ -248,9 +246,11 @@ class TestMatrix:
 
 
 class TestNames:
-    def test_only_what_varies_within_an_engine(self, load):
+    def test_hold_only_what_varies_within_an_engine_unless_given(self, load):
         suite = load(HEAD + "matrix: [{engine: transformers}, {engine: offload}, {engine: offload, schedule: sweep}]")
         assert names(suite) == ["transformers", "offload-row", "offload-sweep"]
+        text = "matrix: [{name: short, workload: {gen_len: 1}}, {name: long, workload: {gen_len: 9}}]"
+        assert names(load(CELL + text)) == ["short", "long"]
 
     def test_parts_in_order(self, load):
         suite = load(
@@ -266,10 +266,6 @@ matrix:
             "offload-bfloat16-row-b1x1-w16kv16-seed0-p128g16-m",
             "offload-float32-zigzag-b2x1-w16kv4-seed1-p8g2-a-model",
         ]
-
-    def test_given_names_are_kept(self, load):
-        text = "matrix: [{name: short, workload: {gen_len: 1}}, {name: long, workload: {gen_len: 9}}]"
-        assert names(load(CELL + text)) == ["short", "long"]
 
     @pytest.mark.parametrize(
         ("first", "second"),
@@ -438,12 +434,9 @@ class TestOverrides:
         (cell,) = load(text, override).cells
         assert (cell.tune, cell.policy) == (tune, policy)
 
-    def test_replaces_a_whole_section(self, load):
-        (cell,) = load(CELL + "options: {a: 1}", "options={b: 2}").cells
-        assert cell.options == {"b": 2}
-
-    def test_the_later_wins(self, load):
+    def test_the_later_wins_and_replaces_a_whole_section(self, load):
         assert load(CELL, "seed=1", "seed=2").cells[0].seed == 2
+        assert load(CELL + "options: {a: 1}", "options={b: 2}").cells[0].options == {"b": 2}
 
     @pytest.mark.parametrize(
         ("override", "expected"),
@@ -674,7 +667,7 @@ class TestUnits:
         "text",
         ["", "16", "16G", "-1GiB", "1e3GB", "GiB", "1 GiB ", "1GiB\n", "\u0661GiB", "0x1B", "1PiB", "inf B", "9" * 99],
     )
-    def test_what_is_no_size(self, text):
+    def test_wrong_sizes(self, text):
         with pytest.raises(HarnessError, match="expected a size such as"):
             parse_size(text)
 
@@ -691,7 +684,7 @@ class TestUnits:
         assert parse_duration(text) == seconds
 
     @pytest.mark.parametrize("text", ["", "90", "1m", "-1s", "1h30min", "soon", "1:30"])
-    def test_what_is_no_duration(self, text):
+    def test_wrong_durations(self, text):
         with pytest.raises(HarnessError, match="expected a duration such as"):
             parse_duration(text)
 
@@ -704,7 +697,7 @@ class TestFingerprints:
         assert relabelled.fingerprint() == cell.fingerprint()
         assert replace(relabelled, seed=1).fingerprint() != cell.fingerprint()
 
-    def test_ways_to_say_the_same(self, load):
+    def test_equivalent_suites_have_the_same_fingerprint(self, load):
         one = load(CELL + "schedule: sweep\nhardware: {limits: {host_memory: 1GiB}}\npolicy: max_batch")
         other = load(CELL + "policy: {schedule: sweep, max_batch: true}\nhardware: {limits: {host_memory: 1073741824}}")
         assert one.cells[0].fingerprint() == other.cells[0].fingerprint()

@@ -1,13 +1,15 @@
-"""README and the pages: links and anchors lead somewhere, named files exist, and the suites in them are valid."""
+"""README and the pages: links lead somewhere, named files exist, suites in them are valid, every key is described."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
+from harness.api import HardwareLimits, HardwareRequirements, ModelSpec, OffloadPolicy, WorkloadSpec
 from harness.registry import ENGINES
-from harness.suite.config import load_suite
+from harness.suite.config import CELL_KEYS, SUITE_KEYS, load_suite
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -62,3 +64,33 @@ def test_navigation_names_every_page():
     named = set(re.findall(r"[\w/.-]+\.md", str(nav)))
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")}
     assert {page for page in there if not re.match(r"results/.+/", page)} <= named
+
+
+# ---------------------------------------------------------------------------------- the reference of suites
+
+PAGE = ROOT / "docs" / "reference" / "suites.md"
+
+
+def section(title: str) -> set[str]:
+    """The keys that stand in the first column of a section's table."""
+    _, _, rest = PAGE.read_text().partition(f"## {title}\n")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", rest.partition("\n## ")[0], re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"), [("A model", ModelSpec), ("A workload", WorkloadSpec), ("A policy", OffloadPolicy)]
+)
+def test_every_field_and_no_other(title, kind):
+    assert section(title) == {field.name for field in fields(kind)}
+
+
+def test_every_key_of_a_cell_and_of_a_suite():
+    assert section("A cell") == set(CELL_KEYS)
+    assert section("The suite") | section("A cell") == set(SUITE_KEYS) | {"limits"}
+
+
+def test_every_limit():
+    text = PAGE.read_text()
+    for kind in (HardwareLimits, HardwareRequirements):
+        assert all(f"`{field.name}`" in text for field in fields(kind))

@@ -18,53 +18,40 @@ from harness.api import (
     ModelSpec,
     OffloadPolicy,
     RequestTrace,
-    RunRecord,
-    RunSpec,
     WorkloadSpec,
 )
 from harness.cli.plan import print_explanations
 from harness.common.curve import interpolate
 from harness.planning import explain as explanation
-from harness.run.store import Store
+from tests import records
+from tests.records import cell, write
 
 LAPTOP = hardware.load("laptop_cpu")
 MODEL = "facebook/opt-125m"
-
-
 ROWS, FREE = OffloadPolicy(4, schedule="row"), HardwareLimits()
 
 
 def record(policy=ROWS, limits=FREE, **changes):
     """A launch of eight requests that took 10 s for 80 tokens."""
-    spec = RunSpec(
-        "offload", ModelSpec(MODEL, "dummy"), WorkloadSpec("synthetic", 16, 10), policy, limits=limits, name="a"
-    )
+    model, workload = ModelSpec(MODEL, "dummy"), WorkloadSpec("synthetic", 16, 10)
+    spec = cell("a", "offload", model=model, workload=workload, policy=policy, limits=limits)
     load = LoadReport(50272, 2048, policy.block_size, policy, "float32", (0, 0, 0))
     seconds = {"total_s": 10.0, "task_products_s": 6.0, "task_attention_s": 1.0, "task_waiting_s": 2.0}
-    found = RunRecord(
-        spec, spec.fingerprint(), 0, "ok", load=load,
-        requests=tuple(RequestTrace(f"r{i}", 16, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(8)),
-        metrics=seconds | {"generation_throughput_tok_s": 8.0, "task_other_s": 0.5},
-        model=LocalModel("", shape(MODEL), 2 * shape(MODEL).params_total, "bfloat16", ""),
-    )  # fmt: skip
-    return replace(found, **changes)
+    known = {
+        "requests": tuple(RequestTrace(f"r{i}", 16, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(8)),
+        "metrics": seconds | {"generation_throughput_tok_s": 8.0, "task_other_s": 0.5},
+        "model": LocalModel("", shape(MODEL), 2 * shape(MODEL).params_total, "bfloat16", ""),
+        "machine": None,
+    }
+    return records.record(spec, load=load, **known | changes)
 
 
 FORECAST = Forecast("local", 10.0, {"total_s": 8.0, "task_products_s": 4.0, "task_attention_s": 1.0,
                                     "task_waiting_s": 2.1, "task_other_s": 0.5})  # fmt: skip
 
 
-def saved(tmp_path, *records):
-    store = Store(tmp_path / "out")
-    store.open()
-    for one in records:
-        store.append(one)
-    store.close()
-    return store.out
-
-
 def test_the_parts_add_up_to_the_difference_and_the_largest_is_told_first(tmp_path, capsys):
-    out = saved(tmp_path, record(predicted=FORECAST))
+    out = write(tmp_path, [record(predicted=FORECAST)])
     (one,) = explanation.explain(out / "records.jsonl", "local", tmp_path)
     assert one.error == pytest.approx(0.25)
     apart = {part: measured - predicted for part, (predicted, measured) in one.seconds.items()}
@@ -78,17 +65,17 @@ def test_the_parts_add_up_to_the_difference_and_the_largest_is_told_first(tmp_pa
 
 
 def test_a_record_without_a_prediction_is_predicted_by_the_profile(tmp_path):
-    (one,) = explanation.explain(saved(tmp_path, record()), "laptop_cpu", tmp_path)
+    (one,) = explanation.explain(write(tmp_path, [record()]), "laptop_cpu", tmp_path)
     assert one.hardware == "laptop_cpu"
     assert one.predicted_tok_s > 0
 
 
-def test_what_cannot_be_explained_says_why(tmp_path):
-    out = saved(tmp_path, record(status="oom_host"))
+def test_records_that_cannot_be_explained_are_refused_with_the_reason(tmp_path):
+    out = write(tmp_path, [record(status="oom_host")])
     with pytest.raises(HarnessError, match="no finished launch of an engine with a performance model on a host"):
         explanation.explain(out, "laptop_cpu", tmp_path)
     with pytest.raises(HarnessError, match="run `harness calibrate`"):
-        explanation.explain(saved(tmp_path, record()), "local", tmp_path)
+        explanation.explain(write(tmp_path, [record()]), "local", tmp_path)
 
 
 def test_a_forecast_is_of_the_same_job_within_the_same_limits():
@@ -114,7 +101,7 @@ def test_another_dtype_than_the_profiles_needs_rates_from_beside_the_launch():
 @pytest.mark.parametrize("figures", [{}, {"total_s": 1.0, "generation_throughput_tok_s": 0.0}])
 def test_records_without_figures_are_left_out(tmp_path, figures):
     broken = replace(record(), metrics=figures, repeat=1)
-    (one,) = explanation.explain(saved(tmp_path, record(), broken), "laptop_cpu", tmp_path)
+    (one,) = explanation.explain(write(tmp_path, [record(), broken]), "laptop_cpu", tmp_path)
     assert one.repeat == 0
 
 
@@ -139,7 +126,7 @@ def test_threads_that_a_launch_may_not_use_are_missing_once():
 
 def test_a_launch_without_a_device_is_not_predicted_by_a_machine_with_one(tmp_path):
     with pytest.raises(HarnessError, match="t4_gcp has a device"):
-        explanation.explain(saved(tmp_path, record()), "t4_gcp", tmp_path)
+        explanation.explain(write(tmp_path, [record()]), "t4_gcp", tmp_path)
 
 
 def test_memory_is_taken_for_the_lengths_that_were_reserved():

@@ -1,6 +1,7 @@
 """Folders that are built once: what killed builders leave is cleared away, what living ones make is not."""
 
 import fcntl
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def test_leftovers_of_any_killed_builder_go(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["mine"]
 
 
-def test_what_a_living_builder_makes_stays(tmp_path):
+def test_the_unfinished_folder_of_a_living_builder_stays(tmp_path):
     (tmp_path / "other.tmp-1").mkdir()
     with (tmp_path / "other.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -47,9 +48,7 @@ def test_where_nothing_can_be_written_is_said_in_one_line(tmp_path):
 
 
 def test_a_disk_that_fills_under_safetensors_is_an_oserror(tmp_path, monkeypatch):
-    def full(*_):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(shards, "save_file", full)
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(shards, "save_file", Mock(side_effect=full))
     with pytest.raises(DiskFullError):
         build_once(tmp_path / "mine", "it", 1, lambda folder: shards.write(folder, [{"x": torch.ones(1)}], print))

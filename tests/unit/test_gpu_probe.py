@@ -28,9 +28,7 @@ class Nvml:
         self.asked = index
         return "device"
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        self.asked = uuid
-        return "device"
+    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         self.looked += 1
@@ -75,7 +73,7 @@ def test_it_tells_memory_bytes_and_energy(monkeypatch, wraps):
     assert found["device_energy_j"].samples == pytest.approx((2.5 * rounds,))
 
 
-def test_what_the_driver_does_not_tell_is_null_or_said(monkeypatch):
+def test_counters_the_driver_lacks_are_null_with_a_note(monkeypatch):
     found = measured(monkeypatch, Nvml(pid=-1, counts=False))
     assert set(found["device_memory_bytes"].samples) == {float(5 << 30)}
     assert "of all processes" in found["device_memory_bytes"].note

@@ -1,9 +1,14 @@
-"""Hardware profiles: what is shipped holds together, and what is wrong is refused in one line."""
+"""Hardware profiles: what is shipped holds together, what is wrong is refused; this host is measured once."""
+
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from harness import hardware
 from harness.api import HarnessError
+from harness.hardware import provenance
+from harness.hardware.local_profile import LocalProfile
 
 
 def test_every_figure_of_a_shipped_profile_has_a_source():
@@ -57,3 +62,26 @@ def test_a_wrong_figure_is_named(tmp_path, old, new, words):
 def test_an_unknown_profile_has_a_nearest_name():
     with pytest.raises(HarnessError, match=r"did you mean 't4_gcp'\? \(shipped: "):
         hardware.load("t4_gpc")
+
+
+# ------------------------------------------------------------------------------------------------ this host
+
+LAPTOP = hardware.load("laptop_cpu")
+
+
+def test_a_host_is_measured_where_nobody_has(tmp_path):
+    measured = replace(LAPTOP, host_id=provenance.machine_key())
+    measure = Mock(side_effect=lambda: hardware.save(measured, hardware.local_path(tmp_path)))
+    known = LocalProfile(tmp_path)
+    assert known.get(measure).host == known.get(measure).host == LAPTOP.host
+    assert LocalProfile(tmp_path).get(measure).host == LAPTOP.host
+    assert measure.call_count == 1
+
+
+def test_a_measurement_that_failed_is_not_tried_before_every_launch(tmp_path):
+    measure = Mock(side_effect=HarnessError("no room to measure the disk"))
+    known = LocalProfile(tmp_path)
+    for _ in range(3):
+        with pytest.raises(HarnessError, match="no room"):
+            known.get(measure)
+    assert measure.call_count == 1

@@ -9,7 +9,7 @@ import pytest
 from harness.api import HarnessError
 from harness.api.task import Answers, Circumstances
 from suites.tasks import known, task
-from tests.records import Letters
+from tests.records import Letters, quiet
 
 ENTRY = "helm_run:mmlu:subject=anatomy"
 STAND_IN = """#!{python}
@@ -42,10 +42,6 @@ def given(folder: Path, context: int = 16, count: int | None = None) -> Circumst
     return Circumstances(Letters(), context, count, model=folder, cache=folder)
 
 
-def quiet(done: int, total: int) -> None:
-    """Reports no progress."""
-
-
 @pytest.fixture
 def helm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "python"
@@ -75,7 +71,7 @@ def test_what_helm_asks_becomes_requests_and_its_metrics_figures(helm):
     assert (helm / "helm" / "scenarios").is_dir()
 
 
-def test_what_is_too_long_loses_its_beginning_and_is_counted(helm):
+def test_prompts_too_long_lose_their_beginning_and_are_counted(helm):
     questions = task(ENTRY).questions(given(helm, context=5), quiet)
     assert questions.truncated == 1
     assert questions.prompts[0].prompt == (98,)
@@ -83,7 +79,7 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted(helm):
         task(ENTRY).questions(given(helm, context=4), quiet)
 
 
-def test_what_helm_cannot_do_is_told_in_its_last_line(helm, monkeypatch):
+def test_failures_of_helm_are_reported_with_its_last_line(helm, monkeypatch):
     one = task(ENTRY)
     with pytest.raises(HarnessError, match="crfm-helm failed: ConnectionError: no route to the data"):
         one.questions(given(helm, count=13), quiet)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.api import HarnessError, RunRecord
-from reports.build import build
 from reports.history import History, Point, Series
 from reports.trend import FEWEST, changes, trend_panel
-from tests.records import PROVENANCE, cell, failed, record, repeats, write
+from tests.records import PROVENANCE, cell, failed, record, repeats, report
 
 
 def at_commit(number: int, speeds: tuple[float, ...], dirty: bool = False) -> list[RunRecord]:
@@ -29,8 +28,12 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/history.db"
 
 
-def test_the_same_launch_is_added_once(url):
-    history = History(url)
+@pytest.fixture
+def history(url: str) -> History:
+    return History(url)
+
+
+def test_the_same_launch_is_added_once(history, url):
     assert history.add(at_commit(1, (2.0, 2.1))) == (2, 0)
     assert history.add([*at_commit(1, (2.0, 2.1)), *at_commit(2, (2.2,))]) == (1, 2)
     (series,) = History(url).series()  # another process
@@ -38,23 +41,20 @@ def test_the_same_launch_is_added_once(url):
     assert (series.cell, series.suite, series.engine) == ("accelerate-float32", "demo", "accelerate")
 
 
-def test_what_says_nothing_over_time_stays_out(url):
-    history = History(url)
+def test_interrupted_and_simulated_launches_are_not_added(history):
     interrupted = failed(cell(), "interrupted", "", 0)
     assert history.add([interrupted, record(cell(), simulated=True)]) == (0, 0)
 
 
-def test_failures_are_kept_without_a_figure(url):
-    history = History(url)
+def test_failures_are_kept_without_a_figure(history):
     known = PROVENANCE | {"git": {"commit": "a" * 40, "dirty": True}}
     history.add([record(cell(), 0, 2.0, provenance=known), failed(cell(), "oom_host", "", 1, provenance=known)])
     (series,) = history.series()
     assert [(p.commit, p.speeds, p.failed) for p in series.points] == [("a" * 40 + "+", (2.0,), 1)]
 
 
-def test_machines_and_cells_have_series_of_their_own(url):
+def test_machines_and_cells_have_series_of_their_own(history):
     other = PROVENANCE | {"machine": PROVENANCE["machine"] | {"cores_usable": 2}}
-    history = History(url)
     history.add([record(cell(), 0), record(cell(), 1, provenance=other), record(cell("b", seed=1))])
     assert len(history.series()) == 3
     assert [s.cell for s in history.series(cell="b")] == ["b"]
@@ -62,15 +62,13 @@ def test_machines_and_cells_have_series_of_their_own(url):
     assert len(history.series([cell().fingerprint()])) == 2
 
 
-def test_without_commits_a_day_is_a_point(url):
-    history = History(url)
+def test_without_commits_a_day_is_a_point(history):
     history.add([replace(record(cell()), provenance={"git": "?"}, started_at=f"2026-11-0{d}T05:00:00") for d in (1, 2)])
     (series,) = history.series()
     assert [p.commit for p in series.points] == ["no commit, 2026-11-01", "no commit, 2026-11-02"]
 
 
-def test_many_records_at_once(url):
-    history = History(url)
+def test_many_records_at_once(history):
     many = [record(cell(), i, 2.0, requests=(), measurements=()) for i in range(1203)]
     assert history.add(many) == (1203, 0)
     assert history.add(many) == (0, 1203)
@@ -130,6 +128,12 @@ def test_a_level_that_stays_has_no_change(seed):
     assert changes(series_of(10.0, each=30, noise=0.03, seed=seed)) == []
 
 
+def test_no_change_is_found_without_noise_in_a_small_step_or_in_few_commits():
+    assert changes(series_of(10.0, each=12, noise=0.0)) == []
+    assert changes(series_of(10.0, 9.8, each=15, noise=1e-4)) == []  # however sure it is
+    assert changes(series_of(10.0, 5.0, each=(FEWEST - 1) // 2)) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_changes_are_found_where_they_are(seed):
     found = changes(series_of(10.0, 9.0, 11.0, each=10, seed=seed))
@@ -138,45 +142,28 @@ def test_changes_are_found_where_they_are(seed):
     assert found[0].commit == f"{10:040x}"
 
 
-def test_small_changes_are_none_however_sure():
-    assert changes(series_of(10.0, 9.8, each=15, noise=1e-4)) == []
-    assert changes(series_of(10.0, each=12, noise=0.0)) == []
-
-
-def test_few_commits_have_no_changes():
-    assert changes(series_of(10.0, 5.0, each=(FEWEST - 1) // 2)) == []
-
-
 def test_commits_without_a_figure_are_passed_over():
     series = series_of(10.0, 8.0, each=6)
     points = [*series.points[:3], Point("f" * 40, "", (), 5), *series.points[3:]]
     assert [c.index for c in changes(replace(series, points=tuple(points)))] == [7]
 
 
-def test_the_report_shows_trends(tmp_path, url):
-    history = History(url)
+def test_the_report_shows_trends(tmp_path, history, url):
     for i in range(12):
         history.add(at_commit(i, (10.0, 10.1, 9.9) if i < 6 else (8.0, 8.1, 7.9)))
-    run = write(tmp_path / "run", at_commit(12, (8.0, 8.1)))
-    build([run], history=url)
-    document = (run / "report.html").read_text()
+    records = at_commit(12, (8.0, 8.1))
+    document = report(tmp_path / "run", records, history=url)
     assert 'id="trends"' in document and "slower: 0.800" in document
     (series,) = history.series()
     panel = trend_panel(series)
-    assert panel is not None
     assert [d["changed"] for d in panel.spec["data"]["values"]].count(True) == 1
-    build([run])
-    assert 'id="trends"' not in (run / "report.html").read_text()
+    assert 'id="trends"' not in report(tmp_path / "run", records)
 
 
-def test_days_that_stand_for_commits_stay_apart(tmp_path, url):
-    history = History(url)
+def test_days_that_stand_for_commits_stay_apart(history):
     for day in (1, 2, 3):
-        nights = [
-            replace(r, provenance={}, started_at=f"2026-11-0{day}T02:00:00+00:00") for r in at_commit(0, (10.0, 10.1))
-        ]
-        history.add(nights)
+        night = {"provenance": {}, "started_at": f"2026-11-0{day}T02:00:00+00:00"}
+        history.add([replace(r, **night) for r in at_commit(0, (10.0, 10.1))])
     (series,) = history.series()
     panel = trend_panel(series)
-    assert panel is not None
     assert [d["commit"] for d in panel.spec["data"]["values"]] == [f"no commit, 2026-11-0{day}" for day in (1, 2, 3)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from harness.api import (
     HardwareLimits,
+    LoadReport,
     MachineRates,
     ModelSpec,
     OffloadPolicy,
@@ -17,9 +18,10 @@ from harness.api import (
     WorkloadSpec,
 )
 from harness.common.intervals import union_length
-from harness.common.roofline import rate_at, roofline
+from harness.common.roofline import bound_of, rate_at, roofline
 from harness.probes.latency import metrics, percentile
-from tests.records import SMALL, SMALL_MODEL, rates
+from reports.rates import with_rates_around
+from tests.records import SMALL, SMALL_MODEL, rates, record
 
 
 def trace(name, start, times, prompt=4, padding=0):
@@ -43,7 +45,7 @@ def test_a_second_block_counts_its_own_prefill():
     assert found["decode_s"] == 2.0
 
 
-def test_padding_is_wasted_not_earned():
+def test_padding_counts_only_in_the_padded_throughput():
     plain = metrics([trace("a", 0.0, (1.0, 2.0))], phased=True)
     padded = metrics([trace("a", 0.0, (1.0, 2.0), padding=10)], phased=True)
     assert padded["generation_throughput_tok_s"] == plain["generation_throughput_tok_s"]
@@ -72,6 +74,7 @@ def test_percentile_lies_between_neighbours(values, q):
 
 
 EXACT = OffloadPolicy()
+SHORT, TEN = (WorkloadSpec(prompt_len=8, gen_len=tokens) for tokens in (2, 10))
 
 
 def bound(workload, batch, budget, machine, dtype="float32", model=SMALL_MODEL, policy=EXACT, disk=None):
@@ -80,31 +83,29 @@ def bound(workload, batch, budget, machine, dtype="float32", model=SMALL_MODEL, 
 
 
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
-    workload = WorkloadSpec(prompt_len=8, gen_len=10)
-    found = bound(workload, 4, 100_000, rates(flops=1e15))
+    found = bound(TEN, 4, 100_000, rates(flops=1e15))
     cache = 4 * (8 + 5) * 9 / 10 * SMALL.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
     disk_s = 10 * (300_000 + cache) / 1e6
     assert found.limited_by == "disk"
     assert found.disk_s == pytest.approx(disk_s)
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
     packed = OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
-    found = bound(workload, 4, 100_000, rates(flops=1e15), policy=packed)
+    found = bound(TEN, 4, 100_000, rates(flops=1e15), policy=packed)
     weights = 300_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
     assert found.disk_s == pytest.approx(10 * (weights + cache * 8.5 / 16) / 1e6)
-    throttled = bound(workload, 4, 100_000, rates(flops=1e15), disk=500_000)
+    throttled = bound(TEN, 4, 100_000, rates(flops=1e15), disk=500_000)
     assert throttled.disk_s == pytest.approx(2 * disk_s)
 
 
 def test_experts_that_nobody_asks_for_need_not_be_read():
-    workload, mixture = WorkloadSpec(prompt_len=8, gen_len=10), replace(SMALL, params_idle=SMALL.params_total // 2)
-    dense = bound(workload, 4, 100_000, rates(flops=1e15))
-    found = bound(workload, 4, 100_000, rates(flops=1e15), model=replace(SMALL_MODEL, shape=mixture))
+    mixture = replace(SMALL, params_idle=SMALL.params_total // 2)
+    dense = bound(TEN, 4, 100_000, rates(flops=1e15))
+    found = bound(TEN, 4, 100_000, rates(flops=1e15), model=replace(SMALL_MODEL, shape=mixture))
     assert dense.disk_s - found.disk_s == pytest.approx(10 * 200_000 / 1e6)
 
 
 def test_a_fast_disk_bounds_by_arithmetic():
-    workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    found = bound(workload, 4, 100_000, rates(flops=1e9, disk=1e15))
+    found = bound(SHORT, 4, 100_000, rates(flops=1e9, disk=1e15))
     by_hand = SMALL.flops(32, 4, 4) / 1e9 + SMALL.flops(4, 9, 4) / 1e9
     assert found.limited_by == "compute"
     assert found.compute_s == pytest.approx(by_hand)
@@ -116,10 +117,9 @@ def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
 
 
 def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
-    workload = WorkloadSpec(prompt_len=8, gen_len=2)
-    assert bound(workload, 1, None, rates()).disk_s == 0
-    assert bound(workload, 1, None, rates(), "bfloat16") is None
-    assert bound(workload, 1, 1, MachineRates((), None, rates().gemm_flops)) is None
+    assert bound(SHORT, 1, None, rates()).disk_s == 0
+    assert bound(SHORT, 1, None, rates(), "bfloat16") is None
+    assert bound(SHORT, 1, 1, MachineRates((), None, rates().gemm_flops)) is None
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))
@@ -140,9 +140,8 @@ def test_rates_between_measured_rows():
 
 def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     """They cross the link in every pass; keys and values may be attended to where they are."""
-    workload = WorkloadSpec(prompt_len=8, gen_len=10)
     limits = HardwareLimits(device_memory=100_000, host_memory=10**9)
-    spec = RunSpec("e", ModelSpec("m"), workload, EXACT, limits=limits)
+    spec = RunSpec("e", ModelSpec("m"), TEN, EXACT, limits=limits)
     machine = replace(rates(flops=1e15), h2d=(1e6, 9e5))
     found = roofline(SMALL_MODEL, spec, 4, "float32", machine)
     assert found.limited_by == "link"
@@ -151,4 +150,61 @@ def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     slow = roofline(SMALL_MODEL, spec, 4, "float32", replace(rates(flops=1e6), h2d=(1e9,)))
     assert slow.limited_by == "compute"
     assert roofline(SMALL_MODEL, spec, 4, "float32", rates()) is None, "its rates are another processor's"
-    assert bound(workload, 4, None, machine) is None
+    assert bound(TEN, 4, None, machine) is None
+
+
+# ---------------------------------------------------------------------------------- rates before and after a launch
+
+LOAD = LoadReport(1000, 2048, 4, OffloadPolicy(), "float32", (0, 0, 0))
+SPEC = RunSpec("e", ModelSpec("m"), TEN, limits=HardwareLimits(host_memory=100_000))
+
+
+def bound_on(machine):
+    return roofline(SMALL_MODEL, SPEC, 4, "float32", machine)
+
+
+def launch(repeat, machine, host="a", start="10:00:00", wall_s=60.0):
+    return record(
+        SPEC, repeat, load=LOAD, machine=machine, model=SMALL_MODEL, bound=bound_on(machine), requests=(), metrics={},
+        provenance={"machine": {"cpu": host}}, started_at=f"2026-01-01T{start}+00:00", wall_s=wall_s,
+    )  # fmt: skip
+
+
+def bounds(*records):
+    return [r.bound.throughput_tok_s for r in with_rates_around(records)]
+
+
+def test_a_launch_is_held_to_the_mean_of_the_probes_before_and_after_it():
+    launches = [launch(0, rates(1e9, 2e6)), launch(1, rates(3e9, 1e6), start="10:01:30")]
+    expected = [bound_on(rates(2e9, 1.5e6)), launches[1].bound]
+    assert bounds(*launches) == pytest.approx([b.throughput_tok_s for b in expected])
+    assert bounds(*reversed(launches)) == pytest.approx([b.throughput_tok_s for b in reversed(expected)])
+
+
+def test_the_best_samples_of_a_probe_count():
+    noisy = MachineRates((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
+    found = bounds(launch(0, noisy), launch(1, rates(1e9, 1e6), start="10:01:30"))
+    assert found[0] == pytest.approx(bound_on(rates(1e9, 2e6)).throughput_tok_s)
+
+
+def test_a_probe_of_much_later_or_of_another_machine_says_nothing():
+    alone = launch(0, rates(1e9, 1e6))
+    for changes in ({"host": "fast", "start": "10:01:30"}, {"start": "11:00:00"}):
+        other = launch(1, rates(9e9, 9e6), **changes)
+        assert bounds(alone, other)[0] == alone.bound.throughput_tok_s
+
+
+def test_records_without_a_probe_stay_as_they_are():
+    bare = replace(launch(0, rates(1e9, 1e6)), machine=None, bound=None)
+    assert with_rates_around([bare]) == [bare]
+
+
+def test_a_bound_is_of_the_policy_that_was_found_and_of_the_lengths_that_were_asked_for():
+    found = LoadReport(1000, 2048, 4, OffloadPolicy(weight_bits=4, kv_bits=4), "float32", (0, 0, 0))
+    machine = rates(1e15, 1e6)  # the disk is the bound
+    chosen = bound_of(replace(launch(0, machine), load=found), machine)
+    assert chosen == roofline(SMALL_MODEL, replace(SPEC, policy=found.policy), 4, "float32", machine)
+    assert chosen.throughput_tok_s > 1.5 * bound_on(machine).throughput_tok_s
+    traced = replace(SPEC, workload=WorkloadSpec("trace", 100, 50, trace="t.csv"))
+    requests = tuple(RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
+    assert bound_of(replace(launch(0, machine), spec=traced, requests=requests), machine) == bound_on(machine)

@@ -2,27 +2,26 @@
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from unittest.mock import Mock
 
 import pytest
 
 from harness.api import Accuracy, Forecast, HarnessError, ModelSpec, OffloadPolicy, RequestTrace, WorkloadSpec
 from reports.ablation import ablation_panel, ablations
 from reports.accuracy import accuracy_panel
-from reports.build import build
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
 from reports.latency import pareto_front, pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import read_runs
 from reports.summary import summary_rows
 from reports.vega import MOST_CELLS, library
-from tests.records import cell, demo, failed, record, repeats, write
+from tests.records import cell, demo, failed, record, repeats, report
 
 ROWS = summary_rows(demo())
 
 
 def values(panel, kind=None):
     """The data of a chart, of one kind if asked."""
-    assert panel is not None
     data = panel.spec["data"]["values"]
     return [d for d in data if kind is None or d.get("kind") == kind]
 
@@ -34,16 +33,13 @@ def test_throughput_has_every_repeat_its_median_and_interval():
     assert [d["value"] for d in ours if d["kind"] == "median"] == [3.1]
     assert [(d["low"], d["high"]) for d in ours if d["kind"] == "interval"] == [(3.0, 3.2)]
     # references would squeeze what competes: they are arrows at the end of the axis
-    assert {d["cell"] for d in values(panel, "beyond")} == {
-        "resident-float32 (reference)",
-        "resident-bfloat16 (reference)",
-    }
+    references = {f"resident-{dtype} (reference)" for dtype in ("float32", "bfloat16")}
+    assert {d["cell"] for d in values(panel, "beyond")} == references
 
 
 def test_charts_hold_so_many_cells_and_say_so():
     many = [record(cell(f"c{i}", seed=i), speed=1 + i) for i in range(MOST_CELLS + 5)]
     panel = throughput_panel(summary_rows(many))
-    assert panel is not None and panel.table is not None
     assert len({d["cell"] for d in values(panel)}) == MOST_CELLS
     assert f"first {MOST_CELLS} of {MOST_CELLS + 5} cells" in panel.note
     assert len(panel.table.bodies[0].rows) == MOST_CELLS + 5
@@ -66,20 +62,15 @@ def test_memory_and_bound_and_tiers():
 def test_tasks_only_where_an_engine_tells_them():
     assert tasks_panel(ROWS) is None
     base = record(cell("a"))
-    told = replace(
-        base, metrics={**base.metrics, "task_products_s": 3.0, "task_load_weights_s": 2.0, "task_other_s": 0.0}
-    )
-    assert {d["kind"]: d["value"] for d in values(tasks_panel(summary_rows([told])))} == {
-        "products": 3.0,
-        "load weights": 2.0,
-    }
+    seconds = {"task_products_s": 3.0, "task_load_weights_s": 2.0, "task_other_s": 0.0}
+    told = values(tasks_panel(summary_rows([replace(base, metrics=base.metrics | seconds)])))
+    assert {d["kind"]: d["value"] for d in told} == {"products": 3.0, "load weights": 2.0}
 
 
 def test_predictions_beside_measurements():
     assert predicted_panel(ROWS) is None
     told = record(cell("a"), predicted=Forecast("local", 2.5, {}))
     panel = predicted_panel(summary_rows([told]))
-    assert panel is not None
     assert [(d["measured"], d["value"]) for d in panel.spec["layer"][1]["data"]["values"]] == [(2.0, 2.5)]
 
 
@@ -90,7 +81,6 @@ def test_the_front_is_what_nothing_beats_in_both():
 
 def test_pareto_leaves_references_off_the_line():
     panel = pareto_panel([r for r in ROWS if r.throughput])
-    assert panel is not None
     line = [d["value"] for d in panel.spec["layer"][0]["data"]["values"]]
     assert line == [3.1]  # the fastest is the quickest as well; the resident ones are no choice here
     assert pareto_panel([r for r in ROWS if r.throughput][:1]) is None
@@ -118,7 +108,6 @@ def test_an_ablation_is_of_cells_that_differ_in_one_thing():
         *repeats(cell("other", "accelerate"), (0.4, 0.5)),
     ]
     found = ablations(summary_rows(records))
-    assert found is not None
     base, changes = found
     assert base.name == "full"
     assert [(s.row.name, s.change) for s in changes] == [
@@ -141,9 +130,8 @@ def test_accuracy_over_speed():
 
 
 def test_published_figures_stand_beside_ours(tmp_path):
-    spec = cell(
-        "ours", "offload", model=ModelSpec("facebook/opt-30b"), workload=WorkloadSpec(prompt_len=512, gen_len=32)
-    )
+    workload = WorkloadSpec(prompt_len=512, gen_len=32)
+    spec = cell("ours", "offload", model=ModelSpec("facebook/opt-30b"), workload=workload)
     rows = summary_rows([record(spec, speed=14.64, simulated=True)])
     assert published_table(rows, ()) is None
     table = published_table(rows, {"flexgen_throughput_t4", "unknown"})
@@ -151,50 +139,41 @@ def test_published_figures_stand_beside_ours(tmp_path):
     figures = {row[0].text: (row[2].text, row[3].text) for row in table.bodies[0].rows}
     assert figures["flexgen"] == ("7.32", "2")
     assert set(figures) == {"accelerate", "deepspeed", "flexgen", "flexgen_c"}
-    run = write(tmp_path, [record(spec)])
-    (run / "suite.yaml").write_text("name: x\nreproduces: flexgen_throughput_t4\n")
-    assert read_runs([run]).reproduces == {"flexgen_throughput_t4"}
-    build([run])
-    assert "Published results and ours" in (run / "report.html").read_text()
+    (tmp_path / "suite.yaml").write_text("name: x\nreproduces: flexgen_throughput_t4\n")
+    assert "Published results and ours" in report(tmp_path, [record(spec)])
+    assert read_runs([tmp_path]).reproduces == {"flexgen_throughput_t4"}
     assert published_table(ROWS, {"flexgen_throughput_t4"}) is None  # another model
 
 
 def test_the_end_of_a_log_is_shown_of_what_should_not_have_failed(tmp_path):
-    run = write(
-        tmp_path / "run",
-        [failed(cell("broken"), "error", "boom"), failed(cell("meant", expect="infeasible", seed=1), "infeasible", "")],
-    )
-    (run / "logs").mkdir()
-    (run / "logs" / "broken.log").write_text("".join(f"line {i}\n" for i in range(100)) + "<b>boom</b>\n")
-    (run / "logs" / "meant.log").write_text("secret\n")
-    build([run])
-    document = (run / "report.html").read_text()
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "broken.log").write_text("".join(f"line {i}\n" for i in range(100)) + "<b>boom</b>\n")
+    (logs / "meant.log").write_text("secret\n")
+    meant = failed(cell("meant", expect="infeasible", seed=1), "infeasible", "")
+    document = report(tmp_path, [failed(cell("broken"), "error", "boom"), meant])
     assert "&lt;b&gt;boom&lt;/b&gt;" in document and "line 99" in document and "line 10\n" not in document
     assert "secret" not in document
 
 
 def test_a_log_outside_of_the_run_is_not_read(tmp_path):
     (tmp_path / "outside.log").write_text("secret\n")
-    run = write(tmp_path / "run", [failed(cell("broken"), "error", "boom", log="../outside.log")])
-    build([run])
-    assert "secret" not in (run / "report.html").read_text()
+    records = [failed(cell("broken"), "error", "boom", log="../outside.log")]
+    assert "secret" not in report(tmp_path / "run", records)
 
 
 def test_mixed_machines_are_told(tmp_path):
     first = record(cell())
     other = {**first.provenance, "machine": {**first.provenance["machine"], "cpu": "another"}}
-    build([write(tmp_path, [first, record(cell("b", seed=1), provenance=other)])])
-    assert "These records come from 2 machines" in (tmp_path / "report.md").read_text()
+    document = report(tmp_path, [first, record(cell("b", seed=1), provenance=other)], "md")
+    assert "These records come from 2 machines" in document
 
 
 def test_without_the_charts_package_the_page_is_complete(tmp_path, monkeypatch):
-    def missing(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr("reports.vega.version", missing)
-    build([write(tmp_path, demo())])
-    assert (tmp_path / "report.html").stat().st_size < 300_000
-    assert "Figures of this chart" in (tmp_path / "report.html").read_text()
+    monkeypatch.setattr("reports.vega.version", Mock(side_effect=PackageNotFoundError("vl-convert-python")))
+    document = report(tmp_path, demo())
+    assert len(document.encode()) < 300_000
+    assert "Figures of this chart" in document
 
 
 def test_the_charts_code_is_made_once_and_kept(tmp_path):

@@ -1,4 +1,4 @@
-"""Reports: every figure by hand, hostile text inert in every format, damaged and newer records refused."""
+"""Reports: every figure by hand, hostile text inert in every format, damaged, odd and newer records refused."""
 
 import csv
 import io
@@ -12,25 +12,35 @@ from pathlib import Path
 
 import pytest
 
-from harness.api import (
-    Bound,
-    HarnessError,
-    ModelSpec,
-    RunRecord,
-    TraceEvent,
-    WorkloadSpec,
-)
+from harness.api import Bound, HarnessError, ModelSpec, RunRecord, TraceEvent, WorkloadSpec, to_json
 from reports import text
-from reports.build import build, summary_rows
+from reports.build import build, load_records, summary_rows
 from reports.figures import allowed
 from reports.headline import headline
+from reports.records import read_runs
+from reports.render import write as write_file
 from reports.summary import CellSummary, ranked
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library
-from tests.records import GIB, HOSTILE, cell, demo, failed, hostile_records, record, repeats, write
+from tests.records import (
+    GIB,
+    HOSTILE,
+    PROVENANCE,
+    assert_tables_are_whole,
+    cell,
+    demo,
+    failed,
+    hostile_records,
+    record,
+    repeats,
+    report,
+    write,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "report.csv"
+#: The data of charts in a page.
+DATA = re.compile(r'<script type="application/json">(.*?)</script>', re.S)
 
 
 def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
@@ -175,7 +185,6 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path):
     assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
     (row,) = summary_rows([record(cell("traced"), trace=events)])
     panel = utilisation_panel([row])
-    assert panel is not None and panel.table is not None
     assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "60", "50"]  # seconds, and percent of them
     lanes = {d["lane"]: d["shares"] for d in panel.spec["data"]["values"]}
     assert lanes["load"][0] == 1.0 and lanes["load"][-1] == 0.0 and lanes["compute"][-1] == 1.0
@@ -219,7 +228,7 @@ def test_hostile_text_is_inert_in_html(hostile):
     assert all(v and v.startswith("#") for k, v in page.attributes if k == "href")
     assert "&lt;script&gt;alert(1)" in hostile[".html"]
     assert "{{7*7}}" in hostile[".html"]
-    data = re.findall(r'<script type="application/json">(.*?)</script>', hostile[".html"], re.S)
+    data = DATA.findall(hostile[".html"])
     assert data and all(json.loads(text) for text in data)
     assert not set("\x1b\u202e") & set(hostile[".html"])
 
@@ -236,15 +245,13 @@ def test_hostile_text_is_inert_in_markdown(hostile):
     assert not re.search(r"(?<!\\)`", document)
     assert not re.search(r"(?<!\\)\[", document)
     assert "@all" not in document
-    for block in re.findall(r"(?:^\|.*\n)+", document, re.M):
-        pipes = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
-        assert len(pipes) == 1, block
+    assert_tables_are_whole(document)
 
 
 def test_formulas_are_neutralised_in_csv(tmp_path):
     spec = cell("=cmd|' /C calc'!A0", suite="+1", model=ModelSpec("@SUM(1)"))
-    build([write(tmp_path, [record(spec, 0, reason="-2+3\n=1", command="\t=1")])])
-    (line,) = csv.DictReader(io.StringIO((tmp_path / "report.csv").read_text()))
+    table = report(tmp_path, [record(spec, 0, reason="-2+3\n=1", command="\t=1")], "csv")
+    (line,) = csv.DictReader(io.StringIO(table))
     assert all(not (v or "").startswith(("=", "+", "-", "@", "\t", "\r")) for v in line.values())
     assert line["name"] == "'=cmd|' /C calc'!A0"
     assert line["reason"] == "'-2+3 =1"
@@ -256,8 +263,7 @@ def test_csv_is_one_line_a_record(hostile):
 
 def test_csv_golden(tmp_path):
     shuffled = sorted(demo(), key=lambda r: r.repeat)
-    build([write(tmp_path, shuffled)])
-    assert (tmp_path / "report.csv").read_text() == GOLDEN.read_text(), "rewrite tests/golden/report.csv if intended"
+    assert report(tmp_path, shuffled, "csv") == GOLDEN.read_text(), "rewrite tests/golden/report.csv if intended"
 
 
 def test_build_picks_places(tmp_path):
@@ -276,17 +282,14 @@ def test_a_target_that_cannot_be_written(tmp_path):
 
 
 def test_html_is_complete_and_accessible(tmp_path):
-    build([write(tmp_path, demo())])
-    document = (tmp_path / "report.html").read_text()
+    document = report(tmp_path, demo())
     page = _Page()
     page.feed(document)
     assert page.tags.count("caption") == page.tags.count("table")
     ids = [v for k, v in page.attributes if k == "id"]
     assert len(ids) == len(set(ids))
     assert {(v or "")[1:] for k, v in page.attributes if k == "href"} <= set(ids)
-    throughput = next(
-        json.loads(t) for t in re.findall(r'<script type="application/json">(.*?)</script>', document, re.S)
-    )
+    throughput = json.loads(DATA.findall(document)[0])
     dots = [d for d in throughput["data"]["values"] if d["kind"] in ("repeat", "beyond")]
     assert len(dots) >= 15  # every ok repeat is a dot
     for expected in ("never ranked", "harness run demo --cell offload-zigzag", "Batch search"):
@@ -295,8 +298,7 @@ def test_html_is_complete_and_accessible(tmp_path):
 
 
 def test_markdown_holds_the_results(tmp_path):
-    build([write(tmp_path, demo())])
-    document = (tmp_path / "report.md").read_text()
+    document = report(tmp_path, demo(), "md")
     assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 77.5 | disk |" in document
     assert "5 cells" not in document and "7 cells, 21 repeats: 5 ok, 1 failed as expected" in document
     assert len(document) < 60_000
@@ -330,8 +332,8 @@ def test_junit_has_a_case_for_each_cell(tmp_path):
     odd = [failed(cell("odd", seed=9), "error", "boom <&> \x00\ufffe", repeat) for repeat in range(2)]
     awaited = failed(replace(cell("awaited", seed=8), expect="infeasible"), "infeasible", "too large")
     stopped = failed(cell("stopped", seed=7), "interrupted", "")
-    build([write(tmp_path, [*repeats(cell("fine"), [1.0, 2.0, 3.0]), *odd, awaited, stopped])])
-    (suite,) = ET.fromstring((tmp_path / "report.xml").read_bytes())
+    document = report(tmp_path, [*repeats(cell("fine"), [1.0, 2.0, 3.0]), *odd, awaited, stopped], "xml")
+    (suite,) = ET.fromstring(document.encode())
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "1", "1")
     cases = {case.get("name"): case for case in suite}
     failure = cases["odd"].find("failure")
@@ -339,3 +341,87 @@ def test_junit_has_a_case_for_each_cell(tmp_path):
     assert cases["stopped"].find("skipped") is not None
     assert "2 tok/s, 3 launches" in "".join(cases["fine"].itertext())
     assert cases["awaited"].find("failure") is None
+
+
+# ------------------------------------------------------------------------------------------------ reading and writing
+
+
+def test_a_truncated_last_line_is_left_out_with_a_note(tmp_path):
+    line = json.dumps(to_json(record(cell(), 1)))
+    runs = read_runs([write(tmp_path, [record(cell())], tail=line[: len(line) // 2])])
+    assert len(runs.records) == 1
+    assert "incomplete" in runs.notes[0]
+
+
+def test_damage_elsewhere_is_an_error(tmp_path):
+    path = write(tmp_path, [record(cell())], tail="{broken\n") / "records.jsonl"
+    with pytest.raises(HarnessError, match=f"^{re.escape(str(path))}:2: not JSON"):
+        load_records([tmp_path])
+
+
+def test_the_last_of_duplicates_wins(tmp_path):
+    one, two = write(tmp_path / "1", [record(cell(), 0, 1.0)]), write(tmp_path / "2", [record(cell(), 0, 3.0)])
+    runs = read_runs([one, two])
+    assert [r.metrics["generation_throughput_tok_s"] for r in runs.records] == [3.0]
+    assert "1 of 2 records" in runs.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no records.jsonl"),
+        ("", "holds no complete record"),
+        ('{"spec": {"en', "holds no complete record"),
+        ('{"schema_version": 3, "new": 1}\n', "schema_version 3 is newer than 2"),
+        ("[1]\n", "not a record"),
+        ("{}\n", "not a record"),
+        ('{"schema_version": 2}\n', "field 'spec' is missing"),
+        ("[" * 100_000 + "\n1\n", "not JSON"),
+        ('{"schema_version": 2, "wall_s": NaN}\n', "NaN is no number"),
+    ],
+)
+def test_unreadable_records_are_one_clear_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "records.jsonl").write_text(content)
+    with pytest.raises(HarnessError, match=message) as caught:
+        load_records([tmp_path])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_too_long_and_a_circular_link_cannot_be_read(tmp_path):
+    (tmp_path / "records.jsonl").symlink_to(tmp_path / "records.jsonl")
+    for folder in (tmp_path, Path("a" * 300)):
+        with pytest.raises(HarnessError, match="cannot read"):
+            load_records([folder])
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, 1e300])
+def test_impossible_speeds_are_not_ranked(tmp_path, speed):
+    odd = replace(record(cell("odd", seed=3)), metrics={"generation_throughput_tok_s": speed})
+    other = {**PROVENANCE, "machine": {"ram_bytes": 10**400}, "git": "none"}
+    assert "odd" in report(tmp_path, [odd, record(cell(), provenance=other), record(cell("b", "offload", seed=1))])
+
+
+def test_a_target_that_is_a_folder(tmp_path):
+    with pytest.raises(HarnessError, match="it is a folder"):
+        write_file(tmp_path, "text")
+    with pytest.raises(HarnessError, match="it is a folder"):
+        write_file(Path(), "text")
+
+
+def test_no_directory():
+    with pytest.raises(HarnessError, match="no run directory"):
+        load_records([])
+
+
+def test_a_damaged_suite_file_is_only_noted(tmp_path):
+    write(tmp_path, [record(cell())])
+    (tmp_path / "suite.yaml").write_text("description: [unclosed\n")
+    assert "cannot be read" in read_runs([tmp_path]).notes[0]
+
+
+@pytest.mark.parametrize("out", ["a" * 300, "folder/" + "a" * 300 + ".html"])
+def test_a_name_longer_than_a_file_system_takes(tmp_path, out):
+    run = write(tmp_path / "run", [record(cell())])
+    with pytest.raises(HarnessError, match=r"^cannot write .*choose another place with --out$"):
+        build([run], tmp_path / out)

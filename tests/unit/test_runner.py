@@ -1,8 +1,11 @@
-"""The runner's own decisions, with launches that end as they are told to."""
+"""The runner's own decisions, with launches that end as they are told to, and its search for the largest batch."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.adapters.fake import MODEL
 from harness.api import (
@@ -13,10 +16,13 @@ from harness.api import (
     OffloadPolicy,
     RunSpec,
     SuiteSpec,
+    Trial,
     WorkloadSpec,
 )
 from harness.run import runner
 from harness.run.store import Store
+from harness.run.tuning import Patience, Remembered, choose, search_max_batch
+from tests.records import FAKE
 
 
 class Launcher:
@@ -43,28 +49,6 @@ class Launcher:
         return LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=CellResult(metrics=metrics))
 
 
-class Silent:
-    """Progress that nobody sees, less what is noted."""
-
-    def __init__(self):
-        self.notes, self.steps, self.done = [], 0, 0
-
-    def planned(self, steps, already_done):
-        self.steps = len(steps)
-
-    def added(self, steps):
-        self.steps += len(steps)
-
-    def finished(self, step, record):
-        self.done += 1
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def __getattr__(self, name):
-        return lambda *_: None
-
-
 CELL = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(num_requests=8), OffloadPolicy(gpu_batch_size=8), suite="s",
                name="cell", tune="max_batch")  # fmt: skip
 
@@ -77,7 +61,7 @@ def run(tmp_path, monkeypatch):
 
     def go(launcher, *cells, out="out"):
         monkeypatch.setattr(runner, "CellLauncher", lambda cache, places: launcher)
-        progress = Silent()
+        progress = Mock()
         made = SuiteSpec("s", "", cells, machine_probe=False)
         return runner.Runner(made, suite, tmp_path / out, tmp_path / "cache", progress, "c").run(cells), progress
 
@@ -95,21 +79,22 @@ def test_a_batch_that_does_not_survive_again_gives_way_to_a_smaller_one_in_all_r
     assert [r.status for r in Store(tmp_path / "out").records()] == ["ok", "oom_host", "ok", "ok", "ok"]
     tried = [(t.gpu_batch_size, t.status) for t in records[-1].tuning]
     assert tried == [(8, "ok"), (8, "oom_host"), (4, "ok"), (7, "ok")]
-    assert progress.steps == progress.done == 5
-    assert "cell: batch 8 did not survive again; a smaller one is taken" in progress.notes
+    steps = [told.args[0] for told in (*progress.planned.call_args_list, *progress.added.call_args_list)]
+    assert sum(map(len, steps)) == progress.finished.call_count == 5
+    progress.note.assert_any_call("cell: batch 8 did not survive again; a smaller one is taken")
     again = Launcher(survives)
     run(again, CELL, out="other")
     assert set(again.launched) == {7}, "what was learnt is remembered"
 
 
-def test_where_nothing_is_left_the_failure_stands(run):
+def test_a_cell_without_a_surviving_batch_keeps_its_failure(run):
     launcher = Launcher(lambda batch, time: "ok" if batch == 1 and time == 1 else "oom_host")
     records, _ = run(launcher, CELL)
     assert {r.status for r in records} == {"oom_host"}
 
 
 @pytest.mark.parametrize(("status", "searches"), [("unsupported", 2), ("oom_host", 2), ("infeasible", 1)])
-def test_only_what_cannot_end_otherwise_is_remembered(run, status, searches):
+def test_only_infeasible_searches_are_remembered(run, status, searches):
     counts = []
     for out in ("one", "two"):
         launcher = Launcher(lambda batch, time: status)
@@ -131,3 +116,87 @@ def test_a_model_s_own_folder_is_in_no_record(run, tmp_path):
     cell = replace(CELL, model=ModelSpec(str(folder)), tune="none", repeats=1)
     (record,), _ = run(Launcher(lambda *_: "ok"), cell)
     assert record.spec.model.id == "$MODELS/mine"
+
+
+# ------------------------------------------------------------------------------------------------ the largest batch
+
+SPEC = replace(FAKE, tune="max_batch")
+
+
+@given(start=st.integers(1, 300), largest=st.integers(0, 2000), ceiling=st.integers(1, 3000))
+def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling):
+    tried = []
+
+    def attempt(batch):
+        tried.append(batch)
+        return Trial(batch, "ok" if batch <= largest else "oom_host", float(batch))
+
+    found = choose(search_max_batch(start, attempt, ceiling))
+    largest = min(largest, ceiling)
+    assert max(tried) <= ceiling
+    assert len(tried) == len(set(tried)) <= 16
+    if largest == 0:
+        assert found is None
+    else:
+        assert found <= largest < found + max(2, found // 4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "chosen"),
+    [
+        ({8: ("unsupported", None)}, None),
+        ({8: ("ok", 1.0), 16: ("oom_host", 1.0), 12: ("disk_full", 1.0)}, 8),
+        ({8: ("ok", 2.0), 16: ("ok", 3.0), 32: ("ok", 3.2), 64: ("ok", 2.5)}, 32),
+    ],
+    ids=["a failure that is not about size", "a full disk during the bisection", "a larger batch that is slower"],
+)
+def test_what_ends_the_search(ends, chosen):
+    trials = search_max_batch(8, lambda batch: Trial(batch, *ends[batch]))
+    assert [t.gpu_batch_size for t in trials] == list(ends)
+    assert choose(trials) == chosen
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    Remembered(tmp_path / "file" / "max_batch.json", "m").put("key", [Trial(1, "ok", 1.0)])
+
+
+def test_the_fastest_survivor_is_chosen_not_the_largest():
+    trials = [Trial(8, "ok", 2.0), Trial(16, "ok", 1.5), Trial(32, "timeout", None)]
+    assert choose(trials) == 8
+
+
+def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):
+    memory = Remembered(tmp_path / "max_batch.json", "machine-a")
+    key = memory.key(SPEC, {"torch": "2"}, "model", "cgroup-v1")
+    trials = (Trial(4, "ok", 1.0), Trial(8, "oom_host", None, "killed"))
+    memory.put(key, trials)
+    assert Remembered(tmp_path / "max_batch.json", "machine-a").get(key) == trials
+    other = Remembered(tmp_path / "max_batch.json", "machine-b")
+    assert other.get(other.key(SPEC, {"torch": "2"}, "model", "cgroup-v1")) is None
+    assert memory.get(memory.key(SPEC, {"torch": "3"}, "model", "cgroup-v1")) is None
+    assert memory.get(memory.key(SPEC, {"torch": "2"}, "model", "monitor")) is None
+
+
+def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
+    path = tmp_path / "max_batch.json"
+    memory = Remembered(path, "m")
+    for damage in ("{half", "[]", '{"key": 3}', '{"key": [{"new": 1}]}', '{"key": [3]}'):
+        path.write_text(damage)
+        assert memory.get("key") is None
+    memory.put("key", [Trial(1, "ok", 1.0)])
+    assert memory.get("key")
+
+
+def test_the_first_trial_has_the_cells_own_timeout():
+    assert Patience(1800).seconds(8) == 1800
+
+
+def test_a_trial_that_thrashes_is_ended_early_and_an_honest_one_is_not():
+    patience = Patience(1800)
+    patience.learn(8, 100)
+    assert 200 < patience.seconds(16) < 2 * 200  # twice the batch at the same speed, and hardly twice that
+    assert patience.seconds(4) == patience.seconds(8) > 100  # a smaller one is mostly start-up
+    assert patience.seconds(4096) == 1800
+    patience.learn(16, 400)
+    assert patience.seconds(24) > 600

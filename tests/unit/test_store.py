@@ -33,20 +33,15 @@ def test_records_come_back_in_order(store):
 
 
 @pytest.mark.parametrize(("cut", "left"), [(1, [0, 1, 2]), (2, [0, 2]), (10, [0, 2]), (100, [0, 2])])
-def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(tmp_path, cut, left):
+def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(store, cut, left):
     """A whole record that lacks only the end of its line is none that was cut."""
-    store = Store(tmp_path)
-    store.open()
     store.append(record(0))
     store.append(record(1))
     store.close()
-    data = store.path.read_bytes()
-    store.path.write_bytes(data[:-cut])
-    again = Store(tmp_path)
-    again.open()
-    again.append(record(2))
-    assert [r.repeat for r in again.records()] == left
-    again.close()
+    store.path.write_bytes(store.path.read_bytes()[:-cut])
+    store.open()
+    store.append(record(2))
+    assert [r.repeat for r in store.records()] == left
 
 
 def test_blank_lines_are_passed_over(store):
@@ -69,7 +64,7 @@ def test_blank_lines_are_passed_over(store):
         ("error", "error", True),
     ],
 )
-def test_what_counts_as_done(status, expect, done):
+def test_which_records_count_as_done(status, expect, done):
     assert is_done(record(0, status), dataclasses.replace(SPEC, expect=expect)) is done
 
 
@@ -106,11 +101,8 @@ def test_fresh_sets_records_aside(store):
         assert not list(store.records())
         store.append(record(number))
         store.close()
-    assert sorted(p.name for p in store.out.glob("records*.jsonl")) == [
-        "records.1.jsonl",
-        "records.2.jsonl",
-        "records.jsonl",
-    ]
+    names = sorted(p.name for p in store.out.glob("records*.jsonl"))
+    assert names == ["records.1.jsonl", "records.2.jsonl", "records.jsonl"]
 
 
 def test_an_unwritable_place_is_one_line(tmp_path):

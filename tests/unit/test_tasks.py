@@ -3,9 +3,9 @@
 import json
 import math
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -17,7 +17,7 @@ from suites.tasks.helm import Instance, sampled
 from suites.tasks.measures import f1, mean
 from suites.tasks.prompts import PromptTask
 from suites.tasks.wikitext import FILE, WINDOW, WikiText, _text
-from tests.records import Letters
+from tests.records import Letters, quiet
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs shared/data")
@@ -112,7 +112,7 @@ def test_the_best_of_several_answers_and_of_several_right_ones():
     assert found.figures["quasi_exact_match@2"] == 1
 
 
-def test_a_question_that_is_asked_again_is_no_other_question():
+def test_trials_of_one_question_count_as_one_example():
     found = helm_metrics.by_name(("exact_match",), [("a",)] * 4, [("a",), ("b",), ("a",), ("a",)], [0, 1, 0, 1])
     assert found.outcomes == {"exact_match": (1.0, 0.5)}
     assert found.examples == 2
@@ -201,18 +201,13 @@ def test_tasks_without_data_say_where_to_get_them(monkeypatch):
 
 
 def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch):
-    asked = []
     rows = [{"question": f"q{i} is by", "references": [f"p{i}", "x"]} for i in range(6)]
-
-    def load_dataset(path: str, name: str, split: str) -> list[dict[str, object]]:
-        asked.append((path, name, split))
-        return rows
-
-    hub = types.SimpleNamespace(load_dataset=load_dataset)
+    hub = Mock(**{"load_dataset.return_value": rows})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     one = task("helm_wikifact_plaintiff")
     examples = one.material(None).examples
-    assert asked == [("lighteval/wikifact", "plaintiff", "train"), ("lighteval/wikifact", "plaintiff", "test")]
+    splits = [call("lighteval/wikifact", "plaintiff", split=split) for split in ("train", "test")]
+    assert hub.load_dataset.call_args_list == splits
     assert len(examples) == 3 * 6
     assert examples[0].prompt.endswith("\n\nq0 is by")
     assert examples[0].answers == ("p0", "x")
@@ -220,10 +215,7 @@ def test_the_hub_is_asked_where_no_folder_is_named(monkeypatch):
         "quasi_exact_match": 0, "quasi_exact_match_stderr": 0, "quasi_exact_match@5": 1, "quasi_exact_match@5_stderr": 0
     }  # fmt: skip
 
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("no route")
-
-    hub.load_dataset = refuse
+    hub.load_dataset.side_effect = ConnectionError("no route")
     with pytest.raises(HarnessError, match=r"lighteval/wikifact cannot be loaded: no route; connect to the hub"):
         one.material(None)
 
@@ -233,10 +225,6 @@ class Begun(Letters):
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         return (0, *self.encode_plain(prompt))
-
-
-def quiet(done: int, total: int) -> None:
-    """Reports no progress."""
 
 
 def test_wikitext_by_tokens_is_windows_of_lines_as_datasets_joins_them(tmp_path):

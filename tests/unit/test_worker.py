@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,10 +75,8 @@ def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_end_after", lambda seconds: None)
     monkeypatch.setattr(worker, "_done", lambda *_: WorkerResult("ok"))
 
-    def full(path, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.write_text", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("pathlib.Path.write_text", Mock(side_effect=full))
     assert worker.main([str(tmp_path)]) == EXIT_DISK_FULL
     assert not (tmp_path / worker.RESULT).exists()
 
@@ -92,13 +91,9 @@ class OutOfMemoryError(RuntimeError):
 
 
 def wrapped(inner):
-    try:
-        try:
-            raise inner
-        except Exception as exc:
-            raise RuntimeError("library error") from exc
-    except RuntimeError as exc:
-        return exc
+    outer = RuntimeError("library error")
+    outer.__cause__ = inner
+    return outer
 
 
 @pytest.mark.parametrize(

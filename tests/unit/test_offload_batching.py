@@ -30,8 +30,20 @@ def generation(prompt, new, arrival=0.0):
 LOGITS = torch.zeros(1, 8)
 
 
-def drive(scheduler, cache, sequences, limit=10_000):
-    """Runs passes without a model; returns blocks held and tokens computed by pass."""
+def run(scheduler, part):
+    """What a model would do for a part of a pass; returns whether it ends the sequence, which then is finished."""
+    sequence = part.sequence
+    logits = LOGITS.repeat(len(sequence.logits_positions(part.count)), 1)
+    sequence.cached += part.count
+    if done := sequence.consume(logits, 0.0):
+        scheduler.finish(sequence)
+    return done
+
+
+def drive(kind, pairs, blocks, *limits, most_passes=10_000):
+    """Runs all passes without a model; returns the sequences, and the blocks held and tokens computed by pass."""
+    sequences, cache = [generation(prompt, new) for prompt, new in pairs], BlockManager(blocks)
+    scheduler = kind(sequences, cache, *limits)
     held, rows = [], []
     done = 0
     while scheduler.next_arrival_s is not None:
@@ -42,16 +54,11 @@ def drive(scheduler, cache, sequences, limit=10_000):
         for batch in batches:
             for part in batch:
                 assert len(part.sequence.block_table) >= blocks_for(part.sequence.cached + part.count)
-                wanted = len(part.sequence.logits_positions(part.count))
-                part.sequence.cached += part.count
-                if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
-                    scheduler.finish(part.sequence)
-                    done += 1
-        limit -= 1
-        assert limit
+                done += run(scheduler, part)
+        assert len(held) < most_passes
     assert done == len(sequences)
     assert cache.num_free_blocks == cache.num_blocks
-    return held, rows
+    return sequences, held, rows
 
 
 lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=25)
@@ -60,9 +67,7 @@ lengths = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1
 @settings(deadline=None)
 @given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 64))
 def test_a_sweep_serves_everyone_within_the_cache(pairs, blocks, size, chunk):
-    sequences = [generation(p, n) for p, n in pairs]
-    cache = BlockManager(blocks)
-    held, rows = drive(ContinuousScheduler(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), cache, sequences)
+    _, held, rows = drive(ContinuousScheduler, pairs, blocks, size, PrefillBudget(chunk, 1, chunk))
     assert max(held) <= blocks
     assert max(rows) <= size + chunk
 
@@ -70,9 +75,7 @@ def test_a_sweep_serves_everyone_within_the_cache(pairs, blocks, size, chunk):
 @settings(deadline=None)
 @given(lengths, st.integers(12, 80), st.integers(1, 8), st.integers(1, 4), st.integers(1, 64))
 def test_blocks_serve_everyone_within_the_cache(pairs, blocks, size, batches, chunk):
-    sequences = [generation(p, n) for p, n in pairs]
-    cache = BlockManager(blocks)
-    held, _ = drive(BlockScheduler(sequences, cache, size, batches, chunk), cache, sequences)
+    _, held, _ = drive(BlockScheduler, pairs, blocks, size, batches, chunk)
     assert max(held) <= blocks
 
 
@@ -93,10 +96,7 @@ def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
     running = []
     while scheduler.next_arrival_s is not None:
         for part in scheduler.next_pass(0.0)[0]:
-            wanted = len(part.sequence.logits_positions(part.count))
-            part.sequence.cached += part.count
-            if part.sequence.consume(LOGITS[:wanted].clone(), 0.0):
-                scheduler.finish(part.sequence)
+            run(scheduler, part)
         running.append(len(scheduler.running))
     assert max(running) >= 13
 
@@ -121,9 +121,7 @@ class Rash(ContinuousScheduler):
 @settings(deadline=None)
 @given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
 def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, blocks, size, chunk):
-    sequences = [generation(p, n) for p, n in pairs]
-    cache = BlockManager(blocks)
-    held, _ = drive(Rash(sequences, cache, size, PrefillBudget(chunk, 1, chunk)), cache, sequences, limit=200_000)
+    sequences, held, _ = drive(Rash, pairs, blocks, size, PrefillBudget(chunk, 1, chunk), most_passes=200_000)
     assert max(held) <= blocks
     assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
 
@@ -153,9 +151,7 @@ def test_what_is_rehearsed_is_what_happens(pairs, blocks, size, balance):
     first = dataclasses.replace(found, balance=balance)
     times = []
     for rule in (found, first):
-        sequences = [generation(p, n) for p, n in pairs]
-        cache = BlockManager(blocks)
-        _, rows = drive(ContinuousScheduler(sequences, cache, size, rule), cache, sequences)
+        _, _, rows = drive(ContinuousScheduler, pairs, blocks, size, rule)
         times.append(sum(max(balance, r) for r in rows))
     if len(pairs) <= 4 * together:  # longer jobs are judged by their steady state
         assert times[0] <= times[1]
@@ -203,10 +199,7 @@ def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, b
             s = part.sequence
             for t in range(s.cached + part.count):
                 assert content[s.block_table[t // BLOCK_SIZE], t % BLOCK_SIZE][0] == tuple(s.tokens[: t + 1])
-            wanted = len(s.logits_positions(part.count))
-            s.cached += part.count
-            if s.consume(LOGITS[:wanted].clone(), 0.0):
-                scheduler.finish(s)
+            run(scheduler, part)
     assert pool.num_free_blocks == blocks
     asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
     # a prompt that takes several passes may cost a younger sequence its blocks: when it comes back it computes some of
@@ -281,7 +274,4 @@ def test_no_more_rows_meet_the_head_than_may_and_no_row_of_a_prompt_is_alone(len
             for part in parts:
                 s = part.sequence
                 assert part.count > 1 or len(s.tokens) == 1
-                wanted = len(s.logits_positions(part.count))
-                s.cached += part.count
-                if s.consume(torch.zeros(wanted, 2), 0.0):
-                    scheduler.finish(s)
+                run(scheduler, part)

@@ -1,5 +1,6 @@
 """The stream of weight tiles from disk: every tile in order, no further than it may, and errors are heard."""
 
+import contextlib
 import random
 import threading
 import time
@@ -29,13 +30,31 @@ def files(tmp_path, request):
     return tmp_path, tiles
 
 
-def stream_of(files, slots=3, ahead=True):
-    reader = TileReader(files[0], files[1], Throttle(None))
-    return WeightStream(files[1], HostRing(files[1], slots, reader), Timeline(), ahead)
+@pytest.fixture
+def stream_of(files):
+    """Makes streams of the tiles, or of some of them, and closes them (which may be done more than once)."""
+    with contextlib.ExitStack() as opened:
+
+        def make(slots=3, ahead=True, tiles=files[1]):
+            ring = HostRing(tiles, slots, TileReader(files[0], tiles, Throttle(None)))
+            stream = WeightStream(tiles, ring, Timeline(), ahead)
+            opened.callback(stream.close)
+            return stream
+
+        yield make
 
 
-def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
-    stream = stream_of(files)
+def passed(stream, tile):
+    """The tile's first value, for which the stream is waited and which is released."""
+    data = stream.next(tile.index)
+    first = data[0].item()
+    assert (data == first).all()
+    stream.release()
+    return first
+
+
+def test_a_stream_gives_every_block_in_order_pass_after_pass(stream_of, files):
+    stream = stream_of()
     for _ in range(5):
         for i, tile in enumerate(files[1]):
             data = stream.next(tile.index)
@@ -43,21 +62,18 @@ def test_a_stream_gives_every_block_in_order_pass_after_pass(files):
             assert (data == i + 1).all()
             stream.release()
     stream.close()
-    stream.close()
 
 
 @pytest.mark.parametrize("slots", range(1, 12))
-def test_a_stream_of_any_depth_goes_on(files, slots):
-    stream = stream_of(files, slots)
+def test_a_stream_of_any_depth_goes_on(stream_of, files, slots):
+    stream = stream_of(slots)
     assert stream.measure() > 0
     for i, tile in enumerate(files[1] * 3):
-        assert (stream.next(tile.index) == i % 10 + 1).all()
-        stream.release()
-    stream.close()
+        assert passed(stream, tile) == i % 10 + 1
 
 
-def test_a_stream_reads_no_further_than_its_slots(files):
-    stream = stream_of(files, slots=4)
+def test_a_stream_reads_no_further_than_its_slots(stream_of, files):
+    stream = stream_of(slots=4)
     stream.measure()
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     first = stream.next(files[1][0].index)
@@ -67,13 +83,12 @@ def test_a_stream_reads_no_further_than_its_slots(files):
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     stream.release()
     stream.next(files[1][2].index)
-    stream.close()
 
 
-def test_what_is_skipped_is_not_waited_for_and_never_mistaken(files):
+def test_what_is_skipped_is_not_waited_for_and_never_mistaken(stream_of, files):
     """Some of it announced, some not; over many passes, so that slots are used for other tiles again."""
     rng = random.Random(0)
-    stream = stream_of(files)
+    stream = stream_of()
     for _ in range(30):
         needed = {i for i in range(len(files[1])) if rng.random() < 0.4}
         stream.leave_out([i for i in range(len(files[1])) if i not in needed and rng.random() < 0.7])
@@ -81,77 +96,67 @@ def test_what_is_skipped_is_not_waited_for_and_never_mistaken(files):
             if i not in needed:
                 stream.skip()
                 continue
-            assert (stream.next(tile.index) == i + 1).all()
-            stream.release()
-    stream.close()
+            assert passed(stream, tile) == i + 1
 
 
-def test_what_is_left_out_is_not_read(files):
-    stream = stream_of(files)
+def test_what_is_left_out_is_not_read(stream_of, files):
+    stream = stream_of()
     stream.measure()
     count = len(files[1])
     for _ in range(50):
         stream.leave_out(list(range(1, count)))
-        stream.next(files[1][0].index)
-        stream.release()
+        passed(stream, files[1][0])
         for _ in range(1, count):
             stream.skip()
     assert stream.bytes_read < 50 * sum(b.span for b in files[1]) / 2
-    stream.close()
 
 
-def test_a_cut_file_reaches_the_caller_with_file_and_offset(files):
+def test_a_cut_file_reaches_the_caller_with_file_and_offset(stream_of, files):
     folder, tiles = files
     last = max((b for b in tiles if b.file == "group0.bin"), key=lambda b: b.offset)
     with (folder / last.file).open("r+b") as file:
         file.truncate(last.offset + 100)
-    stream = stream_of(files)
+    stream = stream_of()
     with pytest.raises(HarnessError, match=rf"group0.bin ends at byte {last.offset + 100}, {last.matrix} reaches"):
         for tile in tiles:
-            stream.next(tile.index)
-            stream.release()
-    stream.close()
+            passed(stream, tile)
 
 
-def test_a_pass_that_was_broken_off_does_not_shift_the_next(files):
-    stream = stream_of(files)
+def test_a_pass_that_was_broken_off_does_not_shift_the_next(stream_of, files):
+    stream = stream_of()
     for tile in files[1][:7]:
-        stream.next(tile.index)
-        stream.release()
+        passed(stream, tile)
     stream.next(files[1][7].index)
     with pytest.raises(HarnessError, match="the stream has"):
         stream.next(files[1][0].index)
     stream.align()
     assert (stream.next(files[1][0].index) == 1).all()
-    stream.close()
 
 
-def test_a_reader_that_fails_in_any_way_is_heard(files, monkeypatch):
+def test_a_reader_that_fails_in_any_way_is_heard(stream_of, files, monkeypatch):
     def broken(*_):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("engines.offload.weights.tile_reader.os.preadv", broken)
-    stream = stream_of(files)
+    stream = stream_of()
     with pytest.raises(HarnessError, match=r"reading group[01].bin at byte \d+ \(m\d\): Input/output error"):
         stream.next(files[1][0].index)
-    stream.close()
 
 
-def test_closing_wakes_whoever_waits(files, monkeypatch):
+def test_closing_wakes_whoever_waits(stream_of, files, monkeypatch):
     gate = threading.Event()
     real = HostRing.fetch
     monkeypatch.setattr(HostRing, "fetch", lambda self, *a: (gate.wait(5), real(self, *a)))
-    stream = stream_of(files)
+    stream = stream_of()
     threading.Timer(0.1, lambda: (gate.set(), stream.close())).start()
     with pytest.raises(HarnessError, match="closed"):
         for tile in files[1] * 100:
-            stream.next(tile.index)
-            stream.release()
+            passed(stream, tile)
 
 
 @pytest.mark.parametrize("slots", range(1, 12))
-def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(files, slots):
-    stream, tiles = stream_of(files, slots, ahead=False), files[1]
+def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(stream_of, files, slots):
+    stream, tiles = stream_of(slots, ahead=False), files[1]
     stream.measure()
     for i, tile in enumerate(tiles * 2):
         stream.next(tile.index)
@@ -159,13 +164,12 @@ def test_a_stream_that_does_not_run_ahead_reads_what_is_asked_for_and_no_more(fi
             assert stream.bytes_read == sum(b.span for b in (tiles * 2)[: stream._next])
             assert stream._next <= max(i + 1, stream.slots)
         stream.release()
-    stream.close()
 
 
 @pytest.mark.parametrize("slots", range(2, 12))
-def test_all_slots_may_be_held_but_one(files, slots):
+def test_all_slots_may_be_held_but_one(stream_of, files, slots):
     """A read of several neighbours waits for slots, but not where somebody waits for its first tile."""
-    stream, tiles = stream_of(files, slots), files[1]
+    stream, tiles = stream_of(slots), files[1]
     for rounds in range(3):
         for first in range(0, len(tiles), slots):
             held = tiles[first : first + slots]
@@ -173,7 +177,6 @@ def test_all_slots_may_be_held_but_one(files, slots):
                 assert stream.next(tile.index)[0] == tiles.index(tile) + 1, rounds
             for _ in held:
                 stream.release()
-    stream.close()
 
 
 def test_a_tile_is_loaded_by_the_reader_that_streams(files):
@@ -189,15 +192,13 @@ def test_a_tile_is_loaded_by_the_reader_that_streams(files):
     reader.close()
 
 
-def test_tiles_are_named_by_their_index_in_the_model_not_in_the_stream(files):
+def test_tiles_are_named_by_their_index_in_the_model_not_in_the_stream(stream_of, files):
     """Some of the model's tiles are resident; the stream has the others, by the same numbers."""
     streamed = [tile for tile in files[1] if tile.index % 3]
-    stream = stream_of((files[0], streamed))
+    stream = stream_of(tiles=streamed)
     stream.leave_out([streamed[1].index])
     for tile in streamed:
         if tile is streamed[1]:
             stream.skip()
             continue
-        assert (stream.next(tile.index) == tile.index + 1).all()
-        stream.release()
-    stream.close()
+        assert passed(stream, tile) == tile.index + 1

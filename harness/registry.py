@@ -308,7 +308,9 @@ def clash(kind: Kind, name: str) -> str:
 # --------------------------------------------------------------------------- models and their text
 
 
-def prepare_model(engine: str, model: ModelSpec, cache: Path, on_progress: OnProgress) -> LocalModel:
+def prepare_model(
+    engine: str, model: ModelSpec, cache: Path, on_progress: OnProgress = lambda done, total: None
+) -> LocalModel:
     """The engine's built-in model, or a checkpoint made ready on this machine. Raises HarnessError."""
     builtin = engine_entry(engine).builtin_model
     return cast(LocalModel, resolve(builtin)) if builtin else model_store().prepare(model, cache, on_progress)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports.paired import detectable, mcnemar, paired
 from reports.stats import (
     detectable,
     hodges_lehmann,

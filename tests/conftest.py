@@ -18,12 +18,9 @@ settings.load_profile("untimed")
 @pytest.fixture(scope="module", params=["opt", "llama"])
 def model(request, tmp_path_factory):
     """A small random model in float32, prepared."""
-    from engines.models import checkpoints  # not for tests without torch
-    from harness.api import ModelSpec
-    from tests.offload import save
+    from tests.offload import tiny  # not for tests without torch
 
-    folder = save(tmp_path_factory.mktemp(request.param), request.param)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+    return tiny(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")

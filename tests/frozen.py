@@ -23,23 +23,13 @@ from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
 from harness.api import GenerationRequest, InfeasibleError, ModelSpec, OffloadPolicy, SamplingParams
 from harness.cli.main import cli
-from tests.offload import VOCAB, load, save
+from tests.offload import OTHERS, VOCAB, load, save
 
 GOLDEN = Path(__file__).parent / "golden" / "frozen.json"
 MARGIN = 0.05
 MIB, GIB = 1 << 20, 1 << 30
 
-MODELS: dict[str, dict[str, Any]] = {
-    "opt": {},
-    "llama": {},
-    "gpt2": {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
-    "gemma2": {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8,
-               "max_position_embeddings": 128},
-    "mixtral": {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-                "max_position_embeddings": 128},
-}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"opt": {}, "llama": {}} | OTHERS
 POLICIES: dict[str, dict[str, Any]] = {
     "row": {"schedule": "row", "gpu_batch_size": 4},
     "zigzag": {"schedule": "zigzag", "gpu_batch_size": 3, "num_gpu_batches": 2, "weights": (0.0, 0.4, 0.6)},

@@ -6,9 +6,13 @@ from pathlib import Path
 import hypothesis.strategies as st
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
-from harness.api import GenerationRequest, HardwareLimits, Job, OffloadPolicy, SamplingParams
+from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
+from engines.offload.memory.storage import Plain
+from harness.api import GenerationRequest, HardwareLimits, Job, ModelSpec, OffloadPolicy, SamplingParams
 
 CONTEXT = 128
 VOCAB = 512
@@ -18,6 +22,12 @@ COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_a
 CONFIGS = {
     "opt": COMMON | {"ffn_dim": 160, "word_embed_proj_dim": 64, "max_position_embeddings": CONTEXT},
     "llama": COMMON | {"intermediate_size": 160, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT},
+}
+#: Transposed matrices; caps and windows; experts.
+OTHERS = {
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT},
+    "gemma2": CONFIGS["llama"] | {"head_dim": 16, "sliding_window": 8},
+    "mixtral": CONFIGS["llama"] | {"intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4},
 }
 
 
@@ -31,6 +41,24 @@ def save(folder, kind, dtype=torch.float32, **changes):
             parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
     module.to(dtype).save_pretrained(folder)
     return folder
+
+
+def drop_tensor(folder, name):
+    """Takes a tensor out of a model of one file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def prepare(folder):
+    """The model in a folder, described for `load`."""
+    return checkpoints.prepare(ModelSpec(str(folder)), Path(folder) / "cache")
+
+
+def tiny(folder, kind, dtype=torch.float32, **changes):
+    """A random model (see `save`), described for `load`."""
+    return prepare(save(folder, kind, dtype, **changes))
 
 
 #: Compiled once for all processes and sessions that find the same sources: it takes a compiler seconds.
@@ -53,10 +81,41 @@ def load(model, cache, /, budget=None, max_sequence=64, engine=None, **policy):
     return engine, report
 
 
+def answers(engine, requests):
+    """Each request's tokens by its id."""
+    return {result.id: result.tokens for result in engine.generate(requests)}
+
+
+def load_and_answer(model, cache, requests, /, **policy):
+    """What an engine loaded for these requests alone answers, and what its load reported."""
+    engine, report = load(model, cache, **policy)
+    found = answers(engine, requests)
+    engine.close()
+    return found, report
+
+
+def all_greedy(reference, requests, tokens):
+    """Whether each request's tokens, by its id, are the reference's own but for near ties."""
+    return all(same_by_the_near_tie_rule(reference, request, tokens[request.id]) for request in requests)
+
+
+def logits_of(reference, context, continuation):
+    """The reference's logits from which it would choose each token of the continuation."""
+    with torch.no_grad():
+        return reference(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
+
+
+def greedy(reference, prompt, count, **options):
+    """The tokens that transformers' own generation chooses."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    found = reference.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count, **options)
+    return tuple(found[0, len(prompt) :].tolist())
+
+
 def same_by_the_near_tie_rule(reference, request, tokens):
     """Greedy by the reference's own logits, token by token, but for choices between near-equals."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([[*request.prompt, *tokens[:-1]]])).logits[0, len(request.prompt) - 1 :]
+    logits = logits_of(reference, request.prompt, tokens)
     eos = reference.generation_config.eos_token_id
     if request.sampling.ignore_eos and eos is not None:
         logits[:, eos] = -torch.inf
@@ -80,16 +139,26 @@ def policies(draw):
     }
 
 
+def words(rng, count):
+    """Random tokens that no model here gives a meaning to."""
+    return tuple(rng.randrange(5, VOCAB) for _ in range(count))
+
+
 def requests_of(seed, count, eos=True):
     rng = random.Random(seed)
     return [
         GenerationRequest(
             f"r{i}",
-            tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 40))),
+            words(rng, rng.randint(1, 40)),
             SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=eos and rng.random() < 0.7),
         )
         for i in range(count)
     ]
+
+
+def quantizer_of(stored):
+    """The definition of how keys and values are stored so."""
+    return plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
 
 
 def hadamard_matrix(size):

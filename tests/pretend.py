@@ -8,6 +8,7 @@ NaN before it is written. `syncs` counts what would have made the host wait for 
 
 import threading
 import time
+import types
 
 import torch
 from torch.utils import backend_registration
@@ -149,12 +150,11 @@ def _told(func, args, kwargs):
 def _copied_between(args):
     to, source = args[:2]
     device = pretend.device
-    if isinstance(to, _Tensor):
-        device.syncs.append("aten::copy_")  # it is not pinned
+    device.syncs.append("aten::copy_")
+    if isinstance(to, _Tensor):  # from what is not pinned
         snapshot = source.clone()
         device.stream.add(lambda: to.held.copy_(snapshot))
         return to
-    device.syncs.append("aten::copy_")
     device.stream.run(device.stream.asked)
     with torch.inference_mode():
         return to.copy_(source.held)
@@ -239,14 +239,8 @@ class Pretend:
         return {"pinned_bytes": float(self.pinned_bytes)}
 
 
-class _Now:
-    """The device that tensors are on: one at a time."""
-
-    device = None
-
-
-pretend = _Now()
-
+#: `device`: the one that tensors are on, one at a time.
+pretend = types.SimpleNamespace(device=None)
 
 #: Kept, or what is registered in it goes.
 _library = torch.library.Library("_", "IMPL")

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from engines.common.work_memory import CONTEXT_BYTES
-from engines.models import checkpoints
 from engines.offload.device.cuda import Cuda
 from engines.offload.engine import OffloadEngine
-from harness.api import HardwareLimits, Job, ModelSpec, OffloadPolicy, UnsupportedError
-from tests.offload import requests_of, same_by_the_near_tie_rule, save
+from harness.api import HardwareLimits, Job, OffloadPolicy, UnsupportedError
+from tests.offload import all_greedy, answers, load_and_answer, requests_of, tiny
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -48,10 +47,10 @@ def load(model, cache, /, device=256 * MIB, host=96 * MIB, **policy):
 def test_greedy_output_is_transformers_own(model, reference, cache, policy):
     engine, report = load(model, cache, **policy)
     requests = requests_of(3, 8)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     metrics = engine.trace().metrics
     engine.close()
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, tokens)
     assert metrics["device_reserved_bytes"] <= 256 * MIB
     assert not any("install triton" in note for note in report.notes)
 
@@ -76,31 +75,25 @@ def test_no_pass_waits_for_the_whole_device(model, cache, policy, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [{"weight_bits": 4}, {"kv_bits": 4}, {"weight_bits": 8, "kv_bits": 3}])
-def test_few_bits_are_those_of_the_host(model, cache, bits):
+def test_quantized_output_on_a_device_is_the_hosts(model, cache, bits):
     requests = requests_of(7, 5, eos=False)
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 0.5, 0.5), **bits)
-    found = {r.id: r.tokens for r in engine.generate(requests)}
+    found = answers(engine, requests)
     engine.close()
-    host = OffloadEngine()
-    host.load(
-        model, OffloadPolicy(schedule="sweep", gpu_batch_size=4, **bits), HardwareLimits(), Job(cache, cache, 64, 64)
-    )
-    expected = {r.id: r.tokens for r in host.generate(requests)}
-    host.close()
+    expected, _ = load_and_answer(model, cache, requests, schedule="sweep", gpu_batch_size=4, **bits)
     same = sum(found[r.id] == expected[r.id] for r in requests)
     assert same >= len(requests) - 1, "sums in another order part in near ties only"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_run_in_sixteen_bits(tmp_path, cache, dtype):
-    folder = save(tmp_path / "m", "llama", dtype)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
+    model = tiny(tmp_path / "m", "llama", dtype)
     engine, report = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 1.0, 0.0))
     requests = requests_of(4, 6, eos=False)
-    results = {r.id: r for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     engine.close()
     assert report.compute_dtype == str(dtype).removeprefix("torch.")
-    assert all(len(results[r.id].tokens) == r.sampling.max_tokens for r in requests)
+    assert all(len(tokens[r.id]) == r.sampling.max_tokens for r in requests)
 
 
 def test_copies_take_their_own_streams_and_events_order_them():
@@ -141,7 +134,7 @@ def test_attention_may_be_held_to_a_part_of_the_device(model, reference, cache):
         return
     report = engine.load(model, policy, limits, job)
     requests = requests_of(3, 4)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     engine.close()
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, tokens)
     assert any("16 multiprocessors" in note for note in report.notes)

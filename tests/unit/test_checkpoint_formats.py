@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,19 @@ from safetensors.torch import load_file
 
 from engines.models import checkpoints
 from harness.api import HarnessError, ModelSpec, UnsupportedError
-from tests.offload import CONFIGS, save
+from tests.offload import save
 from tests.unit.test_offload_architectures import MODELS
 
 gguf = pytest.importorskip("gguf")
+
+
+def prepare(path, **fields):
+    """The model in a file or folder, with a cache beside it."""
+    return checkpoints.prepare(ModelSpec(str(path), **fields), path.parent / "cache")
+
+
+def nothing_is_left(cache):
+    return not any(path.is_dir() for path in (cache / "models").iterdir())
 
 
 def tensors_of(path):
@@ -91,24 +101,24 @@ def write_gguf(path, module, architecture, kind=gguf.GGMLQuantizationType.F32, l
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("llama"), "llama", **{"intermediate_size": 192, "tie_word_embeddings": False})
+    folder = save(tmp_path_factory.mktemp("llama"), "llama", intermediate_size=192, tie_word_embeddings=False)
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
 def test_a_gguf_file_unpacks_to_what_transformers_reads_in_it(llama, tmp_path, kind):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama", gguf.GGMLQuantizationType[kind])
-    local = checkpoints.prepare(ModelSpec(str(path), dtype="float32"), tmp_path / "cache")
+    local = prepare(path, dtype="float32")
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
-    found = tensors_of(local_path := tmp_path / "cache" / "models" / local.path.rsplit("/", 1)[1])
+    found = tensors_of(Path(local.path))
     expected = reference.state_dict()
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     if kind == "F32":
         assert all(torch.equal(found[name], values) for name, values in llama.state_dict().items())
-    again = transformers.AutoConfig.from_pretrained(local_path)
+    again = transformers.AutoConfig.from_pretrained(local.path)
     assert (again.vocab_size, again.num_key_value_heads, again.eos_token_id) == (512, 2, 2)
-    assert transformers.AutoTokenizer.from_pretrained(local_path).convert_tokens_to_ids("t7") == 7
+    assert transformers.AutoTokenizer.from_pretrained(local.path).convert_tokens_to_ids("t7") == 7
 
 
 def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its(llama, tmp_path):
@@ -120,7 +130,7 @@ def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its(llama, tmp_path):
         if neighbour:
             (folder / "tokenizer.json").write_text(neighbour)
             (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-        local = checkpoints.prepare(ModelSpec(str(path)), folder / "cache")
+        local = prepare(path)
         tokens.append(transformers.AutoTokenizer.from_pretrained(local.path).get_vocab())
     assert tokens[0] == tokens[1]
     assert tokens[0]["t7"] == 7
@@ -129,7 +139,7 @@ def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its(llama, tmp_path):
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")])
 def test_auto_is_the_float_type_of_the_file(llama, tmp_path, kind, dtype):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama", gguf.GGMLQuantizationType[kind])
-    assert checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache").dtype == dtype
+    assert prepare(path).dtype == dtype
 
 
 def test_experts_of_a_gguf_file_are_put_together(tmp_path):
@@ -139,7 +149,7 @@ def test_experts_of_a_gguf_file_are_put_together(tmp_path):
     folder = save(tmp_path / "m", kind, **config | changes)
     module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     path = write_gguf(tmp_path / "m.gguf", module, "qwen3moe")
-    local = checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache")
+    local = prepare(path)
     again = transformers.AutoModelForCausalLM.from_pretrained(local.path)
     for name, values in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], values), name
@@ -148,8 +158,8 @@ def test_experts_of_a_gguf_file_are_put_together(tmp_path):
 def test_a_gguf_file_that_lacks_a_tensor_is_refused_and_leaves_nothing(llama, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama", leave_out=("blk.1.ffn_up.weight",))
     with pytest.raises(UnsupportedError, match=r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
-        checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache")
-    assert not [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()]
+        prepare(path)
+    assert nothing_is_left(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("how", ["scaling", "factors", "base"])
@@ -166,7 +176,7 @@ def test_positions_that_transformers_would_scale_wrongly_are_refused(llama, tmp_
             patch.setitem(transformers.integrations.ggml.GGUF_CONFIG_MAPPING["llama"], "rope.freq_base", None)
             path = write_gguf(tmp_path / "m.gguf", llama, "llama", base=5e5)
         with pytest.raises(UnsupportedError, match=r"rotary"):
-            checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache")
+            prepare(path)
 
 
 def test_a_gguf_file_without_a_model_says_so(tmp_path):
@@ -176,7 +186,7 @@ def test_a_gguf_file_without_a_model_says_so(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(HarnessError, match="without a model"):
-        checkpoints.prepare(ModelSpec(str(tmp_path / "vocab.gguf")), tmp_path / "cache")
+        prepare(tmp_path / "vocab.gguf")
 
 
 def test_what_is_no_whole_gguf_file_is_one_line(llama, tmp_path):
@@ -185,19 +195,20 @@ def test_what_is_no_whole_gguf_file_is_one_line(llama, tmp_path):
     for data in (b"", b"GGUF", b"not a model at all", whole[:100], whole[: len(whole) // 2]):
         path.write_bytes(data)
         with pytest.raises(HarnessError, match="not a whole GGUF file") as caught:
-            checkpoints.prepare(ModelSpec(str(path)), tmp_path / "cache")
+            prepare(path)
         assert "\n" not in str(caught.value)
 
 
 def test_a_part_of_a_split_file_says_how_to_merge_it(tmp_path):
-    (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"GGUF")
+    part = tmp_path / "m-00001-of-00002.gguf"
+    part.write_bytes(b"GGUF")
     with pytest.raises(UnsupportedError, match="merge"):
-        checkpoints.prepare(ModelSpec(str(tmp_path / "m-00001-of-00002.gguf")), tmp_path / "cache")
+        prepare(part)
 
 
 def test_a_gguf_file_that_is_nowhere_is_named(tmp_path):
     with pytest.raises(HarnessError, match="neither an existing file nor a file on the hub"):
-        checkpoints.prepare(ModelSpec(str(tmp_path / "none.gguf")), tmp_path / "cache")
+        prepare(tmp_path / "none.gguf")
 
 
 # ------------------------------------------------------------------------------------------------ pickle
@@ -206,7 +217,7 @@ def test_a_gguf_file_that_is_nowhere_is_named(tmp_path):
 @pytest.fixture
 def pickled(tmp_path):
     """An OPT folder as the hub has them: pickled, and the tied head written twice."""
-    folder = save(tmp_path / "m", "opt", **CONFIGS["opt"] | {"tie_word_embeddings": True})
+    folder = save(tmp_path / "m", "opt", tie_word_embeddings=True)
     module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save(module.state_dict(), folder / "pytorch_model.bin")
@@ -216,8 +227,8 @@ def pickled(tmp_path):
 def test_pickled_weights_are_converted_for_who_asks(pickled, tmp_path):
     folder, module = pickled
     with pytest.raises(HarnessError, match="weights: pickle"):
-        checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
-    local = checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache")
+        prepare(folder)
+    local = prepare(folder, weights="pickle")
     again = transformers.AutoModelForCausalLM.from_pretrained(local.path).state_dict()
     assert all(torch.equal(again[name], values) for name, values in module.state_dict().items())
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "generation_config.json", "pytorch_model.bin"]
@@ -226,7 +237,7 @@ def test_pickled_weights_are_converted_for_who_asks(pickled, tmp_path):
 def test_an_index_of_safetensors_beside_pickled_weights_is_not_taken_for_ours(pickled, tmp_path):
     folder, _ = pickled
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
-    assert checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache").weight_bytes
+    assert prepare(folder, weights="pickle").weight_bytes
 
 
 def test_pickled_shards_are_found_by_their_index(pickled, tmp_path):
@@ -238,11 +249,11 @@ def test_pickled_shards_are_found_by_their_index(pickled, tmp_path):
     (folder / "pytorch_model.bin").unlink()
     index = folder / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {key: name for name, part in parts.items() for key in part}}))
-    local = checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache")
+    local = prepare(folder, weights="pickle")
     assert local.weight_bytes >= sum(p.numel() * 4 for p in module.parameters())
     index.write_text(json.dumps({"weight_map": {"x": "../a.bin"}}))
     with pytest.raises(HarnessError, match="is missing: its index names it"):
-        checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache")
+        prepare(folder, weights="pickle")
 
 
 class Evil:
@@ -260,10 +271,9 @@ def test_a_pickle_that_is_more_or_less_than_tensors_is_refused(pickled, tmp_path
         file.write_bytes(pickle.dumps({"x": Evil()}))
     else:
         torch.save([torch.ones(1)] if content == "no table" else {"model": {"x": torch.ones(1)}}, file)
-    with pytest.raises(
-        HarnessError, match=r"pytorch_model\.bin (is damaged, or holds more|is not a plain state dict)"
-    ) as caught:
-        checkpoints.prepare(ModelSpec(str(folder), weights="pickle"), tmp_path / "cache")
+    refusal = r"pytorch_model\.bin (is damaged, or holds more|is not a plain state dict)"
+    with pytest.raises(HarnessError, match=refusal) as caught:
+        prepare(folder, weights="pickle")
     assert "\n" not in str(caught.value)
     assert "code has run" not in capsys.readouterr().out
-    assert not [p for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()]
+    assert nothing_is_left(tmp_path / "cache")

@@ -83,6 +83,15 @@ def demand(model="facebook/opt-30b", stored=None, cache=None, prompt=512, new=32
     )
 
 
+def search_for(name, device_memory, host_memory, profile, **policy):
+    """What a search finds for a model in 16 bits."""
+    limits = HardwareLimits(device_memory=device_memory, host_memory=host_memory)
+    spec = RunSpec("offload", ModelSpec(name, "dummy"), WorkloadSpec("synthetic", 512, 32, "auto"),
+                   OffloadPolicy(1, **policy), tune="search", limits=limits)  # fmt: skip
+    shape = shapes.shape(name)
+    return search_policy(spec, LocalModel("", shape, 2 * shape.params_total, "float16", ""), profile, [])
+
+
 def bytes_of(one, plan):
     """What the plan takes, added up again: of the device beside work and the rest, and pinned."""
     block = kv_block_bytes(one.shape, one.cache)
@@ -129,7 +138,7 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
             assert sum(one.tiles[i].nbytes for i in chosen) / whole == pytest.approx(asked, abs=2 * tile)
 
 
-def test_what_the_policy_leaves_open_fills_the_device_then_pinned_memory():
+def test_weights_that_the_policy_leaves_open_fill_the_device_then_pinned_memory():
     one = demand()
     plan = plan_device_memory(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
     resident, pinned = (sum(one.tiles[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
@@ -175,23 +184,15 @@ def test_what_the_device_suites_ask_for_fits_their_limits(name):
 @pytest.mark.parametrize("name", ["facebook/opt-6.7b", "facebook/opt-30b"])
 def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
     """Of a T4, as suites/opt30b_t4.yaml has it: CUDA takes its part, and the engine computes in another."""
-    limits = HardwareLimits(device_memory=int(14.7 * GIB), host_memory=204 * GIB)
-    spec = RunSpec("offload", ModelSpec(name, "dummy"), WorkloadSpec("synthetic", 512, 32, "auto"),
-                   OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
-    shape = shapes.shape(name)
-    model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
-    found = search_policy(spec, model, hardware.load("t4_gcp"), []).policy
-    plan = plan_device_memory(demand(name), found, limits.device_memory, limits.host_memory)
+    memory = int(14.7 * GIB), 204 * GIB
+    found = search_for(name, *memory, hardware.load("t4_gcp"), schedule=schedule).policy
+    plan = plan_device_memory(demand(name), found, *memory)
     assert found.gpu_batch_size > 1
     assert plan.sequences == found.block_size or schedule == "sweep"
 
 
 def test_a_search_leaves_out_what_the_disk_cannot_hold():
-    spec = RunSpec("offload", ModelSpec("facebook/opt-30b", "dummy"), WorkloadSpec("synthetic", 512, 32, "auto"),
-                   OffloadPolicy(1), tune="search",
-                   limits=HardwareLimits(device_memory=12 * GIB, host_memory=24 * GIB))  # fmt: skip
-    shape, profile = shapes.shape("facebook/opt-30b"), hardware.load("t4_gcp")
-    model = LocalModel("", shape, 2 * shape.params_total, "float16", "")
-    assert search_policy(spec, model, profile, []).tune == "none"
+    job, profile = ("facebook/opt-30b", 12 * GIB, 24 * GIB), hardware.load("t4_gcp")
+    assert search_for(*job, profile).tune == "none"
     with pytest.raises(InfeasibleError, match="no batch fits"):
-        search_policy(spec, model, replace(profile, disk=replace(profile.disk, capacity=8e9)), [])
+        search_for(*job, replace(profile, disk=replace(profile.disk, capacity=8e9)))

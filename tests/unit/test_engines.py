@@ -1,6 +1,7 @@
 """The engines on transformers models against transformers itself, on tiny random OPT and LLaMA models."""
 
 import random
+from contextlib import closing
 
 import pytest
 
@@ -24,51 +25,25 @@ from harness.api import (
     HarnessError,
     InfeasibleError,
     Job,
-    ModelSpec,
     OffloadPolicy,
     SamplingParams,
     UnsupportedError,
 )
+from tests.offload import answers, logits_of, prepare, tiny
+from tests.offload import greedy as choose
 
 VOCAB, CONTEXT = 64, 48
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "max_position_embeddings": CONTEXT}
 CONFIGS = {
-    "opt": {
-        "model_type": "opt",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
-        "init_std": 0.3,
-    },
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.3,
-    },
+    "opt": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "llama": SMALL | {"intermediate_size": 64},
 }
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request, tmp_path_factory):
-    """A tiny float32 checkpoint, described by `prepare`."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp(request.param)
-    config = transformers.AutoConfig.for_model(**CONFIGS[request.param])
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+    """A float32 checkpoint still smaller than the other tests'."""
+    return tiny(tmp_path_factory.mktemp(request.param), request.param, **CONFIGS[request.param])
 
 
 def load(engine, model, scratch, max_sequence=CONTEXT, **policy):
@@ -80,10 +55,9 @@ def load(engine, model, scratch, max_sequence=CONTEXT, **policy):
 
 @pytest.fixture
 def engine(model, tmp_path):
-    engine = TransformersEngine()
-    load(engine, model, tmp_path, gpu_batch_size=3)
-    yield engine
-    engine.close()
+    with closing(TransformersEngine()) as engine:
+        load(engine, model, tmp_path, gpu_batch_size=3)
+        yield engine
 
 
 @pytest.fixture
@@ -92,10 +66,9 @@ def padding_engine(model, tmp_path):
     pytest.importorskip("lm_eval", reason="needs lm-eval")
     from engines.adapters.lm_eval_hf import LmEvalHfEngine
 
-    engine = LmEvalHfEngine()
-    load(engine, model, tmp_path, gpu_batch_size=3)
-    yield engine
-    engine.close()
+    with closing(LmEvalHfEngine()) as engine:
+        load(engine, model, tmp_path, gpu_batch_size=3)
+        yield engine
 
 
 def ragged_requests(**sampling):
@@ -108,11 +81,8 @@ def ragged_requests(**sampling):
 
 
 def greedy(reference, prompt, count):
-    ids = torch.tensor([prompt])
-    output = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count
-    )
-    return tuple(output[0, len(prompt) :].tolist())
+    """The tokens that transformers' own generation chooses; the end of sequence is none of them."""
+    return choose(reference, prompt, count, min_new_tokens=count)
 
 
 # --------------------------------------------------------------------------- greedy generation
@@ -161,12 +131,8 @@ def test_end_of_sequence_stops_a_row_unless_ignored(engine, reference, monkeypat
     prompt = ragged_requests()[0].prompt
     eos = greedy(reference, prompt, 4)[0]
     monkeypatch.setattr(engine._module.generation_config, "eos_token_id", eos)
-    stopped, ran = engine.generate(
-        [
-            GenerationRequest("a", prompt, SamplingParams(4)),
-            GenerationRequest("b", prompt, SamplingParams(4, ignore_eos=True)),
-        ]
-    )
+    requests = [GenerationRequest(str(i), prompt, SamplingParams(4, ignore_eos=i > 0)) for i in range(2)]
+    stopped, ran = engine.generate(requests)
     assert (stopped.tokens, stopped.finish_reason, stopped.padding_tokens) == ((eos,), "stop", 3)
     assert len(ran.tokens) == 4 and eos not in ran.tokens
 
@@ -219,26 +185,21 @@ def test_bad_requests_are_named_before_any_work(engine, prompt, sampling, messag
 def test_a_seed_gives_the_same_sample_in_any_batch(engine) -> None:
     def sample(prompts, seed):
         sampling = SamplingParams(8, temperature=1.0, top_p=0.9, top_k=20, seed=seed, ignore_eos=True)
-        return [
-            r.tokens for r in engine.generate([GenerationRequest(str(i), p, sampling) for i, p in enumerate(prompts)])
-        ]
+        return answers(engine, [GenerationRequest(str(i), p, sampling) for i, p in enumerate(prompts)])["0"]
 
-    alone = sample([(5, 6, 7)], seed=3)[0]
-    assert sample([(5, 6, 7), (9, 9, 9)], seed=3)[0] == alone
-    assert sample([(5, 6, 7)], seed=4)[0] != alone
+    alone = sample([(5, 6, 7)], seed=3)
+    assert sample([(5, 6, 7), (9, 9, 9)], seed=3) == alone
+    assert sample([(5, 6, 7)], seed=4) != alone
 
 
 def test_samples_follow_the_distribution(engine, reference) -> None:
     prompt, count, temperature, top_k = (5, 6, 7), 600, 1.5, 4
-    with torch.no_grad():
-        logits = reference(torch.tensor([prompt])).logits[0, -1] / temperature
-    best = logits.topk(top_k)
+    best = (logits_of(reference, prompt, (0,))[-1] / temperature).topk(top_k)
     expected = dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
     sampling = [SamplingParams(1, temperature=temperature, top_k=top_k, seed=i, ignore_eos=False) for i in range(count)]
+    requests = [GenerationRequest(str(i), prompt, asked) for i, asked in enumerate(sampling)]
     engine._block_size = count
-    drawn = [
-        r.tokens[0] for r in engine.generate([GenerationRequest(str(i), prompt, s) for i, s in enumerate(sampling)])
-    ]
+    drawn = [token for (token,) in answers(engine, requests).values()]
     assert set(drawn) <= set(expected)
     for token, probability in expected.items():
         assert drawn.count(token) / count == pytest.approx(probability, abs=0.08)  # 4 standard errors at 0.5
@@ -252,9 +213,7 @@ def test_scores_equal_a_float64_reference(engine, reference) -> None:
     prefix = reference.config.bos_token_id
     double = transformers.AutoModelForCausalLM.from_pretrained(reference.name_or_path, dtype=torch.float64).eval()
     for (context, continuation), score in zip(pairs, engine.score(pairs), strict=True):
-        full = torch.tensor([(*(context or (prefix,)), *continuation)])
-        with torch.no_grad():
-            log_probs = double(full[:, :-1]).logits.log_softmax(-1)[0, -len(continuation) :]
+        log_probs = logits_of(double, context or (prefix,), continuation).log_softmax(-1)
         expected = sum(log_probs[i, token].item() for i, token in enumerate(continuation))
         assert score.logprob == pytest.approx(expected, abs=1e-4)
         assert score.is_greedy == (log_probs.argmax(-1).tolist() == list(continuation))
@@ -334,8 +293,7 @@ def test_accelerate_gives_the_resident_tokens_and_scores(engine, model, tmp_path
     offloaded = AccelerateEngine(**options)
     load(offloaded, model, tmp_path / "scratch", gpu_batch_size=3)
     requests = ragged_requests(max_tokens=6, ignore_eos=True)
-    tokens = {r.id: r.tokens for r in engine.generate(requests)}
-    assert {r.id: r.tokens for r in offloaded.generate(requests)} == tokens
+    assert answers(offloaded, requests) == answers(engine, requests)
     pairs = [((5, 6, 7), (8, 9)), ((), (5,))]
     for ours, theirs in zip(offloaded.score(pairs), engine.score(pairs), strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
@@ -376,7 +334,7 @@ def test_accelerate_reads_16_bit_weights_and_computes_in_float32(model, tmp_path
     folder = tmp_path / "half"
     half = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.bfloat16)
     half.save_pretrained(folder)
-    local = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    local = prepare(folder)
     scratch = tmp_path / "scratch"
     engine = AccelerateEngine(disk_only=True)
     report = load(engine, local, scratch, compute_dtype="float32")

@@ -2,29 +2,20 @@
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 
 from engines.adapters.accelerate import AccelerateEngine
 from engines.adapters.transformers import TransformersEngine
 from engines.common import requests, sampling
-from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
-from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
-from tests.offload import VOCAB, load, save
+from harness.api import GenerationRequest, HarnessError, SamplingParams
+from tests.offload import VOCAB, answers, drop_tensor, load, logits_of, prepare, save, tiny
 
 PROMPT = (5, 6, 7, 8)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("llama"), "llama", initializer_range=0.05)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def reference(model):
-    return transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
+    return tiny(tmp_path_factory.mktemp("llama"), "llama", initializer_range=0.05)
 
 
 @pytest.fixture(scope="module", params=[TransformersEngine, AccelerateEngine, OffloadEngine])
@@ -40,8 +31,7 @@ def one(engine, **asked):
 
 
 def log_probs(reference, prompt, tokens):
-    with torch.no_grad():
-        return reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+    return logits_of(reference, prompt, tokens).log_softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -71,51 +61,35 @@ def test_min_p_keeps_what_is_likely_enough(engine, reference):
     row = log_probs(reference, PROMPT, (0,))[0].exp()
     allowed = set(torch.where(row >= 0.3 * row.max())[0].tolist())
     assert 1 < len(allowed) < len(row)
-    requests = [
-        GenerationRequest(str(i), PROMPT, SamplingParams(1, temperature=1.0, min_p=0.3, seed=i)) for i in range(60)
-    ]
-    drawn = {r.tokens[0] for r in engine.generate(requests)}
+    sampling = [SamplingParams(1, temperature=1.0, min_p=0.3, seed=i) for i in range(60)]
+    requests = [GenerationRequest(str(i), PROMPT, asked) for i, asked in enumerate(sampling)]
+    drawn = {token for (token,) in answers(engine, requests).values()}
     assert drawn <= allowed
     assert len(drawn) > 1
 
 
-def test_min_tokens_puts_the_end_off(engine, model):
+def test_min_tokens_puts_the_end_off(engine, monkeypatch):
     free = one(engine, max_tokens=12, ignore_eos=True).tokens
     end = free[1]  # whatever comes second ends the sequence from now on
     expected = next(i for i, token in enumerate(free) if token == end) + 1
-    with _ends(engine, end):
-        early = one(engine, max_tokens=12)
-        late = one(engine, max_tokens=12, min_tokens=5)
+    if isinstance(engine, OffloadEngine):
+        monkeypatch.setattr(engine.loaded.meta_model, "eos", (end,))
+    else:
+        monkeypatch.setattr(engine._module.generation_config, "eos_token_id", end)
+    early = one(engine, max_tokens=12)
+    late = one(engine, max_tokens=12, min_tokens=5)
     assert early.tokens == free[:expected]
     assert early.finish_reason == "stop"
     assert len(late.tokens) >= 5
     assert end not in late.tokens[:4]
 
 
-class _ends:
-    """Lets a token end sequences."""
-
-    def __init__(self, engine, token):
-        self._engine, self._token = engine, token
-
-    def __enter__(self):
-        if isinstance(self._engine, OffloadEngine):
-            self._old, self._engine.loaded.meta_model.eos = self._engine.loaded.meta_model.eos, (self._token,)
-        else:
-            config = self._engine._module.generation_config
-            self._old, config.eos_token_id = config.eos_token_id, self._token
-
-    def __exit__(self, *_):
-        if isinstance(self._engine, OffloadEngine):
-            self._engine.loaded.meta_model.eos = self._old
-        else:
-            self._engine._module.generation_config.eos_token_id = self._old
-
-
-def test_a_stop_string_waits_for_min_tokens():
-    asked = SamplingParams(10, min_tokens=3, stop=("b",))
-    reasons = [sampling.finish_reason(asked, [1] * n, (), lambda tokens: "b" * len(tokens)) for n in (1, 2, 3)]
-    assert reasons == [None, None, "stop"]
+@pytest.mark.parametrize(
+    ("text", "expected"), [("bbb", [None, None, "stop"]), ("ababa", [None, None, None, "stop", "stop"])]
+)
+def test_a_stop_string_of_before_min_tokens_does_not_count(text, expected):
+    asked, counts = SamplingParams(10, min_tokens=3, stop=("b",)), range(1, len(text) + 1)
+    assert [sampling.finish_reason(asked, range(n), (), lambda t: text[: len(t)]) for n in counts] == expected
 
 
 @pytest.mark.parametrize(
@@ -163,27 +137,17 @@ def test_a_stop_string_counts_if_it_ends_late_enough(text, too_early, expected):
     assert asked.stop_at(text, too_early) == expected
 
 
-def test_a_stop_string_of_before_min_tokens_does_not_count():
-    asked = SamplingParams(10, min_tokens=3, stop=("b",))
-    text = "ababa"
-    reasons = [sampling.finish_reason(asked, range(n), (), lambda t: text[: len(t)]) for n in range(1, 6)]
-    assert reasons == [None, None, None, "stop", "stop"]
-
-
 def test_a_checkpoint_without_its_head_is_refused_by_all(tmp_path):
     folder = save(tmp_path / "m", "llama", tie_word_embeddings=False)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    drop_tensor(folder, "lm_head.weight")
+    model = prepare(folder)
     for engine in (TransformersEngine(), AccelerateEngine(), OffloadEngine()):
         with pytest.raises(HarnessError, match=r"lm_head\.weight"):
             load(model, tmp_path / "cache", engine=engine)
 
 
 def test_an_end_of_sequence_outside_the_vocabulary_is_left_out(tmp_path):
-    folder = save(tmp_path / "m", "llama", eos_token_id=VOCAB + 5, bos_token_id=VOCAB + 6)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    model = tiny(tmp_path / "m", "llama", eos_token_id=VOCAB + 5, bos_token_id=VOCAB + 6)
     found = []
     for engine in (TransformersEngine(), OffloadEngine()):
         load(model, tmp_path / "cache", engine=engine)

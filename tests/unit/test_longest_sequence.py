@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engines.models import checkpoints
-from engines.offload.engine import OffloadEngine
 from engines.planning.longest import longest_sequence
 from harness import registry
 from harness.api import (
@@ -19,7 +17,7 @@ from harness.api import (
     RunSpec,
     WorkloadSpec,
 )
-from tests.offload import load, save
+from tests.offload import load, tiny
 
 MIB, CONTEXT = 1 << 20, 1 << 16
 BUDGET = 400 * MIB
@@ -29,8 +27,7 @@ WIDE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "n
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def model(request, tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("long"), "llama", request.param, **WIDE)
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+    return tiny(tmp_path_factory.mktemp("long"), "llama", request.param, **WIDE)
 
 
 def spec(policy, budget=BUDGET, **limits):
@@ -54,7 +51,7 @@ def test_load_takes_what_the_planner_admits_and_little_more(model, policy, tmp_p
     engine, _ = load(model, tmp_path, budget=BUDGET, max_sequence=longest, **policy)
     engine.close()
     with pytest.raises(InfeasibleError):
-        load(model, tmp_path, budget=BUDGET, max_sequence=int(1.25 * longest), engine=OffloadEngine(), **policy)
+        load(model, tmp_path, budget=BUDGET, max_sequence=int(1.25 * longest), **policy)
 
 
 def test_more_memory_and_smaller_batches_admit_more():
@@ -76,10 +73,5 @@ def test_what_not_even_the_shortest_fits_is_refused_with_the_numbers():
 
 
 def test_an_engine_without_a_planner_gives_no_answer():
-    shape = registry.shapes().CATALOGUE["facebook/opt-125m"]
-    assert (
-        registry.longest_sequence(
-            replace(spec(OffloadPolicy()), engine="transformers"), LocalModel("", shape, 0, "float32", ""), 1
-        )
-        is None
-    )
+    model = LocalModel("", registry.shapes().CATALOGUE["facebook/opt-125m"], 0, "float32", "")
+    assert registry.longest_sequence(replace(spec(OffloadPolicy()), engine="transformers"), model, 1) is None

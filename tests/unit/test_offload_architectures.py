@@ -7,13 +7,27 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from engines.models import checkpoints
 from engines.offload import survey
 from engines.offload.memory.kv_blocks import blocks_for
-from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams, UnsupportedError
-from tests.offload import COMMON, CONTEXT, VOCAB, load, policies, requests_of, same_by_the_near_tie_rule, save
+from harness.api import GenerationRequest, HarnessError, SamplingParams, UnsupportedError
+from tests.offload import (
+    COMMON,
+    CONTEXT,
+    VOCAB,
+    all_greedy,
+    answers,
+    drop_tensor,
+    load,
+    load_and_answer,
+    logits_of,
+    policies,
+    prepare,
+    requests_of,
+    save,
+    tiny,
+)
 
 ROTARY = COMMON | {
     "intermediate_size": 160,
@@ -56,15 +70,11 @@ def reference(folder):
 
 
 def test_greedy_output_is_transformers_own_on_every_schedule(folder, reference, cache):
-    model = checkpoints.prepare(ModelSpec(str(folder)), cache)
-    requests = requests_of(1, 9)
+    model, requests = prepare(folder), requests_of(1, 9)
     for schedule, size, batches, chunk in (("row", 3, 1, None), ("zigzag", 2, 2, 7), ("sweep", 9, 1, 13)):
-        engine, _ = load(
-            model, cache, schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, prefill_chunk=chunk
-        )
-        results = {r.id: r for r in engine.generate(requests)}
-        engine.close()
-        assert all(same_by_the_near_tie_rule(reference, r, results[r.id].tokens) for r in requests)
+        policy = {"gpu_batch_size": size, "num_gpu_batches": batches, "prefill_chunk": chunk}
+        tokens, _ = load_and_answer(model, cache, requests, schedule=schedule, **policy)
+        assert all_greedy(reference, requests, tokens)
 
 
 @pytest.mark.slow
@@ -72,26 +82,24 @@ def test_greedy_output_is_transformers_own_on_every_schedule(folder, reference, 
 @given(seed=st.integers(0, 1000), policy=policies())
 def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, reference, cache, seed, policy):
     """17 of each of the twelve."""
-    engine, _ = load(checkpoints.prepare(ModelSpec(str(folder)), cache), cache, **policy)
+    engine, _ = load(prepare(folder), cache, **policy)
     held = engine.stats().num_kv_blocks
     requests = [r for r in requests_of(seed, 5) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
-    results = {r.id: r for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     engine.close()
-    assert results.keys() == {r.id for r in requests}
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id].tokens) for r in requests)
+    assert tokens.keys() == {r.id for r in requests}
+    assert all_greedy(reference, requests, tokens)
 
 
 def test_logits_are_within_one_in_ten_thousand(folder, reference, cache):
     """Of prompts longer than any window, cut into chunks, against one plain pass for each."""
-    model = checkpoints.prepare(ModelSpec(str(folder)), cache)
     torch.manual_seed(1)
     pairs = [(tuple(torch.randint(5, VOCAB, (n,)).tolist()), (7, 8, 9)) for n in (1, 20, 45)]
-    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, prefill_chunk=11)
+    engine, _ = load(prepare(folder), cache, schedule="sweep", gpu_batch_size=3, prefill_chunk=11)
     scores = engine.score(pairs)
     engine.close()
     for (context, continuation), score in zip(pairs, scores, strict=True):
-        with torch.no_grad():
-            logits = reference(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
+        logits = logits_of(reference, context, continuation)
         picked = logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
         assert score.logprob == pytest.approx(picked, rel=1e-4)
 
@@ -99,8 +107,7 @@ def test_logits_are_within_one_in_ten_thousand(folder, reference, cache):
 def test_only_wanted_experts_are_loaded(tmp_path):
     """One token a pass meets 2 of 64 experts in each layer; a few more have been read in advance."""
     kind, config = MODELS["qwen3-moe"]
-    folder = save(tmp_path / "m", kind, **config | {"num_experts": 64})
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    model = tiny(tmp_path / "m", kind, **config | {"num_experts": 64})
     engine, report = load(model, tmp_path, schedule="row", weights=(0.0, 0.0, 1.0))
     list(engine.generate([GenerationRequest("a", (5,), SamplingParams(20, ignore_eos=True))]))
     read = engine.stats().weight_bytes_read
@@ -119,33 +126,26 @@ def test_a_mask_other_than_the_window_it_names_is_refused(tmp_path, monkeypatch)
 
     monkeypatch.setattr(attention, "forward", forward)
     with pytest.raises(UnsupportedError, match=r"mistral: .* neither causal nor the window it names"):
-        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
+        load(prepare(folder), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_mixtures_run_in_sixteen_bits(name, tmp_path):
     """Routers that share in float32 among them."""
     kind, config = MODELS[name]
-    folder = save(tmp_path / "m", kind, torch.bfloat16, **config)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
-    engine, report = load(model, tmp_path, compute_dtype="bfloat16", gpu_batch_size=4)
-    results = list(engine.generate(requests_of(1, 4)))
-    engine.close()
+    model = tiny(tmp_path / "m", kind, torch.bfloat16, **config)
+    tokens, report = load_and_answer(model, tmp_path, requests_of(1, 4), compute_dtype="bfloat16", gpu_batch_size=4)
     assert report.compute_dtype == "bfloat16"
-    assert len(results) == 4
+    assert len(tokens) == 4
 
 
 def test_a_missing_expert_is_named(tmp_path):
     kind, config = MODELS["qwen3-moe"]
     folder = save(tmp_path / "m", kind, **config)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    lost = next(name for name in tensors if "layers.1" in name and "experts.3." in name)
-    tensors.pop(lost)
-    save_file(tensors, file)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    names = load_file(folder / "model.safetensors")
+    drop_tensor(folder, next(name for name in names if "layers.1" in name and "experts.3." in name))
     with pytest.raises(HarnessError, match=r"lacks an expert between others for model\.layers\.1\."):
-        load(model, tmp_path / "cache")
+        load(prepare(folder), tmp_path / "cache")
 
 
 @pytest.mark.slow

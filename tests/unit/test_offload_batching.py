@@ -101,7 +101,7 @@ def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
     assert max(running) >= 13
 
 
-def test_nobody_is_served_before_he_arrives():
+def test_a_sequence_waits_for_its_arrival():
     early, late = generation(4, 3), generation(4, 3, arrival=5.0)
     scheduler = ContinuousScheduler([late, early], BlockManager(20), 8, PrefillBudget(64, 1, 64))
     assert [p.sequence for p in scheduler.next_pass(0.0)[0]] == [early]
@@ -120,13 +120,13 @@ class Rash(ContinuousScheduler):
 
 @settings(deadline=None)
 @given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
-def test_whoever_is_put_back_is_computed_again_and_the_oldest_goes_on(pairs, blocks, size, chunk):
+def test_preempted_sequences_are_computed_again_and_all_finish(pairs, blocks, size, chunk):
     sequences, held, _ = drive(Rash, pairs, blocks, size, PrefillBudget(chunk, 1, chunk), most_passes=200_000)
     assert max(held) <= blocks
     assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
 
 
-def test_closing_gives_back_every_page():
+def test_closing_a_scheduler_frees_every_block():
     sequences = [generation(20, 5) for _ in range(4)]
     cache = BlockManager(40)
     scheduler = ContinuousScheduler(sequences, cache, 4, PrefillBudget(64, 1, 64))
@@ -144,7 +144,7 @@ def work(pairs):
 
 
 @given(lengths, st.integers(12, 80), st.integers(1, 30), st.integers(1, 200))
-def test_what_is_rehearsed_is_what_happens(pairs, blocks, size, balance):
+def test_the_prefill_budget_found_takes_no_longer_than_the_first_one_tried(pairs, blocks, size, balance):
     """The rule found does no fewer steps in a unit of time than the first one tried, when both are played for real."""
     together = min(size, max(1, blocks // blocks_for(45)))
     found = search_prefill_budget(work(pairs), blocks, size, together, balance, 64)
@@ -177,7 +177,7 @@ def prompts(draw, count):
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 12), st.integers(12, 60), st.integers(1, 12), st.integers(1, 64), st.booleans())
-def test_what_is_shared_is_what_was_computed_from_the_same_tokens(data, count, blocks, size, chunk, rash):
+def test_shared_blocks_hold_the_sequences_own_tokens(data, count, blocks, size, chunk, rash):
     """A model of the cache's content: each block must hold, for each sequence, just its own tokens."""
     sequences = [
         Generation(GenerationRequest(str(i), p, SamplingParams(data.draw(STEPS), ignore_eos=True)), (), None)
@@ -222,7 +222,7 @@ def test_the_second_of_two_that_begin_alike_computes_the_rest_only():
     assert cache.num_free_blocks == 20 - 5 - 2
 
 
-def test_what_was_given_back_is_found_until_it_is_needed():
+def test_freed_blocks_stay_in_the_prefix_cache_until_they_are_reused():
     pool, names = BlockManager(4), []
     extend_block_hashes(list(range(16)), names, 16)
     blocks = pool.allocate(2)

@@ -8,7 +8,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engines.common.work_memory import CONTEXT_BYTES
-from engines.models import checkpoints
 from engines.offload.calibrate import device as calibrate_device
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.cuda import DeviceKernels
@@ -29,8 +28,7 @@ from harness.api import (
     WorkloadSpec,
 )
 from tests import pretend
-from tests.offload import load as load_on_host
-from tests.offload import requests_of, same_by_the_near_tie_rule, save
+from tests.offload import OTHERS, all_greedy, answers, load_and_answer, requests_of, tiny
 
 MIB = 1 << 20
 
@@ -74,15 +72,14 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
     tiles = engine.stats().tile_bytes
     assert requests
     device.syncs.clear()
-    results = {r.id: r for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     engine.close()
     assert device.syncs == [], "the host waited for the device inside a pass"
     if policy["weights"]:
         assert policy["weights"] == pytest.approx(report.policy.weights, abs=2 * max(tiles) / sum(tiles))
     if policy["cache"]:
         assert policy["cache"] == pytest.approx(report.policy.cache, abs=1 / held)
-    for request in requests:
-        assert same_by_the_near_tie_rule(reference, request, results[request.id].tokens)
+    assert all_greedy(reference, requests, tokens)
 
 
 @pytest.mark.parametrize(
@@ -100,45 +97,31 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
     ids="-".join,
 )
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_few_bits_are_those_of_the_host(model, cache, policy):
+def test_quantized_output_on_a_device_is_the_hosts(model, cache, policy):
     """What is quantized and unpacked on the device is what the host would have made of it."""
     requests = requests_of(7, 3, eos=False)
     engine, _, device = load(model, cache, schedule="sweep", gpu_batch_size=4, **policy)
     device.syncs.clear()
-    found = {r.id: r.tokens for r in engine.generate(requests)}
+    found = answers(engine, requests)
     engine.close()
     assert device.syncs == []
     here = {key: value for key, value in policy.items() if key not in ("cache", "weights", "cpu_attention")}
-    engine, _ = load_on_host(model, cache, schedule="sweep", gpu_batch_size=4, **here)
-    assert {r.id: r.tokens for r in engine.generate(requests)} == found
-    engine.close()
+    assert load_and_answer(model, cache, requests, schedule="sweep", gpu_batch_size=4, **here)[0] == found
     assert device.besides > 0 or policy.get("nano_batches", 1) == 1
 
 
-MORE = {
-    "gpt2": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
-             "bos_token_id": 1, "eos_token_id": 2},
-    "gemma2": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-               "num_key_value_heads": 2, "intermediate_size": 96, "sliding_window": 8, "max_position_embeddings": 128},
-    "mixtral": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "intermediate_size": 96, "num_local_experts": 4,
-                "max_position_embeddings": 128},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize("kind", OTHERS)
 def test_other_architectures_compute_there_too(kind, tmp_path, cache):
     """Transposed matrices, scaled embeddings, caps and windows, experts (whose routing the host has to know)."""
-    folder = save(tmp_path / kind, kind, **MORE[kind])
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
+    model = tiny(tmp_path / kind, kind, **OTHERS[kind] | {"bos_token_id": 1, "eos_token_id": 2})
     reference = transformers.AutoModelForCausalLM.from_pretrained(model.path).eval()
     engine, _, device = load(model, cache, schedule="sweep", gpu_batch_size=3, weights=(0.3, 0.3, 0.4))
     device.syncs.clear()
     requests = requests_of(11, 4)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     engine.close()
     assert device.syncs == [] or kind == "mixtral"
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, tokens)
 
 
 def test_a_device_is_measured_for_plans(monkeypatch):
@@ -173,7 +156,7 @@ def test_what_is_not_there_with_a_device_is_refused(model, cache, policy, words)
 
 
 @pytest.mark.parametrize(("schedule", "device", "host"), [("row", 88, 72), ("zigzag", 90, 90), ("sweep", 88, 96)])
-def test_what_a_search_finds_can_be_run(model, cache, schedule, device, host):
+def test_a_searched_policy_can_be_run(model, cache, schedule, device, host):
     limits = HardwareLimits(device_memory=CONTEXT_BYTES + device * MIB, host_memory=host * MIB)
     spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
                    OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
@@ -188,8 +171,7 @@ def test_what_a_search_finds_can_be_run(model, cache, schedule, device, host):
 
 
 def test_a_search_leaves_attention_to_windows_on_the_device(tmp_path):
-    folder = save(tmp_path / "m", "gemma2", **MORE["gemma2"])
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache")
+    model = tiny(tmp_path / "m", "gemma2", **OTHERS["gemma2"])
     # a device so slow at attention that the host's would always be the better
     profile = hardware.load("t4_gcp")
     device = replace(profile.device, bandwidth=1e6)
@@ -202,9 +184,9 @@ def test_a_search_leaves_attention_to_windows_on_the_device(tmp_path):
 
 
 def test_attention_by_the_host_is_refused_where_a_layer_has_a_window(tmp_path, cache):
-    folder = save(tmp_path / "m", "gemma2", **MORE["gemma2"])
+    model = tiny(tmp_path / "m", "gemma2", **OTHERS["gemma2"])
     with pytest.raises(UnsupportedError, match="window attend on the device: leave it out"):
-        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path / "cache"), cache, cpu_attention=True)
+        load(model, cache, cpu_attention=True)
 
 
 def test_host_attention_that_has_nothing_to_do_is_said(model, cache):

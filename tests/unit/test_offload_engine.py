@@ -17,7 +17,6 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.models import checkpoints
 from engines.offload.device.host import HostDevice
 from engines.offload.engine import OffloadEngine
 from engines.offload.executor import Executor
@@ -34,7 +33,6 @@ from harness.api import (
     HarnessError,
     InfeasibleError,
     Job,
-    ModelSpec,
     OffloadPolicy,
     SamplingParams,
     UnsupportedError,
@@ -43,11 +41,20 @@ from tests.offload import (
     CONFIGS,
     CONTEXT,
     VOCAB,
+    all_greedy,
+    answers,
+    drop_tensor,
+    greedy,
     load,
+    load_and_answer,
+    logits_of,
     policies,
+    prepare,
     requests_of,
     same_by_the_near_tie_rule,
     save,
+    tiny,
+    words,
 )
 from tests.stories import stories260k, vocabulary
 
@@ -86,9 +93,7 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
 def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
     """The reference's own third token is made the end of sequence."""
     prompt = (7, 8, 9, 10)
-    with torch.no_grad():
-        out = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=5, min_new_tokens=5)
-    third = out[0, len(prompt) + 2].item()
+    third = greedy(reference, prompt, 5, min_new_tokens=5)[2]
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
     engine.loaded.meta_model.eos = (third,)
     [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
@@ -100,19 +105,15 @@ def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_sixteen_bit_weights_give_the_same_on_every_schedule(kind, tmp_path, cache):
-    folder = save(tmp_path / kind, kind, torch.bfloat16)
-    model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-    requests = requests_of(3, 8, eos=False)
-    answers = []
+    model, requests = tiny(tmp_path / kind, kind, torch.bfloat16), requests_of(3, 8, eos=False)
+    policy = {"gpu_batch_size": 3, "compute_dtype": "float32"}
+    found = []
     for schedule, batches, chunk in (("row", 1, None), ("zigzag", 2, 7), ("sweep", 1, 5), ("sweep", 1, None)):
-        engine, report = load(
-            model, cache, schedule=schedule, gpu_batch_size=3, num_gpu_batches=batches, prefill_chunk=chunk,
-            compute_dtype="float32",
-        )  # fmt: skip
-        answers.append({r.id: r.tokens for r in engine.generate(requests)})
-        engine.close()
+        policy |= {"schedule": schedule, "num_gpu_batches": batches, "prefill_chunk": chunk}
+        tokens, report = load_and_answer(model, cache, requests, **policy)
+        found.append(tokens)
         assert report.compute_dtype == "float32"
-    assert all(a == answers[0] for a in answers)
+    assert all(tokens == found[0] for tokens in found)
 
 
 def test_sampling_does_not_depend_on_who_shares_the_pass(model, cache):
@@ -120,21 +121,17 @@ def test_sampling_does_not_depend_on_who_shares_the_pass(model, cache):
         GenerationRequest(f"s{i}", (9, 10 + i, 11), SamplingParams(8, temperature=0.8, top_k=40, seed=i))
         for i in range(6)
     ]
-    found = []
-    for schedule, size, batches in (("sweep", 6, 1), ("row", 1, 1), ("zigzag", 2, 2)):
-        engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches)
-        found.append({r.id: r.tokens for r in engine.generate(requests)})
-        engine.close()
+    found = [
+        load_and_answer(model, cache, requests, schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches)[0]
+        for schedule, size, batches in (("sweep", 6, 1), ("row", 1, 1), ("zigzag", 2, 2))
+    ]
     assert found[0] == found[1] == found[2]
 
 
 def test_logits_are_within_one_in_ten_thousand(model, reference, cache, monkeypatch):
     """One packed pass over ragged prompts against one plain pass for each."""
     rng = random.Random(5)
-    pairs = [
-        (tuple(rng.randrange(5, VOCAB) for _ in range(n)), tuple(rng.randrange(5, VOCAB) for _ in range(4)))
-        for n in (0, 1, 9, 30)
-    ]
+    pairs = [(words(rng, n), words(rng, 4)) for n in (0, 1, 9, 30)]
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4)
     seen, run = [], Executor.run
     monkeypatch.setattr(Executor, "run", lambda *args: seen.extend(run(*args)) or seen[-len(args[1]) :])
@@ -143,9 +140,7 @@ def test_logits_are_within_one_in_ten_thousand(model, reference, cache, monkeypa
     begin = reference.generation_config.bos_token_id
     rows = []
     for (context, continuation), score in zip(pairs, scores, strict=True):
-        full = [*(context or (begin,)), *continuation]
-        with torch.no_grad():
-            logits = reference(torch.tensor([full[:-1]])).logits[0, -len(continuation) :]
+        logits = logits_of(reference, context or (begin,), continuation)
         rows.append(logits)
         log_probs = logits.log_softmax(-1)
         expected = log_probs.gather(1, torch.tensor(continuation)[:, None]).sum().item()
@@ -215,13 +210,13 @@ def test_activations_on_disk_change_nothing(model, reference, cache, share):
     batches = {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 3}
     engine, report = load(model, cache, activations=(0.0, 1 - share, share), **batches)
     requests = requests_of(4, 9)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     stats = engine.stats()
     assert report.policy.activations[2] == share
     # whole rows of small batches
     assert stats.activation_rows_on_disk / stats.activation_rows == pytest.approx(share, abs=0.1)
     engine.close()
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, tokens)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -236,7 +231,7 @@ def test_nano_batches_change_nothing(model, cache, policy, overlap):
             model, cache, schedule="sweep", gpu_batch_size=6, nano_batches=nano, nano_overlap=overlap, **policy
         )
         assert report.policy.nano_batches == nano
-        found.append({r.id: r.tokens for r in engine.generate(requests)})
+        found.append(answers(engine, requests))
         events = engine.trace().events
         engine.close()
     assert found[0] == found[1] == found[2]
@@ -247,10 +242,10 @@ def test_without_overlap_nothing_is_read_ahead(model, reference, cache):
     more = {"weights": (0.0, 0.0, 1.0), "cache": (0.0, 0.0, 1.0)}
     engine, _ = load(model, cache, schedule="zigzag", gpu_batch_size=2, num_gpu_batches=2, overlap=False, **more)
     requests = requests_of(6, 4)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
+    tokens = answers(engine, requests)
     spans = engine.loaded.timeline.kept
     engine.close()
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, tokens)
     loads, products = ([s for s in spans if s.lane == lane] for lane in ("load", "compute"))
     assert loads
     assert not any(a.start_s < b.end_s and b.start_s < a.end_s for a in loads for b in products)
@@ -258,12 +253,11 @@ def test_without_overlap_nothing_is_read_ahead(model, reference, cache):
 
 def test_without_a_compiler_torch_does_all_of_it(model, reference, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    engine, report = load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=9)
     requests = requests_of(3, 6)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
-    engine.close()
+    policy = {"schedule": "sweep", "gpu_batch_size": 6, "prefill_chunk": 9}
+    tokens, report = load_and_answer(model, tmp_path, requests, **policy)
     assert any("no-such-compiler" in note for note in report.notes)
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, tokens)
 
 
 def test_closing_frees_what_was_resident(model, cache):
@@ -334,14 +328,13 @@ def test_conversion_keeps_every_weight(model, reference, tmp_path):
 
 def test_another_training_step_is_another_conversion(tmp_path, cache):
     folder = save(tmp_path / "m", "opt")
-    first = convert_into(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path)
-    again = convert_into(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path)
+    first, again = (convert_into(prepare(folder), tmp_path) for _ in range(2))
     assert again.folder == first.folder
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1  # a bit of a value somewhere
     path.write_bytes(data)
-    other = convert_into(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path)
+    other = convert_into(prepare(folder), tmp_path)
     assert other.folder != first.folder
 
 
@@ -350,7 +343,7 @@ def _convert_slowly(path, cache, started):
         started.set()
         time.sleep(0.02)
 
-    convert_into(checkpoints.prepare(ModelSpec(path), cache), cache, tell)
+    convert_into(prepare(path), cache, tell)
 
 
 def test_kill_minus_nine_during_conversion_leaves_nothing_half_done(model, tmp_path):
@@ -383,28 +376,22 @@ def test_nan_weights_are_refused_by_name(tmp_path, cache):
     with torch.no_grad():
         module.model.decoder.layers[1].fc1.weight[3, 3] = torch.nan
     module.save_pretrained(folder)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
     with pytest.raises(HarnessError, match=r"NaN or infinity in model.decoder.layers.1.fc1.weight"):
-        load(model, tmp_path / "cache")
+        load(prepare(folder), tmp_path / "cache")
 
 
 def test_a_tensor_that_is_not_there_is_named(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     folder = save(tmp_path / "m", "llama")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
+    drop_tensor(folder, "model.layers.2.mlp.up_proj.weight")
     with pytest.raises(HarnessError, match=r"no tensor for model.layers.2.mlp.up_proj.weight"):
-        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
+        load(prepare(folder), tmp_path / "cache")
 
 
 def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_path):
     engine, _ = load(model, tmp_path, weights=(0.0, 0.0, 1.0), schedule="sweep")
     requests = [GenerationRequest("a", (5, 6), SamplingParams(50, ignore_eos=True))]
     for path in (tmp_path / "offload").glob("*/layer-00001.bin"):
-        with path.open("r+b") as file:
-            file.truncate(4096)
+        os.truncate(path, 4096)
     with pytest.raises(HarnessError, match=r"layer-00001.bin ends at byte 4096"):
         list(engine.generate(requests))
     engine.close()
@@ -414,9 +401,8 @@ def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_pat
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_models_that_the_seams_do_not_carry_are_refused_before_loading(kind, tmp_path):
-    folder = save(tmp_path / kind, kind, **TINY[kind])
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+def test_unsupported_architectures_are_refused_before_loading(kind, tmp_path):
+    model = tiny(tmp_path / kind, kind, **TINY[kind])
     with pytest.raises(UnsupportedError, match=kind):
         load(model, tmp_path / "cache")
     assert not (tmp_path / "cache" / "offload").exists()
@@ -424,9 +410,9 @@ def test_models_that_the_seams_do_not_carry_are_refused_before_loading(kind, tmp
 
 def test_rope_that_depends_on_the_batch_is_refused(tmp_path):
     scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    folder = save(tmp_path / "m", "llama", rope_parameters=scaling)
+    model = tiny(tmp_path / "m", "llama", rope_parameters=scaling)
     with pytest.raises(UnsupportedError, match=r"'dynamic' rotary scaling"):
-        load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), tmp_path / "cache")
+        load(model, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -458,19 +444,19 @@ GOOD = [GenerationRequest(f"g{i}", (5 + i, 6, 7), SamplingParams(6, ignore_eos=T
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
 def test_a_generation_that_is_given_up_leaves_the_engine_as_it_was(model, cache, schedule):
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2, weights=(0.0, 0.0, 1.0))
-    expected = {r.id: r.tokens for r in engine.generate(GOOD)}
+    expected = answers(engine, GOOD)
     begun = engine.generate(GOOD)
     next(begun)
     with pytest.raises(HarnessError, match="one generation at a time"):
         next(engine.generate(GOOD))
     del begun
-    assert {r.id: r.tokens for r in engine.generate(GOOD)} == expected
+    assert answers(engine, GOOD) == expected
     engine.close()
 
 
 def test_a_pass_that_fails_leaves_the_engine_as_it_was(model, cache, monkeypatch):
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=2, weights=(0.0, 0.0, 1.0))
-    expected = {r.id: r.tokens for r in engine.generate(GOOD)}
+    expected = answers(engine, GOOD)
 
     def broken(*_):
         raise MemoryError("in the middle of a pass")
@@ -479,12 +465,12 @@ def test_a_pass_that_fails_leaves_the_engine_as_it_was(model, cache, monkeypatch
         patch.setattr("engines.offload.kv_cache.attention.PackedAttention.attend", broken)
         with pytest.raises(MemoryError):
             list(engine.generate(GOOD))
-    assert {r.id: r.tokens for r in engine.generate(GOOD)} == expected
+    assert answers(engine, GOOD) == expected
     engine.close()
 
 
 @pytest.mark.parametrize("schedule", ["row", "sweep"])
-def test_nothing_asked_is_nothing_done(model, cache, schedule):
+def test_no_requests_give_no_results(model, cache, schedule):
     engine, _ = load(model, cache, schedule=schedule)
     assert list(engine.generate([])) == []
     assert engine.score([]) == []
@@ -511,10 +497,7 @@ def test_an_engine_that_is_closed_says_so(model, cache):
 
 def test_scores_do_not_depend_on_how_prompts_are_cut(model, cache):
     rng = random.Random(2)
-    pairs = [
-        (tuple(rng.randrange(5, VOCAB) for _ in range(n)), tuple(rng.randrange(5, VOCAB) for _ in range(m)))
-        for n, m in ((20, 10), (3, 30), (0, 5))
-    ]
+    pairs = [(words(rng, n), words(rng, m)) for n, m in ((20, 10), (3, 30), (0, 5))]
     found = []
     for schedule, chunk in (("sweep", None), ("sweep", 3), ("row", 7)):
         engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2, prefill_chunk=chunk)
@@ -534,42 +517,36 @@ def test_shards_a_bare_prefix_and_either_of_two_tied_tensors_are_found(model, re
     module = transformers.AutoModelForCausalLM.from_pretrained(model.path)
     module.save_pretrained(folder, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    sharded, _ = load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), cache, schedule="sweep")
-    tensors = {}
-    for name, tensor in module.state_dict().items():
-        bare = name.removeprefix(f"{module.base_model_prefix}.")
-        tensors[bare] = tensor.clone()
+    sharded, _ = load(prepare(folder), cache, schedule="sweep")
+    prefix = f"{module.base_model_prefix}."
+    tensors = {name.removeprefix(prefix): tensor.clone() for name, tensor in module.state_dict().items()}
     if module.config.tie_word_embeddings:
         del tensors[next(n for n in tensors if n.endswith("embed_tokens.weight"))]
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     save_file(tensors, folder / "model.safetensors")
-    bare, _ = load(checkpoints.prepare(ModelSpec(str(folder)), tmp_path), cache, schedule="sweep")
+    bare, _ = load(prepare(folder), cache, schedule="sweep")
     for engine in (sharded, bare):
-        results = {r.id: r for r in engine.generate(GOOD)}
+        assert all_greedy(reference, GOOD, answers(engine, GOOD))
         engine.close()
-        assert all(same_by_the_near_tie_rule(reference, r, results[r.id].tokens) for r in GOOD)
 
 
 def test_half_precision_checkpoints_run(tmp_path, cache):
-    folder = save(tmp_path / "m", "llama", torch.float16)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
-    answers = []
+    model, found = tiny(tmp_path / "m", "llama", torch.float16), []
     for dtype in ("float32", "float16"):
-        engine, report = load(model, cache, schedule="sweep", gpu_batch_size=4, compute_dtype=dtype)
-        answers.append({r.id: r.tokens for r in engine.generate(GOOD)})
-        engine.close()
+        tokens, report = load_and_answer(model, cache, GOOD, schedule="sweep", gpu_batch_size=4, compute_dtype=dtype)
+        found.append(tokens)
         assert report.compute_dtype == dtype
-    assert all(answers[0][i][0] == answers[1][i][0] for i in answers[0]), "the first tokens are far from ties"
+    assert all(found[0][i][0] == found[1][i][0] for i in found[0]), "the first tokens are far from ties"
 
 
-def test_what_is_looked_up_is_scaled_in_the_compute_dtype(tmp_path):
+def test_embeddings_are_scaled_in_the_compute_dtype(tmp_path):
     """Gemma multiplies its embedding by sqrt(hidden): in bfloat16 that would round every activation."""
     torch.manual_seed(0)
     changes = CONFIGS["llama"] | {"head_dim": 16}
     module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("gemma", **changes))
     module.to(torch.bfloat16).save_pretrained(tmp_path / "m")
-    model = checkpoints.prepare(ModelSpec(str(tmp_path / "m")), tmp_path)
+    model = prepare(tmp_path / "m")
     found = meta_model(model)
     converted = convert_into(model, tmp_path)
     found.bind({name: converted.table(name) for name in found.tables}, converted.small(), HostDevice())
@@ -584,8 +561,7 @@ def test_a_table_that_was_cut_is_seen_at_load(model, tmp_path):
     engine, _ = load(model, tmp_path)
     engine.close()
     table = next((tmp_path / "offload").glob("*/*.table"))
-    with table.open("r+b") as file:
-        file.truncate(100)
+    os.truncate(table, 100)
     with pytest.raises(HarnessError, match=r"\.table has 100 of \d+ bytes"):
         load(model, tmp_path)
 
@@ -595,19 +571,14 @@ def test_a_table_that_was_cut_is_seen_at_load(model, tmp_path):
 
 def test_stories260k_tells_the_story_that_transformers_tells(tmp_path, cache):
     folder = stories260k(tmp_path / "stories")
-    model = checkpoints.prepare(ModelSpec(str(folder)), cache)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     pieces = vocabulary()
     requests = [
         GenerationRequest(f"p{i}", p, SamplingParams(max_tokens=120)) for i, p in enumerate([(1,), (1, 403), (1, 410)])
     ]
-    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=3, max_sequence=128)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
-    engine.close()
+    results, _ = load_and_answer(prepare(folder), cache, requests, schedule="sweep", gpu_batch_size=3, max_sequence=128)
     texts = []
     for request in requests:
-        with torch.no_grad():
-            out = reference.generate(torch.tensor([request.prompt]), do_sample=False, max_new_tokens=120)
         texts.append("".join(pieces[t] for t in results[request.id]))
-        assert results[request.id] == tuple(out[0, len(request.prompt) :].tolist())
+        assert results[request.id] == greedy(reference, request.prompt, 120)
     assert "Once upon a time, there was a little girl named" in texts[0]

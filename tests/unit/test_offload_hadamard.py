@@ -15,7 +15,7 @@ def test_it_is_a_hadamard_matrix_in_parts(columns, size):
     torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_is_turned_by_itself():
+def test_a_rotated_row_does_not_depend_on_the_others():
     x = torch.randn(50, 64).bfloat16()
     assert torch.equal(hadamard(x)[17], hadamard(x[17]))
 

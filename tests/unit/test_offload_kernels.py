@@ -14,10 +14,11 @@ from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.gemm import compiled_gemm, torch_gemm
 from engines.offload.kernels.layer_blocks import LayerBlocks
-from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
+from engines.offload.kernels.quantizer import plain_quantizer
 from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Grouped, Plain
+from tests.offload import quantizer_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -104,6 +105,11 @@ def compiled(cache):
     return compiled_attention(Plain("float32"), cache, threads=2)
 
 
+def both_attentions(stored, cache):
+    """The compiled kernel and the one in torch."""
+    return compiled_attention(stored, cache, threads=2), reference_attention(quantizer_of(stored))
+
+
 def packed(spans, blocks):
     """AttentionMetadata of (rows, tokens before them), on random blocks."""
     counts, cached = zip(*spans, strict=True)
@@ -137,8 +143,6 @@ def by_hand(query, keys, values, segments, spec):
 
 
 SPANS = [(1, 0), (1, 2), (1, 8), (1, 39), (50, 0), (7, 5), (17, 30), (2, 0)]
-
-
 SHAPES = [(4, 4, 64), (8, 2, 32), (6, 1, 24), (1, 1, 7), (2, 1, 80)]
 RULES = [
     {},
@@ -150,40 +154,38 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("stored", [*map(Plain, DTYPES), Grouped(4, 64), Grouped(8, 32), Grouped(3, 128)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-@pytest.mark.parametrize("more", RULES)
-def test_attention_kernels_agree_with_float64(cache, stored, heads, kv_heads, dim, more):
-    torch.manual_seed(0)
-    segments, blocks = packed(SPANS, 100), 100
-    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    keys, values = (quantizer.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
-    tokens = int(segments.starts[-1])
-    query = torch.randn(tokens, heads, dim + 3)[..., :dim].transpose(0, 1)  # as a model gives it: a view
-    spec = AttentionSpec(0.3, **more | {"sinks": torch.randn(heads) if more.get("sinks") else None})
+def check_attention(kernels, stored, shape, spans, spec):
+    """Kernels agree with float64 on 100 random blocks; shape: heads, those of keys and values, and columns."""
+    heads, kv_heads, dim = shape
+    segments, quantizer = packed(spans, 100), quantizer_of(stored)
+    keys, values = (quantizer.pack(torch.randn(100, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
+    query = torch.randn(int(segments.starts[-1]), heads, dim + 3)[..., :dim].transpose(
+        0, 1
+    )  # as a model gives it: a view
     wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
     exact = by_hand(query, *wide, segments, spec)
-    for kernel in (compiled_attention(stored, cache, threads=2), reference_attention(quantizer)):
+    for kernel in kernels:
         found = kernel(query, LayerBlocks(torch.stack([keys, values], 1)), segments, spec)
         # scores reach 10 and carry a few roundings of 6e-8 each, which their exponentials carry on
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("stored", [Plain("bfloat16"), Grouped(4, 32), Grouped(4, 128), Grouped(3, 32), Grouped(8, 64)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 120), (20, 1, 40), (2, 2, 96), (5, 1, 20)])
-@pytest.mark.parametrize("value_topk", [1.0, 0.3])
-def test_heads_and_columns_of_any_number(cache, stored, heads, kv_heads, dim, value_topk):
+@pytest.mark.parametrize("stored", [*map(Plain, DTYPES), Grouped(4, 64), Grouped(8, 32), Grouped(3, 128)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("more", RULES)
+def test_attention_kernels_agree_with_float64(cache, stored, shape, more):
     torch.manual_seed(0)
-    segments, blocks = packed([(1, 37), (1, 8), (3, 5)], 20), 20
-    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    keys, values = (quantizer.pack(torch.randn(blocks, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
-    query = torch.randn(heads, int(segments.starts[-1]), dim)
-    wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
-    exact = by_hand(query, *wide, segments, AttentionSpec(0.1, value_topk=value_topk))
-    found = compiled_attention(stored, cache, threads=2)(
-        query, LayerBlocks(torch.stack([keys, values], 1)), segments, AttentionSpec(0.1, value_topk=value_topk)
-    )
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=5e-6)
+    spec = AttentionSpec(0.3, **more | {"sinks": torch.randn(shape[0]) if more.get("sinks") else None})
+    check_attention(both_attentions(stored, cache), stored, shape, SPANS, spec)
+
+
+@pytest.mark.parametrize("stored", [Plain("bfloat16"), Grouped(4, 32), Grouped(4, 128), Grouped(3, 32), Grouped(8, 64)])
+@pytest.mark.parametrize("shape", [(7, 1, 120), (20, 1, 40), (2, 2, 96), (5, 1, 20)])
+@pytest.mark.parametrize("value_topk", [1.0, 0.3])
+def test_heads_and_columns_of_any_number(cache, stored, shape, value_topk):
+    torch.manual_seed(0)
+    kernel, spec = compiled_attention(stored, cache, threads=2), AttentionSpec(0.1, value_topk=value_topk)
+    check_attention([kernel], stored, shape, [(1, 37), (1, 8), (3, 5)], spec)
 
 
 @given(st.integers(4, 120), st.sampled_from([None, 5, 33]), st.data())
@@ -225,7 +227,7 @@ def test_half_precision_is_widened_exactly(cache):
     assert torch.equal(found.view(-1), finite[:, 0, 0, 0].float())
 
 
-def test_attention_reads_pages_where_they_are(cache):
+def test_attention_reads_blocks_where_they_are(cache):
     """In memory or staged from disk, further apart there."""
     torch.manual_seed(0)
     segments, blocks = packed(SPANS, 100), torch.randn(100, 2, 2, BLOCK_SIZE, 16)
@@ -234,10 +236,7 @@ def test_attention_reads_pages_where_they_are(cache):
     room[:, :2][slots] = blocks[40:]
     split = LayerBlocks(blocks[:40], room[:, :2])
     moved = replace(segments, block_table=torch.cat([torch.arange(40), 40 + slots]).int()[segments.block_table.long()])
-    for kernel in (
-        compiled_attention(Plain("float32"), cache, 2),
-        reference_attention(plain_quantizer(Plain("float32"))),
-    ):
+    for kernel in both_attentions(Plain("float32"), cache):
         whole = kernel(query, LayerBlocks(blocks), segments, spec)
         assert torch.equal(kernel(query, split, moved, spec), whole)
 
@@ -294,19 +293,15 @@ def test_attention_to_two_parts_is_put_together_as_attention_to_all(cache, heads
     even, odd = own[:, ::2].contiguous(), own[:, 1::2].contiguous()
     parts = AttentionMetadata.of([1] * 4, [31, 39, 15, 7], even), AttentionMetadata.of([1] * 4, [27, 32, 14, 3], odd)
     nothing = AttentionMetadata.of([1] * 4, [-1] * 4, even)
-    for kernel in (
-        compiled_attention(Plain("float32"), cache, 2),
-        reference_attention(plain_quantizer(Plain("float32"))),
-    ):
+    for kernel in both_attentions(Plain("float32"), cache):
         lse = [torch.empty(4, heads) for _ in range(3)]
         expected = kernel(query, blocks, whole, spec, lse[0])
         first, second = (
             kernel(query, blocks, part, replace(spec, sinks=None if i else spec.sinks), lse[1 + i])
             for i, part in enumerate(parts)
         )
-        torch.testing.assert_close(
-            merge_attention_states(first, lse[1], second, lse[2]), expected, rtol=1e-5, atol=1e-6
-        )
+        merged = merge_attention_states(first, lse[1], second, lse[2])
+        torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(torch.logaddexp(lse[1], lse[2]), lse[0], rtol=1e-5, atol=1e-5)
     none = reference_attention(plain_quantizer(Plain("float32")))(query, blocks, nothing, AttentionSpec(0.3), lse[1])
     assert torch.equal(merge_attention_states(none, lse[1], expected, lse[0]), expected)

@@ -1,5 +1,6 @@
 """Cache blocks on disk: what comes back is what was written, in whatever order, and errors reach the caller."""
 
+import itertools
 import os
 import random
 import threading
@@ -8,14 +9,13 @@ from contextlib import suppress
 
 import pytest
 
-from engines.models import checkpoints
 from engines.offload.disk import direct_file as disk_file
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.timeline import Timeline
-from harness.api import DiskFullError, HarnessError, InfeasibleError, ModelSpec
-from tests.offload import CONFIGS, load, requests_of, save
+from harness.api import DiskFullError, HarnessError, InfeasibleError
+from tests.offload import answers, load, requests_of, tiny
 
 RECORD = 4096
 
@@ -107,7 +107,7 @@ def test_a_throttled_disk_takes_its_time(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.75, 1.0])
-def test_pages_are_taken_in_the_proportion_that_was_asked_for(share):
+def test_blocks_are_allocated_in_the_proportion_that_was_asked_for(share):
     rng, on_disk = random.Random(1), round(200 * share)
     pool, held = BlockManager(200, on_disk), []
     for _ in range(150):
@@ -124,41 +124,26 @@ def test_pages_are_taken_in_the_proportion_that_was_asked_for(share):
 # ------------------------------------------------------------------------------------------------ in the engine
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def folder(request, tmp_path_factory):
-    return save(tmp_path_factory.mktemp(request.param), request.param)
-
-
 @pytest.mark.parametrize(("share", "policy"), [(0.4, {}), (1.0, {"kv_bits": 4})], ids=str)
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
-def test_where_the_cache_lies_changes_nothing(folder, tmp_path, schedule, policy, share):
-    model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-    batches = {"num_gpu_batches": 2} if schedule == "zigzag" else {}
+def test_where_the_cache_lies_changes_nothing(model, cache, schedule, policy, share):
+    policy = policy | {"schedule": schedule, "gpu_batch_size": 2, "prefill_chunk": 7}
+    policy["num_gpu_batches"] = 2 if schedule == "zigzag" else 1
     requests = requests_of(3, 5)
     found = []
-    for cache in ((0.0, 1.0, 0.0), (0.0, 1 - share, share)):
-        engine, report = load(
-            model,
-            folder / "cache",
-            schedule=schedule,
-            gpu_batch_size=2,
-            prefill_chunk=7,
-            cache=cache,
-            **batches,
-            **policy,
-        )
-        assert report.policy.cache[2] == pytest.approx(cache[2], abs=0.05)
-        found.append({result.id: result.tokens for result in engine.generate(requests)})
-        if cache[2]:  # blocks that were given back are written anew
-            found.append({result.id: result.tokens for result in engine.generate(requests)})
+    for places in ((0.0, 1.0, 0.0), (0.0, 1 - share, share)):
+        engine, report = load(model, cache, cache=places, **policy)
+        assert report.policy.cache[2] == pytest.approx(places[2], abs=0.05)
+        found.append(answers(engine, requests))
+        if places[2]:  # blocks that were given back are written anew
+            found.append(answers(engine, requests))
         engine.close()
     assert found[0] == found[1] == found[2]
 
 
 def test_a_cache_on_disk_lets_more_sequences_in(tmp_path):
     """Of twelve layers two are in memory."""
-    folder = save(tmp_path / "deep", "opt", num_hidden_layers=12)
-    model = checkpoints.prepare(ModelSpec(str(folder)), tmp_path)
+    model = tiny(tmp_path / "deep", "opt", num_hidden_layers=12)
     fits = {}
     for share in (0.0, 1.0):
         policy = {"schedule": "row", "cache": (0.0, 1 - share, share), "weights": (0.0, 0.0, 1.0)}
@@ -170,15 +155,13 @@ def test_a_cache_on_disk_lets_more_sequences_in(tmp_path):
     assert fits[1.0] >= 2 * fits[0.0]
 
 
-def test_an_answer_after_an_error_of_the_disk_is_not_given(folder, tmp_path, monkeypatch):
-    model = checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
-    engine, _ = load(model, folder / "cache", schedule="sweep", gpu_batch_size=2, cache=(0.0, 0.0, 1.0))
+def test_an_answer_after_an_error_of_the_disk_is_not_given(model, cache, monkeypatch):
+    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=2, cache=(0.0, 0.0, 1.0))
     requests = requests_of(3, 3)
-    real, calls = os.pwritev, []
+    real, calls = os.pwritev, itertools.count()
 
     def fail(*args):
-        calls.append(args)
-        if len(calls) > 5:
+        if next(calls) >= 5:
             raise OSError(5, "Input/output error")
         return real(*args)
 

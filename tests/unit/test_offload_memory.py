@@ -13,31 +13,15 @@ from engines.offload.memory.kv_blocks import blocks_for, kv_block_bytes
 from engines.offload.memory.layout import Matrix, tiles_of
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
-from harness.api import (
-    InfeasibleError,
-    ModelShape,
-    OffloadPolicy,
-)
+from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
 SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
 
 
 def demand(**changes):
     tiles = tiles_of([Matrix(f"m{i}", 256, 64, "g") for i in range(20)], [Plain("float32")] * 20)
-    return dataclasses.replace(
-        MemoryRequest(
-            SHAPE,
-            tiles,
-            Plain("float32"),
-            4,
-            0,
-            small_bytes=1000,
-            attention_bytes=(0, 0),
-            max_sequence=48,
-            mean_sequence=40,
-        ),
-        **changes,
-    )
+    work = {"small_bytes": 1000, "attention_bytes": (0, 0), "max_sequence": 48, "mean_sequence": 40}
+    return dataclasses.replace(MemoryRequest(SHAPE, tiles, Plain("float32"), 4, 0, **work), **changes)
 
 
 MIB = 1 << 20
@@ -93,8 +77,7 @@ def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_p
 
 
 def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
-    one = plan_host_memory(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4), None)
-    four = plan_host_memory(demand(), OffloadPolicy(schedule="zigzag", gpu_batch_size=4, num_gpu_batches=4), None)
+    one, four = (plan_host_memory(demand(), OffloadPolicy(4, batches, "zigzag"), None) for batches in (1, 4))
     assert four.chunk_limits(1.0) == one.chunk_limits(1.0)
 
 

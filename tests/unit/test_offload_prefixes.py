@@ -5,18 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
-from engines.models import checkpoints
 from engines.offload.executor import Executor
-from harness.api import GenerationRequest, HarnessError, ModelSpec, SamplingParams
-from tests.offload import VOCAB, load, same_by_the_near_tie_rule, save
+from harness.api import GenerationRequest, HarnessError, SamplingParams
+from tests.offload import all_greedy, answers, load, logits_of, words
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("llama"), "llama")
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+pytestmark = pytest.mark.parametrize("model", ["llama"], indirect=True)
 
 
 @pytest.fixture
@@ -33,15 +27,14 @@ def computed(engine):
 
 def few_shot(count, stem=60):
     rng = random.Random(0)
-    begin = [rng.randrange(5, VOCAB) for _ in range(stem)]
-    prompts = [(*begin, *(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 20)))) for _ in range(count)]
+    begin = words(rng, stem)
+    prompts = [begin + words(rng, rng.randint(1, 20)) for _ in range(count)]
     return [GenerationRequest(f"r{i}", p, SamplingParams(4, ignore_eos=True)) for i, p in enumerate(prompts)]
 
 
 def test_a_shared_begin_is_computed_once_and_answers_stay_the_same(engine, reference):
     requests = few_shot(12)
-    results = {r.id: r.tokens for r in engine.generate(requests)}
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, answers(engine, requests))
     rows, shared = computed(engine)
     assert rows + shared == sum(len(r.prompt) + 3 for r in requests)
     assert shared >= 10 * 56, "all but the first, and who came in the same pass"
@@ -49,9 +42,7 @@ def test_a_shared_begin_is_computed_once_and_answers_stay_the_same(engine, refer
 
 def test_what_was_computed_is_still_there_for_the_next_call(engine):
     requests = few_shot(3)
-    first = {r.id: r.tokens for r in engine.generate(requests)}
-    again = {r.id: r.tokens for r in engine.generate(requests)}
-    assert first == again
+    assert answers(engine, requests) == answers(engine, requests)
     rows, shared = computed(engine)
     assert shared == sum((len(r.prompt) - 1) // 8 * 8 for r in requests)
     assert rows + shared == sum(len(r.prompt) + 3 for r in requests)
@@ -59,15 +50,14 @@ def test_what_was_computed_is_still_there_for_the_next_call(engine):
 
 def test_the_choices_of_a_question_are_scored_after_one_reading(engine, reference):
     rng = random.Random(1)
-    context = tuple(rng.randrange(5, VOCAB) for _ in range(64))
+    context = words(rng, 64)
     pairs = [(context, (a, b)) for a, b in ((5, 6), (7, 8), (9, 10), (5, 11))]
     scores = engine.score(pairs)
     rows, shared = computed(engine)
     assert rows + shared == 4 * 65
     assert shared >= 2 * 56
     for (_, continuation), score in zip(pairs, scores, strict=True):
-        with torch.no_grad():
-            logits = reference(torch.tensor([[*context, *continuation]])).logits[0, 63:-1].double().log_softmax(-1)
+        logits = logits_of(reference, context, continuation).double().log_softmax(-1)
         exact = sum(logits[i, t].item() for i, t in enumerate(continuation))
         assert score.logprob == pytest.approx(exact, abs=2e-4)
 
@@ -85,8 +75,7 @@ def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference, monkeyp
     with pytest.raises(HarnessError, match="the disk is gone"):
         list(engine.generate(requests))
     monkeypatch.undo()
-    results = {r.id: r.tokens for r in engine.generate(requests)}
-    assert all(same_by_the_near_tie_rule(reference, r, results[r.id]) for r in requests)
+    assert all_greedy(reference, requests, answers(engine, requests))
 
 
 def test_ten_thousand_requests_leave_no_memory_and_no_files(engine):
@@ -94,7 +83,7 @@ def test_ten_thousand_requests_leave_no_memory_and_no_files(engine):
     rng = random.Random(0)
 
     def thousand():
-        prompts = (tuple(rng.randrange(5, VOCAB) for _ in range(rng.randint(1, 30))) for _ in range(1000))
+        prompts = (words(rng, rng.randint(1, 30)) for _ in range(1000))
         requests = [GenerationRequest(str(i), p, SamplingParams(1)) for i, p in enumerate(prompts)]
         assert sum(1 for _ in engine.generate(requests)) == 1000
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096

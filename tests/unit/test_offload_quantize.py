@@ -77,7 +77,7 @@ def test_every_way_gives_the_same_bits(cache, way, x, how):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("how", HOWS)
-def test_what_is_no_number_spoils_its_group_and_no_other(how, bad):
+def test_nan_and_infinity_spoil_their_group_only(how, bad):
     x = torch.randn(2, 3 * how.group)
     x[1, how.group + 5] = bad
     found = quantize.unpack(quantize.pack(x, how), x.shape[1], how)

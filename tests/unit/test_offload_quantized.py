@@ -4,11 +4,20 @@ import pytest
 import torch
 import transformers
 
-from engines.models import checkpoints
 from engines.offload.kernels import quantize
 from engines.offload.memory.storage import Grouped
-from harness.api import ModelSpec, UnsupportedError
-from tests.offload import CONFIGS, hadamard_matrix, load, requests_of, same_by_the_near_tie_rule, save
+from harness.api import UnsupportedError
+from tests.offload import (
+    CONFIGS,
+    all_greedy,
+    answers,
+    hadamard_matrix,
+    load,
+    load_and_answer,
+    prepare,
+    requests_of,
+    save,
+)
 
 POLICIES = [
     {"weight_bits": 4},
@@ -26,8 +35,8 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.fixture
-def model(folder, cache):
-    return checkpoints.prepare(ModelSpec(str(folder)), cache)
+def model(folder):
+    return prepare(folder)
 
 
 def through(x, how):
@@ -71,14 +80,13 @@ def reference(folder, policy):
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_it_says_what_transformers_says_of_the_same_values(model, folder, cache, policy, schedule):
+def test_quantized_output_is_transformers_own_on_dequantized_values(model, folder, cache, policy, schedule):
     expected = reference(folder, policy)
-    engine, report = load(model, cache, schedule=schedule, gpu_batch_size=3, prefill_chunk=5, **policy)
-    assert {name: getattr(report.policy, name) for name in policy} == policy
     requests = requests_of(1, 5)
-    done = {result.id: result.tokens for result in engine.generate(requests)}
-    assert all(same_by_the_near_tie_rule(expected, request, done[request.id]) for request in requests)
-    engine.close()
+    common = {"schedule": schedule, "gpu_batch_size": 3, "prefill_chunk": 5}
+    tokens, report = load_and_answer(model, cache, requests, **common, **policy)
+    assert {name: getattr(report.policy, name) for name in policy} == policy
+    assert all_greedy(expected, requests, tokens)
 
 
 @pytest.mark.parametrize("policy", [{"weight_bits": 4, "kv_bits": 4}, {"weight_bits": 8, "weight_groups": "output"}])
@@ -89,9 +97,7 @@ def test_without_a_compiler_the_values_are_the_same(model, folder, tmp_path, mon
     assert sum("no-such-compiler" in note for note in report.notes) == 1
     if compute_dtype == "float32":
         requests = requests_of(2, 3)
-        done = {result.id: result.tokens for result in engine.generate(requests)}
-        expected = reference(folder, policy)
-        assert all(same_by_the_near_tie_rule(expected, request, done[request.id]) for request in requests)
+        assert all_greedy(reference(folder, policy), requests, answers(engine, requests))
     else:
         assert engine.score([([1, 2, 3], [4, 5])])[0].logprob < 0
     engine.close()

@@ -20,7 +20,7 @@ from engines.planning.memory import capacity, memory_constraints, peak_memory
 from engines.planning.nanoflow import Devices, operations, optimal_tok_s
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
-from engines.planning.search import SearchSpace, search
+from engines.planning.search import Candidate, Predictor, SearchSpace, search
 from engines.planning.threads import compute_threads, on_threads
 from engines.planning.workload import Lengths, by_whole_matrices, sublayers
 from harness import hardware
@@ -35,6 +35,18 @@ OFFLOAD = engine_cost_model("offload")
 @pytest.fixture(scope="module")
 def outcomes() -> list[published.Outcome]:
     return published.evaluate(published.cells(), PROFILES)
+
+
+def planner(profile: HardwareProfile = PROFILES["t4_gcp"], model: str = OPT_30B) -> ClosedFormPlanner:
+    """Plans the offload engine for 512 + 32 tokens."""
+    return ClosedFormPlanner(shape(model), Lengths(512, 32), profile, OFFLOAD)
+
+
+def best(planner: Predictor, space: SearchSpace) -> Candidate:
+    """What a search finds, which must be something."""
+    found = search(planner, space).best
+    assert found is not None
+    return found
 
 
 def unseen(outcomes: list[published.Outcome], machine: str, *engines: str) -> list[published.Outcome]:
@@ -53,9 +65,8 @@ def median(outcomes: list[published.Outcome]) -> float:
 
 
 def test_errors_on_cells_that_nothing_was_fitted_on(outcomes: list[published.Outcome]) -> None:
-    assert median(unseen(outcomes, "t4_gcp", "flexgen_ref")) <= 0.15
-    assert median(unseen(outcomes, "t4_gcp", "accelerate")) <= 0.30
-    assert median(unseen(outcomes, "t4_gcp", "deepspeed_zero")) <= 0.30
+    for engine, limit in (("flexgen_ref", 0.15), ("accelerate", 0.30), ("deepspeed_zero", 0.30)):
+        assert median(unseen(outcomes, "t4_gcp", engine)) <= limit
     for engine in ("flexgen_ref", "deepspeed_zero", "lm_offload"):
         assert median(unseen(outcomes, "a100_40g", engine)) <= 0.20
 
@@ -166,11 +177,9 @@ def faster(profile: HardwareProfile) -> Iterator[HardwareProfile]:
     """The machine with one thing twice as fast."""
     assert profile.device is not None
     assert profile.link is not None
-    yield replace(profile, disk=replace(profile.disk, read=2 * profile.disk.read))
-    yield replace(profile, disk=replace(profile.disk, write=2 * profile.disk.write))
-    yield replace(profile, link=replace(profile.link, h2d=2 * profile.link.h2d))
-    yield replace(profile, link=replace(profile.link, d2h=2 * profile.link.d2h))
-    yield replace(profile, device=replace(profile.device, bandwidth=2 * profile.device.bandwidth))
+    for part, rate in (("disk", "read"), ("disk", "write"), ("link", "h2d"), ("link", "d2h"), ("device", "bandwidth")):
+        slower = getattr(profile, part)
+        yield replace(profile, **{part: replace(slower, **{rate: 2 * getattr(slower, rate)})})
     flops = {rows: 2 * rate for rows, rate in profile.device.flops.items()}
     yield replace(profile, device=replace(profile.device, flops=flops))
 
@@ -178,19 +187,19 @@ def faster(profile: HardwareProfile) -> Iterator[HardwareProfile]:
 @given(machines, policies())
 @settings(max_examples=60, deadline=None)
 def test_a_faster_part_never_makes_a_policy_slower(machine: str, policy: OffloadPolicy) -> None:
-    profile, lengths = PROFILES[machine], Lengths(512, 32)
-    before = ClosedFormPlanner(shape(OPT_30B), lengths, profile, OFFLOAD).predict(policy).throughput_tok_s
+    profile = PROFILES[machine]
+    before = planner(profile).predict(policy).throughput_tok_s
     for other in faster(profile):
-        after = ClosedFormPlanner(shape(OPT_30B), lengths, other, OFFLOAD).predict(policy).throughput_tok_s
+        after = planner(other).predict(policy).throughput_tok_s
         assert after >= before * (1 - 1e-9)
 
 
 @given(policies())
 @settings(max_examples=60, deadline=None)
 def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(policy: OffloadPolicy) -> None:
-    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], OFFLOAD)
-    apart = planner.predict(replace(policy, overlap=False)).throughput_tok_s
-    together = planner.predict(replace(policy, overlap=True)).throughput_tok_s
+    apart, together = (
+        planner().predict(replace(policy, overlap=overlap)).throughput_tok_s for overlap in (False, True)
+    )
     assert apart * (1 - 1e-9) <= together <= 5 * apart
 
 
@@ -200,19 +209,19 @@ def test_overlap_never_costs_and_never_gives_more_than_there_are_resources(polic
 def test_no_placement_of_a_grid_is_better_than_the_programmes(
     machine: str, bits: tuple[int, int], on_host: bool, how: tuple[Schedule, int, int]
 ) -> None:
-    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES[machine], OFFLOAD)
     schedule, batch, batches = how
     kind = OffloadPolicy(batch, batches, schedule, weight_bits=bits[0], kv_bits=bits[1], cpu_attention=on_host)
-    found = planner.runnable(kind)
+    plans = planner(PROFILES[machine])
+    found = plans.runnable(kind)
     assert found is not None
-    best = planner.predict(found).throughput_tok_s
+    most = plans.predict(found).throughput_tok_s
     steps = [(a / 4, b / 4, (4 - a - b) / 4) for a in range(5) for b in range(5 - a)]
     ends = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0)]
     for weights, cache, activations in itertools.product(steps, steps, ends):
         policy = replace(kind, weights=weights, cache=cache, activations=activations)
-        prediction = planner.predict(policy)
-        if not planner.missing(prediction):
-            assert prediction.throughput_tok_s <= best * 1.03  # whole percents are what is realised
+        prediction = plans.predict(policy)
+        if not plans.missing(prediction):
+            assert prediction.throughput_tok_s <= most * 1.03  # whole percents are what is realised
 
 
 @given(policies())
@@ -221,11 +230,9 @@ def test_memory_rows_are_linear_and_count_everything_once(policy: OffloadPolicy)
     model, lengths = shape(OPT_30B), Lengths(512, 32)
     needs = memory_constraints(model, policy, lengths)
     assert policy.weights and policy.cache and policy.activations
-    found = peak_memory(needs, policy.weights, policy.cache, policy.activations)
-    one = needs[0]
-    kinds = zip(
-        (one.weights, one.cache, one.activations), (policy.weights, policy.cache, policy.activations), strict=True
-    )
+    places, one = (policy.weights, policy.cache, policy.activations), needs[0]
+    found = peak_memory(needs, *places)
+    kinds = zip((one.weights, one.cache, one.activations), places, strict=True)
     assert found.device >= sum(row[0] * place[0] for row, place in kinds)
     total = found.device + found.host + found.disk
     weights = sum(part.params * part.count for part in sublayers(model)) * (2 if policy.weight_bits == 16 else 0.5)
@@ -249,38 +256,31 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
     """By the model's own word: what the paper's search found is within the space."""
     for cell in published.cells():
         if cell.table == "14-16" and cell.name == "flexgen" and cell.lengths.prompt == 512:
-            planner = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine_cost_model(engine))
-            found = search(planner, SearchSpace(schedules=("row", "zigzag"))).best
-            assert found is not None
-            theirs = planner.predict(cell.policy).throughput_tok_s
-            assert found.prediction.throughput_tok_s >= 0.97 * theirs
+            plans = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine_cost_model(engine))
+            ours = best(plans, SearchSpace(schedules=("row", "zigzag"))).prediction.throughput_tok_s
+            assert ours >= 0.97 * plans.predict(cell.policy).throughput_tok_s
 
 
 def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
-    planner = ClosedFormPlanner(shape(OPT_175B), Lengths(512, 32), PROFILES["t4_gcp"], OFFLOAD)
-    found = search(planner, SearchSpace(schedules=("sweep",), bits=((4, 4),))).best
-    assert found is not None
+    found = best(planner(model=OPT_175B), SearchSpace(schedules=("sweep",), bits=((4, 4),)))
     assert found.prediction.bottleneck == "device"
     assert 2.5 < found.prediction.throughput_tok_s < 4.2
 
 
 def test_a_block_has_no_room_for_more_than_the_job() -> None:
-    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, budget=1.5e9)
+    plans = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, budget=1.5e9)
     for schedule in ("row", "zigzag", "sweep"):
-        found = search(planner, SearchSpace([schedule], cpu_attention=(False,), requests=33)).best
-        assert found is not None
+        found = best(plans, SearchSpace([schedule], cpu_attention=(False,), requests=33))
         assert found.policy.block_size < 33 + found.policy.num_gpu_batches
 
 
 def test_a_latency_is_kept() -> None:
-    planner = ClosedFormPlanner(shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], OFFLOAD)
     last = 0.0
     for latency in (200, 500, 1500):
-        found = search(planner, SearchSpace(latency_s=latency)).best
-        assert found is not None
-        assert found.prediction.block_latency_s <= latency
-        assert found.prediction.throughput_tok_s >= last
-        last = found.prediction.throughput_tok_s
+        found = best(planner(), SearchSpace(latency_s=latency)).prediction
+        assert found.block_latency_s <= latency
+        assert found.throughput_tok_s >= last
+        last = found.throughput_tok_s
 
 
 def made(model: str = OPT_30B, prompt: int = 512, generated: int = 32, machine: str = "t4_gcp", engine: str = "offload",
@@ -340,9 +340,8 @@ def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
 
 
 def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> None:
-    lengths, profile = Lengths(512, 32), PROFILES["t4_gcp"]
-    one = planner_for(shape(OPT_30B), lengths, profile, engine_cost_model("flexgen_ref"), 1)
-    four = planner_for(shape(OPT_30B), lengths, profile, engine_cost_model("flexgen_ref"), 4)
+    job = shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], engine_cost_model("flexgen_ref")
+    one, four = (planner_for(*job, stages) for stages in (1, 4))
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):

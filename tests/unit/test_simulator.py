@@ -1,5 +1,6 @@
 """The simulator against the engine that it stands for, and against what no machine can do."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,31 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.models import checkpoints
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
 from engines.planning.host_planner import MATRICES_BEFORE_ATTENTION, HostPlanner, place_model, simulated_sequences
 from engines.planning.machine import Machine
-from engines.planning.simulator import PlacedModel, Simulator
+from engines.planning.simulator import PlacedModel, SimulatedSequence, Simulator
 from engines.planning.workload import Lengths
 from harness import hardware
-from harness.api import (
-    GenerationRequest,
-    HarnessError,
-    LocalModel,
-    ModelSpec,
-    OffloadPolicy,
-    SamplingParams,
-)
-from tests.offload import VOCAB, load, save
+from harness.api import GenerationRequest, HarnessError, LocalModel, OffloadPolicy, SamplingParams, Schedule
+from tests.offload import VOCAB, load
 
 LAPTOP = hardware.load("laptop_cpu")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
-    folder = save(tmp_path_factory.mktemp("model"), "llama")
-    return checkpoints.prepare(ModelSpec(str(folder)), folder / "cache")
+def simulate(
+    placed: PlacedModel, policy: OffloadPolicy, lengths: list[Lengths], disk: float = math.inf
+) -> tuple[Simulator, list[SimulatedSequence]]:
+    """The laptop's virtual run of the requests, to its end."""
+    simulator = Simulator(placed, policy, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION, disk)
+    sequences = simulated_sequences(lengths)
+    simulator.run(sequences)
+    return simulator, sequences
 
 
 @pytest.mark.parametrize(
@@ -47,6 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
         {"schedule": "zigzag", "gpu_batch_size": 2, "num_gpu_batches": 2, "activations": (0.0, 0.4, 0.6)},
     ],
 )
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, policy: dict[str, object]) -> None:
     lengths = [Lengths(3 + 5 * i % 17, 2 + 3 * i % 9) for i in range(11)]
     engine, _ = load(model, tmp_path, **policy)
@@ -63,9 +61,7 @@ def test_passes_and_rows_are_the_engines_own(model: LocalModel, tmp_path: Path, 
     moved = stats.kv_bytes_read, stats.kv_bytes_written
 
     found = PlacedModel(model.shape, loaded.tiles, storages(model.dtype, OffloadPolicy(**policy))[2], loaded.plan)
-    simulator = Simulator(found, OffloadPolicy(**policy), Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
-    sequences = simulated_sequences(lengths)
-    simulator.run(sequences)
+    simulator, sequences = simulate(found, OffloadPolicy(**policy), lengths)
     disk, tasks = LAPTOP.disk, simulator.timeline.tasks
     assert tasks["task_load_cache"] == pytest.approx(moved[0] / disk.read)
     assert tasks["task_store_cache"] == pytest.approx(moved[1] / disk.write)
@@ -91,10 +87,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
                            weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
     lengths = [Lengths(32, 8)] * (3 * policy.block_size)
     found = place_model(model, policy, lengths, None, 2, "bfloat16", "float32")
-    machine = Machine(LAPTOP)
-    simulator = Simulator(found, policy, machine, MATRICES_BEFORE_ATTENTION, disk)
-    sequences = simulated_sequences(lengths)
-    simulator.run(sequences)
+    simulator, sequences = simulate(found, policy, lengths, disk)
     whole = max(s.times[-1] for s in sequences)
     passes = simulator.timeline.passes
     streamed = sum(b.span for b, on_disk in zip(found.tiles, found.streamed, strict=True) if on_disk)
@@ -108,10 +101,10 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
         assert sequence.times[0] > 0
 
 
-@pytest.mark.parametrize("policy", [{"schedule": "row"}, {"schedule": "zigzag"}, {"schedule": "sweep"}])
-def test_passes_that_are_alike_may_be_played_once(policy: dict[str, object]) -> None:
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
+def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(64, 4)] * 12
-    asked = OffloadPolicy(2, 2, weights=(0.0, 0.3, 0.7), **policy)
+    asked = OffloadPolicy(2, 2, schedule, weights=(0.0, 0.3, 0.7))
     found = place_model(model, asked, lengths, None, 2, "bfloat16", "float32")
 
     class Forgetful(dict):
@@ -127,7 +120,7 @@ def test_passes_that_are_alike_may_be_played_once(policy: dict[str, object]) -> 
         times.append([*simulator.timeline.tasks.values(), *(t for s in sequences for t in s.times)])
         played = len(passes)
     assert times[0] == pytest.approx(times[1])
-    assert played < simulator.timeline.passes or policy["schedule"] == "sweep"
+    assert played < simulator.timeline.passes or schedule == "sweep"
 
 
 def test_what_is_on_disk_of_the_cache_and_the_activations_takes_time_and_room() -> None:
@@ -168,15 +161,13 @@ def test_a_block_takes_as_long_beside_others_as_by_itself() -> None:
     assert three.prefill_s + three.decode_s == pytest.approx(3 * one.block_latency_s, rel=0.01)
 
 
-def test_overlap_hides_the_disk_and_turns_do_not() -> None:
+def test_only_overlap_hides_the_disk() -> None:
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(32, 8)] * 16
     times = {}
     for overlap in (True, False):
         policy = OffloadPolicy(16, schedule="row", weights=(0.0, 0.0, 1.0), overlap=overlap)
         placed = place_model(model, policy, lengths, None, 8, "bfloat16", "float32")
-        simulator = Simulator(placed, policy, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
-        sequences = simulated_sequences(lengths)
-        simulator.run(sequences)
+        simulator, sequences = simulate(placed, policy, lengths)
         times[overlap] = max(s.times[-1] for s in sequences)
         load = simulator.timeline.load_s
         assert (simulator.timeline.wait_s >= 0.99 * load) is not overlap

@@ -15,12 +15,12 @@ from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import AttentionMetadata
 from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
-from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
 from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.triton_attention import triton_attention
 from engines.offload.kernels.triton_quantizer import pack, unpack
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import BITS, GROUPS, Grouped, Plain, Storage
+from tests.offload import quantizer_of
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -62,9 +62,8 @@ def test_unpacking_is_the_definition_to_the_bit(bits: int, columns: int) -> None
     for dtype in dtypes:
         out = torch.empty(7, columns, dtype=dtype, device=DEVICE)
         unpack(packed.to(DEVICE), out, how)
-        torch.testing.assert_close(
-            out.cpu(), quantize.unpack(packed, columns, how).to(dtype), rtol=0, atol=0, equal_nan=True
-        )
+        expected = quantize.unpack(packed, columns, how).to(dtype)
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def pages_of(
@@ -73,8 +72,7 @@ def pages_of(
     """KVBlocks for sequences of these lengths, in no order, and the table of them."""
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // BLOCK_SIZE) for n in lengths]
-    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    rows = quantizer.pack(torch.randn(sum(counts) + 2, 2, kv_heads, BLOCK_SIZE, dim, generator=generator))
+    rows = quantizer_of(stored).pack(torch.randn(sum(counts) + 2, 2, kv_heads, BLOCK_SIZE, dim, generator=generator))
     order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for i, count in enumerate(counts):
@@ -107,17 +105,15 @@ def test_attention_is_the_definition(parts, group, dim, window, softcap, sinks, 
     segments = AttentionMetadata.of(counts, cached, table, lambda tensor: tensor.to(DEVICE))
     query = torch.randn(kv_heads * group, sum(counts), dim, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     spec = AttentionSpec(dim**-0.5, window, softcap, torch.randn(kv_heads * group).to(DEVICE) if sinks else None)
-    quantizer = plain_quantizer(stored) if isinstance(stored, Plain) else reference_quantizer(stored)
-    expected = reference_attention(quantizer)(query, blocks, segments, spec)
     lse = [torch.empty(sum(counts), kv_heads * group, device=DEVICE) for _ in range(2)]
     found = triton_attention(stored)(query, blocks, segments, spec, lse[0])
+    expected = reference_attention(quantizer_of(stored))(query, blocks, segments, spec, lse[1])
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
-    reference_attention(quantizer)(query, blocks, segments, spec, lse[1])
     torch.testing.assert_close(lse[0], lse[1], rtol=2e-5, atol=2e-5)
     assert torch.equal(triton_attention(stored)(query, blocks, segments, spec), found)
 
 
-def test_all_pages_may_be_staged() -> None:
+def test_all_blocks_may_be_staged() -> None:
     stored = Plain("float16")
     blocks, table = pages_of(stored, [20, 30], 2, 16, 3)
     segments = AttentionMetadata.of([1, 4], [19, 26], table, lambda tensor: tensor.to(DEVICE))
@@ -127,13 +123,12 @@ def test_all_pages_may_be_staged() -> None:
     assert torch.equal(found, triton_attention(stored)(query, blocks, segments, AttentionSpec(0.25)))
 
 
-def test_what_sees_nothing_is_nothing() -> None:
+def test_a_sequence_without_blocks_gets_zeros_and_no_weight() -> None:
     """A sequence all of whose blocks are elsewhere."""
     blocks, table = pages_of(Plain("float32"), [8, 8], 2, 16, 0)
     segments = AttentionMetadata.of([1, 1], [-1, 7], table, lambda tensor: tensor.to(DEVICE))
     lse = torch.empty(2, 4, device=DEVICE)
-    found = triton_attention(Plain("float32"))(
-        torch.ones(4, 2, 16, device=DEVICE), blocks, segments, AttentionSpec(0.25), lse
-    )
+    query = torch.ones(4, 2, 16, device=DEVICE)
+    found = triton_attention(Plain("float32"))(query, blocks, segments, AttentionSpec(0.25), lse)
     assert (found[0] == 0).all() and (lse[0] == -torch.inf).all()
     assert (found[1] != 0).all() and lse[1].isfinite().all()

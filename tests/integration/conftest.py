@@ -15,6 +15,9 @@ from engines.models import checkpoints
 from harness.api import ModelSpec, RunRecord
 from harness.run.store import Store
 
+#: Seeds of tests that end a run at random moments; all but one in the slow lane.
+RANDOM_SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)))
+
 BASE = """
 name: tiny
 description: a suite for tests

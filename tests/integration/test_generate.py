@@ -13,7 +13,7 @@ from harness import registry
 from harness.api import InfeasibleError
 from harness.batch.generate import run
 from harness.batch.job import BatchJob
-from tests.integration.conftest import end, wait_for
+from tests.integration.conftest import RANDOM_SEEDS, end, wait_for
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -147,7 +147,7 @@ def test_a_dry_run_writes_nothing(files):
     assert not files.output.parent.exists()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", RANDOM_SEEDS)
 def test_kill_minus_nine_at_random_loses_and_repeats_no_line(files, seed):
     rng = random.Random(seed)
     files.write(*({"custom_id": f"r{i}", "prompt": f"prompt {i}", "max_tokens": 2} for i in range(120)), "broken")

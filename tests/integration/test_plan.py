@@ -114,7 +114,9 @@ def test_the_table_of_errors(cli):
     assert {row["hardware"] for row in rows} == {"t4_gcp", "a100_40g", "a100_80g_sxm_x8"}
 
 
-@pytest.mark.parametrize(("suite", "machine"), [("opt30b_t4", "t4_gcp"), ("lm_offload_a100", "a100_40g")])
+@pytest.mark.parametrize(
+    ("suite", "machine"), [("opt30b_t4", "t4_gcp"), pytest.param("lm_offload_a100", "a100_40g", marks=pytest.mark.slow)]
+)
 def test_a_suite_is_predicted_for_a_machine_that_is_not_here(cli, suite, machine):
     cli.run(suite, "--simulate", "--hardware", machine, "--shard", "1/6")
     records = cli.records()

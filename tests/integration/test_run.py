@@ -12,7 +12,7 @@ import pytest
 from harness.api import to_json
 from harness.run.store import Store
 from harness.schema import run_record_schema
-from tests.integration.conftest import end, wait_for
+from tests.integration.conftest import RANDOM_SEEDS, end, wait_for
 
 GOOD = "  - {name: good, engine: fake}"
 BAD = "  - {name: bad, engine: fake, options: {crash: exception}}"
@@ -201,7 +201,7 @@ def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
     assert [(r.spec.name, r.status) for r in cli.records()][2:] == [("hangs", "timeout")]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", RANDOM_SEEDS)
 def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
     suite = cli.suite(SLOW, repeats=3)
     rng = random.Random(seed)
@@ -218,7 +218,7 @@ def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
     assert sorted((r.spec.name, r.repeat) for r in cli.records() if r.status != "interrupted") == ALL
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", RANDOM_SEEDS)
 def test_kill_minus_nine_at_random_loses_and_repeats_nothing(cli, seed):
     suite = cli.suite(SLOW, repeats=3)
     rng = random.Random(seed)

@@ -78,6 +78,7 @@ def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference, monkeyp
     assert all_greedy(reference, requests, answers(engine, requests))
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_leave_no_memory_and_no_files(engine):
     """Of one token each, so that it takes seconds; measured after the first thousand."""
     rng = random.Random(0)

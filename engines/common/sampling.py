@@ -1,4 +1,4 @@
-"""Per-request sampling inside one batch of transformers' `generate`: each row has its own parameters and seed."""
+"""Samples each row of a batch's logits by its own parameters and seed, in our engine and in transformers' `generate`."""
 
 import math
 import time

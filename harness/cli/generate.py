@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--model", required=True, help="A folder of safetensors, a GGUF file, or a hub id.")
+@click.option("--model", required=True, help="A folder of safetensors, a GGUF file, a hub id, or package:NAME.")
 @click.option("--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one per line.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Answers, one line per request.")
 @click.option("--engine", default="offload", show_default=True, help="An engine of `harness ls engines`.")

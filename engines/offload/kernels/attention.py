@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the kernels' interface, the reference in torch, and the compiled kernel."""
+"""Attention over the paged KV cache: the kernels' interface, and the host's compiled kernel."""
 
 from __future__ import annotations
 

@@ -36,8 +36,10 @@ class BlockManager:
         return self.num_blocks - self._first_offloaded - len(self._free[1])
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free blocks, cached content evicted where blank ones do not suffice. Raises ValueError where fewer
-        are free: the caller preempts first."""
+        """`count` free blocks: blank ones, then the least recently used cached ones, whose content is forgotten.
+
+        Raises ValueError where fewer are free; the scheduler preempts before it asks for more.
+        """
         if count > self.num_free_blocks:
             raise ValueError(f"{count} blocks needed, {self.num_free_blocks} are free")
         allocated = []

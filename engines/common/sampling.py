@@ -1,4 +1,4 @@
-"""Samples each row of a batch's logits by its own parameters and seed, in our engine and in transformers' `generate`."""
+"""Samples each row of a batch by its own parameters and seed: for our engine and for `generate` of transformers."""
 
 import math
 import time

@@ -21,7 +21,7 @@ test: $(STAMP) $(VENV)/.triton
 # Debian one that is started for the tests
 test-full: test $(VENV)/.models $(HELM)/.installed
 	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
-	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadfile -rs --durations 15
+	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadgroup -rs --durations 15
 
 # On any host with PyTorch and a CUDA device, without a network: PARTS="tests gpu_4g", WHEELS=FOLDER, PYTHON=...
 gpu-check:

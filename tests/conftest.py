@@ -15,6 +15,17 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+#: Slow files whose launches use all cores and have timeouts: beside each other they would miss them.
+WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
+
+
+def pytest_collection_modifyitems(items):
+    """With `--dist loadgroup` the tests of a file stay together, and so do those that need the whole machine."""
+    for item in items:
+        group = "whole-machine" if item.path.stem in WHOLE_MACHINE else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="module", params=["opt", "llama"])
 def model(request, tmp_path_factory):
     """A small random model in float32, prepared."""

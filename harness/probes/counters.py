@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -11,7 +12,7 @@ from harness.api import Measurement, Phase
 POWERCAP = Path("/sys/class/powercap")
 
 
-class _CounterProbe:
+class _CounterProbe(ABC):
     """Reads its counters, by name, at both ends; what is not readable is missing from them."""
 
     def __enter__(self) -> Self:
@@ -21,13 +22,15 @@ class _CounterProbe:
     def __exit__(self, *exc: object) -> None:
         self._after = self._read()
 
+    @abstractmethod
     def _read(self) -> dict[str, float]:
-        raise NotImplementedError
+        """The counters that are readable, by name."""
 
     def _spent(self) -> Iterator[tuple[str, float]]:
         """What each counter grew by, for those that were readable at both ends."""
-        for name in self._before.keys() & self._after.keys():
-            yield name, self._after[name] - self._before[name]
+        for name, before in self._before.items():
+            if name in self._after:
+                yield name, self._after[name] - before
 
 
 class CpuProbe(_CounterProbe):

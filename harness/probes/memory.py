@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -11,7 +12,7 @@ from harness.api import Measurement, Phase
 _MAX_SAMPLES = 240
 
 
-class SamplingProbe:
+class SamplingProbe(ABC):
     """Takes samples from a thread: one at the start of a phase, one every `period_s`, and one at its end."""
 
     def __init__(self, period_s: float = 0.05) -> None:
@@ -33,8 +34,9 @@ class SamplingProbe:
         while not self._stop.wait(self._period_s):
             self._sample()
 
+    @abstractmethod
     def _sample(self) -> None:
-        raise NotImplementedError
+        """Takes one sample."""
 
 
 def window_peaks(samples: Sequence[int]) -> tuple[tuple[float, ...], int]:

@@ -1,14 +1,14 @@
 """Progress on stderr: a live table on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,7 +22,7 @@ from harness.run.steps import Step
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
 
 
-class Progress:
+class Progress(ABC):
     """Counts a run's launches, done and to do, and estimates the time left; subclasses show it."""
 
     def __init__(self) -> None:
@@ -30,20 +30,23 @@ class Progress:
         self._todo: list[Step] = []
         self._done = self._total = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
+    @abstractmethod
     def __exit__(self, *exc: object) -> None:
-        pass
+        """Ends the display."""
 
     def planned(self, steps: Sequence[Step], already_done: int) -> None:
         self._todo, self._done, self._total = list(steps), already_done, len(steps) + already_done
 
+    @abstractmethod
     def started(self, step: Step, activity: str) -> None:
-        raise NotImplementedError
+        """A launch has begun an activity."""
 
+    @abstractmethod
     def event(self, phase: str, done: int, total: int) -> None:
-        raise NotImplementedError
+        """The launch that runs has done so much of a phase."""
 
     def finished(self, step: Step, record: RunRecord) -> None:
         self._done += 1
@@ -58,8 +61,9 @@ class Progress:
         self._todo = [*steps, *self._todo]
         self._total += len(steps)
 
+    @abstractmethod
     def note(self, text: str) -> None:
-        raise NotImplementedError
+        """Shows a line beside the launches."""
 
     def left(self, spent: float) -> str:
         """The time for the launches to do, less what the first has `spent`; empty before any was timed.
@@ -82,6 +86,9 @@ class PlainProgress(Progress):
         super().planned(steps, already_done)
         resumed = f" ({already_done} already done{'' if steps else '; --fresh starts over'})" if already_done else ""
         self.note(f"{len(steps)} {'launch' if len(steps) == 1 else 'launches'} to do{resumed}")
+
+    def __exit__(self, *exc: object) -> None:
+        """Lines stay as they are."""
 
     def started(self, step: Step, activity: str) -> None:
         self._phase = ""
@@ -116,7 +123,7 @@ class LiveProgress(Progress):
         self._started = self._phase_started = time.monotonic()
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> LiveProgress:
+    def __enter__(self) -> Self:
         self._live.__enter__()
         return self
 

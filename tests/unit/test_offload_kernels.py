@@ -159,9 +159,8 @@ def check_attention(kernels, stored, shape, spans, spec):
     heads, kv_heads, dim = shape
     segments, quantizer = packed(spans, 100), quantizer_of(stored)
     keys, values = (quantizer.pack(torch.randn(100, kv_heads, BLOCK_SIZE, dim)) for _ in range(2))
-    query = torch.randn(int(segments.starts[-1]), heads, dim + 3)[..., :dim].transpose(
-        0, 1
-    )  # as a model gives it: a view
+    rows = torch.randn(int(segments.starts[-1]), heads, dim + 3)
+    query = rows[..., :dim].transpose(0, 1)  # as a model gives it: a view
     wide = [c if isinstance(stored, Plain) else quantize.unpack(c, dim, stored) for c in (keys, values)]
     exact = by_hand(query, *wide, segments, spec)
     for kernel in kernels:

@@ -103,3 +103,66 @@ def test_cpu_probe_tells_own_work_from_others():
             pass
     own = {m.name: m.samples for m in probe.measurements("run")}["cpu_own_s"]
     assert not own or own[0] >= 0.25
+
+
+class Kernel:
+    """Stands for `Path` in counters: the text of a file of /proc by its path; one without a text is not there."""
+
+    def __init__(self, **texts):
+        self.texts = {f"/proc/{name.replace('_', '/')}": text for name, text in texts.items()}
+
+    def __call__(self, path):
+        self.path = path
+        return self
+
+    def read_text(self):
+        if self.path not in self.texts:
+            raise FileNotFoundError(self.path)
+        return self.texts[self.path]
+
+
+def figures(probe):
+    return {m.name: (m.unit, m.samples, m.note) for m in probe.measurements("run")}
+
+
+def test_cpu_seconds_are_by_whose_they_are(monkeypatch):
+    """User, nice, system and both interrupts are work; idle, waiting and guests are not, stolen time counts apart."""
+    kernel = Kernel(stat="cpu  100 10 200 5000 600 3 7 50 900 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    monkeypatch.setattr(counters, "Path", kernel)
+    monkeypatch.setattr(counters.os, "sysconf", {"SC_CLK_TCK": 10}.get)
+    monkeypatch.setattr(counters.os, "times", lambda: os.times_result((1.0, 2.0, 3.0, 4.0, 0.0)))
+    with CpuProbe() as probe:
+        kernel.texts["/proc/stat"] = "cpu  300 20 400 9000 900 13 27 90 999 0\ncpu0 2 2 2 2 2 2 2 2 2 2\n"
+        monkeypatch.setattr(counters.os, "times", lambda: os.times_result((1.5, 3.125, 5.0, 8.0, 9.0)))
+    # 200 + 10 + 200 + 10 + 20 ticks of work, of which 0.5 + 1.125 + 2 + 4 seconds are its own
+    assert figures(probe) == {
+        "cpu_own_s": ("s", (7.62,), ""), "cpu_other_s": ("s", (36.38,), ""), "cpu_steal_s": ("s", (4.0,), "")
+    }  # fmt: skip
+    with CpuProbe() as probe:  # the process's clock went on, that of the host has not ticked yet
+        monkeypatch.setattr(counters.os, "times", lambda: os.times_result((2.5, 3.125, 5.0, 8.0, 9.0)))
+    assert figures(probe)["cpu_other_s"] == ("s", (0.0,), "")
+
+
+def test_counters_that_are_not_there_have_no_samples_and_a_note(monkeypatch):
+    monkeypatch.setattr(counters, "Path", Kernel())
+    with CpuProbe() as cpu, DiskProbe() as disk:
+        pass
+    assert set(figures(cpu).values()) == {("s", (), "no /proc/stat")}
+    assert set(figures(disk).values()) == {("bytes", (), "no /proc/self/io")}
+
+
+def test_bytes_are_those_between_both_ends(monkeypatch):
+    kernel = Kernel(self_io="rchar: 1\nread_bytes: 100\nwrite_bytes: 7\n")
+    monkeypatch.setattr(counters, "Path", kernel)
+    with DiskProbe() as probe:
+        kernel.texts["/proc/self/io"] = "rchar: 9\nread_bytes: 350\nwrite_bytes: 7\n"
+    assert figures(probe) == {"read_bytes": ("bytes", (250.0,), ""), "write_bytes": ("bytes", (0.0,), "")}
+
+
+def test_energy_that_was_not_spent_is_zero_not_a_wrap(tmp_path, monkeypatch):
+    monkeypatch.setattr(counters, "POWERCAP", tmp_path)
+    (tmp_path / "intel-rapl:0").mkdir()
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("5")
+    with EnergyProbe() as probe:
+        pass
+    assert figures(probe) == {"energy_j": ("J", (0.0,), "CPU packages (RAPL)")}

@@ -20,7 +20,7 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
-from engines.offload.weights.convert import convert
+from engines.offload.weights.convert import CheckpointLayout, convert
 from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
@@ -49,7 +49,6 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
     # what goes where
     compute_bytes = DTYPE_BYTES[gemm.dtype]
-    longest = job.max_sequence
     plan = backend.plan(
         MemoryRequest(
             shape=model.shape,
@@ -58,8 +57,10 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
             compute_bytes=compute_bytes,
             cast_bytes=_cast_bytes(tiles, gemms),
             small_bytes=backend.bound_values(meta_model) * compute_bytes,
-            attention_bytes=backend.kernels.attention_memory(cached, model.shape, longest, compute_bytes, sparse),
-            max_sequence=longest,
+            attention_bytes=backend.kernels.attention_memory(
+                cached, model.shape, job.max_sequence, compute_bytes, sparse
+            ),
+            max_sequence=job.max_sequence,
             mean_sequence=job.mean_sequence,
         )
     )
@@ -68,8 +69,8 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
     source = CheckpointReader(model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
     quantizers = {stored: host_kernels.quantizer(stored) for stored in gemms}
-    converted = convert(model, source, meta_model.matrices, tiles, quantizers, meta_model.tables, meta_model.small,
-                        job.cache, job.on_progress)  # fmt: skip
+    layout = CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
+    converted = convert(model, source, layout, quantizers, job.cache, job.on_progress)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights

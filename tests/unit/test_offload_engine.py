@@ -25,7 +25,7 @@ from engines.offload.memory.layout import tiles_of
 from engines.offload.memory.storage import Plain
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.weights.checkpoint_reader import CheckpointReader
-from engines.offload.weights.convert import convert
+from engines.offload.weights.convert import CheckpointLayout, convert
 from harness.api import (
     DiskFullError,
     GenerationRequest,
@@ -74,7 +74,6 @@ def test_greedy_output_is_transformers_own(model, reference, cache, seed, count,
     held = engine.stats().num_kv_blocks
     requests = [r for r in requests_of(seed, count) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     results = {r.id: r for r in engine.generate(requests)}
-    engine.close()
     assert results.keys() == {r.id for r in requests}
     for request in requests:
         result = results[request.id]
@@ -97,7 +96,6 @@ def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule):
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
     engine.loaded.meta_model.eos = (third,)
     [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
-    engine.close()
     assert result.finish_reason == "stop"
     assert result.tokens[-1] == third
     assert len(result.tokens) <= 3
@@ -136,7 +134,6 @@ def test_logits_are_within_one_in_ten_thousand(model, reference, cache, monkeypa
     seen, run = [], Executor.run
     monkeypatch.setattr(Executor, "run", lambda *args: seen.extend(run(*args)) or seen[-len(args[1]) :])
     scores = engine.score(pairs)
-    engine.close()
     begin = reference.generation_config.bos_token_id
     rows = []
     for (context, continuation), score in zip(pairs, scores, strict=True):
@@ -160,7 +157,6 @@ def test_a_packed_pass_computes_no_padding(model, cache, monkeypatch):
     requests = requests_of(1, 6, eos=True)
     requests = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, ignore_eos=True)) for r in requests]
     list(engine.generate(requests))
-    engine.close()
     assert sum(rows) == sum(len(r.prompt) + r.sampling.max_tokens - 1 for r in requests)
 
 
@@ -181,13 +177,11 @@ def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache):
         read[schedule] = stats.passes * stats.pass_weight_bytes
         ahead = stats.weight_bytes_read - read[schedule]
         assert 0 <= ahead <= stats.ring_slots * largest, "what is read beyond the passes is read ahead"
-        engine.close()
     assert read["zigzag"] * 4 == read["row"]
 
 
 def test_the_report_says_what_was_really_placed(model, cache):
-    engine, report = load(model, cache, weights=(0.0, 0.5, 0.5), gpu_batch_size=2, num_gpu_batches=3, schedule="zigzag")
-    engine.close()
+    _, report = load(model, cache, weights=(0.0, 0.5, 0.5), gpu_batch_size=2, num_gpu_batches=3, schedule="zigzag")
     device, host, disk = report.weights_by_tier
     assert device == 0
     assert report.policy.weights == pytest.approx((0, host / (host + disk), disk / (host + disk)))
@@ -196,8 +190,7 @@ def test_the_report_says_what_was_really_placed(model, cache):
 
 
 def test_the_device_tier_is_memory_where_there_is_no_device(model, cache):
-    engine, report = load(model, cache, weights=(0.3, 0.2, 0.5), activations=(1.0, 0.0, 0.0), gpu_batch_size=2)
-    engine.close()
+    _, report = load(model, cache, weights=(0.3, 0.2, 0.5), activations=(1.0, 0.0, 0.0), gpu_batch_size=2)
     device, host, disk = report.policy.weights
     assert device + host + disk == pytest.approx(1)
     assert device == pytest.approx(0.6 * (device + host), rel=1e-4)  # whole bytes of a small model
@@ -215,7 +208,6 @@ def test_activations_on_disk_change_nothing(model, reference, cache, share):
     assert report.policy.activations[2] == share
     # whole rows of small batches
     assert stats.activation_rows_on_disk / stats.activation_rows == pytest.approx(share, abs=0.1)
-    engine.close()
     assert all_greedy(reference, requests, tokens)
 
 
@@ -233,7 +225,6 @@ def test_nano_batches_change_nothing(model, cache, policy, overlap):
         assert report.policy.nano_batches == nano
         found.append(answers(engine, requests))
         events = engine.trace().events
-        engine.close()
     assert found[0] == found[1] == found[2]
     assert any(e.cat == "attention" for e in events)
 
@@ -244,7 +235,6 @@ def test_without_overlap_nothing_is_read_ahead(model, reference, cache):
     requests = requests_of(6, 4)
     tokens = answers(engine, requests)
     spans = engine.loaded.timeline.kept
-    engine.close()
     assert all_greedy(reference, requests, tokens)
     loads, products = ([s for s in spans if s.lane == lane] for lane in ("load", "compute"))
     assert loads
@@ -307,7 +297,8 @@ def convert_into(model, cache, on_progress=lambda done, total: None):
     found = meta_model(model)
     source = CheckpointReader(model, found.prefix, found.aliases)
     tiles = tiles_of(found.matrices, [Plain(model.dtype)] * len(found.matrices))
-    return convert(model, source, found.matrices, tiles, {}, found.tables, found.small, cache, on_progress)
+    layout = CheckpointLayout(found.matrices, tiles, found.tables, found.small)
+    return convert(model, source, layout, {}, cache, on_progress)
 
 
 def test_conversion_keeps_every_weight(model, reference, tmp_path):
@@ -394,7 +385,6 @@ def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_pat
         os.truncate(path, 4096)
     with pytest.raises(HarnessError, match=r"layer-00001.bin ends at byte 4096"):
         list(engine.generate(requests))
-    engine.close()
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -432,7 +422,6 @@ def test_requests_that_cannot_be_run_are_named_before_any_work(model, cache, pro
     with pytest.raises(HarnessError, match=rf"request bad: .*{words}"):
         engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(new))])
     assert engine.stats().passes == 0
-    engine.close()
 
 
 # ------------------------------------------------------------------------------------------------ use and misuse
@@ -451,7 +440,6 @@ def test_a_generation_that_is_given_up_leaves_the_engine_as_it_was(model, cache,
         next(engine.generate(GOOD))
     del begun
     assert answers(engine, GOOD) == expected
-    engine.close()
 
 
 def test_a_pass_that_fails_leaves_the_engine_as_it_was(model, cache, monkeypatch):
@@ -466,7 +454,6 @@ def test_a_pass_that_fails_leaves_the_engine_as_it_was(model, cache, monkeypatch
         with pytest.raises(MemoryError):
             list(engine.generate(GOOD))
     assert answers(engine, GOOD) == expected
-    engine.close()
 
 
 @pytest.mark.parametrize("schedule", ["row", "sweep"])
@@ -474,14 +461,12 @@ def test_no_requests_give_no_results(model, cache, schedule):
     engine, _ = load(model, cache, schedule=schedule)
     assert list(engine.generate([])) == []
     assert engine.score([]) == []
-    engine.close()
 
 
 def test_arrivals_are_waited_for(model, cache):
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4)
     late = dataclasses.replace(GOOD[1], arrival_s=0.5)
     results = {r.id: r for r in engine.generate([late, GOOD[0]])}
-    engine.close()
     assert results["g0"].start_s < 0.2
     assert results["g1"].start_s >= 0.5
 
@@ -502,7 +487,6 @@ def test_scores_do_not_depend_on_how_prompts_are_cut(model, cache):
     for schedule, chunk in (("sweep", None), ("sweep", 3), ("row", 7)):
         engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2, prefill_chunk=chunk)
         found.append([s.logprob for s in engine.score(pairs)])
-        engine.close()
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
@@ -528,7 +512,6 @@ def test_shards_a_bare_prefix_and_either_of_two_tied_tensors_are_found(model, re
     bare, _ = load(prepare(folder), cache, schedule="sweep")
     for engine in (sharded, bare):
         assert all_greedy(reference, GOOD, answers(engine, GOOD))
-        engine.close()
 
 
 def test_half_precision_checkpoints_run(tmp_path, cache):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,23 @@ _REMOVE = "remove its folder, and the checkpoint will be converted again"
 
 
 @dataclass(frozen=True)
+class CheckpointLayout:
+    """What is converted: `matrices`, cut into `tiles` in the order of use, and by their shapes embedding `tables` and
+    all other tensors, which are `small`."""
+
+    matrices: Sequence[Matrix]
+    tiles: Sequence[WeightTile]
+    tables: Mapping[str, tuple[int, int]]
+    small: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
 class ConvertedCheckpoint:
     """A converted checkpoint's folder: its tiles in the order of use, read by TileReader, and tensors read by name."""
 
     folder: Path
     dtype: torch.dtype
-    tiles: tuple[WeightTile, ...]
+    tiles: Sequence[WeightTile]
     tables: Mapping[str, tuple[int, int]]
 
     def check(self) -> None:
@@ -68,35 +79,34 @@ class ConvertedCheckpoint:
 
 
 def convert(
-    model: LocalModel,
-    source: CheckpointReader,
-    matrices: Sequence[Matrix],
-    tiles: Sequence[WeightTile],
-    quantizers: Mapping[Storage, Quantizer],
-    tables: Mapping[str, tuple[int, int]],
-    small: Mapping[str, tuple[int, ...]],
-    cache: Path,
-    on_progress: Callable[[int, int], None],
-) -> ConvertedCheckpoint:
+    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, quantizers: Mapping[Storage, Quantizer],
+    cache: Path, on_progress: Callable[[int, int], None],
+) -> ConvertedCheckpoint:  # fmt: skip
     """Converts `model` into a folder under `cache`, tile by tile, unless one of the same content and layout is there.
 
-    `tiles` are those of `matrices`, in the order of use; `quantizers` pack them. `tables`: shapes of embeddings.
-    `small`: shapes of all other tensors. Raises HarnessError for a checkpoint that does not fit the model or holds NaN,
+    `quantizers` pack the tiles. Raises HarnessError for a checkpoint that does not fit the model or holds NaN,
     DiskFullError where it cannot be written.
     """
-    dtype = getattr(torch, model.dtype)
-    offload = cache / "offload"
+    dtype, tables = getattr(torch, model.dtype), layout.tables
     contents = [content.digest(shard, cache) for shard in source.shards]
-    key = folder_key(contents, model.dtype, tiles, list(tables), list(small))
-    folder = offload / f"{Path(model.path).name}-{key}"
-    needed = sum(tile.span for tile in tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
+    key = folder_key(contents, model.dtype, layout.tiles, list(tables), list(layout.small))
+    needed = sum(tile.span for tile in layout.tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
-    def write(temporary: Path) -> None:
-        _Writer(temporary, source, dtype, quantizers, needed, on_progress).write(matrices, tiles, tables, small)
+    def write(folder: Path) -> None:
+        done = 0
+        for name, data in _pieces(source, layout, dtype, quantizers):
+            with (folder / name).open("ab") as file:
+                file.write(data)
+            done += len(data)
+            on_progress(done, needed)
+        # in the checkpoint's dtype: norms often have more bits than matrices
+        tensors = {name: source.whole(name, shape) for name, shape in layout.small.items()}
+        for name, tensor in tensors.items():
+            _stored(name, tensor, tensor.dtype)
+        shards.save(tensors, folder / _SMALL)
 
-    converted = ConvertedCheckpoint(
-        build_once(folder, "converted weights", needed, write), dtype, tuple(tiles), dict(tables)
-    )
+    folder = build_once(cache / "offload" / f"{Path(model.path).name}-{key}", "converted weights", needed, write)
+    converted = ConvertedCheckpoint(folder, dtype, layout.tiles, tables)
     converted.check()
     return converted
 
@@ -122,68 +132,37 @@ def folder_key(
     return hashlib.sha256(recipe.encode()).hexdigest()[:16]
 
 
-class _Writer:
-    """Writes a converted checkpoint into an empty folder."""
-
-    def __init__(
-        self,
-        folder: Path,
-        source: CheckpointReader,
-        dtype: torch.dtype,
-        quantizers: Mapping[Storage, Quantizer],
-        total: int,
-        on_progress: Callable[[int, int], None],
-    ) -> None:
-        self._folder = folder
-        self._source = source
-        self._dtype = dtype
-        self._quantizers = quantizers
-        self._total = total
-        self._on_progress = on_progress
-        self._done = 0
-
-    def write(
-        self,
-        matrices: Sequence[Matrix],
-        tiles: Sequence[WeightTile],
-        tables: Mapping[str, tuple[int, int]],
-        small: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        by_name = {m.name: m for m in matrices}
-        for tile in tiles:
-            self._append(tile.file, self._read(by_name[tile.matrix], tile), tile.span)
-        for name, shape in tables.items():
-            view = self._source.view(name, shape)
-            rows = max(1, _PIECE // (shape[1] * self._dtype.itemsize))
-            for row in range(0, shape[0], rows):
-                self._append(_table_file(name), _stored(name, view[row : row + rows], self._dtype))
-        # in the checkpoint's dtype: norms often have more bits than matrices
-        tensors = {name: self._source.whole(name, shape) for name, shape in small.items()}
-        for name, tensor in tensors.items():
-            _stored(name, tensor, tensor.dtype)
-        shards.save(tensors, self._folder / _SMALL)
-
-    def _read(self, matrix: Matrix, tile: WeightTile) -> torch.Tensor:
-        """One tile of the checkpoint, as it is stored."""
-        cut, whole = slice(tile.start, tile.stop), slice(0, tile.shape[1 - tile.axis])
-        rows, columns = (cut, whole) if tile.axis == 0 else (whole, cut)
-        if matrix.transposed:
-            shape = (matrix.columns, matrix.rows)
-            part = self._source.read(matrix.parameter, matrix.expert, shape, columns, rows).T
-        else:
-            part = self._source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
+def _pieces(
+    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, quantizers: Mapping[Storage, Quantizer]
+) -> Iterator[tuple[str, bytes]]:
+    """What to append to the files of tiles and tables, in this order: (file, bytes)."""
+    matrices = {matrix.name: matrix for matrix in layout.matrices}
+    for tile in layout.tiles:
+        part = _read(source, matrices[tile.matrix], tile)
         if isinstance(tile.stored, Plain):
-            return _stored(matrix.name, part, self._dtype)
-        part = _stored(matrix.name, part, part.dtype)
-        return self._quantizers[tile.stored].pack(part if tile.stored.group_axis else part.T)
+            stored = _stored(tile.matrix, part, dtype)
+        else:
+            finite = _stored(tile.matrix, part, part.dtype)
+            stored = quantizers[tile.stored].pack(finite if tile.stored.group_axis else finite.T)
+        yield tile.file, _bytes(stored).ljust(tile.span, b"\0")
+    for name, shape in layout.tables.items():
+        view = source.view(name, shape)
+        rows = max(1, _PIECE // (shape[1] * dtype.itemsize))
+        for row in range(0, shape[0], rows):
+            yield _table_file(name), _bytes(_stored(name, view[row : row + rows], dtype))
 
-    def _append(self, name: str, tensor: torch.Tensor, span: int | None = None) -> None:
-        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        data += bytes((span or len(data)) - len(data))
-        with (self._folder / name).open("ab") as file:
-            file.write(data)
-        self._done += len(data)
-        self._on_progress(self._done, self._total)
+
+def _read(source: CheckpointReader, matrix: Matrix, tile: WeightTile) -> torch.Tensor:
+    """One tile's values, as the checkpoint has them."""
+    cut, whole = slice(tile.start, tile.stop), slice(0, tile.shape[1 - tile.axis])
+    rows, columns = (cut, whole) if tile.axis == 0 else (whole, cut)
+    if matrix.transposed:
+        return source.read(matrix.parameter, matrix.expert, (matrix.columns, matrix.rows), columns, rows).T
+    return source.read(matrix.parameter, matrix.expert, (matrix.rows, matrix.columns), rows, columns)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _table_file(name: str) -> str:

@@ -3,7 +3,6 @@
 import importlib.util
 
 from engines.offload.kernels.attention import AttentionKernel
-from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard, hadamard
 from engines.offload.kernels.quantizer import Quantizer, plain_quantizer, reference_quantizer
 from engines.offload.kernels.reference_attention import reference_attention, reference_memory
@@ -29,10 +28,6 @@ class DeviceKernels:
         from engines.offload.kernels.triton_quantizer import triton_quantizer  # Triton is optional
 
         return triton_quantizer(stored)
-
-    def gemm(self, stored: Storage) -> Gemm | None:
-        """None: the device's library multiplies weights that are dequantized first."""
-        return None
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
         if sparse or not self._triton:

@@ -42,6 +42,7 @@ class HostKernels:
             return reference_quantizer(stored)
 
     def gemm(self, stored: Storage) -> Gemm | None:
+        """GEMM in float32 with weights as they are stored; None where it cannot be built."""
         return self._compiled(lambda: compiled_gemm(stored, self._cache, self._threads))
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:

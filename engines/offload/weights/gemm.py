@@ -4,15 +4,16 @@ Which is fastest depends on the CPU: bfloat16 where it has instructions for that
 cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at load.
 """
 
+import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from engines.offload.device.protocol import Accelerator
-from engines.offload.kernels import Gemm, KernelSet, Quantizer, stored_view
+from engines.offload.kernels import Gemm, HostKernels, Quantizer, stored_view
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Plain, Storage
@@ -33,52 +34,39 @@ class GemmBackend:
     """How weights of one storage are multiplied. `dtype`: of activations.
 
     `cast_bytes`: bytes per value of a tile for the copies made before its GEMM; 0 for none. `flops`: measured FLOP/s,
-    the copies' time included.
+    the copies' time included; 0 before it is measured.
     """
 
     name: str
     dtype: Dtype
     gemm: Gemm
     cast_bytes: int
-    flops: float
+    flops: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A GEMM to measure; `gemm` makes one with its own buffers."""
-
-    name: str
-    dtype: Dtype
-    gemm: Callable[[], Gemm]
-    cast_bytes: int
-
-
-def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: KernelSet) -> GemmBackend:
+def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: HostKernels) -> GemmBackend:
     """The fastest GEMM for weights `stored` so, about `hidden` wide, and activations in one of `dtypes`; measured."""
-    candidates = [_torch_candidate(stored, kernels.quantizer(stored), dtype) for dtype in dtypes]
+    quantizer = kernels.quantizer(stored)
+    candidates = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
-        candidates.append(_Candidate("kernel", "float32", lambda: compiled, 0))
-    width = min(hidden, _WIDTH)
-    tiles = _tiles(stored, kernels.quantizer(stored), width)
-    seconds = _seconds_per_flop([_Trial(candidate, tiles, width) for candidate in candidates])
+        candidates.append(GemmBackend("kernel", "float32", compiled, 0))
+    tiles = _tiles(stored, quantizer, hidden)
+    seconds = _seconds_per_flop([_Trial(candidate, tiles, hidden) for candidate in candidates])
     fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])
-    return GemmBackend(best.name, best.dtype, best.gemm(), best.cast_bytes, 1 / fastest)
+    return replace(best, flops=1 / fastest)
 
 
 def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator) -> GemmBackend:
     """The GEMM of a device's library, with weights dequantized or cast there first; its rate is measured."""
-    candidate = _torch_candidate(stored, quantizer, dtype, unpacks_to_dtype=True)
-    width = min(hidden, _WIDTH)
-    trial = _Trial(candidate, _tiles(stored, quantizer, width, device.where), width, _DEVICE_ROWS)
+    candidate = _torch_gemm(stored, quantizer, dtype, unpacks_to_dtype=True)
+    trial = _Trial(candidate, _tiles(stored, quantizer, hidden, device.where), hidden, _DEVICE_ROWS)
     with torch.inference_mode():
         stamps = [device.stamp()]
         for i in range(_ROUNDS):
             trial.multiply(i)
             stamps.append(device.stamp())
-    times = device.seconds(stamps)
-    seconds = min(b - a for a, b in itertools.pairwise(times))
-    return GemmBackend(f"{candidate.name} on {device.where.type}", dtype, candidate.gemm(), candidate.cast_bytes,
-                       trial.flops / max(seconds, 1e-9))  # fmt: skip
+    seconds = min(b - a for a, b in itertools.pairwise(device.seconds(stamps)))
+    return replace(candidate, name=f"torch on {device.where.type}", flops=trial.flops / max(seconds, 1e-9))
 
 
 def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
@@ -86,16 +74,16 @@ def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
 
 
-def _torch_candidate(stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False) -> _Candidate:
+def _torch_gemm(stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False) -> GemmBackend:
     """torch's GEMM, after dequantizing or casting the weight where its storage needs that.
 
     `unpacks_to_dtype`: the quantizer can unpack to `dtype`; otherwise it unpacks to float32.
     """
     if stored == Plain(dtype):
-        return _Candidate("torch", dtype, lambda: torch_gemm, 0)
+        return GemmBackend("torch", dtype, torch_gemm, 0)
     unpacked: Dtype = dtype if unpacks_to_dtype or isinstance(stored, Plain) else "float32"
     copies = DTYPE_BYTES[dtype] + (DTYPE_BYTES[unpacked] if unpacked != dtype else 0)
-    return _Candidate("torch", dtype, lambda: _DequantizingGemm(stored, quantizer, dtype, unpacked), copies)
+    return GemmBackend("torch", dtype, _DequantizingGemm(stored, quantizer, dtype, unpacked), copies)
 
 
 class _DequantizingGemm:
@@ -124,28 +112,31 @@ class _DequantizingGemm:
         torch_gemm(x, values.t() if self._transposed else values, start, out)
 
 
-def _tiles(stored: Storage, quantizer: Quantizer, width: int, device: torch.device | None = None) -> list[torch.Tensor]:
-    height = _height(width)
-    values = torch.full((width, height) if _is_transposed(stored) else (height, width), 0.01, device=device)
+def _tile_size(hidden: int) -> tuple[int, int]:
+    """Rows and columns of the tiles that are measured."""
+    columns = min(hidden, _WIDTH)
+    return min(TILE_VALUES // columns, _HEIGHT), columns
+
+
+def _tiles(
+    stored: Storage, quantizer: Quantizer, hidden: int, device: torch.device | None = None
+) -> list[torch.Tensor]:
+    size = _tile_size(hidden)
+    values = torch.full(size[::-1] if _is_transposed(stored) else size, 0.01, device=device)
     raw = quantizer.pack(values).view(torch.uint8)
-    return [stored_view(raw.flatten().clone(), stored, height, width) for _ in range(4)]
-
-
-def _height(width: int) -> int:
-    """Rows of a tile of this width."""
-    return min(TILE_VALUES // width, _HEIGHT)
+    return [stored_view(raw.flatten().clone(), stored, *size) for _ in range(4)]
 
 
 class _Trial:
     """One candidate with tiles that take turns, and torch work in between."""
 
-    def __init__(self, candidate: _Candidate, tiles: Sequence[torch.Tensor], width: int, rows: int = _ROWS) -> None:
-        height = _height(width)
+    def __init__(self, candidate: GemmBackend, tiles: Sequence[torch.Tensor], hidden: int, rows: int = _ROWS) -> None:
+        outputs, columns = _tile_size(hidden)
         self._tiles = tiles
-        self._x = torch.full((rows, width), 0.01, dtype=getattr(torch, candidate.dtype), device=tiles[0].device)
-        self._out = torch.empty(rows, height, dtype=self._x.dtype, device=self._x.device)
-        self._gemm = candidate.gemm()
-        self.flops = 2 * rows * width * height
+        self._x = torch.full((rows, columns), 0.01, dtype=getattr(torch, candidate.dtype), device=tiles[0].device)
+        self._out = torch.empty(rows, outputs, dtype=self._x.dtype, device=self._x.device)
+        self._gemm = copy.copy(candidate.gemm)  # its buffers go with the trial
+        self.flops = 2 * rows * columns * outputs
 
     def seconds(self, turn: int) -> float:
         """One GEMM's seconds per FLOP."""

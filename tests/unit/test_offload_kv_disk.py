@@ -68,6 +68,8 @@ def test_a_pass_that_is_broken_off_does_not_disturb_the_next(tmp_path):
 def test_nothing_is_left_of_it(tmp_path):
     disk = blocks(tmp_path)
     assert not list(tmp_path.iterdir())
+    disk.start([0], [])
+    disk.staged(0)
     before = threading.active_count()
     disk.close()
     assert threading.active_count() < before
@@ -137,7 +139,6 @@ def test_where_the_cache_lies_changes_nothing(model, cache, schedule, policy, sh
         found.append(answers(engine, requests))
         if places[2]:  # blocks that were given back are written anew
             found.append(answers(engine, requests))
-        engine.close()
     assert found[0] == found[1] == found[2]
 
 
@@ -168,4 +169,3 @@ def test_an_answer_after_an_error_of_the_disk_is_not_given(model, cache, monkeyp
     monkeypatch.setattr(disk_file.os, "pwritev", fail)
     with pytest.raises(HarnessError, match="cache on disk"):
         list(engine.generate(requests))
-    engine.close()

@@ -1,10 +1,8 @@
 """KV blocks on disk: read a layer ahead of attention, and written back behind it."""
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -50,88 +48,62 @@ class DiskBlocks:
         self.direct = self._file.direct
         self._memory = memoryview(direct_buffer(STAGES * num_blocks * record))
         self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, num_blocks * record)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._arrived = threading.Condition()
-        self._ready = self._written = -1  # the last layer read, and written; counted over all passes
-        self._first = 0  # of this pass
-        self._left = 0  # layers of this pass whose read is not enqueued
         self._read: Sequence[Run] = ()
         self._write: Sequence[Run] = ()
+        self._reads: list[Future[None]] = []  # of this pass, by layer
         self._failure: HarnessError | None = None
         self.bytes_read = self.bytes_written = 0
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
-        self._keeper = threading.Thread(target=self._work, name="cache", daemon=True)
-        self._keeper.start()
+        self._order = ThreadPoolExecutor(1, thread_name_prefix="cache-order")
 
     def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
-        stages = staging(self.num_blocks, filled, written, max(1, _PIECE // self._record))
-        self._read, self._write = stages.read, stages.write
-        self._first += self._layers
-        self._left = self._layers
+        slots, self._read, self._write = staging(self.num_blocks, filled, written, max(1, _PIECE // self._record))
+        self._reads = []
         for _ in range(min(self._ahead, self._layers)):
             self._read_next()
-        return stages.slots
+        return slots
 
     def staged(self, layer: int) -> torch.Tensor:
-        if self._layers - self._left <= layer:
+        if layer == len(self._reads):
             self._read_next()
-        self._wait(lambda: self._ready >= self._first + layer)
+        self._wait(self._reads[layer])
         return self._stages[layer % STAGES]
 
     def done(self, layer: int) -> None:
-        number, runs = self._first + layer, self._write
-
-        def write() -> None:
-            self._transfer("write", layer, runs)
-            self._written = number
-
-        self._jobs.put(write)
+        written = self._order.submit(self._transfer, "write", layer, self._write)
         if not self._ahead:
-            self._wait(lambda: self._written >= number)
-        elif self._left:
+            self._wait(written)
+        elif len(self._reads) < self._layers:
             self._read_next()
 
     def close(self) -> None:
         """Ends the threads and frees the disk space. Idempotent."""
-        if self._keeper.is_alive():
-            self._jobs.put(None)
-            self._keeper.join()
+        self._order.shutdown()
         self._workers.shutdown()
         self._file.close()
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        """Raises the error of a job that failed meanwhile."""
+    def _read_next(self) -> None:
+        """Enqueues the read of the next layer."""
+        self._reads.append(self._order.submit(self._transfer, "read", len(self._reads), self._read))
+
+    def _wait(self, transfer: Future[None]) -> None:
+        """Raises the error of any transfer that failed meanwhile."""
         began = time.perf_counter()
-        with self._arrived:
-            while not until() and self._failure is None:
-                self._arrived.wait()
+        transfer.result()
         if self._failure is not None:
             raise self._failure
         self._timeline.add("wait", "stall", began, time.perf_counter())
 
-    def _read_next(self) -> None:
-        """Enqueues the read of the next layer."""
-        layer, runs, number = self._layers - self._left, self._read, self._first + self._layers - self._left
-        self._left -= 1
-
-        def read() -> None:
-            self._transfer("read", layer, runs)
-            self._ready = number
-
-        self._jobs.put(read)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._failure is not None:
-                continue
-            try:
-                job()
-            except Exception as exc:  # any error must reach the waiting thread
-                self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
-            with self._arrived:  # the waiting thread checks under this lock, so it misses no change
-                self._arrived.notify()
-
     def _transfer(self, what: str, layer: int, runs: Sequence[Run]) -> None:
+        """Moves a layer's runs, unless an earlier transfer has failed."""
+        if self._failure is not None:
+            return
+        try:
+            self._move(what, layer, runs)
+        except Exception as exc:  # any error must reach the waiting thread
+            self._failure = exc if isinstance(exc, HarnessError) else HarnessError(f"cache on disk: {exc}")
+
+    def _move(self, what: str, layer: int, runs: Sequence[Run]) -> None:
         began = time.perf_counter()
         move = self._file.read if what == "read" else self._file.write
 

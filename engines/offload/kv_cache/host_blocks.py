@@ -17,23 +17,20 @@ from engines.offload.memory.kv_blocks import STAGES, blocks_per_piece
 
 @dataclass(frozen=True)
 class HostLayer:
-    """A layer's blocks in `pieces` [blocks of a piece, *block shape]; serves the host's kernels like LayerBlocks."""
+    """A layer's blocks in `pieces` [blocks of a piece, *block shape]; see KVBlocks."""
 
     pieces: Sequence[torch.Tensor]
 
     @property
     def rows(self) -> torch.Tensor:
-        """The blocks of the first piece: their shape and strides."""
         return self.pieces[0]
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
-        """The address of each block of `table`, int64."""
         starts = torch.tensor([piece.data_ptr() for piece in self.pieces])
         per_piece, block = len(self.rows), self.rows.stride(0) * self.rows.itemsize
         return starts[table.long() // per_piece] + table.long() % per_piece * block
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[n, 2, kv_heads, BLOCK_SIZE, ...] of n blocks."""
         per_piece = len(self.rows)
         return torch.stack([self.pieces[block // per_piece][block % per_piece] for block in blocks.tolist()])
 
@@ -82,12 +79,12 @@ class HostBlocks:
         self._write: Sequence[Run] = ()
 
     def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
-        stages = staging(self.num_blocks, filled, written, self._per_piece, self._per_piece)
-        self._read, self._write = stages.read, stages.write
+        per_piece = self._per_piece
+        slots, self._read, self._write = staging(self.num_blocks, filled, written, per_piece, per_piece)
         self._staged = {}
         for layer in range(min(self._ahead, len(self._pieces))):
             self._stage(layer)
-        return stages.slots
+        return slots
 
     def staged(self, layer: int) -> torch.Tensor:
         if layer not in self._staged:

@@ -17,28 +17,21 @@ class Run:
     count: int
 
 
-@dataclass(frozen=True)
-class Staging:
-    """For one pass: each block's slot, int64 [blocks], and what is read before attention and written back after it."""
-
-    slots: torch.Tensor
-    read: Sequence[Run]
-    write: Sequence[Run]
-
-
 def staging(
     num_blocks: int, filled: Iterable[int], written: Iterable[int], longest: int, per_piece: int = 1 << 62
-) -> Staging:
-    """Slots for the `filled` blocks that a pass reads and the `written` ones, of `num_blocks` offloaded blocks.
+) -> tuple[torch.Tensor, list[Run], list[Run]]:
+    """Stages the `filled` blocks that a pass reads and the `written` ones, of `num_blocks` offloaded blocks.
 
-    A run has at most `longest` blocks and does not cross from one piece of `per_piece` blocks to the next.
+    Returns each block's slot, int64 [blocks], what is read before attention, and what is written back after it. A run
+    has at most `longest` blocks and does not cross from one piece of `per_piece` blocks to the next.
     """
     read, write = set(filled), set(written)
     order = sorted(read | write)
     slots = torch.zeros(num_blocks, dtype=torch.long)
     slots[torch.tensor(order, dtype=torch.long)] = torch.arange(len(order))
     slot_of = {block: slot for slot, block in enumerate(order)}
-    return Staging(slots, *([*_runs(sorted(blocks), slot_of, longest, per_piece)] for blocks in (read, write)))
+    reads, writes = ([*_runs(sorted(blocks), slot_of, longest, per_piece)] for blocks in (read, write))
+    return slots, reads, writes
 
 
 def _runs(blocks: Sequence[int], slot_of: Mapping[int, int], longest: int, per_piece: int) -> Iterable[Run]:

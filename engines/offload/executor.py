@@ -92,7 +92,7 @@ class Executor:
         self._spans = matrix_spans(loaded.tiles)
         matrices = loaded.meta_model.matrices
         self._outputs = {matrix.name: matrix.rows for matrix in matrices}
-        self._experts = ExpertRouting(matrices, loaded.streamed, loaded.stream)
+        self._experts = ExpertRouting(matrices, loaded.stream)
         self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._batches = 0  # of the pass that runs
         loaded.meta_model.weights = self

@@ -2,21 +2,21 @@
 
 from collections.abc import Sequence
 
-from engines.offload.memory.layout import Matrix, WeightTile
+from engines.offload.memory.layout import Matrix
 from engines.offload.weights.stream import WeightStream
 
 
 class ExpertRouting:
-    """The experts of one pass, over a model's `matrices` whose tiles `streamed` come from `stream`.
+    """The experts of one pass, over a model's `matrices` whose tiles come from `stream` or are resident.
 
     The tiles of experts that no batch of the pass needs are neither read nor multiplied.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], streamed: Sequence[WeightTile], stream: WeightStream) -> None:
+    def __init__(self, matrices: Sequence[Matrix], stream: WeightStream) -> None:
         self._stream = stream
         self._mixture = {m.name: m.parameter.rpartition(".")[0] for m in matrices if m.expert is not None}
         self._streamed: dict[str, list[tuple[int, str]]] = {}  # by mixture: tile, matrix
-        for tile in streamed:
+        for tile in stream.tiles:
             if tile.matrix in self._mixture:
                 self._streamed.setdefault(self._mixture[tile.matrix], []).append((tile.index, tile.matrix))
         self._needed: set[str] = set()

@@ -74,11 +74,6 @@ class LoadedModel:
     timeline: Timeline
     report: LoadReport
 
-    @property
-    def streamed(self) -> list[WeightTile]:
-        """Tiles that come through the ring, in order of use."""
-        return [tile for tile in self.tiles if tile.index not in self.plan.resident]
-
     def stats(self) -> EngineStats:
         """What is held and was moved so far."""
         offloaded, activations = self.cache.offloaded, self.activation_offload
@@ -87,7 +82,7 @@ class LoadedModel:
             tile_bytes=tuple(tile.nbytes for tile in self.tiles),
             resident_tiles=len(self.resident),
             ring_slots=self.stream.slots,
-            pass_weight_bytes=sum(tile.span for tile in self.streamed),
+            pass_weight_bytes=sum(tile.span for tile in self.stream.tiles),
             weight_bytes_read=self.stream.bytes_read,
             num_kv_blocks=self.cache.num_blocks,
             free_kv_blocks=self.cache.num_free_blocks,

@@ -29,20 +29,11 @@ class AttentionSpec:
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query [heads, rows, dim], at positions from `first` on, to key and value [kv_heads, seen, dim].
 
-    Returns [heads, rows, dim] in the query's dtype. Holds the scores of one key/value head at a time.
-    """
-    return attend_with_lse(query, key, value, spec, first)[0]
-
-
-def attend_with_lse(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend`, with the log-sum-exp of each row's scores, float32 [heads, rows].
-
-    A row that sees nothing has output zero and log-sum-exp minus infinity.
+    Returns [heads, rows, dim] in the query's dtype and their log-sum-exps, float32 [heads, rows]; for a row that sees
+    nothing zero and minus infinity. Holds the scores of one key/value head at a time.
     """
     heads, rows, _ = query.shape
     group = heads // key.shape[0]

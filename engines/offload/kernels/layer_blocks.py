@@ -20,37 +20,23 @@ class Target:
     staged: bool
 
 
-def targets_of(tokens: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor, resident: int) -> list[Target]:
-    """Splits the writes of `tokens` (None: all) to `blocks` into resident and staged ones: those from `resident` on."""
-    staged = blocks >= resident
-    if not staged.any():
-        return [Target(tokens, blocks, offsets, False)]
-    rows = torch.arange(len(blocks)) if tokens is None else tokens
-    parts = ((~staged, 0, False), (staged, resident, True))
-    return [Target(rows[m], blocks[m] - first, offsets[m], flag) for m, first, flag in parts if m.any()]
-
-
 class KVBlocks(Protocol):
     """One layer's blocks, wherever they lie in host memory."""
 
     @property
     def rows(self) -> torch.Tensor:
         """Some of the blocks, [blocks, 2, kv_heads, BLOCK_SIZE, head_dim or row_bytes]."""
-        ...
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """Copies n blocks, [n, 2, kv_heads, BLOCK_SIZE, ...]."""
-        ...
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
         """The address of each block in a block table, int64, shaped alike."""
-        ...
 
 
 @dataclass(frozen=True)
 class LayerBlocks:
-    """Keys and values as stored, keys first in each block: `rows` [blocks, 2, kv_heads, BLOCK_SIZE, head_dim or
-    row_bytes].
+    """Keys and values as stored, keys first in each block; see KVBlocks.
 
     Block numbers from len(rows) on are those of `staged`, whose blocks have the same shape.
     """
@@ -59,7 +45,6 @@ class LayerBlocks:
     staged: torch.Tensor | None = None
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Copies n blocks, [n, 2, kv_heads, BLOCK_SIZE, ...]."""
         resident = len(self.rows)
         if self.staged is None:
             return self.rows[blocks]
@@ -70,7 +55,6 @@ class LayerBlocks:
         return torch.where((blocks < resident).view(-1, 1, 1, 1, 1), self.rows[blocks.clamp(max=resident - 1)], staged)
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
-        """The address of each block in a block table, int64, shaped alike."""
         table = table.long()
         resident = _addresses(self.rows, table)
         if self.staged is None:

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata
-from engines.offload.kernels.attention_spec import AttentionSpec, attend, attend_with_lse
+from engines.offload.kernels.attention_spec import AttentionSpec, attend
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.storage import Storage
@@ -38,32 +38,27 @@ def reference_attention(quantizer: Quantizer) -> AttentionKernel:
             start += count
             keys, values = blocks.gather(metadata.block_table[i].long()).unbind(1)
             operands = query[:, rows], dequantized(keys, seen, query), dequantized(values, seen, query)
-            if lse is None:
-                attended = _attend(*operands, spec, first)
+            if lse is None and spec.softcap is None and spec.sinks is None and spec.value_topk >= 1:
+                attended = _fused(*operands, spec, first)
             else:
-                attended, segment_lse = attend_with_lse(*operands, spec, first)
-                lse[rows] = segment_lse.T
+                attended, segment_lse = attend(*operands, spec, first)
+                if lse is not None:
+                    lse[rows] = segment_lse.T
             out[rows] = attended.transpose(0, 1)
         return out
 
     return attention
 
 
-def _attend(
+def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
 ) -> torch.Tensor:
-    if spec.softcap is not None or spec.sinks is not None or spec.value_topk < 1:
-        return attend(query, key, value, spec, first)
     rows, seen = query.shape[1], key.shape[1]
     causal = not first and (spec.window is None or spec.window >= seen)
+    mask = None if causal else spec.visible(first, rows, seen, query.device)
+    grouped = key.shape[0] != query.shape[0]
     return scaled_dot_product_attention(
-        query[None],
-        key[None],
-        value[None],
-        attn_mask=None if causal else spec.visible(first, rows, seen, query.device),
-        is_causal=causal,
-        scale=spec.scale,
-        enable_gqa=key.shape[0] != query.shape[0],
+        query[None], key[None], value[None], mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
     )[0]
 
 

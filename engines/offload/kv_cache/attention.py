@@ -49,15 +49,14 @@ class PackedAttention:
         cache, upload = context.cache, context.device.upload
         self.host_chunks: HostChunks | None = None
         seen = [(chunk.count, chunk.cached, chunk.block_table) for chunk in chunks]
-        if context.host_attention is not None:
-            on_host = [i for i, chunk in enumerate(chunks) if cache.attends_on_host(chunk)]
-            if on_host:
-                rows = list(accumulate((chunk.count for chunk in chunks), initial=0))
-                self.host_chunks = context.host_attention.select(
-                    [rows[i] for i in on_host], [chunks[i] for i in on_host], cache.num_device_blocks
-                )
-                for i, rest in zip(on_host, self.host_chunks.on_device, strict=True):
-                    seen[i] = rest
+        on_host = [i for i, chunk in enumerate(chunks) if cache.attends_on_host(chunk)]
+        if on_host:
+            rows = list(accumulate((chunk.count for chunk in chunks), initial=0))
+            self.host_chunks = HostChunks(
+                [rows[i] for i in on_host], [chunks[i] for i in on_host], cache.num_device_blocks, upload
+            )
+            for i, rest in zip(on_host, self.host_chunks.on_device, strict=True):
+                seen[i] = rest
         counts, cached, tables = zip(*seen, strict=True)
         longest = max(1, *map(len, tables))
         block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
@@ -101,7 +100,6 @@ class AttentionTask:
         self._operands = query, key, value
         self._spec = spec
         self._on_host: HostAttentionTask | None = None
-        self._lse: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
 
     def launch(self) -> None:
@@ -114,10 +112,10 @@ class AttentionTask:
         query = query.to(dtype) if context.device.where.type != "cpu" else query  # a device's matrix units take 16 bits
         if context.host_attention is not None and batch.host_chunks is not None:
             self._on_host = context.host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)
-            self._lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        lse = None if self._on_host is None else self._on_host.lse
         context.cache.write(blocks, batch.slot_mapping, key, value)
         spec = replace(self._spec, value_topk=context.value_topk)
-        self._output = context.kernel(query, blocks, batch.metadata, spec, self._lse)
+        self._output = context.kernel(query, blocks, batch.metadata, spec, lse)
         context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
         context.cache.leave(layer)
 
@@ -126,6 +124,6 @@ class AttentionTask:
         context = self._batch.context
         assert self._output is not None
         output = context.device.keep(self._output)
-        if self._on_host is not None and self._lse is not None:
-            output = self._on_host.merge_into(output, context.device.keep(self._lse))
+        if self._on_host is not None:
+            output = self._on_host.merge_into(output)
         return output if context.hadamard is None else context.hadamard(output).to(self._operands[0].dtype)

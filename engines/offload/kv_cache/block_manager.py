@@ -21,7 +21,11 @@ class BlockManager:
         self._offloaded_fraction = offloaded / max(1, num_blocks)
         self._first_offloaded = num_blocks - offloaded
         self._ref_counts = [0] * num_blocks
-        self._free = (_FreeBlocks(range(self._first_offloaded)), _FreeBlocks(range(self._first_offloaded, num_blocks)))
+        #: By tier: blank blocks first, then cached ones, the least recently used first.
+        self._free = tuple(
+            OrderedDict.fromkeys(blocks)
+            for blocks in (range(self._first_offloaded), range(self._first_offloaded, num_blocks))
+        )
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -44,7 +48,7 @@ class BlockManager:
             raise ValueError(f"{count} blocks needed, {self.num_free_blocks} are free")
         allocated = []
         for _ in range(count):
-            block = self._free[self._next_tier()].pop()
+            block, _ = self._free[self._next_tier()].popitem(last=False)
             if block in self._hash_of:
                 del self._block_of[self._hash_of.pop(block)]
             self._ref_counts[block] = 1
@@ -56,7 +60,10 @@ class BlockManager:
         for block in reversed(blocks):  # of a prefix its end is evicted first
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
-                self._free[block >= self._first_offloaded].add(block, cached=block in self._hash_of)
+                free = self._free[block >= self._first_offloaded]
+                free[block] = None
+                if block not in self._hash_of:
+                    free.move_to_end(block, last=False)
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that cache a prefix with these block hashes, up to the first that is not cached."""
@@ -71,7 +78,7 @@ class BlockManager:
         """One more sequence holds each block, which `match_prefix` gave."""
         for block in blocks:
             self._ref_counts[block] += 1
-            self._free[block >= self._first_offloaded].cached.pop(block, None)
+            self._free[block >= self._first_offloaded].pop(block, None)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
         """Makes a full block's content known by its hash; of several blocks with one content the first is known."""
@@ -81,9 +88,6 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content."""
-        for free in self._free:
-            free.blank += free.cached
-            free.cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
 
@@ -94,28 +98,6 @@ class BlockManager:
         used = self.num_blocks - self.num_free_blocks
         tier = int(self.num_used_offloaded + 0.5 < self._offloaded_fraction * (used + 1))
         return tier if len(self._free[tier]) else 1 - tier
-
-
-class _FreeBlocks:
-    """Free blocks: `blank` ones, and `cached` ones with content, the least recently used first."""
-
-    def __init__(self, blocks: Iterable[int]) -> None:
-        self.blank = list(blocks)[::-1]
-        self.cached: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.blank) + len(self.cached)
-
-    def pop(self) -> int:
-        """A blank block, or else the least recently used cached one, which is evicted."""
-        return self.blank.pop() if self.blank else self.cached.popitem(last=False)[0]
-
-    def add(self, block: int, cached: bool) -> None:
-        """A block that no sequence holds any more."""
-        if cached:
-            self.cached[block] = None
-        else:
-            self.blank.append(block)
 
 
 def extend_block_hashes(tokens: Sequence[int], hashes: list[bytes], until: int) -> None:

@@ -8,7 +8,7 @@ attention states are merged.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +28,9 @@ class HostChunks:
     tokens before, block table). `written_rows`: rows whose keys and values belong to host blocks.
     """
 
-    def __init__(self, rows: Sequence[int], chunks: Sequence[Chunk], first: int, device: Accelerator) -> None:
+    def __init__(
+        self, rows: Sequence[int], chunks: Sequence[Chunk], first: int, upload: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         tables = [[block - first for block in chunk.block_table if block >= first] for chunk in chunks]
         longest = max(map(len, tables))
         block_table = torch.tensor([[*table, *[0] * (longest - len(table))] for table in tables], dtype=torch.int32)
@@ -43,8 +45,8 @@ class HostChunks:
             for row, chunk in zip(rows, chunks, strict=True)
         ]
         written = torch.tensor([slot for slot in slots if slot[1] >= 0], dtype=torch.long).view(-1, 3)
-        self.rows = device.upload(torch.tensor(rows, dtype=torch.long))
-        self.written = device.upload(written[:, 0].clone())
+        self.rows = upload(torch.tensor(rows, dtype=torch.long))
+        self.written = upload(written[:, 0].clone())
         self.written_rows = frozenset(written[:, 0].tolist())
         self.blocks, self.offsets = written[:, 1], written[:, 2]
 
@@ -56,20 +58,22 @@ def _tokens(chunk: Chunk, on: Callable[[int], bool]) -> int:
     return sum(min(BLOCK_SIZE, total - i * BLOCK_SIZE) for i, block in enumerate(table) if on(block))
 
 
+@dataclass(frozen=True)
 class HostAttentionTask:
-    """A layer's host attention that runs: its output and log-sum-exp, to be merged into the device's."""
+    """A layer's host attention that runs: its output and log-sum-exps, `state`, are merged into the device's.
 
-    def __init__(
-        self, chunks: HostChunks, device: Accelerator, state: Future[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        self._chunks = chunks
-        self._device = device
-        self._state = state
+    The device's kernel writes its own log-sum-exps to `lse` [tokens, heads].
+    """
 
-    def merge_into(self, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """`output` [tokens, heads, dim] of the device, of log-sum-exp `lse` [tokens, heads], made whole in place."""
-        host, host_lse = (self._device.upload(tensor) for tensor in self._state.result())
-        rows = self._chunks.rows
+    rows: torch.Tensor
+    lse: torch.Tensor
+    state: Future[tuple[torch.Tensor, torch.Tensor]]
+    device: Accelerator
+
+    def merge_into(self, output: torch.Tensor) -> torch.Tensor:
+        """The device's `output` [tokens, heads, dim], made whole in place."""
+        host, host_lse = (self.device.upload(tensor) for tensor in self.state.result())
+        rows, lse = self.rows, self.device.keep(self.lse)
         whole = merge_attention_states(output[rows], lse[rows], host.to(output.dtype), host_lse)
         return output.index_copy_(0, rows, whole)
 
@@ -86,10 +90,6 @@ class HostAttention:
         self._device = device
         self._timeline = timeline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-attention")
-
-    def select(self, rows: Sequence[int], chunks: Sequence[Chunk], first: int) -> HostChunks:
-        """Of a batch the `chunks`, in `rows` of it, whose blocks from `first` on it attends to."""
-        return HostChunks(rows, chunks, first, self._device)
 
     def settle(self) -> None:
         """Waits for what a pass that failed has launched."""
@@ -116,9 +116,10 @@ class HostAttention:
             blocks = self._blocks.host_layer(layer)
             for which, values in enumerate(host_new):
                 blocks.put(which, chunks.blocks, chunks.offsets, self._quantizer.pack(values.transpose(0, 1)))
-            lse = torch.empty(host_query.shape[1], host_query.shape[0])
-            output = self._kernel(host_query, blocks, chunks.metadata, without_sinks, lse)
+            host_lse = torch.empty(host_query.shape[1], host_query.shape[0])
+            output = self._kernel(host_query, blocks, chunks.metadata, without_sinks, host_lse)
             self._timeline.add("host attention", f"layer {layer}", began, time.perf_counter())
-            return output, lse
+            return output, host_lse
 
-        return HostAttentionTask(chunks, self._device, self._thread.submit(attend))
+        lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        return HostAttentionTask(chunks.rows, lse, self._thread.submit(attend), self._device)

@@ -1,12 +1,13 @@
 """The paged KV cache: keys and values in blocks of a few tokens, so memory follows what sequences really hold."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from engines.offload.kernels import Quantizer
-from engines.offload.kernels.layer_blocks import LayerBlocks, Target, targets_of
+from engines.offload.kernels.layer_blocks import LayerBlocks, Target
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Plain, Storage
@@ -37,16 +38,13 @@ class OffloadedBlocks(Protocol):
     def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
         """Begins a pass that reads the `filled` blocks and writes the `written` ones. Returns int64 [blocks]: the slot
         in which each is staged."""
-        ...
 
     def staged(self, layer: int) -> torch.Tensor:
         """The records uint8 [blocks * record] of this pass's blocks in a layer, by slot. Blocks until they are
         there."""
-        ...
 
     def done(self, layer: int) -> None:
         """Every batch of the pass has attended in a layer."""
-        ...
 
 
 def block_layout(shape: ModelShape, stored: Storage) -> tuple[tuple[int, ...], torch.dtype]:
@@ -117,16 +115,21 @@ class PagedCache(BlockManager):
 
     def slot_mapping(self, rows: torch.Tensor | None, blocks: torch.Tensor, offsets: torch.Tensor) -> list[Target]:
         """Where `rows` of a batch (None: all) are written that belong at `offsets` of `blocks`; host tensors [n]."""
-        return targets_of(rows, self.resolve(blocks), offsets, self.num_device_blocks)
+        blocks, first = self.resolve(blocks), self.num_device_blocks
+        staged = blocks >= first
+        if not staged.any():
+            return [Target(rows, blocks, offsets, False)]
+        rows = torch.arange(len(blocks)) if rows is None else rows
+        parts = ((~staged, 0, False), (staged, first, True))
+        return [Target(rows[m], blocks[m] - start, offsets[m], flag) for m, start, flag in parts if m.any()]
 
     def layer(self, layer: int) -> LayerBlocks:
         """The blocks of one layer. Blocks until the offloaded ones are staged; raises HarnessError if that failed."""
         if self.offloaded is None:
             return LayerBlocks(self._rows[layer])
-        records = self.offloaded.staged(layer).view(self._rows.dtype)
-        count = self.offloaded.num_blocks
-        strides = (len(records) // count, *torch.empty(self._block_shape, device="meta").stride())
-        return LayerBlocks(self._rows[layer], records.as_strided((count, *self._block_shape), strides))
+        records = self.offloaded.staged(layer).view(self._rows.dtype).view(self.offloaded.num_blocks, -1)
+        staged = records[:, : math.prod(self._block_shape)].view(-1, *self._block_shape)
+        return LayerBlocks(self._rows[layer], staged)
 
     def leave(self, layer: int) -> None:
         """A batch has attended in a layer."""

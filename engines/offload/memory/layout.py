@@ -134,15 +134,10 @@ def tiles_of(matrices: Sequence[Matrix], stored: Sequence[Storage], tile_values:
     return tiles
 
 
-def last_of_matrix(tiles: Sequence[WeightTile]) -> list[bool]:
-    """Whether each tile is the last of its matrix."""
-    return [tile.matrix != following.matrix for tile, following in itertools.pairwise(tiles)] + [True]
-
-
 def matrix_spans(tiles: Sequence[WeightTile]) -> list[range]:
     """The indices of each matrix's tiles, in order."""
-    ends = [i + 1 for i, last in enumerate(last_of_matrix(tiles)) if last]
-    return [range(start, stop) for start, stop in itertools.pairwise([0, *ends])]
+    starts = [i for i, (before, tile) in enumerate(itertools.pairwise(tiles), 1) if before.matrix != tile.matrix]
+    return [range(start, stop) for start, stop in itertools.pairwise([0, *starts, len(tiles)])]
 
 
 def _cuts(matrix: Matrix, stored: Storage, size: int) -> list[tuple[int, int, int]]:

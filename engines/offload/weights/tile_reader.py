@@ -24,10 +24,19 @@ class TileReader:
 
     def __init__(self, folder: Path, tiles: Sequence[WeightTile], throttle: Throttle) -> None:
         self._throttle = throttle
-        self._files, self.direct = _open_all(folder, sorted({tile.file for tile in tiles}))
+        names = sorted({tile.file for tile in tiles})
+        self.direct = all(reads_directly(folder / name) for name in names[:1])
+        flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
+        self._files: dict[str, int] = {}
+        try:
+            for name in names:
+                self._files[name] = os.open(folder / name, flags)
+        except OSError:
+            self.close()
+            raise
 
-    def read(self, tiles: Sequence[WeightTile], buffers: Sequence[memoryview]) -> None:
-        """Reads tiles that follow each other in a file, each into its buffer of `span` bytes, at the throttle's rate.
+    def read(self, tiles: Sequence[WeightTile], buffers: Sequence[torch.Tensor]) -> None:
+        """Reads tiles that follow each other in a file, each into its buffer uint8 [span], at the throttle's rate.
 
         Buffers are page-aligned. Raises HarnessError for a file that is too short, OSError for what the disk reports.
         """
@@ -40,7 +49,7 @@ class TileReader:
         Not throttled: a slower disk is imitated for passes, not for loading. Raises as `read`.
         """
         target = page_aligned(tile.span) if buffer is None else buffer[: tile.span]
-        self._fill([tile], [memoryview(cast(Any, target.numpy()))])
+        self._fill([tile], [target])
         return target[: tile.nbytes]
 
     def close(self) -> None:
@@ -49,9 +58,9 @@ class TileReader:
             os.close(descriptor)
         self._files = {}
 
-    def _fill(self, tiles: Sequence[WeightTile], buffers: Sequence[memoryview]) -> int:
+    def _fill(self, tiles: Sequence[WeightTile], buffers: Sequence[torch.Tensor]) -> int:
         """Reads adjacent tiles; returns the number of bytes."""
-        rest = list(buffers)
+        rest = [memoryview(cast(Any, buffer.numpy())) for buffer in buffers]
         descriptor, offset = self._files[tiles[0].file], tiles[0].offset
         while rest:
             count = os.preadv(descriptor, rest, offset)
@@ -69,22 +78,7 @@ class TileReader:
 
 def page_aligned(nbytes: int) -> torch.Tensor:
     """New memory for direct I/O, uint8 [nbytes]."""
-    return torch.frombuffer(direct_buffer(nbytes), dtype=torch.uint8)
-
-
-def _open_all(folder: Path, names: Sequence[str]) -> tuple[dict[str, int], bool]:
-    """Descriptors by file name, and whether they are open for direct I/O."""
-    direct = all(reads_directly(folder / name) for name in names[:1])
-    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    files: dict[str, int] = {}
-    try:
-        for name in names:
-            files[name] = os.open(folder / name, flags)
-    except OSError:
-        for descriptor in files.values():
-            os.close(descriptor)
-        raise
-    return files, direct
+    return torch.frombuffer(direct_buffer(max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def _truncated(tiles: Sequence[WeightTile], end: int) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.calibrate import device as calibrate_device
 from engines.offload.engine import OffloadEngine
-from engines.offload.kernels.cuda import DeviceKernels
+from engines.offload.kernels import DeviceKernels
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.planning.simulated import search_policy
 from harness import hardware

@@ -8,9 +8,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engines.offload.kernels import AttentionMetadata, NoCompilerError, quantize
+from engines.offload.kernels import AttentionMetadata, AttentionSpec, NoCompilerError, quantize
 from engines.offload.kernels.attention import compiled_attention, merge_attention_states
-from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.gemm import compiled_gemm, torch_gemm
 from engines.offload.kernels.layer_blocks import LayerBlocks

@@ -1,4 +1,4 @@
-"""The device's kernels in Triton's interpreter, against their definitions: quantize.py to the bit, spec.py closely."""
+"""The device's kernels in Triton's interpreter, against the references: quantization to the bit, attention closely."""
 
 import importlib.util
 import os
@@ -12,8 +12,7 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
 from engines.offload.kernels import quantize
-from engines.offload.kernels.attention import AttentionMetadata
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.triton_attention import triton_attention

@@ -9,9 +9,7 @@ from engines.offload.backend.base import KVCache, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import AttentionMetadata, HostKernels
-from engines.offload.kernels.attention_spec import AttentionSpec
-from engines.offload.kernels.cuda import DeviceKernels
+from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, HostKernels
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.host_blocks import HostBlocks

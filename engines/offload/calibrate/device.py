@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from engines.offload.device.protocol import Accelerator
-from engines.offload.kernels import AttentionMetadata, stored_view
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, stored_view
 from engines.offload.kernels.bench import seconds_of
-from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Grouped, Plain, Storage

@@ -17,9 +17,8 @@ import torch
 from engines.offload.calibrate import device as calibrate_device
 from engines.offload.calibrate import engine as calibrate_engine
 from engines.offload.device import cuda
-from engines.offload.kernels import HostKernels, stored_view
+from engines.offload.kernels import DeviceKernels, HostKernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
-from engines.offload.kernels.cuda import DeviceKernels
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.storage import Grouped, Plain, Storage

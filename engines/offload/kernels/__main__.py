@@ -15,7 +15,7 @@ from engines.offload.kernels.attention import compiled_attention
 from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, interleaved
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
-from engines.offload.kernels.host import HostKernels
+from engines.offload.kernels.kernel_sets import HostKernels
 from engines.offload.kernels.quantizer import Quantizer, compiled_quantizer, numba_quantizer, reference_quantizer
 from engines.offload.memory.storage import Grouped, Plain, Storage
 

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache: the kernels' interface, and the host's compiled kernel."""
+"""Attention over the paged KV cache: what a layer asks for, the kernels' interface, the host's compiled kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from engines.offload.kernels.attention_spec import AttentionSpec
 from engines.offload.kernels.build import CSRC, function
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
@@ -21,6 +20,28 @@ from engines.offload.memory.storage import Storage
 def unmoved(tensor: torch.Tensor) -> torch.Tensor:
     """The upload of a host that computes itself: the tensor as it is."""
     return tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What attention does with a layer's scores.
+
+    `window`: a token sees itself and the `window` - 1 tokens before it. `softcap` c: a score s becomes c * tanh(s / c).
+    `sinks` [heads] float32: one extra score per head in the softmax's denominator, with no value (gpt-oss).
+    `value_topk`: the fraction of visible values, rounded up, that a row takes, those of the largest probabilities
+    (FlexGen, section 5, sparse attention). Unlike FlexGen's, they are then scaled up to the sum of all probabilities.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    value_topk: float = 1.0
+
+    def visible(self, first: int, rows: int, seen: int, device: torch.device | None = None) -> torch.Tensor:
+        """The mask bool [rows, seen]: which of `seen` tokens each of `rows` tokens from position `first` on sees."""
+        mask = torch.ones(rows, seen, dtype=torch.bool, device=device).tril(first)
+        return mask if self.window is None else mask.triu(first - self.window + 1)
 
 
 @dataclass(frozen=True)

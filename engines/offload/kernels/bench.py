@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engines.offload.kernels.attention import AttentionMetadata
-from engines.offload.kernels.attention_spec import AttentionSpec
-from engines.offload.kernels.host import HostKernels
+from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
+from engines.offload.kernels.kernel_sets import HostKernels
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import Storage

@@ -3,8 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata
-from engines.offload.kernels.attention_spec import AttentionSpec, attend
+from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import KVBlocks
 from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.storage import Storage
@@ -60,6 +59,46 @@ def _fused(
     return scaled_dot_product_attention(
         query[None], key[None], value[None], mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped
     )[0]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of query [heads, rows, dim], at positions from `first` on, to key and value [kv_heads, seen, dim].
+
+    Returns [heads, rows, dim] in the query's dtype and their log-sum-exps, float32 [heads, rows]; for a row that sees
+    nothing zero and minus infinity. Holds the scores of one key/value head at a time.
+    """
+    heads, rows, _ = query.shape
+    group = heads // key.shape[0]
+    mask = spec.visible(first, rows, key.shape[1], query.device)
+    out = query.new_empty(heads, rows, value.shape[2])
+    lse = out.new_empty(heads, rows, dtype=torch.float32)
+    for i, (k, v) in enumerate(zip(key.to(query.dtype), value.to(query.dtype), strict=True)):
+        group_heads = slice(i * group, (i + 1) * group)
+        scores = query[group_heads] @ k.T * spec.scale
+        if spec.softcap is not None:
+            scores = (scores / spec.softcap).tanh() * spec.softcap
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if spec.sinks is not None:
+            sinks = spec.sinks[group_heads].to(scores.dtype).view(-1, 1, 1).expand(-1, rows, 1)
+            scores = torch.cat([scores, sinks], -1)
+        lse[group_heads] = scores.logsumexp(-1).float() if scores.shape[-1] else -torch.inf
+        probabilities = scores.softmax(-1)[..., : len(k)]
+        if spec.value_topk < 1:
+            probabilities = _top_values(probabilities, spec, first)
+        out[group_heads] = probabilities @ v
+    return out, lse
+
+
+def _top_values(probabilities: torch.Tensor, spec: AttentionSpec, first: int) -> torch.Tensor:
+    """Probabilities [heads, rows, seen] of rows from position `first` on: the largest of each row rescaled, else 0."""
+    limit = spec.window or first + probabilities.shape[1]
+    sees = torch.arange(first + 1, first + 1 + probabilities.shape[1], device=probabilities.device).clamp(max=limit)
+    counts = (spec.value_topk * sees.double()).ceil().view(-1, 1)
+    ranks = probabilities.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    kept = probabilities.where(ranks < counts, 0)
+    return kept * (probabilities.sum(-1, keepdim=True) / kept.sum(-1, keepdim=True))
 
 
 def reference_memory(

@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels.attention import AttentionKernel, AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import KVBlocks, LayerBlocks
 from engines.offload.kernels.triton_quantizer import values_at
 from engines.offload.memory.storage import Grouped, Storage

@@ -9,8 +9,7 @@ from itertools import accumulate
 import torch
 
 from engines.offload.device.protocol import Device
-from engines.offload.kernels import AttentionKernel, AttentionMetadata, Hadamard
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Hadamard
 from engines.offload.kernels.layer_blocks import Target
 from engines.offload.kv_cache.host_attention import HostAttention, HostAttentionTask, HostChunks
 from engines.offload.kv_cache.paged_cache import Chunk, PagedCache

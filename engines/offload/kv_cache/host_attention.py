@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engines.offload.device.protocol import Accelerator
-from engines.offload.kernels import AttentionKernel, AttentionMetadata, Quantizer, merge_attention_states
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, merge_attention_states
 from engines.offload.kv_cache.host_blocks import HostBlocks
 from engines.offload.kv_cache.paged_cache import Chunk
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels import AttentionSpec
 from engines.offload.weights.gemm import padded_output
 from harness.api import ModelShape
 

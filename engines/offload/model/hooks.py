@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from engines.offload.kernels.attention_spec import AttentionSpec
+from engines.offload.kernels import AttentionSpec
 from harness.api import UnsupportedError
 
 OFFLOAD, DRY_RUN = "offload", "offload-dry"

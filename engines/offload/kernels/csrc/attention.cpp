@@ -4,7 +4,7 @@
 // follow `cached[i]` tokens of the same sequence. Row i of table [segments, max_blocks] holds the addresses of its KV
 // blocks: keys [kv_heads, block, dim], and the values `values_after` bytes behind them. In a packed cache a row takes
 // `row_bytes` bytes instead of dim values. `block` is log2 of the tokens in a block. window = 0 and softcap = 0 turn
-// these off, sinks [heads] may be null, and value_topk = 1 takes all values; attention_spec.py defines them. lse
+// these off, sinks [heads] may be null, and value_topk = 1 takes all values; reference_attention.py defines them. lse
 // [tokens, heads], or null, receives log-sum-exps, by which the attention states of two parts of a cache are merged.
 //
 // Decode tokens: decode_attention.h reads the stored rows block by block, many heads at once. Prompt rows: two GEMMs

@@ -1,4 +1,4 @@
-// Softmax of one query row's scores and the choice of its top values, as attention_spec.py defines them.
+// Softmax of one query row's scores and the choice of its top values, as reference_attention.py defines them.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-// The fields of attention_spec.py's AttentionSpec; 0 is no window and no soft-capping, null no sinks.
+// The fields of attention.py's AttentionSpec; 0 is no window and no soft-capping, null no sinks.
 struct AttentionSpec {
   int64_t window;
   float scale, softcap;

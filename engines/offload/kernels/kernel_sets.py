@@ -1,8 +1,9 @@
-"""The host's kernels: compiled where there is a C++ compiler, else their substitutes in numba and torch."""
+"""The kernels of one processor, for any storage: the host's, and a device's."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from engines.offload.kernels.attention import AttentionKernel, compiled_attention
 from engines.offload.kernels.build import NoCompilerError
@@ -23,8 +24,31 @@ from harness.api import ModelShape
 _Kernel = TypeVar("_Kernel")
 
 
+class KernelSet(Protocol):
+    """The kernels of one processor, for any storage. `note` says which are missing and why, or is empty."""
+
+    note: str
+
+    def quantizer(self, stored: Storage) -> Quantizer:
+        """Converts values to what is stored, and back."""
+
+    def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
+        """Attention over a KV cache that is `stored` so. `sparse`: specs may have value_topk < 1."""
+
+    def attention_memory(
+        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+    ) -> tuple[int, int]:
+        """Working memory of `attention`, which was asked for before: bytes in all, and bytes per prompt row of a pass.
+
+        For sequences of up to `longest` tokens, queries of `compute_bytes` a value, and `sparse` as given there.
+        """
+
+    def hadamard(self) -> Hadamard:
+        """Rotates keys and values before they are quantized."""
+
+
 class HostKernels:
-    """Kernels on `threads` threads, built under `cache` on first use; see KernelSet."""
+    """The host's, on `threads` threads: compiled under `cache` on first use, else substitutes in numba and torch."""
 
     def __init__(self, cache: Path, threads: int) -> None:
         self._cache = cache
@@ -69,3 +93,40 @@ class HostKernels:
         except NoCompilerError as exc:
             self.note = f"slower kernels, because the compiled ones are missing: {exc}"
             return None
+
+
+class DeviceKernels:
+    """A device's: Triton's or torch's; `triton` None: Triton's if it is installed.
+
+    Its quantizers unpack to the dtype of their output.
+    """
+
+    def __init__(self, triton: bool | None = None) -> None:
+        self._triton = importlib.util.find_spec("triton") is not None if triton is None else triton
+        self.note = "" if self._triton else "slower kernels on the device: pip install triton"
+
+    def quantizer(self, stored: Storage) -> Quantizer:
+        if isinstance(stored, Plain):
+            return plain_quantizer(stored)
+        if not self._triton:
+            return reference_quantizer(stored)
+        from engines.offload.kernels.triton_quantizer import triton_quantizer  # Triton is optional
+
+        return triton_quantizer(stored)
+
+    def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
+        if sparse or not self._triton:
+            return reference_attention(self.quantizer(stored))
+        from engines.offload.kernels.triton_attention import triton_attention  # Triton is optional
+
+        return triton_attention(stored)
+
+    def attention_memory(
+        self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
+    ) -> tuple[int, int]:
+        if sparse or not self._triton:
+            return reference_memory(shape, longest, stored, compute_bytes, sparse)
+        return 0, 0
+
+    def hadamard(self) -> Hadamard:
+        return hadamard

@@ -1,7 +1,6 @@
 """Settings and fixtures for all tests."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         group = "whole-machine" if item.path.stem in WHOLE_MACHINE else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-
-
-@pytest.fixture(autouse=True)
-def engines_closed():
-    """Closes the engines that a test has loaded by tests.offload, which tests without torch do not import."""
-    yield
-    if "tests.offload" in sys.modules:
-        sys.modules["tests.offload"].made.close()
 
 
 @pytest.fixture(scope="module", params=["opt", "llama"])

@@ -1,6 +1,5 @@
 """Small random models, and what it takes to hold the offload engine against transformers with them."""
 
-import contextlib
 import random
 from pathlib import Path
 
@@ -75,12 +74,8 @@ def with_kernels(cache):
     return cache
 
 
-#: Closes the engines that `load` makes; conftest.py does so after each test.
-made = contextlib.ExitStack()
-
-
 def load(model, cache, /, budget=None, max_sequence=64, engine=None, **policy):
-    engine = engine or made.enter_context(contextlib.closing(OffloadEngine()))
+    engine = engine or OffloadEngine()
     job = Job(cache, with_kernels(cache), max_sequence, max_sequence)
     report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)
     return engine, report
@@ -94,7 +89,9 @@ def answers(engine, requests):
 def load_and_answer(model, cache, requests, /, **policy):
     """What an engine loaded for these requests alone answers, and what its load reported."""
     engine, report = load(model, cache, **policy)
-    return answers(engine, requests), report
+    found = answers(engine, requests)
+    engine.close()
+    return found, report
 
 
 def all_greedy(reference, requests, tokens):

@@ -86,6 +86,7 @@ def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, 
     held = engine.stats().num_kv_blocks
     requests = [r for r in requests_of(seed, 5) if blocks_for(len(r.prompt) + r.sampling.max_tokens) <= held]
     tokens = answers(engine, requests)
+    engine.close()
     assert tokens.keys() == {r.id for r in requests}
     assert all_greedy(reference, requests, tokens)
 
@@ -96,6 +97,7 @@ def test_logits_are_within_one_in_ten_thousand(folder, reference, cache):
     pairs = [(tuple(torch.randint(5, VOCAB, (n,)).tolist()), (7, 8, 9)) for n in (1, 20, 45)]
     engine, _ = load(prepare(folder), cache, schedule="sweep", gpu_batch_size=3, prefill_chunk=11)
     scores = engine.score(pairs)
+    engine.close()
     for (context, continuation), score in zip(pairs, scores, strict=True):
         logits = logits_of(reference, context, continuation)
         picked = logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
@@ -109,6 +111,7 @@ def test_only_wanted_experts_are_loaded(tmp_path):
     engine, report = load(model, tmp_path, schedule="row", weights=(0.0, 0.0, 1.0))
     list(engine.generate([GenerationRequest("a", (5,), SamplingParams(20, ignore_eos=True))]))
     read = engine.stats().weight_bytes_read
+    engine.close()
     assert read < 20 * report.weights_by_tier[2] / 2
 
 

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.parametrize("model", ["llama"], indirect=True)
 
 @pytest.fixture
 def engine(model, tmp_path):
-    return load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=40, max_sequence=100)[0]
+    engine, _ = load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=40, max_sequence=100)
+    yield engine
+    engine.close()
 
 
 def computed(engine):

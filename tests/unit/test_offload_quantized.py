@@ -100,6 +100,7 @@ def test_without_a_compiler_the_values_are_the_same(model, folder, tmp_path, mon
         assert all_greedy(reference(folder, policy), requests, answers(engine, requests))
     else:
         assert engine.score([([1, 2, 3], [4, 5])])[0].logprob < 0
+    engine.close()
 
 
 def test_codes_take_their_bits_on_disk_and_in_memory(model, cache):

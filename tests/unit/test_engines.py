@@ -313,7 +313,7 @@ def test_accelerate_reports_where_the_weights_are(model, tmp_path) -> None:
 
 def test_accelerate_gives_weights_what_a_device_has_left(model, tmp_path, monkeypatch):
     """The engine refuses a budget without room for the largest tensor, and otherwise passes the rest as max_memory."""
-    monkeypatch.setattr("engines.adapters.accelerate.device_budget", lambda limits: limits.device_memory)
+    monkeypatch.setattr("engines.adapters.causal_lm.device_budget", lambda limits: limits.device_memory)
     passed = {}
 
     def load_module(*args, **placement):

@@ -63,8 +63,10 @@ class AccelerateEngine(CausalLMEngine):
         module = from_checkpoint(
             request, device_map="auto", max_memory=max_memory, offload_folder=str(request.job.scratch)
         )
-        if request.dtype == request.model.dtype:
-            _copy_mapped_parameters(module)
+        if request.dtype == request.model.dtype:  # not cast, so parameters may be views of a mapped file
+            for parameter in module.parameters():
+                if parameter.device.type == "cpu":
+                    parameter.data = parameter.data.clone()
         return Placement(module, weights_by_tier(module, DTYPE_BYTES[request.model.dtype]), (note,))
 
     def _max_memory(self, request: PlacementRequest) -> tuple[dict[int | str, int] | None, str]:
@@ -122,13 +124,6 @@ def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
         else:
             device += parameter.numel() * parameter.element_size()
     return device, host, disk
-
-
-def _copy_mapped_parameters(module: Any) -> None:
-    """Copies host parameters, which may be views of a mapped file, into anonymous memory."""
-    for parameter in module.parameters():
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
 
 
 def _return_freed_memory() -> None:

@@ -175,7 +175,9 @@ class CausalLMEngine(Engine, ABC):
         for request in requests:
             checks.validate(request, self._model.shape)
         decode = checks.decoder(self._model.path) if any(r.sampling.stop for r in requests) else None
-        return self._batches(requests, decode, time.perf_counter())
+        began = time.perf_counter()
+        batches = checks.batches(requests, self._next_batch, began)
+        return (result for batch in batches for result in self._run_batch(batch, decode, began))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores in float32, from the logits of the continuation's positions only.
@@ -199,12 +201,6 @@ class CausalLMEngine(Engine, ABC):
         self._module = None
 
     # ----------------------------------------------------------------------- generation
-
-    def _batches(
-        self, requests: Sequence[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
-    ) -> Iterator[GenerationResult]:
-        for batch in checks.batches(requests, self._next_batch, began):
-            yield from self._run_batch(batch, decode, began)
 
     def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
         """Selects the next batch from the `pending` requests that have arrived by `now_s`."""

@@ -40,7 +40,9 @@ class LmEvalHfEngine(AccelerateEngine):
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         report = super().load(model, policy, limits, job)
-        self._hf = _PaddingCounter(self._module, tokenizer=_empty_tokenizer(), batch_size=policy.gpu_batch_size)
+        # a tokenizer that the constructor requires; we pass token ids, so it encodes nothing
+        empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
+        self._hf = _PaddingCounter(self._module, tokenizer=empty, batch_size=policy.gpu_batch_size)
         return report
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
@@ -76,11 +78,6 @@ class LmEvalHfEngine(AccelerateEngine):
         """Longest prompts first, as lm-eval sorts them."""
         arrived = [r for r in pending if r.arrival_s <= now_s]
         return sorted(arrived, key=lambda r: -len(r.prompt))[: self._block_size]
-
-
-def _empty_tokenizer() -> Any:
-    """A tokenizer that HFLM's constructor requires; we pass token ids, so it encodes nothing."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
 
 
 class _PaddingCounter(HFLM):

@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec
 from harness.api.services import (
     Calibrator,
-    CompilerSearch,
     Forecaster,
     LmEval,
     LongestSequence,
@@ -338,7 +337,6 @@ def _module(name: str) -> Callable[[], Any]:
 model_store: Callable[[], ModelStore] = _module("engines.models.checkpoints")
 shapes: Callable[[], ModelShapes] = _module("engines.models.shapes")
 request_checks: Callable[[], RequestChecks] = _module("engines.common.requests")
-compiler: Callable[[], CompilerSearch] = _module("engines.common.compiler")
 machine_rates: Callable[[], MachineRatesProbe] = _module("engines.common.machine_rates")
 planner: Callable[[], Planner] = _module("engines.planning.plan")
 simulator: Callable[[], Simulator] = _module("engines.planning.simulated")

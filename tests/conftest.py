@@ -1,6 +1,7 @@
 """Settings and fixtures for all tests."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,17 @@ def cache(tmp_path_factory):
     from tests.offload import with_kernels
 
     return with_kernels(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def load():
+    """`tests.offload.load`, whose engines are closed after the test."""
+    from tests import offload
+
+    def load_for_test(*args, **options):
+        engine, report = offload.load(*args, **options)
+        engines.callback(engine.close)
+        return engine, report
+
+    with ExitStack() as engines:
+        yield load_for_test

@@ -12,7 +12,7 @@ from engines.models import checkpoints
 from engines.offload.engine import OffloadEngine
 from engines.offload.kernels.quantizer import plain_quantizer, reference_quantizer
 from engines.offload.memory.storage import Plain
-from harness.api import GenerationRequest, HardwareLimits, Job, ModelSpec, OffloadPolicy, SamplingParams
+from harness.api import GenerationRequest, HardwareLimits, Job, ModelSpec, OffloadPolicy, SamplingParams, Score
 
 CONTEXT = 128
 VOCAB = 512
@@ -74,11 +74,12 @@ def with_kernels(cache):
     return cache
 
 
-def load(model, cache, /, budget=None, max_sequence=64, engine=None, **policy):
+def load(model, cache, /, budget=None, device=None, max_sequence=64, engine=None, **policy):
+    """An engine, by default the offload engine, with a model loaded within `budget` bytes, and its report."""
     engine = engine or OffloadEngine()
     job = Job(cache, with_kernels(cache), max_sequence, max_sequence)
-    report = engine.load(model, OffloadPolicy(**policy), HardwareLimits(host_memory=budget), job)
-    return engine, report
+    limits = HardwareLimits(device_memory=device, host_memory=budget)
+    return engine, engine.load(model, OffloadPolicy(**policy), limits, job)
 
 
 def answers(engine, requests):
@@ -103,6 +104,13 @@ def logits_of(reference, context, continuation):
     """The reference's logits from which it would choose each token of the continuation."""
     with torch.no_grad():
         return reference(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
+
+
+def exact_score(reference, context, continuation):
+    """The reference's score of a continuation, in float64."""
+    log_probs = logits_of(reference, context, continuation).double().log_softmax(-1)
+    chosen = torch.tensor(continuation)
+    return Score(log_probs.gather(1, chosen[:, None]).sum().item(), bool((log_probs.argmax(-1) == chosen).all()))
 
 
 def greedy(reference, prompt, count, **options):

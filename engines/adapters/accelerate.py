@@ -21,21 +21,10 @@ from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, from_checkpoint
-from engines.common.cuda_device import device_budget
-from engines.common.work_memory import SLACK_BYTES, require_memory, working_bytes
+from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
+from engines.common.work_memory import SLACK_BYTES, require_memory
 from engines.models import checkpoints
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Dtype,
-    HardwareLimits,
-    InfeasibleError,
-    Job,
-    LocalModel,
-    ModelShape,
-    OffloadPolicy,
-)
+from harness.api import DTYPE_BYTES, Capabilities, InfeasibleError
 from harness.common.host_memory import free_memory
 
 #: The fraction of free memory that weights may take where host memory has no limit.
@@ -68,61 +57,56 @@ class AccelerateEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "accelerate"))
 
-    def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        device = device_budget(limits)
-        max_memory, note = self._max_memory(model, dtype, policy.gpu_batch_size, device, limits, job.max_sequence)
+    def _place(self, request: PlacementRequest) -> Placement:
+        max_memory, note = self._max_memory(request)
         _return_freed_memory()
         module = from_checkpoint(
-            model, dtype, device_map="auto", max_memory=max_memory, offload_folder=str(job.scratch)
+            request, device_map="auto", max_memory=max_memory, offload_folder=str(request.job.scratch)
         )
-        if dtype == model.dtype:
-            _copy_mapped_parameters(module)
-        tiers = weights_by_tier(module, DTYPE_BYTES[model.dtype])
-        return Placement(module, tiers, (note,), "cpu" if device is None else "cuda")
+        if request.dtype == request.model.dtype:  # not cast, so parameters may be views of a mapped file
+            for parameter in module.parameters():
+                if parameter.device.type == "cpu":
+                    parameter.data = parameter.data.clone()
+        return Placement(module, weights_by_tier(module, DTYPE_BYTES[request.model.dtype]), (note,))
 
-    def _max_memory(
-        self, model: LocalModel, dtype: Dtype, batch: int, device: int | None, limits: HardwareLimits, tokens: int
-    ) -> tuple[dict[int | str, int] | None, str]:
-        """Accelerate's `max_memory` for weights (None: Accelerate decides) and a note that derives it.
-
-        `device` is the device budget in bytes, or None. Raises InfeasibleError where a budget has no room for weights.
-        """
-        stored = checkpoints.largest_tensor_bytes(model.path)
-        computed = stored * DTYPE_BYTES[dtype] // DTYPE_BYTES[model.dtype]
-        kv, activations = self._working(model.shape, batch, tokens, DTYPE_BYTES[dtype])
+    def _max_memory(self, request: PlacementRequest) -> tuple[dict[int | str, int] | None, str]:
+        """Accelerate's `max_memory` for weights (None: Accelerate decides) and a note that derives it. Raises
+        InfeasibleError where a budget has no room for weights."""
+        device, host_memory = request.device_budget, request.limits.host_memory
+        stored = checkpoints.largest_tensor_bytes(request.model.path)
+        computed = stored * request.dtype_bytes // DTYPE_BYTES[request.model.dtype]
+        kv, activations = self._working_bytes(request)
+        sequences = f"{request.policy.gpu_batch_size} x {request.job.max_sequence} tokens"
         if device is not None:
             weights = device - kv - activations - computed - SLACK_BYTES
             if weights < 0:
                 raise InfeasibleError(
-                    f"accelerate needs {(device - weights) / 2**20:.0f} MiB of device memory for {batch} x {tokens} "
-                    f"tokens: KV cache {kv / 2**20:.0f}, activations {activations / 2**20:.0f}, its largest tensor "
+                    f"accelerate needs {(device - weights) / 2**20:.0f} MiB of device memory for {sequences}: KV cache "
+                    f"{kv / 2**20:.0f}, activations {activations / 2**20:.0f}, its largest tensor "
                     f"{computed / 2**20:.0f}, slack {SLACK_BYTES / 2**20:.0f}; the limit leaves {device / 2**20:.0f} "
                     "beside the CUDA context: lower gpu_batch_size, or raise limits.device_memory",
                     {"device": -weights},
                 )
-            budget = limits.host_memory or int(_FREE_SHARE * free_memory())
+            budget = host_memory or int(_FREE_SHARE * free_memory())
             host = max(0, budget - stored - SLACK_BYTES) if self._cpu_memory is None else self._cpu_memory
             return {0: weights, "cpu": host}, (
                 f"max_memory 0 = {weights} bytes = {device} beside the CUDA context - KV cache {kv} - activations "
-                f"{activations} - largest tensor {computed} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens; "
-                f"cpu = {host} bytes"
+                f"{activations} - largest tensor {computed} - slack {SLACK_BYTES}, for {sequences}; cpu = {host} bytes"
             )
-        require_memory(self.name, computed, limits.host_memory, f"its largest layer or embedding in {dtype}")
+        require_memory(self.name, computed, host_memory, f"its largest layer or embedding in {request.dtype}")
         if self._cpu_memory is not None:
             return {"cpu": self._cpu_memory}, f"max_memory cpu = {self._cpu_memory} bytes (set by option)"
-        if limits.host_memory is None:
+        if host_memory is None:
             return None, "no limit: device_map auto decides"
-        host = max(0, limits.host_memory - kv - activations - stored - computed - SLACK_BYTES)
+        host = max(0, host_memory - kv - activations - stored - computed - SLACK_BYTES)
         return {"cpu": host}, (
-            f"max_memory cpu = {host} bytes = budget {limits.host_memory} - KV cache {kv} - activations {activations} "
-            f"- largest tensor {stored} + {computed} - slack {SLACK_BYTES}, for {batch} x {tokens} tokens"
+            f"max_memory cpu = {host} bytes = budget {host_memory} - KV cache {kv} - activations {activations} "
+            f"- largest tensor {stored} + {computed} - slack {SLACK_BYTES}, for {sequences}"
         )
 
-    def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
+    def _working_bytes(self, request: PlacementRequest) -> tuple[int, int]:
         """Bytes of (KV cache, activations)."""
-        return working_bytes(shape, batch, tokens, dtype_bytes)
+        return request.working_bytes
 
 
 def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
@@ -140,13 +124,6 @@ def weights_by_tier(module: Any, stored_bytes: int) -> tuple[int, int, int]:
         else:
             device += parameter.numel() * parameter.element_size()
     return device, host, disk
-
-
-def _copy_mapped_parameters(module: Any) -> None:
-    """Copies host parameters, which may be views of a mapped file, into anonymous memory."""
-    for parameter in module.parameters():
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
 
 
 def _return_freed_memory() -> None:

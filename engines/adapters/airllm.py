@@ -12,20 +12,10 @@ import airllm
 import torch
 from airllm.airllm_base import AirLLMBaseModel
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement
-from engines.common.cuda_device import device_budget
-from engines.common.work_memory import require_memory, working_bytes
+from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest
+from engines.common.work_memory import require_memory
 from engines.models.checkpoints import evict
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Dtype,
-    HardwareLimits,
-    Job,
-    LocalModel,
-    OffloadPolicy,
-    UnsupportedError,
-)
+from harness.api import Capabilities, UnsupportedError
 
 #: Architectures whose modules have the names that AirLLM looks for.
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
@@ -40,29 +30,23 @@ class AirLlmEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "accelerate", "airllm"))
 
-    def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        shape = model.shape
+    def _place(self, request: PlacementRequest) -> Placement:
+        shape, scratch = request.model.shape, request.job.scratch
         if shape.family not in _FAMILIES:
             raise UnsupportedError(f"engine airllm runs {', '.join(_FAMILIES)}, not {shape.family}")
-        device = "cpu" if device_budget(limits) is None else "cuda:0"
-        dtype_bytes = DTYPE_BYTES[dtype]
-        layer = max(shape.params_per_layer, shape.vocab * shape.hidden) * dtype_bytes
-        work = sum(working_bytes(shape, policy.gpu_batch_size, job.max_sequence, dtype_bytes))
-        require_memory(self.name, layer + work, limits.host_memory, "its largest layer and its working memory")
+        needed = max(shape.params_per_layer, shape.vocab * shape.hidden) * request.dtype_bytes
+        needed += sum(request.working_bytes)
+        require_memory(self.name, needed, request.limits.host_memory, "its largest layer and its working memory")
         AirLLMBaseModel.get_tokenizer = lambda self, hf_token=None: None
         self._streamed = airllm.AutoModel.from_pretrained(
-            model.path,
-            device=device,
-            dtype=getattr(torch, dtype),
-            layer_shards_saving_path=str(job.scratch),
+            request.model.path,
+            device="cpu" if request.device_budget is None else "cuda:0",
+            dtype=getattr(torch, request.dtype),
+            layer_shards_saving_path=str(scratch),
         )
-        evict(job.scratch)  # AirLLM has just written the layers' files there
-        total = shape.params_total * dtype_bytes
-        return Placement(
-            self._streamed.model, (0, 0, total), ("streamed layer by layer from one file a layer",), device
-        )
+        evict(scratch)  # AirLLM has just written the layers' files there
+        notes = ("streamed layer by layer from one file a layer",)
+        return Placement(self._streamed.model, (0, 0, request.weight_bytes), notes)
 
     def close(self) -> None:
         super().close()

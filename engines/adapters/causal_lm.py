@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from engines.common import requests as checks
 from engines.common import sampling
-from engines.common.work_memory import refuse_disk_limit
+from engines.common.cuda_device import device_budget
+from engines.common.work_memory import refuse_disk_limit, working_bytes
 from harness.api import (
+    DTYPE_BYTES,
     Capabilities,
     Dtype,
-    EngineTrace,
+    Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -31,24 +33,57 @@ from harness.api import (
 
 
 @dataclass(frozen=True)
+class PlacementRequest:
+    """What to place: `model`, computed in `dtype`, under a policy, within limits, for a job.
+
+    `device_budget` is in bytes, beside the CUDA context; None where the cell has no device.
+    """
+
+    model: LocalModel
+    dtype: Dtype
+    policy: OffloadPolicy
+    limits: HardwareLimits
+    job: Job
+    device_budget: int | None
+
+    @property
+    def device(self) -> str:
+        """Where inputs go."""
+        return "cpu" if self.device_budget is None else "cuda"
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a value in the compute dtype."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in the compute dtype."""
+        return self.model.shape.params_total * self.dtype_bytes
+
+    @property
+    def working_bytes(self) -> tuple[int, int]:
+        """Peak bytes of (KV cache, activations) for a batch of the job's longest sequences."""
+        return working_bytes(self.model.shape, self.policy.gpu_batch_size, self.job.max_sequence, self.dtype_bytes)
+
+
+@dataclass(frozen=True)
 class Placement:
-    """A loaded module, its weight bytes by tier (device, host, disk), notes for the record, and the device of its
-    inputs."""
+    """A loaded module, its weight bytes by tier (device, host, disk), and notes for the record."""
 
     module: Any
     weights_by_tier: tuple[int, int, int]
     notes: tuple[str, ...] = ()
-    device: str = "cpu"
 
 
-def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
-    """Loads a checkpoint as a transformers module; `placement` goes to `from_pretrained`.
+def from_checkpoint(request: PlacementRequest, **placement: Any) -> Any:
+    """Loads the checkpoint as a transformers module; `placement` goes to `from_pretrained`.
 
     Raises HarnessError for a checkpoint that lacks tensors, which transformers would initialise at random.
     """
     module, loading_info = AutoModelForCausalLM.from_pretrained(
-        model.path,
-        dtype=getattr(torch, dtype),
+        request.model.path,
+        dtype=getattr(torch, request.dtype),
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -56,7 +91,7 @@ def from_checkpoint(model: LocalModel, dtype: Dtype, **placement: Any) -> Any:
         **placement,
     )
     if missing := loading_info["missing_keys"]:
-        raise HarnessError(f"{model.path} lacks {min(missing)}, which the model's configuration requires")
+        raise HarnessError(f"{request.model.path} lacks {min(missing)}, which the model's configuration requires")
     return module
 
 
@@ -72,7 +107,7 @@ def _make_projection_inputs_contiguous(module: Any) -> None:
         head.register_forward_pre_hook(lambda _, args: tuple(a.contiguous() for a in args))
 
 
-class CausalLMEngine(ABC):
+class CausalLMEngine(Engine, ABC):
     """The Engine protocol on a transformers causal model; a subclass only places the weights (`_place`).
 
     Batching is static: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size` in a
@@ -85,6 +120,8 @@ class CausalLMEngine(ABC):
     name: ClassVar[str]
     #: The policy fields that this engine honours; it refuses any other that is set.
     honours: ClassVar[tuple[str, ...]] = ("gpu_batch_size", "compute_dtype")
+    #: Further keywords for transformers' `generate`.
+    _generate_options: Mapping[str, Any] = {}
     _module: Any = None
     _device: str
     _model: LocalModel
@@ -94,10 +131,8 @@ class CausalLMEngine(ABC):
     def capabilities(self) -> Capabilities: ...
 
     @abstractmethod
-    def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        """Loads `model` to compute in `dtype`. Raises InfeasibleError when the budget is too small."""
+    def _place(self, request: PlacementRequest) -> Placement:
+        """Loads the weights. Raises InfeasibleError when a budget is too small."""
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         policy.require_defaults_except(self.name, *self.honours)
@@ -105,8 +140,9 @@ class CausalLMEngine(ABC):
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-        placement = self._place(model, dtype, policy, limits, job)
-        self._module, self._device = placement.module.eval(), placement.device
+        request = PlacementRequest(model, dtype, policy, limits, job, device_budget(limits))
+        placement = self._place(request)
+        self._module, self._device = placement.module.eval(), request.device
         _make_projection_inputs_contiguous(self._module)
         stored = self._module.generation_config
         # the checkpoint's sampling settings and penalties must not change what a request specifies
@@ -139,7 +175,9 @@ class CausalLMEngine(ABC):
         for request in requests:
             checks.validate(request, self._model.shape)
         decode = checks.decoder(self._model.path) if any(r.sampling.stop for r in requests) else None
-        return self._batches(requests, decode, time.perf_counter())
+        began = time.perf_counter()
+        batches = checks.batches(requests, self._next_batch, began)
+        return (result for batch in batches for result in self._run_batch(batch, decode, began))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores in float32, from the logits of the continuation's positions only.
@@ -159,19 +197,10 @@ class CausalLMEngine(ABC):
                 scores |= zip(batch, self._score_batch([sequences[i] for i in batch], lengths), strict=True)
         return [scores[i] for i in range(len(pairs))]
 
-    def trace(self) -> EngineTrace:
-        return EngineTrace()
-
     def close(self) -> None:
         self._module = None
 
     # ----------------------------------------------------------------------- generation
-
-    def _batches(
-        self, requests: Sequence[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
-    ) -> Iterator[GenerationResult]:
-        for batch in checks.batches(requests, self._next_batch, began):
-            yield from self._run_batch(batch, decode, began)
 
     def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
         """Selects the next batch from the `pending` requests that have arrived by `now_s`."""
@@ -198,7 +227,7 @@ class CausalLMEngine(ABC):
             max_new_tokens=max(s.max_tokens for s in rows),
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([clock]),
-            **self._generate_options(),
+            **self._generate_options,
         )
         tokens = output[:, prompt_len:].tolist()
         times = [t - began for t in clock.times]
@@ -215,10 +244,6 @@ class CausalLMEngine(ABC):
             )
             for row, (request, length) in enumerate(zip(batch, clock.lengths, strict=True))
         ]
-
-    def _generate_options(self) -> dict[str, Any]:
-        """Further keywords for transformers' `generate`."""
-        return {}
 
     def _eos(self) -> tuple[int, ...]:
         return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[0]

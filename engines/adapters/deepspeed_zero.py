@@ -24,21 +24,9 @@ from typing import Any
 import torch
 from transformers.integrations import HfDeepSpeedConfig
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, from_checkpoint
-from engines.common.cuda_device import device_budget
-from engines.common.work_memory import SLACK_BYTES, require_memory, working_bytes
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Dtype,
-    HardwareLimits,
-    HarnessError,
-    Job,
-    LocalModel,
-    ModelShape,
-    OffloadPolicy,
-    UnsupportedError,
-)
+from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
+from engines.common.work_memory import SLACK_BYTES, require_memory
+from harness.api import Capabilities, HarnessError, ModelShape, UnsupportedError
 
 #: Asynchronous I/O: large blocks and a deep queue, read ahead of the computation.
 _AIO = {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "single_submit": False, "overlap_events": True}
@@ -68,89 +56,84 @@ class DeepSpeedZeroEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "deepspeed"))
 
-    def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        device = "cpu" if device_budget(limits) is None else "cuda"
-        if policy.weight_bits not in (16, 4):
-            raise UnsupportedError(f"engine {self.name} stores weights in 16 or 4 bits, not {policy.weight_bits}")
+    def _place(self, request: PlacementRequest) -> Placement:
+        dtype, device, bits = request.dtype, request.device, request.policy.weight_bits
+        if bits not in (16, 4):
+            raise UnsupportedError(f"engine {self.name} stores weights in 16 or 4 bits, not {bits}")
         if dtype == "float16" and device == "cpu":
             raise UnsupportedError(
                 "DeepSpeed computes in float16 only on a device: set compute_dtype to float32 or bfloat16"
             )
-        if policy.weight_bits == 4 and dtype != "float16":
+        if bits == 4 and dtype != "float16":
             raise UnsupportedError(
                 "DeepSpeed quantizes only float16 weights: weight_bits 4 needs compute_dtype float16"
             )
-        on_disk, note = self._tier(model, dtype, policy, limits, job)
-        with _extension_builds(job.cache / "torch_extensions"):
+        stored = request.weight_bytes * bits // 16
+        on_disk, note = self._tier(request, stored)
+        with _extension_builds(request.job.cache / "torch_extensions"):
             deepspeed = _single_process_deepspeed(device)
             if self._parameters != "host":  # even where unused, so that its memory counts as idle footprint
                 _load_async_io(required=on_disk)
-        config = self._settings(model, dtype, job.scratch, on_disk, device)
+        config = self._settings(request, on_disk)
         self._config = HfDeepSpeedConfig(config)  # transformers looks it up, so it must live as long as the model
-        module = from_checkpoint(model, dtype)
-        if policy.weight_bits == 4:
+        module = from_checkpoint(request)
+        if bits == 4:
             from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
 
-            module = _init_group_wise_weight_quantization(module, config | _four_bit_config(policy.group_size))
+            module = _init_group_wise_weight_quantization(module, config | _four_bit_config(request.policy.group_size))
         self._engine = deepspeed.initialize(model=module, config_params=config)[0]
-        total = model.shape.params_total * DTYPE_BYTES[dtype] * policy.weight_bits // 16
-        return Placement(self._engine.module, (0, 0, total) if on_disk else (0, total, 0), (note,), device)
+        return Placement(self._engine.module, (0, 0, stored) if on_disk else (0, stored, 0), (note,))
 
-    def _tier(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> tuple[bool, str]:
-        """Whether parameters go to disk, and a note that says why.
+    def _tier(self, request: PlacementRequest, stored: int) -> tuple[bool, str]:
+        """Whether parameters of `stored` bytes go to disk, and a note that says why.
 
         Raises InfeasibleError where the budget is too small; UnsupportedError where this user may not lock the pinned
         buffers, or where weights on disk would be quantized.
         """
-        budget = limits.host_memory
-        dtype_bytes = DTYPE_BYTES[dtype]
-        weights = model.shape.params_total * dtype_bytes * policy.weight_bits // 16
-        work = sum(working_bytes(model.shape, policy.gpu_batch_size, job.max_sequence, dtype_bytes)) + SLACK_BYTES
+        budget = request.limits.host_memory
+        work = sum(request.working_bytes) + SLACK_BYTES
         if self._parameters == "host":
-            require_memory(self.name, weights + work, budget, "parameters in RAM and its working memory")
+            require_memory(self.name, stored + work, budget, "parameters in RAM and its working memory")
         on_disk = self._parameters == "disk" or (
-            self._parameters == "auto" and budget is not None and weights + work > budget
+            self._parameters == "auto" and budget is not None and stored + work > budget
         )
         tier = "RAM"
         if on_disk:
-            if policy.weight_bits != 16:
+            if request.policy.weight_bits != 16:
                 raise UnsupportedError(
                     "DeepSpeed keeps quantized weights in memory: weight_bits 4 needs parameters: host"
                 )
-            buffers = self._buffers * _buffer_elements(model.shape) * dtype_bytes
-            require_memory(self.name, buffers, budget, f"{self._buffers} buffers of its largest parameter in {dtype}")
+            buffers = self._buffers * _buffer_elements(request.model.shape) * request.dtype_bytes
+            purpose = f"{self._buffers} buffers of its largest parameter in {request.dtype}"
+            require_memory(self.name, buffers, budget, purpose)
             if buffers > _lockable_bytes():
                 raise UnsupportedError(
                     f"DeepSpeed locks its buffers of {buffers / 2**20:.1f} MiB in memory, and this user may lock "
                     f"{_lockable_bytes() / 2**20:.1f} MiB: run under ulimit -l unlimited"
                 )
             tier = f"disk, through {self._buffers} buffers of {buffers // self._buffers} bytes"
-        return on_disk, f"parameters in {tier}; weights {weights}, working memory {work} bytes, budget {budget}"
+        return on_disk, f"parameters in {tier}; weights {stored}, working memory {work} bytes, budget {budget}"
 
-    def _settings(self, model: LocalModel, dtype: Dtype, scratch: Path, on_disk: bool, device: str) -> dict[str, Any]:
+    def _settings(self, request: PlacementRequest, on_disk: bool) -> dict[str, Any]:
         """DeepSpeed's configuration."""
-        layer = model.shape.params_per_layer
-        offload_param: dict[str, Any] = {"device": "cpu", "pin_memory": device == "cuda"}
+        shape = request.model.shape
+        offload_param: dict[str, Any] = {"device": "cpu", "pin_memory": request.device == "cuda"}
         if on_disk:
             offload_param |= {
                 "device": "nvme",
-                "nvme_path": str(scratch),
+                "nvme_path": str(request.job.scratch),
                 "buffer_count": self._buffers,
-                "buffer_size": _buffer_elements(model.shape),
+                "buffer_size": _buffer_elements(shape),
             }
         return {
-            "fp16": {"enabled": dtype == "float16"},
-            "bf16": {"enabled": dtype == "bfloat16"},
+            "fp16": {"enabled": request.dtype == "float16"},
+            "bf16": {"enabled": request.dtype == "bfloat16"},
             "zero_optimization": {
                 "stage": 3,
                 "offload_param": offload_param,
-                "stage3_prefetch_bucket_size": 2 * layer,
-                "stage3_max_live_parameters": 2 * layer,
-                "stage3_param_persistence_threshold": model.shape.hidden,
+                "stage3_prefetch_bucket_size": 2 * shape.params_per_layer,
+                "stage3_max_live_parameters": 2 * shape.params_per_layer,
+                "stage3_param_persistence_threshold": shape.hidden,
             },
             "aio": _AIO,
             "train_micro_batch_size_per_gpu": 1,

@@ -1,7 +1,6 @@
 """A deterministic engine without torch that drives the harness's tests and fails in chosen ways."""
 
 import ctypes
-import dataclasses
 import errno
 import hashlib
 import os
@@ -9,11 +8,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.api import (
     Capabilities,
-    EngineTrace,
+    Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -65,7 +65,8 @@ class OutOfMemoryError(RuntimeError):
     """Stands in for `torch.OutOfMemoryError`: the same class name and the same start of the message."""
 
 
-class FakeEngine:
+@dataclass(kw_only=True, eq=False)
+class FakeEngine(Engine):
     """Tokens are a hash of (seed, prompt, position) and times come from a virtual clock, so results repeat exactly.
 
     A step of a block of n sequences takes n / `rate_tok_s` virtual seconds, and prefill is the step that gives the
@@ -82,51 +83,34 @@ class FakeEngine:
     - `nonsense`: only pad tokens, ids outside the vocabulary, decreasing times, each result twice, or unknown ids.
     """
 
-    def __init__(
-        self,
-        *,
-        rate_tok_s: float = 1000.0,
-        sleep_s: float = 0.0,
-        crash: Crash | Refusal | None = None,
-        eat_bytes: int = 0,
-        hang: bool = False,
-        lose_request: bool = False,
-        wrong_count: bool = False,
-        nonsense: Nonsense | None = None,
-        spawn_child: bool = False,
-        max_batch: int | None = None,
-        longest: int | None = None,
-    ) -> None:
-        self._step_s = 1 / rate_tok_s
-        self._sleep_s = sleep_s
-        self._crash = crash
-        self._eat_bytes = eat_bytes
-        self._hang = hang
-        self._lose_request = lose_request
-        self._wrong_count = wrong_count
-        self._nonsense = nonsense
-        self._spawn_child = spawn_child
-        self._max_batch = max_batch
-        self._longest = longest
-        self._eaten = b""
-        self._block_size = 1
+    rate_tok_s: float = 1000.0
+    sleep_s: float = 0.0
+    crash: Crash | Refusal | None = None
+    eat_bytes: int = 0
+    hang: bool = False
+    lose_request: bool = False
+    wrong_count: bool = False
+    nonsense: Nonsense | None = None
+    spawn_child: bool = False
+    max_batch: int | None = None
+    longest: int | None = None
 
     def capabilities(self) -> Capabilities:
         return Capabilities(simulated=True)
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         """Raises UnsupportedError or InfeasibleError for a `crash` of that kind, InfeasibleError above `longest`."""
-        if self._crash == "unsupported":
+        if self.crash == "unsupported":
             raise UnsupportedError("engine fake was told to refuse this model")
-        if self._crash == "infeasible":
+        if self.crash == "infeasible":
             raise InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
-        _require_length(self._longest, job.max_sequence)
+        _require_length(self.longest, job.max_sequence)
         policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
         if limits.disk_bandwidth is not None:
             raise UnsupportedError("engine fake does not read the disk: leave limits.disk_bandwidth out")
-        if self._spawn_child:
+        if self.spawn_child:
             subprocess.Popen(["sleep", "600"])
-        self._eaten = b"\x01" * self._eat_bytes  # non-zero, to touch every page
+        self._eaten = b"\x01" * self.eat_bytes  # non-zero, to touch every page
         self._block_size = policy.block_size
         return LoadReport(
             vocab=SHAPE.vocab,
@@ -138,18 +122,18 @@ class FakeEngine:
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        if self._hang:
+        if self.hang:
             while True:
                 time.sleep(3600)
-        if self._max_batch is not None and self._block_size > self._max_batch:
-            raise MemoryError(f"engine fake holds {self._max_batch} sequences, the block has {self._block_size}")
+        if self.max_batch is not None and self._block_size > self.max_batch:
+            raise MemoryError(f"engine fake holds {self.max_batch} sequences, the block has {self._block_size}")
         results = self._results(requests)
-        if self._crash is not None:
+        if self.crash is not None:
             next(results, None)
-            _die(self._crash)
+            _die(self.crash)
         last = requests[-1].id if requests else None
         for result in results:
-            if not (self._lose_request and result.id == last):
+            if not (self.lose_request and result.id == last):
                 yield from self._corrupt(result)
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
@@ -163,19 +147,16 @@ class FakeEngine:
             scores.append(Score(logprob, greedy))
         return scores
 
-    def trace(self) -> EngineTrace:
-        return EngineTrace()
-
     def close(self) -> None:
         self._eaten = b""
 
     def _results(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        clock = 0.0
+        clock, step_s = 0.0, 1 / self.rate_tok_s
         for first in range(0, len(requests), self._block_size):
             block = requests[first : first + self._block_size]
             start, steps = clock, max(request.sampling.max_tokens for request in block)
-            times = [start + (i + 1) * len(block) * self._step_s for i in range(steps)]
-            time.sleep(self._sleep_s * steps)
+            times = [start + (i + 1) * len(block) * step_s for i in range(steps)]
+            time.sleep(self.sleep_s * steps)
             clock = times[-1]
             for request in block:
                 count = request.sampling.max_tokens
@@ -188,17 +169,17 @@ class FakeEngine:
                 )
 
     def _corrupt(self, result: GenerationResult) -> Iterator[GenerationResult]:
-        if self._wrong_count:
-            result = dataclasses.replace(result, tokens=result.tokens[:-1], token_times_s=result.token_times_s[:-1])
-        match self._nonsense:
+        if self.wrong_count:
+            result = replace(result, tokens=result.tokens[:-1], token_times_s=result.token_times_s[:-1])
+        match self.nonsense:
             case "pad":
-                result = dataclasses.replace(result, tokens=(1,) * len(result.tokens))
+                result = replace(result, tokens=(1,) * len(result.tokens))
             case "vocab":
-                result = dataclasses.replace(result, tokens=tuple(t + SHAPE.vocab for t in result.tokens))
+                result = replace(result, tokens=tuple(t + SHAPE.vocab for t in result.tokens))
             case "times":
-                result = dataclasses.replace(result, token_times_s=result.token_times_s[::-1])
+                result = replace(result, token_times_s=result.token_times_s[::-1])
             case "unknown":
-                result = dataclasses.replace(result, id=f"unknown-{result.id}")
+                result = replace(result, id=f"unknown-{result.id}")
             case "duplicate":
                 yield result
         yield result

@@ -26,12 +26,13 @@ import torch
 from engines.common import requests as checks
 from engines.common.cuda_device import device_budget
 from engines.common.folders import build_once
+from engines.common.sampling import finish_reason
 from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
 from engines.models import raw_tensors
 from engines.models.checkpoints import content_digest, evict
 from harness.api import (
     Capabilities,
-    EngineTrace,
+    Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -53,7 +54,7 @@ _FLOAT16_BYTES = 2
 _GROUP = 64  # FlexGen's group size: along the outputs for weights, along the head for the KV cache
 
 
-class FlexGenEngine:
+class FlexGenEngine(Engine):
     """Takes no options. Honours placements, 4 bits, overlap, CPU attention and value sparsity.
 
     Where the policy leaves `weights` out, the fast tier gets as many weights as fit beside the KV cache, the disk the
@@ -137,10 +138,7 @@ class FlexGenEngine:
         that cannot run."""
         for request in requests:
             checks.validate(request, self._model.shape)
-            if request.sampling.temperature or request.sampling.stop or request.sampling.logprobs is not None:
-                raise UnsupportedError(
-                    f"request {request.id}: engine flexgen_ref decodes greedily: no sampling, stop strings or logprobs"
-                )
+            checks.refuse_sampling(self.name, request, "temperature", "stop", "logprobs")
         began = time.perf_counter()
         blocks = checks.batches(requests, partial(checks.next_batch, size=self._block_size), began)
         return (result for block in blocks for result in self._run_block(block, began))
@@ -160,7 +158,8 @@ class FlexGenEngine:
         for row, request in enumerate(block):
             prompt_len = len(request.prompt)
             tokens = [int(t) for t in output[row, prompt_len:]]
-            length, stopped = _length(tokens, request, eos)
+            reasons = (finish_reason(request.sampling, tokens[:n], eos, None) for n in range(1, steps + 1))
+            length, reason = next((n, reason) for n, reason in enumerate(reasons, 1) if reason)
             copied = copies * (prompt_len + steps) if row == len(block) - 1 else 0
             yield GenerationResult(
                 id=request.id,
@@ -169,14 +168,11 @@ class FlexGenEngine:
                 token_times_s=tuple(times[:length]),
                 prompt_tokens=prompt_len,
                 padding_tokens=steps - length + copied,
-                finish_reason="stop" if stopped else "length",
+                finish_reason=reason,
             )
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         raise UnsupportedError("FlexGen does not return logits: it cannot score")
-
-    def trace(self) -> EngineTrace:
-        return EngineTrace()
 
     def close(self) -> None:
         if self._env is not None:
@@ -244,21 +240,11 @@ def _weights_by_tier(shape: ModelShape, shares: _Shares, bits: int) -> tuple[int
 def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> _Shares:
     """The shares, in whole percent, that put as many weights as fit `free` bytes on `tier` and the rest on disk."""
     for percent in range(100, -1, -1):
-        shares = [0.0, 0.0, 1 - percent / 100]
-        shares[tier] = percent / 100
-        if _weights_by_tier(shape, (shares[0], shares[1], shares[2]), bits)[tier] <= free:
+        share = percent / 100
+        shares: _Shares = (share, 0.0, 1 - share) if tier == 0 else (0.0, share, 1 - share)
+        if _weights_by_tier(shape, shares, bits)[tier] <= free:
             break
-    return shares[0], shares[1], shares[2]
-
-
-def _length(tokens: list[int], request: GenerationRequest, eos: Sequence[int]) -> tuple[int, bool]:
-    """How many of the generated tokens belong to the request, and whether an end of sequence ended it."""
-    sampling = request.sampling
-    if not sampling.ignore_eos:
-        for i, token in enumerate(tokens[: sampling.max_tokens]):
-            if token in eos and i + 1 >= sampling.min_tokens:
-                return i + 1, True
-    return sampling.max_tokens, False
+    return shares
 
 
 def _require_opt(model: LocalModel) -> None:

@@ -28,7 +28,7 @@ from engines.models.gguf_writer import to_gguf
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
-    EngineTrace,
+    Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -46,7 +46,7 @@ _TIMEOUT_S = 7200.0
 _SLACK_BYTES = 64 << 20
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(Engine):
     """Honours policy.gpu_batch_size (the server's parallel sequences) and policy.kv_bits (16 or 8). LLaMA and Qwen 2.
 
     `mmap`: maps the weights from disk (llama.cpp's default), or reads them into memory. `gpu_layers`: llama.cpp's -ngl;
@@ -120,12 +120,7 @@ class LlamaCppEngine:
         that cannot run."""
         for request in requests:
             checks.validate(request, self._model.shape)
-            sampling = request.sampling
-            if sampling.stop or sampling.min_tokens or sampling.logprobs is not None:
-                raise UnsupportedError(
-                    f"request {request.id}: engine llama_cpp works on token ids and supports no stop strings, "
-                    "min_tokens or logprobs"
-                )
+            checks.refuse_sampling(self.name, request, "stop", "min_tokens", "logprobs")
         return self._results(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _results(self, requests: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
@@ -201,9 +196,6 @@ class LlamaCppEngine:
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         raise UnsupportedError("llama.cpp's server returns no log-likelihoods of a given continuation: it cannot score")
-
-    def trace(self) -> EngineTrace:
-        return EngineTrace()
 
     def close(self) -> None:
         self._server = None

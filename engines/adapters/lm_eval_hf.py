@@ -9,20 +9,16 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from engines.adapters.accelerate import AccelerateEngine
-from engines.adapters.causal_lm import Placement
+from engines.adapters.causal_lm import Placement, PlacementRequest
 from engines.adapters.transformers import resident
-from engines.common.work_memory import working_bytes
 from harness.api import (
-    DTYPE_BYTES,
     Capabilities,
-    Dtype,
     EngineTrace,
     GenerationRequest,
     HardwareLimits,
     Job,
     LoadReport,
     LocalModel,
-    ModelShape,
     OffloadPolicy,
     Score,
 )
@@ -44,7 +40,9 @@ class LmEvalHfEngine(AccelerateEngine):
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         report = super().load(model, policy, limits, job)
-        self._hf = _PaddingCounter(self._module, tokenizer=_empty_tokenizer(), batch_size=policy.gpu_batch_size)
+        # a tokenizer that the constructor requires; we pass token ids, so it encodes nothing
+        empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
+        self._hf = _PaddingCounter(self._module, tokenizer=empty, batch_size=policy.gpu_batch_size)
         return report
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
@@ -64,29 +62,22 @@ class LmEvalHfEngine(AccelerateEngine):
         super().close()
         self._hf = None
 
-    def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        weights = model.shape.params_total * DTYPE_BYTES[dtype]
-        work = sum(self._working(model.shape, policy.gpu_batch_size, job.max_sequence, DTYPE_BYTES[dtype]))
-        if limits.host_memory is None or weights + work <= limits.host_memory:
-            return resident(model, dtype)
-        return super()._place(model, dtype, policy, limits, job)
+    def _place(self, request: PlacementRequest) -> Placement:
+        budget = request.limits.host_memory
+        if budget is None or request.weight_bytes + sum(self._working_bytes(request)) <= budget:
+            return resident(request)
+        return super()._place(request)
 
-    def _working(self, shape: ModelShape, batch: int, tokens: int, dtype_bytes: int) -> tuple[int, int]:
+    def _working_bytes(self, request: PlacementRequest) -> tuple[int, int]:
         """Adds the logits of all positions and their log_softmax to the activations."""
-        kv, activations = working_bytes(shape, batch, tokens, dtype_bytes)
-        return kv, activations + 2 * batch * tokens * shape.vocab * dtype_bytes
+        kv, activations = super()._working_bytes(request)
+        positions = request.policy.gpu_batch_size * request.job.max_sequence
+        return kv, activations + 2 * positions * request.model.shape.vocab * request.dtype_bytes
 
     def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
         """Longest prompts first, as lm-eval sorts them."""
         arrived = [r for r in pending if r.arrival_s <= now_s]
         return sorted(arrived, key=lambda r: -len(r.prompt))[: self._block_size]
-
-
-def _empty_tokenizer() -> Any:
-    """A tokenizer that HFLM's constructor requires; we pass token ids, so it encodes nothing."""
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
 
 
 class _PaddingCounter(HFLM):

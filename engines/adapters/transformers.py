@@ -1,23 +1,10 @@
 """The baseline without weight offloading: transformers, with its own KV cache implementations."""
 
 import importlib.util
-from typing import Any
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, from_checkpoint
-from engines.common.cuda_device import device_budget
+from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
 from engines.common.work_memory import require_memory
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Dtype,
-    HardwareLimits,
-    HarnessError,
-    Job,
-    LoadReport,
-    LocalModel,
-    OffloadPolicy,
-    UnsupportedError,
-)
+from harness.api import Capabilities, HarnessError, OffloadPolicy, UnsupportedError
 
 #: The least memory that a pass needs beside the weights: activations and KV cache of one short sequence, allocator
 #: slack. Bytes.
@@ -37,41 +24,36 @@ class TransformersEngine(CausalLMEngine):
 
     def __init__(self, *, offload_cache: bool = False) -> None:
         self._offload_cache = offload_cache
-        self._cache: dict[str, Any] = {"cache_implementation": "offloaded"} if offload_cache else {}
-
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        if self._offload_cache and limits.device_memory is None:
-            raise UnsupportedError("offload_cache moves the KV cache off a device: it needs limits.device_memory")
-        if policy.kv_bits == 3:
-            raise UnsupportedError("policy.kv_bits is 3: transformers quantizes its KV cache to 8 or 4 bits")
-        if policy.kv_bits != 16:
-            if self._offload_cache:
-                raise UnsupportedError("transformers cannot offload a quantized KV cache: set offload_cache or kv_bits")
-            if importlib.util.find_spec("hqq") is None:
-                raise HarnessError("policy.kv_bits: transformers quantizes its KV cache with hqq: pip install hqq")
-            config = {"backend": "hqq", "nbits": policy.kv_bits, "q_group_size": policy.group_size,
-                      "axis_key": 1, "axis_value": 1}  # fmt: skip
-            self._cache = {"cache_implementation": "quantized", "cache_config": config}
-        return super().load(model, policy, limits, job)
-
-    def _generate_options(self) -> dict[str, Any]:
-        return self._cache
+        self._generate_options = {"cache_implementation": "offloaded"} if offload_cache else {}
 
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors"))
 
-    def _place(
-        self, model: LocalModel, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits, job: Job
-    ) -> Placement:
-        weights = model.shape.params_total * DTYPE_BYTES[dtype]
-        device = device_budget(limits)
-        budget = limits.host_memory if device is None else device
-        require_memory(self.name, weights + WORK_BYTES, budget, f"all weights in {dtype} and its working memory")
-        if device is not None:
-            return Placement(from_checkpoint(model, dtype).to("cuda"), (weights, 0, 0), device="cuda")
-        return resident(model, dtype)
+    def _place(self, request: PlacementRequest) -> Placement:
+        if self._offload_cache and request.device_budget is None:
+            raise UnsupportedError("offload_cache moves the KV cache off a device: it needs limits.device_memory")
+        if request.policy.kv_bits != 16:
+            self._quantize_cache(request.policy)
+        on_host = request.device_budget is None
+        budget = request.limits.host_memory if on_host else request.device_budget
+        purpose = f"all weights in {request.dtype} and its working memory"
+        require_memory(self.name, request.weight_bytes + WORK_BYTES, budget, purpose)
+        if on_host:
+            return resident(request)
+        return Placement(from_checkpoint(request).to("cuda"), (request.weight_bytes, 0, 0))
+
+    def _quantize_cache(self, policy: OffloadPolicy) -> None:
+        if policy.kv_bits == 3:
+            raise UnsupportedError("policy.kv_bits is 3: transformers quantizes its KV cache to 8 or 4 bits")
+        if self._offload_cache:
+            raise UnsupportedError("transformers cannot offload a quantized KV cache: set offload_cache or kv_bits")
+        if importlib.util.find_spec("hqq") is None:
+            raise HarnessError("policy.kv_bits: transformers quantizes its KV cache with hqq: pip install hqq")
+        config = {"backend": "hqq", "nbits": policy.kv_bits, "q_group_size": policy.group_size,
+                  "axis_key": 1, "axis_value": 1}  # fmt: skip
+        self._generate_options = {"cache_implementation": "quantized", "cache_config": config}
 
 
-def resident(model: LocalModel, dtype: Dtype) -> Placement:
+def resident(request: PlacementRequest) -> Placement:
     """Loads all weights into host memory."""
-    return Placement(from_checkpoint(model, dtype), (0, model.shape.params_total * DTYPE_BYTES[dtype], 0))
+    return Placement(from_checkpoint(request), (0, request.weight_bytes, 0))

@@ -25,7 +25,7 @@ from engines.common.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
     Capabilities,
-    EngineTrace,
+    Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -42,7 +42,7 @@ from harness.api import (
 _UTILIZATION = 0.9
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Honours policy.gpu_batch_size (the most concurrent sequences) and policy.compute_dtype.
 
     `cpu_offload`: bytes of weights in host memory; by default those that do not fit the device. `kv_tier`: bytes of
@@ -108,11 +108,7 @@ class VllmEngine:
         """Queues all requests in vLLM as they arrive. Raises HarnessError before any work for one that cannot run."""
         for request in requests:
             checks.validate(request, self._model.shape)
-            if request.sampling.stop or request.sampling.logprobs is not None:
-                raise UnsupportedError(
-                    f"request {request.id}: engine vllm works on token ids and supports neither stop strings nor "
-                    "logprobs"
-                )
+            checks.refuse_sampling(self.name, request, "stop", "logprobs")
         return self._step_until_done(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _step_until_done(self, pending: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
@@ -157,9 +153,6 @@ class VllmEngine:
             logprobs = [output.prompt_logprobs[i][ids[i]] for i in positions]
             scores.append(Score(sum(p.logprob for p in logprobs), all(p.rank == 1 for p in logprobs)))
         return scores
-
-    def trace(self) -> EngineTrace:
-        return EngineTrace()
 
     def close(self) -> None:
         self._llm = None

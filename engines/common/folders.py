@@ -23,7 +23,7 @@ def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], Non
     """
     if folder.is_dir():
         return folder
-    lock = _lock_of(folder.name, folder.parent)
+    lock = folder.with_name(f"{folder.name}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
@@ -72,15 +72,9 @@ def _sync(path: Path) -> None:
 def _remove_stale(parent: Path) -> None:
     """Removes the temporary folders of killed builders: a free lock means that no builder is alive."""
     for stale in parent.glob("*.tmp-*"):
-        with (
-            suppress(BlockingIOError, PermissionError),
-            _locked(_lock_of(stale.name.rpartition(".tmp-")[0], parent), fcntl.LOCK_NB),
-        ):
+        lock = parent / f"{stale.name.rpartition('.tmp-')[0]}.lock"
+        with suppress(BlockingIOError, PermissionError), _locked(lock, fcntl.LOCK_NB):
             shutil.rmtree(stale, ignore_errors=True)
-
-
-def _lock_of(name: str, parent: Path) -> Path:
-    return parent / f"{name}.lock"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engines.common.text import load_tokenizer
-from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams
+from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams, UnsupportedError
 
 
 def validate(request: GenerationRequest, shape: ModelShape) -> None:
@@ -41,6 +41,12 @@ def check_sampling(sampling: SamplingParams, request: str) -> None:
     ):
         if not valid:
             raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {allowed}")
+
+
+def refuse_sampling(engine: str, request: GenerationRequest, *settings: str) -> None:
+    """Raises UnsupportedError where a request sets one of the sampling `settings`, which `engine` does not support."""
+    if any(getattr(request.sampling, name) != getattr(SamplingParams(), name) for name in settings):
+        raise UnsupportedError(f"request {request.id}: engine {engine} does not support {', '.join(settings)}")
 
 
 def full_sequence(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,12 +89,12 @@ class Executor:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._tiles, self._stream, self._timeline = loaded.tiles, loaded.stream, loaded.timeline
-        self._streamed = [i not in loaded.plan.resident for i in range(len(loaded.tiles))]
-        self._spans = matrix_spans(loaded.tiles)
+        streamed = [i not in loaded.plan.resident for i in range(len(loaded.tiles))]
+        #: The operations of a pass by its number of batches.
+        self._pass_ops = cache(partial(pass_ops, streamed, matrix_spans(loaded.tiles), overlaps=loaded.overlaps))
         matrices = loaded.meta_model.matrices
         self._outputs = {matrix.name: matrix.rows for matrix in matrices}
         self._experts = ExpertRouting(matrices, loaded.stream)
-        self._ops: dict[int, list[Op]] = {}  # of a pass, by its number of batches
         self._batches = 0  # of the pass that runs
         loaded.meta_model.weights = self
 
@@ -161,12 +162,6 @@ class Executor:
                 request = None
             requests.append(request)
         return requests
-
-    def _pass_ops(self, batches: int) -> list[Op]:
-        if batches not in self._ops:
-            overlaps = self._loaded.overlaps if batches > 1 else ()
-            self._ops[batches] = pass_ops(self._streamed, self._spans, batches, overlaps)
-        return self._ops[batches]
 
     # ------------------------------------------------------------- called inside a batch's greenlet, which they stop
 

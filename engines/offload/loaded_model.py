@@ -25,20 +25,17 @@ from harness.api import LoadReport, LocalModel, OffloadPolicy
 class EngineStats:
     """Counts and bytes since the load, but for `passes`: those of the last run.
 
-    `num_kv_blocks` are all blocks of the cache, `offloaded_kv_blocks` those in host memory or on disk beside it.
-    `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and `kv_bytes_written`: of offloaded KV blocks.
-    `activation_rows`, and of them `activation_rows_on_disk`: rows that passed between layers.
+    `num_kv_blocks` are all blocks of the cache. `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and
+    `kv_bytes_written`: of offloaded KV blocks. `activation_rows`, and of them `activation_rows_on_disk`: rows that
+    passed between layers.
     """
 
     passes: int
     tile_bytes: tuple[int, ...]
-    resident_tiles: int
     ring_slots: int
     pass_weight_bytes: int
     weight_bytes_read: int
     num_kv_blocks: int
-    free_kv_blocks: int
-    offloaded_kv_blocks: int
     kv_bytes_read: int
     kv_bytes_written: int
     activation_rows: int
@@ -80,13 +77,10 @@ class LoadedModel:
         return EngineStats(
             passes=self.timeline.passes,
             tile_bytes=tuple(tile.nbytes for tile in self.tiles),
-            resident_tiles=len(self.resident),
             ring_slots=self.stream.slots,
             pass_weight_bytes=sum(tile.span for tile in self.stream.tiles),
             weight_bytes_read=self.stream.bytes_read,
             num_kv_blocks=self.cache.num_blocks,
-            free_kv_blocks=self.cache.num_free_blocks,
-            offloaded_kv_blocks=0 if offloaded is None else offloaded.num_blocks,
             kv_bytes_read=0 if offloaded is None else offloaded.bytes_read,
             kv_bytes_written=0 if offloaded is None else offloaded.bytes_written,
             activation_rows=0 if activations is None else activations.rows,

@@ -69,10 +69,11 @@ def pass_ops(
 ) -> list[Op]:
     """The operations of one pass of `batches` batches, in order.
 
-    `streamed`: for each weight tile, whether it comes through the ring; `spans`: the tiles of each matrix.
+    `streamed`: for each weight tile, whether it comes through the ring; `spans`: the tiles of each matrix. A single
+    batch has no products of others to overlap its attention with.
     """
     last = {span[-1] for span in spans}
-    overlap_at = {overlap.before.start: overlap for overlap in overlaps}
+    overlap_at = {overlap.before.start: overlap for overlap in overlaps if batches > 1}
     loaded: set[int] = set()
 
     def multiply(tile: int, batch: int) -> list[Op]:

@@ -30,6 +30,11 @@ class ActiveSequence:
         self._steps = steps
 
     @property
+    def missing(self) -> int:
+        """How many of its known tokens are not cached."""
+        return len(self.tokens) - self.cached
+
+    @property
     def steps_left(self) -> int:
         """How many passes it still needs at most, counted from the one that computes its last known token."""
         return self._steps - len(self.times)
@@ -219,16 +224,9 @@ class BlockScheduler(Scheduler[S]):
 
     def _chunks(self, batch: Sequence[S]) -> list[ScheduledChunk[S]]:
         """A token of each sequence that decodes, and up to `prefill_chunk` prompt tokens of the others."""
-        chunks = []
-        left, max_logits = self._prefill_chunk, self._max_logits
-        for sequence in batch:
-            missing = len(sequence.tokens) - sequence.cached
-            count = 1 if missing == 1 else prompt_rows(missing, left, self._prefill_chunk)
-            count, max_logits = _within_logits(sequence, count, max_logits)
-            left -= count if missing > 1 else 0
-            if count:
-                chunks.append(ScheduledChunk(sequence, count))
-        return chunks
+        room = _Room(self._prefill_chunk, self._max_logits)
+        counts = [room.take(sequence, decodes=sequence.missing == 1) for sequence in batch]
+        return [ScheduledChunk(sequence, count) for sequence, count in zip(batch, counts, strict=True) if count]
 
 
 class ContinuousScheduler(Scheduler[S]):
@@ -244,23 +242,18 @@ class ContinuousScheduler(Scheduler[S]):
         self._budget = budget
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        chunks = [ScheduledChunk(s, 1) for s in self._running if len(s.tokens) - s.cached == 1]
-        left = budget = self._budget(len(chunks))
-        max_logits = self._max_logits
+        chunks = [ScheduledChunk(s, 1) for s in self._running if s.missing == 1]
+        room = _Room(self._budget(len(chunks)), self._max_logits)
         for sequence in self._prompts(now_s):
-            count = prompt_rows(len(sequence.tokens) - sequence.cached, left, budget)
-            count, max_logits = _within_logits(sequence, count, max_logits)
-            if not count:
-                break
-            chunks.append(ScheduledChunk(sequence, count))
-            left -= count
-            if not left:
+            if count := room.take(sequence):
+                chunks.append(ScheduledChunk(sequence, count))
+            if not count or not room.prompt_rows:
                 break
         return self._allocate_blocks([chunks])
 
     def _prompts(self, now_s: float) -> Iterable[S]:
         """Sequences whose prompts are not cached: running ones, then new ones as long as they are admitted."""
-        yield from [s for s in self._running if len(s.tokens) - s.cached > 1]
+        yield from [s for s in self._running if s.missing > 1]
         while len(self._running) < self._size and (sequence := self.admit(now_s)):
             yield sequence
 
@@ -288,18 +281,25 @@ def prompt_rows(missing: int, left: int, budget: int) -> int:
     return count if count > 1 else 0
 
 
-def _within_logits(sequence: ActiveSequence, count: int, max_logits: int | None) -> tuple[int, int | None]:
-    """How many of a sequence's next `count` tokens fit within `max_logits` rows of logits, and the rows left after
-    them. Avoids single rows of a prompt, as `prompt_rows` does."""
-    if max_logits is None:
-        return count, None
-    missing = len(sequence.tokens) - sequence.cached
-    fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - max_logits))
-    if fitting < count and missing - fitting == 1:
-        fitting -= 1
-    if fitting == 1 < missing:
-        fitting = 0
-    return fitting, max_logits - len(sequence.logits_positions(fitting))
+class _Room:
+    """The rows of prompts and of logits (None: any number) that a batch may still take."""
+
+    def __init__(self, budget: int, logits: int | None) -> None:
+        self._budget = self.prompt_rows = budget
+        self._logits = logits
+
+    def take(self, sequence: ActiveSequence, decodes: bool = False) -> int:
+        """Takes as many rows of a prompt as fit, or the row of a sequence that decodes; returns how many."""
+        missing = sequence.missing
+        count = 1 if decodes else prompt_rows(missing, self.prompt_rows, self._budget)
+        if self._logits is not None:
+            fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - self._logits))
+            if fitting < count and missing - fitting == 1:
+                fitting -= 1
+            count = 0 if fitting == 1 < missing else fitting  # no single rows of a prompt: see `prompt_rows`
+            self._logits -= len(sequence.logits_positions(count))
+        self.prompt_rows -= 0 if decodes else count
+        return count
 
 
 def peak_blocks(sequences: Sequence[ActiveSequence], shared: Sequence[int] = ()) -> int:

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.balance import io_compute_balance_rows
@@ -17,7 +18,7 @@ from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_s
 from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import Plain, Storage
-from engines.offload.pass_ops import Op, attention_overlaps, pass_ops
+from engines.offload.pass_ops import attention_overlaps, pass_ops
 from engines.offload.prefill_budget import SimulatedSequence, make_scheduler
 from engines.offload.scheduler import ScheduledChunk, split
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
@@ -84,7 +85,7 @@ class Simulator:
         self._machine = machine
         self._disk_read = min(disk_read, machine.profile.disk.read)
         self._streamed = placed.streamed
-        spans = self._spans = matrix_spans(placed.tiles)
+        spans = matrix_spans(placed.tiles)
         layers = placed.shape.num_layers
         per_layer = (len(spans) - 1) // layers  # the head is a matrix too
         attends = [layer * per_layer + matrices_before_attention for layer in range(layers)]
@@ -95,8 +96,9 @@ class Simulator:
         files = [placed.tiles[span.start].file for span in spans]  # one for each layer
         slots = min(placed.plan.slots, sum(self._streamed))
         overlapped = policy.nano_batches > 1 and policy.nano_overlap
-        self._overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
-        self._ops: dict[int, list[Op]] = {}  # by number of batches
+        overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
+        #: The operations of a pass by its number of batches.
+        self._pass_ops = cache(partial(pass_ops, self._streamed, spans, overlaps=overlaps))
         self._product_seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # by tile shape, bytes and rows
         self.timeline = Timeline()
         self._now = 0.0  # when the cores are free
@@ -174,7 +176,7 @@ class Simulator:
         batches = len(rows)
         slowdown = self._contention(rows, logits_rows)
         arrivals: dict[int, float] = {}
-        ops = self._ops_of(batches)
+        ops = self._pass_ops(batches)
         attended = {op.tile for op in ops if op.kind == "attend"}
         for op in ops:
             tile = self._placed.tiles[op.tile]
@@ -231,12 +233,6 @@ class Simulator:
             return 1.0
         whole = sum(self._product(b, sum(logits_rows if b.file.startswith(OUTSIDE) else rows)) for b, _ in pairs)
         return min(1 / share, 1 + (1 - share) * disk / whole)
-
-    def _ops_of(self, batches: int) -> list[Op]:
-        if batches not in self._ops:
-            overlaps = self._overlaps if batches > 1 else ()
-            self._ops[batches] = pass_ops(self._streamed, self._spans, batches, overlaps)
-        return self._ops[batches]
 
     def _load(self, tile: WeightTile) -> float:
         """When a tile arrives, read as soon as the disk and a slot of the ring are free."""

@@ -187,8 +187,8 @@ class Engine(Protocol):
         ...
 
     def trace(self) -> EngineTrace:
-        """Metrics and events of the last `generate`; empty for an engine that keeps none."""
-        ...
+        """Metrics and events of the last `generate`; empty, as here, for an engine that keeps none."""
+        return EngineTrace()
 
     def close(self) -> None:
         """Frees all that `load` took. Idempotent."""

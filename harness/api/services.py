@@ -57,14 +57,6 @@ class RequestChecks(Protocol):
         ...
 
 
-class CompilerSearch(Protocol):
-    """The C++ compiler for kernels."""
-
-    def command(self) -> list[str]:
-        """Its command line, empty where there is none."""
-        ...
-
-
 class MachineRatesProbe(Protocol):
     """Rates of matrix products on this machine, now."""
 

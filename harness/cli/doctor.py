@@ -12,6 +12,7 @@ import click
 from harness.cli.errors import EXIT_FAILED
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import Row, print_rows
+from harness.common.compiler import compiler_command
 
 
 @click.command()
@@ -51,7 +52,6 @@ def _machine() -> Iterator[Row]:
 
 def _tools() -> Iterator[Row]:
     """What measurements and kernels depend on."""
-    from harness import registry
     from harness.launchers.memory import cap_method
 
     method = cap_method()
@@ -60,7 +60,7 @@ def _tools() -> Iterator[Row]:
     yield _check("memory cap", capped, f"{method}, page cache counted" if capped else sampled)
     rapl = any(os.access(p, os.R_OK) for p in Path("/sys/class/powercap").glob("intel-rapl:*/energy_uj"))
     yield _check("energy", rapl, "RAPL counters" if rapl else "no readable counter: energy is null")
-    compiler = shlex.join(registry.compiler().command())
+    compiler = shlex.join(compiler_command())
     without = "none: engine offload runs without its kernels, more slowly; install g++ or set CXX"
     yield _check("C++ compiler", bool(compiler), compiler or without)
 

@@ -1,1 +1,1 @@
-"""Small modules that every package may use: units, files, memory of the host, the roofline."""
+"""Small modules that every package may use: units, files, memory of the host, the compiler, the roofline."""

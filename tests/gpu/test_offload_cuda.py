@@ -3,6 +3,7 @@
 What it asks of a device is held on every machine by tests/unit/test_offload_device.py; this is about CUDA itself.
 """
 
+import functools
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.device.cuda import Cuda
 from engines.offload.engine import OffloadEngine
-from harness.api import HardwareLimits, Job, OffloadPolicy, UnsupportedError
+from harness.api import UnsupportedError
 from tests.offload import all_greedy, answers, load_and_answer, requests_of, tiny
 
 pytestmark = pytest.mark.gpu
@@ -37,28 +38,26 @@ def exact():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def load(model, cache, /, device=256 * MIB, host=96 * MIB, **policy):
-    engine = OffloadEngine()
-    limits = HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
-    return engine, engine.load(model, OffloadPolicy(**policy), limits, Job(cache, cache, 64, 64))
+@pytest.fixture
+def load_on_device(load):
+    return functools.partial(load, device=CONTEXT_BYTES + 256 * MIB, budget=96 * MIB)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: "-".join(map(str, p)))
-def test_greedy_output_is_transformers_own(model, reference, cache, policy):
-    engine, report = load(model, cache, **policy)
+def test_greedy_output_is_transformers_own(model, reference, cache, policy, load_on_device):
+    engine, report = load_on_device(model, cache, **policy)
     requests = requests_of(3, 8)
     tokens = answers(engine, requests)
     metrics = engine.trace().metrics
-    engine.close()
     assert all_greedy(reference, requests, tokens)
     assert metrics["device_reserved_bytes"] <= 256 * MIB
     assert not any("install triton" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=lambda p: "-".join(map(str, p)))
-def test_no_pass_waits_for_the_whole_device(model, cache, policy, monkeypatch):
+def test_no_pass_waits_for_the_whole_device(model, cache, policy, monkeypatch, load_on_device):
     """By CUDA's own word: neither by name nor by an operation that waits without saying so."""
-    engine, _ = load(model, cache, **policy)
+    engine, _ = load_on_device(model, cache, **policy)
     list(engine.generate(requests_of(1, 2)))  # kernels are compiled, which may wait
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: calls.append(args))
@@ -75,23 +74,21 @@ def test_no_pass_waits_for_the_whole_device(model, cache, policy, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [{"weight_bits": 4}, {"kv_bits": 4}, {"weight_bits": 8, "kv_bits": 3}])
-def test_quantized_output_on_a_device_is_the_hosts(model, cache, bits):
+def test_quantized_output_on_a_device_is_the_hosts(model, cache, bits, load_on_device):
     requests = requests_of(7, 5, eos=False)
-    engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 0.5, 0.5), **bits)
+    engine, _ = load_on_device(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 0.5, 0.5), **bits)
     found = answers(engine, requests)
-    engine.close()
     expected, _ = load_and_answer(model, cache, requests, schedule="sweep", gpu_batch_size=4, **bits)
     same = sum(found[r.id] == expected[r.id] for r in requests)
     assert same >= len(requests) - 1, "sums in another order part in near ties only"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_run_in_sixteen_bits(tmp_path, cache, dtype):
+def test_sixteen_bits_run_in_sixteen_bits(tmp_path, cache, dtype, load_on_device):
     model = tiny(tmp_path / "m", "llama", dtype)
-    engine, report = load(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 1.0, 0.0))
+    engine, report = load_on_device(model, cache, schedule="sweep", gpu_batch_size=4, weights=(0.0, 1.0, 0.0))
     requests = requests_of(4, 6, eos=False)
     tokens = answers(engine, requests)
-    engine.close()
     assert report.compute_dtype == str(dtype).removeprefix("torch.")
     assert all(len(tokens[r.id]) == r.sampling.max_tokens for r in requests)
 
@@ -123,18 +120,15 @@ def has_green_contexts():
     return True
 
 
-def test_attention_may_be_held_to_a_part_of_the_device(model, reference, cache):
+def test_attention_may_be_held_to_a_part_of_the_device(model, reference, cache, load_on_device):
     """Where torch and the driver have green contexts; else the option is refused, and told why."""
-    limits = HardwareLimits(device_memory=CONTEXT_BYTES + 256 * MIB, host_memory=96 * MIB)
-    engine, policy = OffloadEngine(attention_units=16), OffloadPolicy(**POLICIES[2])
-    job = Job(cache, cache, 64, 64)
+    held = OffloadEngine(attention_units=16)
     if not has_green_contexts():
         with pytest.raises(UnsupportedError, match=r"options\.attention_units: no green context of 16"):
-            engine.load(model, policy, limits, job)
+            load_on_device(model, cache, engine=held, **POLICIES[2])
         return
-    report = engine.load(model, policy, limits, job)
+    engine, report = load_on_device(model, cache, engine=held, **POLICIES[2])
     requests = requests_of(3, 4)
     tokens = answers(engine, requests)
-    engine.close()
     assert all_greedy(reference, requests, tokens)
     assert any("16 multiprocessors" in note for note in report.notes)

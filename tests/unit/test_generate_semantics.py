@@ -5,10 +5,10 @@ import torch
 
 from engines.adapters.accelerate import AccelerateEngine
 from engines.adapters.transformers import TransformersEngine
-from engines.common import requests, sampling
+from engines.common import sampling
 from engines.offload.engine import OffloadEngine
 from harness.api import GenerationRequest, HarnessError, SamplingParams
-from tests.offload import VOCAB, answers, drop_tensor, load, logits_of, prepare, save, tiny
+from tests.offload import CONTEXT, VOCAB, answers, drop_tensor, load, logits_of, prepare, save, tiny
 
 PROMPT = (5, 6, 7, 8)
 
@@ -93,21 +93,49 @@ def test_a_stop_string_of_before_min_tokens_does_not_count(text, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("prompt", "sampling", "message"),
     [
-        {"min_p": 1.5},
-        {"min_p": -0.1},
-        {"min_tokens": 3, "max_tokens": 2},
-        {"logprobs": -1},
-        {"seed": -1},
-        {"seed": 1 << 64},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
+        ((), {}, "the prompt is empty"),
+        ((5, VOCAB), {}, f"token id {VOCAB} is outside the vocabulary"),
+        ((-1,), {}, "token id -1 is outside the vocabulary"),
+        ((5,) * (CONTEXT - 3), {"max_tokens": 4}, rf"{CONTEXT - 3} prompt \+ 4 new tokens exceed the model's context"),
+        ((5,), {"max_tokens": 0}, "max_tokens is 0"),
+        ((5,), {"min_tokens": 3, "max_tokens": 2}, "min_tokens is 3"),
+        ((5,), {"temperature": -1.0}, "temperature is -1.0"),
+        ((5,), {"temperature": float("nan")}, "temperature is nan"),
+        ((5,), {"temperature": float("inf")}, "temperature is inf"),
+        ((5,), {"top_p": 0.0}, "top_p is 0.0"),
+        ((5,), {"min_p": 1.5}, "min_p is 1.5"),
+        ((5,), {"min_p": -0.1}, "min_p is -0.1"),
+        ((5,), {"logprobs": -1}, "logprobs is -1"),
+        ((5,), {"seed": -1}, "seed is -1"),
+        ((5,), {"seed": 1 << 64}, "seed is 18446744073709551616"),
     ],
 )
-def test_what_is_out_of_range_is_named(wrong):
-    with pytest.raises(HarnessError, match=f"request r: {next(iter(wrong))} is "):
-        requests.check_sampling(SamplingParams(**wrong), "r")
+def test_requests_that_cannot_be_run_are_named_before_any_work(engine, prompt, sampling, message):
+    good = GenerationRequest("good", (5, 6), SamplingParams(2))
+    with pytest.raises(HarnessError, match=f"request bad: .*{message}"):
+        engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(**sampling))])
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        (((1,), ()), "continuation is empty"),
+        (((1,), (VOCAB,)), "outside the vocabulary"),
+        (((1,) * CONTEXT, (1,) * 2), "exceed the model's context"),
+    ],
+)
+def test_pairs_that_cannot_be_scored_are_named(engine, pair, message):
+    with pytest.raises(HarnessError, match=f"pair 1: .*{message}"):
+        engine.score([((1,), (2,)), pair])
+
+
+def test_late_requests_start_when_they_arrive(engine):
+    early, late = (GenerationRequest(f"{t}", (5, 6), SamplingParams(1), arrival_s=t) for t in (0.0, 0.5))
+    results = {r.id: r for r in engine.generate([late, early])}
+    assert results["0.0"].start_s < 0.2
+    assert results["0.5"].start_s >= 0.5
 
 
 def test_every_bit_of_a_seed_counts(engine):

@@ -19,9 +19,8 @@ from tests.offload import (
     all_greedy,
     answers,
     drop_tensor,
-    load,
+    exact_score,
     load_and_answer,
-    logits_of,
     policies,
     prepare,
     requests_of,
@@ -80,7 +79,7 @@ def test_greedy_output_is_transformers_own_on_every_schedule(folder, reference, 
 @pytest.mark.slow
 @settings(max_examples=17, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1000), policy=policies())
-def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, reference, cache, seed, policy):
+def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, reference, cache, seed, policy, load):
     """17 of each of the twelve."""
     engine, _ = load(prepare(folder), cache, **policy)
     held = engine.stats().num_kv_blocks
@@ -91,31 +90,27 @@ def test_two_hundred_draws_of_architecture_schedule_batch_and_placement(folder, 
     assert all_greedy(reference, requests, tokens)
 
 
-def test_logits_are_within_one_in_ten_thousand(folder, reference, cache):
+def test_logits_are_within_one_in_ten_thousand(folder, reference, cache, load):
     """Of prompts longer than any window, cut into chunks, against one plain pass for each."""
     torch.manual_seed(1)
     pairs = [(tuple(torch.randint(5, VOCAB, (n,)).tolist()), (7, 8, 9)) for n in (1, 20, 45)]
     engine, _ = load(prepare(folder), cache, schedule="sweep", gpu_batch_size=3, prefill_chunk=11)
     scores = engine.score(pairs)
-    engine.close()
-    for (context, continuation), score in zip(pairs, scores, strict=True):
-        logits = logits_of(reference, context, continuation)
-        picked = logits.double().log_softmax(-1).gather(1, torch.tensor(continuation)[:, None]).sum().item()
-        assert score.logprob == pytest.approx(picked, rel=1e-4)
+    for pair, score in zip(pairs, scores, strict=True):
+        assert score.logprob == pytest.approx(exact_score(reference, *pair).logprob, rel=1e-4)
 
 
-def test_only_wanted_experts_are_loaded(tmp_path):
+def test_only_wanted_experts_are_loaded(tmp_path, load):
     """One token a pass meets 2 of 64 experts in each layer; a few more have been read in advance."""
     kind, config = MODELS["qwen3-moe"]
     model = tiny(tmp_path / "m", kind, **config | {"num_experts": 64})
     engine, report = load(model, tmp_path, schedule="row", weights=(0.0, 0.0, 1.0))
     list(engine.generate([GenerationRequest("a", (5,), SamplingParams(20, ignore_eos=True))]))
     read = engine.stats().weight_bytes_read
-    engine.close()
     assert read < 20 * report.weights_by_tier[2] / 2
 
 
-def test_a_mask_other_than_the_window_it_names_is_refused(tmp_path, monkeypatch):
+def test_a_mask_other_than_the_window_it_names_is_refused(tmp_path, monkeypatch, load):
     folder = save(tmp_path / "m", "mistral", **ROTARY, sliding_window=8)
     attention = transformers.models.mistral.modeling_mistral.MistralAttention
     plain = attention.forward
@@ -139,7 +134,7 @@ def test_mixtures_run_in_sixteen_bits(name, tmp_path):
     assert len(tokens) == 4
 
 
-def test_a_missing_expert_is_named(tmp_path):
+def test_a_missing_expert_is_named(tmp_path, load):
     kind, config = MODELS["qwen3-moe"]
     folder = save(tmp_path / "m", kind, **config)
     names = load_file(folder / "model.safetensors")

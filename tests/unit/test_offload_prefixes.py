@@ -8,16 +8,14 @@ import pytest
 
 from engines.offload.executor import Executor
 from harness.api import GenerationRequest, HarnessError, SamplingParams
-from tests.offload import all_greedy, answers, load, logits_of, words
+from tests.offload import all_greedy, answers, exact_score, words
 
 pytestmark = pytest.mark.parametrize("model", ["llama"], indirect=True)
 
 
 @pytest.fixture
-def engine(model, tmp_path):
-    engine, _ = load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=40, max_sequence=100)
-    yield engine
-    engine.close()
+def engine(model, tmp_path, load):
+    return load(model, tmp_path, schedule="sweep", gpu_batch_size=6, prefill_chunk=40, max_sequence=100)[0]
 
 
 def computed(engine):
@@ -56,10 +54,8 @@ def test_the_choices_of_a_question_are_scored_after_one_reading(engine, referenc
     rows, shared = computed(engine)
     assert rows + shared == 4 * 65
     assert shared >= 2 * 56
-    for (_, continuation), score in zip(pairs, scores, strict=True):
-        logits = logits_of(reference, context, continuation).double().log_softmax(-1)
-        exact = sum(logits[i, t].item() for i, t in enumerate(continuation))
-        assert score.logprob == pytest.approx(exact, abs=2e-4)
+    for pair, score in zip(pairs, scores, strict=True):
+        assert score.logprob == pytest.approx(exact_score(reference, *pair).logprob, abs=2e-4)
 
 
 def test_a_pass_that_fails_leaves_nothing_to_be_found(engine, reference, monkeypatch):

@@ -11,7 +11,6 @@ MODULES = [
     (services.ModelStore, registry.model_store),
     (services.ModelShapes, registry.shapes),
     (services.RequestChecks, registry.request_checks),
-    (services.CompilerSearch, registry.compiler),
     (services.MachineRatesProbe, registry.machine_rates),
     (services.Calibrator, registry.calibrator),
     (services.Planner, registry.planner),

@@ -96,9 +96,8 @@ def _run(engine: OffloadEngine, job: tuple[int, int, int]) -> Mapping[str, float
     sampling = SamplingParams(max_tokens=generated, ignore_eos=True)
     ids = torch.randint(8, _VOCAB, (count, prompt)).tolist()  # new ones each time: the engine caches prefixes
     requests = [GenerationRequest(f"r{i}", tuple(one), sampling) for i, one in enumerate(ids)]
-    for _ in engine.generate(requests):
-        pass
-    return {name: value or 0.0 for name, value in engine.trace().metrics.items()}
+    list(engine.generate(requests))
+    return engine.trace().metrics
 
 
 def _model(folder: Path) -> LocalModel:

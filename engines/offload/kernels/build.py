@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.common.compiler import command
 from engines.common.folders import build_once
 from harness.api import HarnessError
+from harness.common.compiler import compiler_command
 
 CSRC = Path(__file__).with_name("csrc")
 #: Without -ffast-math sums keep their order, so a result depends on its own operands and not on what shares the call.
@@ -28,7 +28,7 @@ class NoCompilerError(Exception):
 
 def load(source: Path, cache: Path, define: str = "") -> ctypes.CDLL:
     """The shared library of `source`, compiled with the macro `define` if given. Raises NoCompilerError."""
-    compiler = command()
+    compiler = compiler_command()
     if not compiler:
         raise NoCompilerError("no C++ compiler found")
     return _load(source, cache, tuple(compiler), (f"-D{define}",) if define else ())

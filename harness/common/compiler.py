@@ -5,7 +5,7 @@ import shlex
 import shutil
 
 
-def command() -> list[str]:
+def compiler_command() -> list[str]:
     """The compiler's command line: $CXX with its arguments, else c++, g++ or clang++; empty where there is none."""
     installed = filter(None, map(shutil.which, ("c++", "g++", "clang++")))
     return shlex.split(os.environ.get("CXX", "")) or [*installed][:1]

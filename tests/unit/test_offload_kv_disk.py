@@ -15,7 +15,7 @@ from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.kv_cache.disk_blocks import DiskBlocks
 from engines.offload.timeline import Timeline
 from harness.api import DiskFullError, HarnessError, InfeasibleError
-from tests.offload import answers, load, requests_of, tiny
+from tests.offload import answers, requests_of, tiny
 
 RECORD = 4096
 
@@ -128,7 +128,7 @@ def test_blocks_are_allocated_in_the_proportion_that_was_asked_for(share):
 
 @pytest.mark.parametrize(("share", "policy"), [(0.4, {}), (1.0, {"kv_bits": 4})], ids=str)
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
-def test_where_the_cache_lies_changes_nothing(model, cache, schedule, policy, share):
+def test_where_the_cache_lies_changes_nothing(model, cache, load, schedule, policy, share):
     policy = policy | {"schedule": schedule, "gpu_batch_size": 2, "prefill_chunk": 7}
     policy["num_gpu_batches"] = 2 if schedule == "zigzag" else 1
     requests = requests_of(3, 5)
@@ -142,7 +142,7 @@ def test_where_the_cache_lies_changes_nothing(model, cache, schedule, policy, sh
     assert found[0] == found[1] == found[2]
 
 
-def test_a_cache_on_disk_lets_more_sequences_in(tmp_path):
+def test_a_cache_on_disk_lets_more_sequences_in(tmp_path, load):
     """Of twelve layers two are in memory."""
     model = tiny(tmp_path / "deep", "opt", num_hidden_layers=12)
     fits = {}
@@ -156,7 +156,7 @@ def test_a_cache_on_disk_lets_more_sequences_in(tmp_path):
     assert fits[1.0] >= 2 * fits[0.0]
 
 
-def test_an_answer_after_an_error_of_the_disk_is_not_given(model, cache, monkeypatch):
+def test_an_answer_after_an_error_of_the_disk_is_not_given(model, cache, load, monkeypatch):
     engine, _ = load(model, cache, schedule="sweep", gpu_batch_size=2, cache=(0.0, 0.0, 1.0))
     requests = requests_of(3, 3)
     real, calls = os.pwritev, itertools.count()

@@ -12,7 +12,6 @@ from tests.offload import (
     all_greedy,
     answers,
     hadamard_matrix,
-    load,
     load_and_answer,
     prepare,
     requests_of,
@@ -91,7 +90,7 @@ def test_quantized_output_is_transformers_own_on_dequantized_values(model, folde
 
 @pytest.mark.parametrize("policy", [{"weight_bits": 4, "kv_bits": 4}, {"weight_bits": 8, "weight_groups": "output"}])
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_without_a_compiler_the_values_are_the_same(model, folder, tmp_path, monkeypatch, policy, compute_dtype):
+def test_without_a_compiler_the_values_are_the_same(model, folder, tmp_path, load, monkeypatch, policy, compute_dtype):
     monkeypatch.setenv("CXX", "no-such-compiler")
     engine, report = load(model, tmp_path, schedule="sweep", gpu_batch_size=3, compute_dtype=compute_dtype, **policy)
     assert sum("no-such-compiler" in note for note in report.notes) == 1
@@ -100,10 +99,9 @@ def test_without_a_compiler_the_values_are_the_same(model, folder, tmp_path, mon
         assert all_greedy(reference(folder, policy), requests, answers(engine, requests))
     else:
         assert engine.score([([1, 2, 3], [4, 5])])[0].logprob < 0
-    engine.close()
 
 
-def test_codes_take_their_bits_on_disk_and_in_memory(model, cache):
+def test_codes_take_their_bits_on_disk_and_in_memory(model, cache, load):
     exact, packed = (load(model, cache, weights=(0.0, 0.0, 1.0), **more)[1] for more in ({}, {"weight_bits": 4}))
     head = model.shape.vocab * model.shape.hidden * 4
     layers = sum(exact.weights_by_tier) - head
@@ -111,6 +109,6 @@ def test_codes_take_their_bits_on_disk_and_in_memory(model, cache):
     assert 4.5 / 32 <= (sum(packed.weights_by_tier) - head) / layers <= 5 / 32
 
 
-def test_groups_that_there_are_no_kernels_for_are_refused(model, cache):
+def test_groups_that_there_are_no_kernels_for_are_refused(model, cache, load):
     with pytest.raises(UnsupportedError, match="groups of 32, 64, 128"):
         load(model, cache, weight_bits=4, group_size=48)

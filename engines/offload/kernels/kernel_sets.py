@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -110,9 +111,9 @@ class DeviceKernels:
             return plain_quantizer(stored)
         if not self._triton:
             return reference_quantizer(stored)
-        from engines.offload.kernels.triton_quantizer import triton_quantizer  # Triton is optional
+        from engines.offload.kernels.triton_quantizer import pack, unpack  # Triton is optional
 
-        return triton_quantizer(stored)
+        return Quantizer(partial(pack, stored=stored), partial(unpack, stored=stored))
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
         if sparse or not self._triton:

@@ -7,17 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.offload.kernels.quantizer import Quantizer
 from engines.offload.memory.storage import Grouped
 
 #: Columns that one program unpacks.
 _TILE = 1024
 _HALF_MAX = 65504.0
-
-
-def triton_quantizer(stored: Grouped) -> Quantizer:
-    """The quantizer of `stored`; `unpack` rounds to the dtype of its output."""
-    return Quantizer(lambda x: pack(x, stored), lambda packed, out: unpack(packed, out, stored))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor, stored: Grouped) -> None:

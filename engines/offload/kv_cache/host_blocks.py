@@ -12,7 +12,7 @@ import torch
 
 from engines.offload.device.protocol import Accelerator, Event
 from engines.offload.kv_cache.staging import Run, staging
-from engines.offload.memory.kv_blocks import STAGES, blocks_per_piece
+from engines.offload.memory.kv_blocks import STAGES
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,8 @@ class HostLayer:
             self.pieces[number][:, which][blocks[inside] % per_piece, :, offsets[inside]] = new[inside]
 
 
-def _as_blocks(piece: torch.Tensor, block: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    record = math.prod(block) * dtype.itemsize
-    return piece[: len(piece) // record * record].view(dtype).view(-1, *block)
-
-
 class HostBlocks:
-    """`num_blocks` blocks of `block_shape` and `dtype`, by layer in `pieces` of pinned memory; see OffloadedBlocks.
+    """`num_blocks` blocks of `block_shape` and `dtype`, by layer in `pieces` of pinned memory. See OffloadedBlocks.
 
     A layer is staged on the device while the layer before is attended to. Without `ahead` it is copied when attention
     asks for it, and copied back before `done` returns.
@@ -64,13 +59,12 @@ class HostBlocks:
         ahead: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
-        self._pieces = pieces
-        self._record = record = math.prod(block_shape) * dtype.itemsize
-        self._per_piece = blocks_per_piece(record)
-        self._views = [[_as_blocks(piece, block_shape, dtype) for piece in layer] for layer in pieces]
+        self._layers = [HostLayer([piece.view(dtype).view(-1, *block_shape) for piece in layer]) for layer in pieces]
+        self._per_piece = len(self._layers[0].rows)
+        self._block_bytes = math.prod(block_shape) * dtype.itemsize
         self._device = device
         self._ahead = STAGES if ahead else 0
-        self._stages = torch.empty(STAGES, num_blocks * record, dtype=torch.uint8, device=device.where)
+        self._stages = torch.empty(STAGES, num_blocks, *block_shape, dtype=dtype, device=device.where)
         self._free: list[Sequence[Event]] = [()] * STAGES  # when a stage may be overwritten
         self._written_back: dict[int, Event] = {}  # by layer, the end of the last pass's copies to the host
         self._staged: dict[int, Sequence[Event]] = {}  # by layer of this pass, what its staged blocks wait for
@@ -82,7 +76,7 @@ class HostBlocks:
         per_piece = self._per_piece
         slots, self._read, self._write = staging(self.num_blocks, filled, written, per_piece, per_piece)
         self._staged = {}
-        for layer in range(min(self._ahead, len(self._pieces))):
+        for layer in range(min(self._ahead, len(self._layers))):
             self._stage(layer)
         return slots
 
@@ -98,7 +92,7 @@ class HostBlocks:
         there."""
         if layer in self._written_back:
             self._written_back[layer].synchronize()
-        return HostLayer(self._views[layer])
+        return self._layers[layer]
 
     def done(self, layer: int) -> None:
         attended = self._device.mark()
@@ -106,12 +100,12 @@ class HostBlocks:
         if self._write:
             pairs = [(self._on_host(layer, run), self._on_device(layer, run)) for run in self._write]
             last = self._device.copy(pairs, (attended,), kv=True)
-            self.bytes_written += sum(run.count for run in self._write) * self._record
+            self.bytes_written += sum(run.count for run in self._write) * self._block_bytes
         self._written_back[layer] = last
         self._free[layer % STAGES] = (attended, last)
         if not self._ahead:
             last.synchronize()
-        elif layer + STAGES < len(self._pieces):
+        elif layer + STAGES < len(self._layers):
             self._stage(layer + STAGES)
 
     def _stage(self, layer: int) -> None:
@@ -121,11 +115,11 @@ class HostBlocks:
         if self._read:
             pairs = [(self._on_device(layer, run), self._on_host(layer, run)) for run in self._read]
             self._staged[layer] = (self._device.copy(pairs, after, kv=True),)
-            self.bytes_read += sum(run.count for run in self._read) * self._record
+            self.bytes_read += sum(run.count for run in self._read) * self._block_bytes
 
     def _on_host(self, layer: int, run: Run) -> torch.Tensor:
         piece, first = divmod(run.block, self._per_piece)
-        return self._pieces[layer][piece][first * self._record : (first + run.count) * self._record]
+        return self._layers[layer].pieces[piece][first : first + run.count]
 
     def _on_device(self, layer: int, run: Run) -> torch.Tensor:
-        return self._stages[layer % STAGES][run.slot * self._record : (run.slot + run.count) * self._record]
+        return self._stages[layer % STAGES, run.slot : run.slot + run.count]

@@ -40,8 +40,8 @@ class OffloadedBlocks(Protocol):
         in which each is staged."""
 
     def staged(self, layer: int) -> torch.Tensor:
-        """The records uint8 [blocks * record] of this pass's blocks in a layer, by slot. Blocks until they are
-        there."""
+        """The records of this pass's blocks in a layer, by slot: `num_blocks`, as bytes or as the values they store.
+        Blocks until they are there."""
 
     def done(self, layer: int) -> None:
         """Every batch of the pass has attended in a layer."""

@@ -27,12 +27,7 @@ def record_bytes(shape: ModelShape, stored: Storage) -> int:
     return aligned(kv_block_bytes(shape, stored) // shape.num_layers)
 
 
-def blocks_per_piece(record: int) -> int:
-    """How many blocks of `record` bytes a layer share a piece of pinned memory."""
-    return max(1, _PIECE // record)
-
-
 def pieces(blocks: int, record: int) -> list[int]:
-    """Bytes of each piece of pinned memory that holds one layer of `blocks` blocks."""
-    whole = blocks_per_piece(record)
+    """Bytes of each piece of pinned memory that holds one layer of `blocks` blocks, of `record` bytes a layer."""
+    whole = max(1, _PIECE // record)
     return [min(whole, blocks - first) * record for first in range(0, blocks, whole)]

@@ -63,7 +63,8 @@ class WeightStream:
             if self._due < 0:  # without `ahead`, reading begins here
                 self._began = time.perf_counter()
             last = self.slots - self._most  # later slots may stay free: a read waits for slots for all its tiles
-            self._allow(last)
+            self._due = max(self._due, last)
+            self._freed.notify_all()
             self._wait_for(range(self._taken, last + 1))
         return self.bytes_read / max(1e-9, self._filled - self._began)
 
@@ -77,7 +78,7 @@ class WeightStream:
             raise HarnessError(f"the schedule asks for tile {index}, the stream has {tile}")
         began = time.perf_counter()
         with self._lock:
-            self._allow(self._taken)
+            self._due = max(self._due, self._taken)
             self._wake()
             self._wait_for((self._taken,))
             self._ready.discard(self._taken)
@@ -129,12 +130,6 @@ class WeightStream:
         for reader in self._readers:
             if reader.is_alive():
                 reader.join()
-
-    def _allow(self, step: int) -> None:
-        """Lets readers go as far as this step; the lock is held."""
-        if step > self._due:
-            self._due = step
-            self._freed.notify_all()
 
     def _wait_for(self, steps: Iterable[int]) -> None:
         """Returns when the tiles of these steps are in the ring; the lock is held."""

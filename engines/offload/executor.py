@@ -175,7 +175,7 @@ class Executor:
             attending = _Attending(task, self._loaded.device.run_async(task.launch))
             return torch.as_tensor(getcurrent().parent.switch(attending))
         task.launch()
-        if self._batches > 1 and self._loaded.host_attention is not None:
+        if self._batches > 1 and self._loaded.cache.host_attention is not None:
             pause()  # all batches launch before the first one waits
         return task.wait()
 

@@ -7,7 +7,6 @@ import torch
 
 from engines.offload.device.protocol import Device
 from engines.offload.kernels import AttentionKernel, Hadamard
-from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan
@@ -65,7 +64,6 @@ class LoadedModel:
     cache: PagedCache
     attention: AttentionKernel
     hadamard: Hadamard | None
-    host_attention: HostAttention | None
     activation_offload: ActivationOffload | None
     io_compute_balance_rows: int
     timeline: Timeline

@@ -82,7 +82,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     stack.callback(stream.close)
 
     # KV cache and activations
-    kv = backend.kv_cache(throttle, stack)
+    cache = backend.kv_cache(throttle, stack)
     offload = None
     if offloaded_share:
         rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
@@ -97,7 +97,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     balance = io_compute_balance_rows(sum(tile.nbytes for tile in streamed), load_rate, gemm.flops, model.shape)
     direct = {
         "weights": reader.direct or not streamed,
-        "KV blocks": kv.direct,
+        "KV blocks": cache.offloaded is None or cache.offloaded.direct,
         "activations": offload is None or offload.direct,
     }
     buffered = [what for what in direct if not direct[what]]
@@ -110,7 +110,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         overlaps = attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, is_streamed, stream.slots)
         if not overlaps:
             notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
-    realised = replace(policy, cpu_attention=kv.host_attention is not None)
+    realised = replace(policy, cpu_attention=cache.host_attention is not None)
     return LoadedModel(
         model=model,
         policy=policy,
@@ -122,10 +122,9 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         stream=stream,
         gemms=gemms,
         overlaps=overlaps,
-        cache=kv.cache,
+        cache=cache,
         attention=kernel,
         hadamard=None if policy.kv_bits == 16 else backend.kernels.hadamard(),
-        host_attention=kv.host_attention,
         activation_offload=offload,
         io_compute_balance_rows=balance,
         timeline=timeline,

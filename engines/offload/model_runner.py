@@ -34,7 +34,6 @@ class ModelRunner:
             run=self._executor.attend,
             value_topk=loaded.policy.value_sparsity,
             hadamard=loaded.hadamard,
-            host_attention=loaded.host_attention,
         )
         self._busy = False
 
@@ -131,8 +130,8 @@ class ModelRunner:
     def _reset(self) -> None:
         """Recovers from a failed pass, whose KV blocks the prefix cache already lists as filled."""
         loaded = self.loaded
-        if loaded.host_attention is not None:
-            loaded.host_attention.settle()
+        if loaded.cache.host_attention is not None:
+            loaded.cache.host_attention.settle()
         loaded.cache.reset_prefix_cache()
         if loaded.activation_offload is not None:
             loaded.activation_offload.reset()

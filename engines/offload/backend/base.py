@@ -10,7 +10,6 @@ import torch
 from engines.offload.device.protocol import Device
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import KernelSet
-from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
@@ -31,15 +30,6 @@ class LoadRequest:
     policy: OffloadPolicy
     limits: HardwareLimits
     job: Job
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """The cache; what attends to its blocks in host memory where the policy says so; whether its disk I/O is direct."""
-
-    cache: PagedCache
-    host_attention: HostAttention | None = None
-    direct: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class Backend(Protocol):
         """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the
         `streamed` ones, which `reader` will fill."""
 
-    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
+    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         """Allocates the planned KV cache; `stack` closes what it opens."""
 
     def placement(self) -> Placement:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import KVCache, LoadRequest, Placement
+from engines.offload.backend.base import LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
@@ -85,7 +85,7 @@ class CudaBackend:
         pinned = {i: reader.load(tiles[i], self._pinned.take(tiles[i].span)) for i in sorted(plan.pinned)}
         return resident, DeviceRing(streamed, plan.slots, pinned, reader, self.device, staging)
 
-    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
+    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
         blocks = None
         if plan.host_kv_blocks:
@@ -99,10 +99,8 @@ class CudaBackend:
                 self._host_attention = HostAttention(blocks, kernel, quantizer, self.device, self.timeline)
                 stack.callback(self._host_attention.close)
         self._compile_kernels(blocks is not None)
-        on_host = self._host_attention is not None
         quantizer = self.kernels.quantizer(stored)
-        cache = PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, on_host)
-        return KVCache(cache, self._host_attention)
+        return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, self.device.where, self._host_attention)
 
     @torch.inference_mode()
     def _compile_kernels(self, staged: bool) -> None:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import KVCache, LoadRequest, Placement
+from engines.offload.backend.base import LoadRequest, Placement
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
@@ -59,7 +59,7 @@ class HostBackend:
         resident = {i: reader.load(tiles[i]) for i in sorted(plan.resident)}
         return resident, HostRing(streamed, plan.slots, reader)
 
-    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
+    def kv_cache(self, throttle: Throttle, stack: ExitStack) -> PagedCache:
         plan, shape, stored = self._plan, self._request.shape, self._request.cache
         blocks = None
         if plan.disk_kv_blocks:
@@ -69,8 +69,7 @@ class HostBackend:
                 scratch, shape.num_layers, plan.disk_kv_blocks, record, self.timeline, throttle, overlap
             )
             stack.callback(blocks.close)
-        cache = PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
-        return KVCache(cache, direct=blocks is None or blocks.direct)
+        return PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
 
     def placement(self) -> Placement:
         """Without a device RAM is the device tier too: what the policy gives the device is a part of what is in RAM."""

@@ -11,8 +11,9 @@ import torch
 from engines.offload.device.protocol import Device
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Hadamard
 from engines.offload.kernels.layer_blocks import Target
-from engines.offload.kv_cache.host_attention import HostAttention, HostAttentionTask, HostChunks
-from engines.offload.kv_cache.paged_cache import Chunk, PagedCache
+from engines.offload.kv_cache.block_manager import Chunk
+from engines.offload.kv_cache.host_attention import HostAttentionTask, HostChunks
+from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.timeline import Timeline
 
@@ -22,8 +23,7 @@ class AttentionContext:
     """What every attention of a loaded model shares.
 
     `value_topk`: see AttentionSpec. `hadamard` spreads outlier columns of keys and values before they are quantized;
-    None where they are not. `host_attention` attends to blocks in host memory while `device` computes. `run` executes a
-    task, perhaps beside the products of other batches.
+    None where they are not. `run` executes a task, perhaps beside the products of other batches.
     """
 
     cache: PagedCache
@@ -33,7 +33,6 @@ class AttentionContext:
     run: Callable[[AttentionTask], torch.Tensor]
     value_topk: float = 1.0
     hadamard: Hadamard | None = None
-    host_attention: HostAttention | None = None
 
 
 class PackedAttention:
@@ -109,8 +108,9 @@ class AttentionTask:
         dtype = self._operands[0].dtype
         query, key, value = (context.hadamard(x) if context.hadamard else x for x in self._operands)
         query = query.to(dtype) if context.device.where.type != "cpu" else query  # a device's matrix units take 16 bits
-        if context.host_attention is not None and batch.host_chunks is not None:
-            self._on_host = context.host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)
+        host_attention = context.cache.host_attention
+        if host_attention is not None and batch.host_chunks is not None:
+            self._on_host = host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)
         lse = None if self._on_host is None else self._on_host.lse
         context.cache.write(blocks, batch.slot_mapping, key, value)
         spec = replace(self._spec, value_topk=context.value_topk)

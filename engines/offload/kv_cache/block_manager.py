@@ -4,8 +4,22 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
+
+
+class Chunk(Protocol):
+    """What the cache needs of a scheduled chunk: `count` new tokens of a sequence that has `cached` before them."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def cached(self) -> int: ...
+
+    @property
+    def block_table(self) -> Sequence[int]: ...
 
 
 class BlockManager:

@@ -14,8 +14,8 @@ import torch
 
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import AttentionKernel, AttentionMetadata, AttentionSpec, Quantizer, merge_attention_states
+from engines.offload.kv_cache.block_manager import Chunk
 from engines.offload.kv_cache.host_blocks import HostBlocks
-from engines.offload.kv_cache.paged_cache import Chunk
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.timeline import Timeline
 

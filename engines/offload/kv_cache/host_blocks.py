@@ -59,6 +59,7 @@ class HostBlocks:
         ahead: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
+        self.direct = True  # nothing is on disk
         self._layers = [HostLayer([piece.view(dtype).view(-1, *block_shape) for piece in layer]) for layer in pieces]
         self._per_piece = len(self._layers[0].rows)
         self._block_bytes = math.prod(block_shape) * dtype.itemsize

@@ -8,30 +8,20 @@ import torch
 
 from engines.offload.kernels import Quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks, Target
-from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.kv_cache.block_manager import BlockManager, Chunk
+from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
 
 
-class Chunk(Protocol):
-    """What the cache needs of a scheduled chunk: `count` new tokens of a sequence that has `cached` before them."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def cached(self) -> int: ...
-
-    @property
-    def block_table(self) -> Sequence[int]: ...
-
-
 class OffloadedBlocks(Protocol):
     """KV blocks that live elsewhere and are staged, a layer at a time, where attention computes: disk_blocks.py and
-    host_blocks.py. `bytes_read` and `bytes_written` count what was copied from and to there."""
+    host_blocks.py. `bytes_read` and `bytes_written` count what was copied from and to there; `direct`: by direct I/O,
+    if from disk."""
 
     num_blocks: int
+    direct: bool
     bytes_read: int
     bytes_written: int
 
@@ -70,7 +60,7 @@ class PagedCache(BlockManager):
         quantizer: Quantizer,
         offloaded: OffloadedBlocks | None = None,
         device: torch.device | None = None,
-        host_attention: bool = False,
+        host_attention: HostAttention | None = None,
     ) -> None:
         num_offloaded = 0 if offloaded is None else offloaded.num_blocks
         super().__init__(num_device_blocks + num_offloaded, num_offloaded)
@@ -79,7 +69,7 @@ class PagedCache(BlockManager):
         self._rows = torch.empty(shape.num_layers, num_device_blocks, *self._block_shape, dtype=dtype, device=device)
         self._quantizer = quantizer
         self.offloaded = offloaded
-        self._host_attention = host_attention
+        self.host_attention = host_attention
         self._staged_writes: set[int] = set()  # offloaded blocks that this pass writes where they are staged
         self._slots = torch.empty(0, dtype=torch.long)
         self._batches_left: list[int] = []  # by layer
@@ -89,7 +79,7 @@ class PagedCache(BlockManager):
         if self.offloaded is None:
             return
         first = self.num_device_blocks
-        self._staged_writes = self._written(c for c in chunks if c.count > 1 or not self._host_attention)
+        self._staged_writes = self._written(c for c in chunks if c.count > 1 or not self.host_attention)
         staged = [chunk for chunk in chunks if not self.attends_on_host(chunk)]
         filled = {b - first for c in staged for b in c.block_table[: blocks_for(c.cached)] if b >= first}
         self._slots = self.offloaded.start(filled, {b - first for b in self._written(staged)})
@@ -100,7 +90,7 @@ class PagedCache(BlockManager):
 
         Not where another sequence with the same prefix fills one of them in this pass: it does so where it is staged.
         """
-        if not self._host_attention or chunk.count > 1:
+        if not self.host_attention or chunk.count > 1:
             return False
         offloaded = [block for block in chunk.block_table if block >= self.num_device_blocks]
         return bool(offloaded) and self._staged_writes.isdisjoint(offloaded)

@@ -24,7 +24,6 @@ from harness.api.services import (
     OnProgress,
     Planner,
     PublishedFigures,
-    RequestChecks,
     RequestLengths,
     Simulator,
     TaskCatalogue,
@@ -336,7 +335,6 @@ def _module(name: str) -> Callable[[], Any]:
 
 model_store: Callable[[], ModelStore] = _module("engines.models.checkpoints")
 shapes: Callable[[], ModelShapes] = _module("engines.models.shapes")
-request_checks: Callable[[], RequestChecks] = _module("engines.common.requests")
 machine_rates: Callable[[], MachineRatesProbe] = _module("engines.common.machine_rates")
 planner: Callable[[], Planner] = _module("engines.planning.plan")
 simulator: Callable[[], Simulator] = _module("engines.planning.simulated")

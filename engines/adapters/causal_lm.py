@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from engines.common import requests as checks
 from engines.common import sampling
 from engines.common.cuda_device import device_budget
+from engines.common.requests import batches, decoder, full_sequence, next_batch, special_tokens
 from engines.common.work_memory import refuse_disk_limit, working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -173,11 +173,11 @@ class CausalLMEngine(Engine, ABC):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Validates all requests first; raises HarnessError naming the first that cannot run."""
         for request in requests:
-            checks.validate(request, self._model.shape)
-        decode = checks.decoder(self._model.path) if any(r.sampling.stop for r in requests) else None
+            request.require_valid(self._model.shape)
+        decode = decoder(self._model.path, requests)
         began = time.perf_counter()
-        batches = checks.batches(requests, self._next_batch, began)
-        return (result for batch in batches for result in self._run_batch(batch, decode, began))
+        formed = batches(requests, self._next_batch, began)
+        return (result for batch in formed for result in self._run_batch(batch, decode, began))
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores in float32, from the logits of the continuation's positions only.
@@ -204,7 +204,7 @@ class CausalLMEngine(Engine, ABC):
 
     def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
         """Selects the next batch from the `pending` requests that have arrived by `now_s`."""
-        return checks.next_batch(pending, now_s, self._block_size)
+        return next_batch(pending, now_s, self._block_size)
 
     @torch.inference_mode()
     def _run_batch(
@@ -246,15 +246,15 @@ class CausalLMEngine(Engine, ABC):
         ]
 
     def _eos(self) -> tuple[int, ...]:
-        return checks.special_tokens(self._module.generation_config, self._model.shape.vocab)[0]
+        return special_tokens(self._module.generation_config, self._model.shape.vocab)[0]
 
     # ----------------------------------------------------------------------- scoring
 
     def _sequences(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
         """Context and continuation of each pair joined. Raises HarnessError for a pair that cannot be scored."""
         shape = self._model.shape
-        begin = checks.special_tokens(self._module.generation_config, shape.vocab)[1]
-        return [checks.full_sequence(i, *pair, shape, begin) for i, pair in enumerate(pairs)]
+        begin = special_tokens(self._module.generation_config, shape.vocab)[1]
+        return [full_sequence(i, *pair, shape, begin) for i, pair in enumerate(pairs)]
 
     @torch.inference_mode()
     def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[Score]:

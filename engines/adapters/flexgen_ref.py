@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.common import requests as checks
 from engines.common.cuda_device import device_budget
 from engines.common.folders import build_once
+from engines.common.requests import batches, generation_settings, next_batch, special_tokens
 from engines.common.sampling import finish_reason
 from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
 from engines.models import raw_tensors
@@ -134,13 +134,12 @@ class FlexGenEngine(Engine):
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Runs blocks of prompts of equal length in order of arrival. Raises HarnessError before any work for a request
-        that cannot run."""
+        """Checks all requests before any work, then runs blocks of prompts of equal length in order of arrival."""
         for request in requests:
-            checks.validate(request, self._model.shape)
-            checks.refuse_sampling(self.name, request, "temperature", "stop", "logprobs")
+            request.require_valid(self._model.shape)
+            request.refuse_settings(self.name, "temperature", "stop", "logprobs")
         began = time.perf_counter()
-        blocks = checks.batches(requests, partial(checks.next_batch, size=self._block_size), began)
+        blocks = batches(requests, partial(next_batch, size=self._block_size), began)
         return (result for block in blocks for result in self._run_block(block, began))
 
     def _run_block(self, block: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
@@ -154,7 +153,7 @@ class FlexGenEngine(Engine):
         end = time.perf_counter() - began
         # a step's tokens exist when its last layer is done; the last step's when FlexGen has written everything back
         times = [stop - began for stop in timer.stop_times[:-1]] + [end]
-        eos = checks.special_tokens(checks.generation_settings(self._model.path), self._model.shape.vocab)[0]
+        eos = special_tokens(generation_settings(self._model.path), self._model.shape.vocab)[0]
         for row, request in enumerate(block):
             prompt_len = len(request.prompt)
             tokens = [int(t) for t in output[row, prompt_len:]]

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 import xllamacpp
 
-from engines.common import requests as checks
 from engines.common.work_memory import refuse_disk_limit, require_memory
 from engines.models.gguf_writer import to_gguf
 from harness.api import (
@@ -116,11 +115,10 @@ class LlamaCppEngine(Engine):
         return settings
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Runs as many requests at once as the server has sequences. Raises HarnessError before any work for a request
-        that cannot run."""
+        """Checks all requests before any work, then runs as many at once as the server has sequences."""
         for request in requests:
-            checks.validate(request, self._model.shape)
-            checks.refuse_sampling(self.name, request, "stop", "min_tokens", "logprobs")
+            request.require_valid(self._model.shape)
+            request.refuse_settings(self.name, "stop", "min_tokens", "logprobs")
         return self._results(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _results(self, requests: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:

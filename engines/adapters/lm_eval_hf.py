@@ -11,17 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from engines.adapters.accelerate import AccelerateEngine
 from engines.adapters.causal_lm import Placement, PlacementRequest
 from engines.adapters.transformers import resident
-from harness.api import (
-    Capabilities,
-    EngineTrace,
-    GenerationRequest,
-    HardwareLimits,
-    Job,
-    LoadReport,
-    LocalModel,
-    OffloadPolicy,
-    Score,
-)
+from harness.api import Capabilities, EngineTrace, GenerationRequest, Score
 
 
 class LmEvalHfEngine(AccelerateEngine):
@@ -37,13 +27,6 @@ class LmEvalHfEngine(AccelerateEngine):
 
     def capabilities(self) -> Capabilities:
         return Capabilities(packages=("torch", "transformers", "safetensors", "accelerate", "lm-eval"))
-
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
-        report = super().load(model, policy, limits, job)
-        # a tokenizer that the constructor requires; we pass token ids, so it encodes nothing
-        empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
-        self._hf = _PaddingCounter(self._module, tokenizer=empty, batch_size=policy.gpu_batch_size)
-        return report
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores with lm-eval's `hf`, which computes the logits of all positions, and shares one pass among pairs with
@@ -64,9 +47,12 @@ class LmEvalHfEngine(AccelerateEngine):
 
     def _place(self, request: PlacementRequest) -> Placement:
         budget = request.limits.host_memory
-        if budget is None or request.weight_bytes + sum(self._working_bytes(request)) <= budget:
-            return resident(request)
-        return super()._place(request)
+        fits = budget is None or request.weight_bytes + sum(self._working_bytes(request)) <= budget
+        placement = resident(request) if fits else super()._place(request)
+        # a tokenizer that the constructor requires; we pass token ids, so it encodes nothing
+        empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"": 0})), pad_token="")
+        self._hf = _PaddingCounter(placement.module, tokenizer=empty, batch_size=request.policy.gpu_batch_size)
+        return placement
 
     def _working_bytes(self, request: PlacementRequest) -> tuple[int, int]:
         """Adds the logits of all positions and their log_softmax to the activations."""

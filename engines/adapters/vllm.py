@@ -19,8 +19,8 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
-from engines.common import requests as checks
 from engines.common.cuda_device import device_budget
+from engines.common.requests import full_sequence, special_tokens
 from engines.common.work_memory import working_bytes
 from harness.api import (
     DTYPE_BYTES,
@@ -107,8 +107,8 @@ class VllmEngine(Engine):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Queues all requests in vLLM as they arrive. Raises HarnessError before any work for one that cannot run."""
         for request in requests:
-            checks.validate(request, self._model.shape)
-            checks.refuse_sampling(self.name, request, "stop", "logprobs")
+            request.require_valid(self._model.shape)
+            request.refuse_settings(self.name, "stop", "logprobs")
         return self._step_until_done(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _step_until_done(self, pending: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
@@ -143,8 +143,8 @@ class VllmEngine(Engine):
         """Scores with vLLM's prompt log-probabilities. An empty context becomes the beginning-of-sequence token, or
         else the end-of-sequence token. Raises HarnessError for a pair that cannot be scored."""
         config = self._llm.llm_engine.model_config.hf_config
-        begin = checks.special_tokens(config, self._model.shape.vocab)[1]
-        full = [checks.full_sequence(i, *pair, self._model.shape, begin) for i, pair in enumerate(pairs)]
+        begin = special_tokens(config, self._model.shape.vocab)[1]
+        full = [full_sequence(i, *pair, self._model.shape, begin) for i, pair in enumerate(pairs)]
         params = vllm.SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in full], params, use_tqdm=False)
         scores = []

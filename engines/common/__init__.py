@@ -1,1 +1,1 @@
-"""What every engine shares: request checks, sampling, folders built once, the CUDA device."""
+"""What every engine shares: batches, sampling, folders built once, the CUDA device."""

@@ -1,7 +1,6 @@
-"""Validates requests and groups them into batches, for every engine."""
+"""What engines do with requests: sequences to score, batches, special tokens and stop strings."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,44 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engines.common.text import load_tokenizer
-from harness.api import GenerationRequest, HarnessError, ModelShape, SamplingParams, UnsupportedError
-
-
-def validate(request: GenerationRequest, shape: ModelShape) -> None:
-    """Raises HarnessError naming the request and why a model of this shape cannot run it."""
-    where = f"request {request.id}"
-    if not request.prompt:
-        raise HarnessError(f"{where}: the prompt is empty")
-    _check_ids(where, request.prompt, shape.vocab)
-    check_sampling(request.sampling, request.id)
-    total = len(request.prompt) + request.sampling.max_tokens
-    if total > shape.max_context:
-        raise HarnessError(
-            f"{where}: {len(request.prompt)} prompt + {request.sampling.max_tokens} new tokens exceed "
-            f"the model's context of {shape.max_context}"
-        )
-
-
-def check_sampling(sampling: SamplingParams, request: str) -> None:
-    """Raises HarnessError naming `request` and the first setting that is out of range."""
-    for name, valid, allowed in (
-        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
-        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
-        ("temperature", 0 <= sampling.temperature < math.inf, "0 or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k >= 0, "0 or more"),
-        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
-        ("seed", sampling.seed is None or 0 <= sampling.seed < 1 << 64, "from 0 to 2^64 - 1"),
-        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0, "0 or more"),
-    ):
-        if not valid:
-            raise HarnessError(f"request {request}: {name} is {getattr(sampling, name)}; it must be {allowed}")
-
-
-def refuse_sampling(engine: str, request: GenerationRequest, *settings: str) -> None:
-    """Raises UnsupportedError where a request sets one of the sampling `settings`, which `engine` does not support."""
-    if any(getattr(request.sampling, name) != getattr(SamplingParams(), name) for name in settings):
-        raise UnsupportedError(f"request {request.id}: engine {engine} does not support {', '.join(settings)}")
+from harness.api import GenerationRequest, HarnessError, ModelShape
 
 
 def full_sequence(
@@ -69,7 +31,7 @@ def full_sequence(
         raise HarnessError(
             f"pair {index}: {len(full)} tokens exceed the model's context of {shape.max_context} by more than one"
         )
-    _check_ids(f"pair {index}", full, shape.vocab)
+    shape.require_ids(f"pair {index}", full)
     return full
 
 
@@ -106,8 +68,11 @@ def generation_settings(folder: str) -> SimpleNamespace:
     return SimpleNamespace(**json.loads(files[0].read_text())) if files else SimpleNamespace()
 
 
-def decoder(folder: str) -> Callable[[Sequence[int]], str]:
-    """A function from token ids to text, by the model folder's tokenizer. Raises UnsupportedError where it has none."""
+def decoder(folder: str, requests: Sequence[GenerationRequest]) -> Callable[[Sequence[int]], str] | None:
+    """A function from token ids to text, by the model folder's tokenizer; None if no request has stop strings, which
+    need it. Raises UnsupportedError where the folder has none."""
+    if not any(request.sampling.stop for request in requests):
+        return None
     tokenizer = load_tokenizer(Path(folder), "stop strings need one")
     return lambda tokens: str(tokenizer.decode(tokens))
 
@@ -122,9 +87,3 @@ def special_tokens(config: Any, vocab: int) -> tuple[tuple[int, ...], int | None
     end_ids = tuple(e for e in eos if e < vocab)
     begin = getattr(config, "bos_token_id", None)
     return end_ids, begin if begin is not None and begin < vocab else next(iter(end_ids), None)
-
-
-def _check_ids(where: str, ids: Sequence[int], vocab: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise HarnessError(f"{where}: token id {token} is outside the vocabulary of {vocab}")

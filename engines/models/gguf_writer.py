@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
-from engines.common import requests as checks
 from engines.common.folders import build_once
+from engines.common.requests import generation_settings, special_tokens
 from engines.models import raw_tensors
 from engines.models.checkpoints import content_digest, evict
 from harness.api import DTYPE_BYTES, Job, LocalModel, UnsupportedError
@@ -92,7 +92,7 @@ def _write_metadata(writer: GGUFWriter, model: LocalModel, config: dict[str, Any
     writer.add_rope_freq_base(rope_base)
     writer.add_layer_norm_rms_eps(float(config.get("rms_norm_eps", 1e-6)))
     writer.add_vocab_size(shape.vocab)
-    eos = checks.special_tokens(checks.generation_settings(model.path), shape.vocab)[0]
+    eos = special_tokens(generation_settings(model.path), shape.vocab)[0]
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{i} " for i in range(shape.vocab)])
     writer.add_token_scores([0.0] * shape.vocab)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engines.common import requests as checks
+from engines.common.requests import decoder, full_sequence
 from engines.offload.backend.base import Backend, LoadRequest
 from engines.offload.backend.cuda import CudaBackend
 from engines.offload.backend.host import HostBackend
@@ -32,13 +32,10 @@ from harness.api import (
     UnsupportedError,
 )
 
-_HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "prefill_chunk",
-             "compute_dtype", "weight_bits", "kv_bits", "group_size", "weight_groups", "value_sparsity", "overlap",
-             "nano_batches", "nano_overlap", "threads", "cpu_attention")  # fmt: skip
-
 
 class OffloadEngine:
     """Any transformers decoder, its weights streamed from disk or host memory in `row`, `zigzag` or `sweep` order.
+    Honours every field of the policy.
 
     `attention_units`: multiprocessors of a CUDA device that attention beside products is held to.
     """
@@ -65,7 +62,6 @@ class OffloadEngine:
         both before weights are read or written.
         """
         self.close()
-        policy.require_defaults_except("offload", *_HONOURED)
         for field, schedule in (("num_gpu_batches", "zigzag"), ("nano_batches", "sweep")):
             if getattr(policy, field) > 1 and policy.schedule != schedule:
                 raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
@@ -85,9 +81,9 @@ class OffloadEngine:
         runner = self._loaded_runner()
         model = runner.loaded.model
         for request in requests:
-            checks.validate(request, model.shape)
+            request.require_valid(model.shape)
             runner.require_blocks(f"request {request.id}", len(request.prompt) + request.sampling.max_tokens - 1)
-        decode = checks.decoder(model.path) if any(r.sampling.stop for r in requests) else None
+        decode = decoder(model.path, requests)
         sequences = [Generation(r, runner.loaded.meta_model.eos, decode) for r in requests]
         return (sequence.result() for sequence in runner.run(sequences))
 
@@ -98,7 +94,7 @@ class OffloadEngine:
         loaded = runner.loaded
         sequences = []
         for i, (context, continuation) in enumerate(pairs):
-            full = checks.full_sequence(i, context, continuation, loaded.model.shape, loaded.meta_model.bos)
+            full = full_sequence(i, context, continuation, loaded.model.shape, loaded.meta_model.bos)
             runner.require_blocks(f"pair {i}", len(full) - 1)
             sequences.append(Scoring(i, full, len(continuation)))
         if not sequences:

@@ -57,13 +57,11 @@ class ActiveSequence:
 
 S = TypeVar("S", bound=ActiveSequence)
 
-#: After this many blocks of requests the start and end of a sweep hardly affect its throughput.
-_SWEEP_BLOCKS = 4
-
 
 def steady_blocks(policy: OffloadPolicy) -> int:
-    """How many blocks of requests a measurement needs until its throughput no longer changes."""
-    return _SWEEP_BLOCKS if policy.schedule == "sweep" else 1
+    """How many blocks of requests a measurement needs until its throughput no longer changes: after four the start and
+    end of a sweep hardly affect it."""
+    return 4 if policy.schedule == "sweep" else 1
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ class Scheduler(ABC, Generic[S]):
     def __init__(self, waiting: Iterable[S], cache: BlockManager, size: int, max_logits: int | None) -> None:
         # a stable sort: sequences that arrive together keep their order
         self.waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
-        self._running: dict[S, list[int]] = {}  # in the order of admission; the cached blocks each was admitted with
+        #: Admitted sequences, oldest first, and the cached blocks that each was admitted with.
+        self.running: dict[S, list[int]] = {}
         self._cache = cache
         self._hashes: dict[S, list[bytes]] = {}  # by sequence, of its leading full blocks so far
         self._size = size
@@ -109,14 +108,9 @@ class Scheduler(ABC, Generic[S]):
         self.shared_tokens = 0
 
     @property
-    def running(self) -> list[S]:
-        """Admitted sequences, oldest first."""
-        return list(self._running)
-
-    @property
     def next_arrival_s(self) -> float | None:
         """When there is work next: 0 if sequences are running, None if all are done."""
-        if self._running:
+        if self.running:
             return 0.0
         return self.waiting[0].arrival_s if self.waiting else None
 
@@ -126,14 +120,14 @@ class Scheduler(ABC, Generic[S]):
 
     def finish(self, sequence: S) -> None:
         """Removes a running sequence and frees its blocks."""
-        del self._running[sequence]
+        del self.running[sequence]
         self._hashes.pop(sequence, None)
         self._cache.free(sequence.block_table)
         sequence.block_table = []
 
     def close(self) -> None:
         """Frees the blocks of all running sequences."""
-        for sequence in self.running:
+        for sequence in list(self.running):
             self.finish(sequence)
 
     def admit(self, now_s: float) -> S | None:
@@ -146,7 +140,7 @@ class Scheduler(ABC, Generic[S]):
         prefix = self._cache.match_prefix(hashes[: sequence.cacheable_tokens // BLOCK_SIZE])
         if not self._fits(sequence, prefix):
             return None
-        self._running[self.waiting.popleft()] = prefix
+        self.running[self.waiting.popleft()] = prefix
         self._cache.ref(prefix)
         sequence.block_table, sequence.cached = list(prefix), len(prefix) * BLOCK_SIZE
         if sequence not in self.preempted:  # a preempted sequence may find blocks of its first run
@@ -155,8 +149,8 @@ class Scheduler(ABC, Generic[S]):
 
     def _fits(self, sequence: S, prefix: Sequence[int]) -> bool:
         """Whether the cache can hold `sequence`, which starts with the blocks `prefix`, beside the running ones."""
-        prefixes = [*self._running.values(), prefix]
-        peak = peak_blocks([*self._running, sequence], [len(blocks) for blocks in prefixes])
+        prefixes = [*self.running.values(), prefix]
+        peak = peak_blocks([*self.running, sequence], [len(blocks) for blocks in prefixes])
         return peak + len(set(chain.from_iterable(prefixes))) <= self._cache.num_blocks
 
     def _allocate_blocks(self, batches: Sequence[Sequence[ScheduledChunk[S]]]) -> list[list[ScheduledChunk[S]]]:
@@ -166,17 +160,17 @@ class Scheduler(ABC, Generic[S]):
         recomputed later; the oldest sequence always continues.
         """
         for chunk in chain.from_iterable(batches):
-            if chunk.sequence not in self._running:  # preempted for an older sequence
+            if chunk.sequence not in self.running:  # preempted for an older sequence
                 continue
             missing = chunk.missing_blocks
             while missing > self._cache.num_free_blocks:
-                youngest = next(reversed(self._running))
+                youngest = next(reversed(self.running))
                 if youngest is chunk.sequence:
                     break
                 self._preempt(youngest)
             if 0 < missing <= self._cache.num_free_blocks:
                 chunk.sequence.block_table += self._cache.allocate(missing)
-        ready = [[c for c in batch if c.sequence in self._running and c.missing_blocks <= 0] for batch in batches]
+        ready = [[c for c in batch if c.sequence in self.running and c.missing_blocks <= 0] for batch in batches]
         for chunk in chain.from_iterable(ready):
             self._cache_full_blocks(chunk)
         return [batch for batch in ready if batch]
@@ -214,12 +208,12 @@ class BlockScheduler(Scheduler[S]):
         self._block: list[list[S]] = []
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        if not self._running:
-            while len(self._running) < self._size * self._batches and self.admit(now_s):
+        if not self.running:
+            while len(self.running) < self._size * self._batches and self.admit(now_s):
                 pass
-            running = self.running
+            running = list(self.running)
             self._block = [running[i : i + self._size] for i in range(0, len(running), self._size)]
-        alive = [[s for s in batch if s in self._running] for batch in self._block]
+        alive = [[s for s in batch if s in self.running] for batch in self._block]
         return self._allocate_blocks([self._chunks(batch) for batch in alive])
 
     def _chunks(self, batch: Sequence[S]) -> list[ScheduledChunk[S]]:
@@ -242,7 +236,7 @@ class ContinuousScheduler(Scheduler[S]):
         self._budget = budget
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
-        chunks = [ScheduledChunk(s, 1) for s in self._running if s.missing == 1]
+        chunks = [ScheduledChunk(s, 1) for s in self.running if s.missing == 1]
         room = _Room(self._budget(len(chunks)), self._max_logits)
         for sequence in self._prompts(now_s):
             if count := room.take(sequence):
@@ -253,8 +247,8 @@ class ContinuousScheduler(Scheduler[S]):
 
     def _prompts(self, now_s: float) -> Iterable[S]:
         """Sequences whose prompts are not cached: running ones, then new ones as long as they are admitted."""
-        yield from [s for s in self._running if s.missing > 1]
-        while len(self._running) < self._size and (sequence := self.admit(now_s)):
+        yield from [s for s in self.running if s.missing > 1]
+        while len(self.running) < self._size and (sequence := self.admit(now_s)):
             yield sequence
 
 
@@ -302,7 +296,7 @@ class _Room:
         return count
 
 
-def peak_blocks(sequences: Sequence[ActiveSequence], shared: Sequence[int] = ()) -> int:
+def peak_blocks(sequences: Sequence[ActiveSequence], shared: Sequence[int]) -> int:
     """The most blocks that `sequences` will hold at once, if none ends early and each adds one token per pass.
 
     The `shared` blocks of each sequence are not counted. The total falls only when a sequence ends, so its maximum is
@@ -313,6 +307,6 @@ def peak_blocks(sequences: Sequence[ActiveSequence], shared: Sequence[int] = ())
     tokens = np.array([max(s.cached, len(s.tokens)) for s in sequences])
     ends = np.unique(steps)
     held = tokens[None, :] + ends[:, None] - 1  # at its last step a sequence has steps - 1 tokens more
-    unshared = -(-held // BLOCK_SIZE) - (np.array(shared, dtype=int) if len(shared) else 0)
+    unshared = -(-held // BLOCK_SIZE) - np.array(shared)
     blocks = unshared * (steps[None, :] >= ends[:, None])
     return int(blocks.sum(axis=1).max())

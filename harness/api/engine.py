@@ -1,12 +1,13 @@
 """The contract of engines: the `Engine` protocol, its inputs and its results."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from harness.api.common import UnsupportedError
-from harness.api.machine import LocalModel
+from harness.api.common import HarnessError, UnsupportedError
+from harness.api.machine import LocalModel, ModelShape
 from harness.api.spec import HardwareLimits, OffloadPolicy, RunSpec
 
 
@@ -36,6 +37,21 @@ class SamplingParams:
         positions = (text.find(stop, max(0, too_early - len(stop) + 1)) for stop in self.stop)
         return min((position for position in positions if position >= 0), default=None)
 
+    def require_valid(self, where: str) -> None:
+        """Raises HarnessError naming `where` and the first setting that is out of range."""
+        for name, valid, allowed in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "0 or more"),
+        ):
+            if not valid:
+                raise HarnessError(f"{where}: {name} is {getattr(self, name)}; it must be {allowed}")
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -45,6 +61,24 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     arrival_s: float = 0.0
+
+    def require_valid(self, shape: ModelShape) -> None:
+        """Raises HarnessError naming the request and why a model of this shape cannot run it."""
+        where = f"request {self.id}"
+        if not self.prompt:
+            raise HarnessError(f"{where}: the prompt is empty")
+        shape.require_ids(where, self.prompt)
+        self.sampling.require_valid(where)
+        if len(self.prompt) + self.sampling.max_tokens > shape.max_context:
+            raise HarnessError(
+                f"{where}: {len(self.prompt)} prompt + {self.sampling.max_tokens} new tokens exceed "
+                f"the model's context of {shape.max_context}"
+            )
+
+    def refuse_settings(self, engine: str, *names: str) -> None:
+        """Raises UnsupportedError where the request sets one of these sampling parameters, which `engine` lacks."""
+        if any(getattr(self.sampling, name) != getattr(SamplingParams(), name) for name in names):
+            raise UnsupportedError(f"request {self.id}: engine {engine} does not support {', '.join(names)}")
 
 
 @dataclass(frozen=True)

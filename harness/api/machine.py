@@ -1,9 +1,9 @@
 """Models and machines as sizes and measured rates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.api.common import Dtype
+from harness.api.common import Dtype, HarnessError
 
 
 def mean_cached_tokens(prompt: float, generated: float) -> float:
@@ -47,6 +47,12 @@ class ModelShape:
     def forward_stored(self) -> int:
         """Elements of one layer's feed-forward matrices, unused experts included."""
         return self.forward_params + self.params_idle // self.num_layers
+
+    def require_ids(self, where: str, ids: Sequence[int]) -> None:
+        """Raises HarnessError naming `where` and the first token id outside the vocabulary."""
+        for token in ids:
+            if not 0 <= token < self.vocab:
+                raise HarnessError(f"{where}: token id {token} is outside the vocabulary of {self.vocab}")
 
     def flops(self, new_tokens: int, context: float, logits: int) -> float:
         """Floating-point operations of `new_tokens` tokens that attend to `context` earlier tokens on average.

@@ -49,14 +49,6 @@ class ModelShapes(Protocol):
         ...
 
 
-class RequestChecks(Protocol):
-    """What a model can be asked."""
-
-    def validate(self, request: GenerationRequest, shape: ModelShape) -> None:
-        """Raises HarnessError for a request that a model of this shape cannot run."""
-        ...
-
-
 class MachineRatesProbe(Protocol):
     """Rates of matrix products on this machine, now."""
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness import registry
 from harness.api import GenerationRequest, HarnessError, ModelShape
 from harness.api.task import Text
 from harness.batch.answer_file import Answered
@@ -149,7 +148,7 @@ def _tokenized(line: BatchLine, digest: str, shape: ModelShape, text: Text) -> R
             GenerationRequest(f"{line.number}.{i}", tuple(ids), replace(sampling, seed=_seed(sampling.seed, i)))
             for i in range(line.samples)
         )
-        registry.request_checks().validate(requests[0], shape)
+        requests[0].require_valid(shape)
     except HarnessError as exc:
         return Refused(line.number, digest, line.id, str(exc).removeprefix(f"request {line.number}.0: "))
     return Ready(line, digest, requests)

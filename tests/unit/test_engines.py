@@ -1,39 +1,26 @@
 """The engines on transformers models against transformers itself, on tiny random OPT and LLaMA models."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 import transformers
 
 from engines.adapters.accelerate import AccelerateEngine
-from engines.adapters.causal_lm import from_checkpoint
+from engines.adapters.causal_lm import _make_projection_inputs_contiguous, from_checkpoint
 from engines.adapters.transformers import WORK_BYTES, TransformersEngine
 from engines.common.machine_rates import gemm_rates
 from engines.common.requests import next_batch
 from engines.common.work_memory import SLACK_BYTES, working_bytes
 from engines.models import checkpoints
-from harness.api import (
-    GenerationRequest,
-    HarnessError,
-    InfeasibleError,
-    SamplingParams,
-    UnsupportedError,
-)
+from harness.api import GenerationRequest, HarnessError, InfeasibleError, SamplingParams, UnsupportedError
 from tests.offload import answers, exact_score, logits_of, prepare, tiny
 from tests.offload import greedy as choose
 
 VOCAB, CONTEXT = 64, 48
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "max_position_embeddings": CONTEXT}
-CONFIGS = {
-    "opt": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "llama": SMALL | {"intermediate_size": 64},
-}
+CONFIGS = {"opt": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32}, "llama": SMALL | {"intermediate_size": 64}}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -132,7 +119,9 @@ def test_stop_strings_need_a_tokenizer_and_end_a_row(engine, model, reference, m
     with pytest.raises(UnsupportedError, match="tokenizer"):
         engine.generate([request])
     second = greedy(reference, request.prompt, 6)[1]
-    monkeypatch.setattr("engines.common.requests.decoder", lambda _: lambda tokens: "never" if second in tokens else "")
+    monkeypatch.setattr(
+        "engines.adapters.causal_lm.decoder", lambda *_: lambda tokens: "never" if second in tokens else ""
+    )
     (result,) = engine.generate([request])
     assert result.tokens[-1] == second and result.finish_reason == "stop" and len(result.tokens) <= 2
 
@@ -235,6 +224,24 @@ def test_a_budget_below_the_weights_is_infeasible_when_resident(model, tmp_path,
     needed = model.shape.params_total * 4
     with pytest.raises(InfeasibleError, match=rf"{(needed + WORK_BYTES) / 2**20:.1f} MiB .*budget is 0.0 MiB"):
         load(model, tmp_path, engine=TransformersEngine(), budget=1000, compute_dtype="float32")
+
+
+# --------------------------------------------------------------------------- the vocabulary projection
+
+
+def test_the_projection_gets_contiguous_rows() -> None:
+    head, seen = torch.nn.Linear(4, 7, bias=False), []
+    _make_projection_inputs_contiguous(SimpleNamespace(get_output_embeddings=lambda: head))
+    head.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_contiguous()))
+    hidden = torch.randn(3, 5, 4)
+    last = hidden[:, -1:, :]
+    assert not last.is_contiguous()
+    assert torch.equal(head(last), torch.nn.functional.linear(last, head.weight))
+    assert seen == [True]
+
+
+def test_a_model_without_a_projection_is_unchanged() -> None:
+    _make_projection_inputs_contiguous(torch.nn.ReLU())
 
 
 # --------------------------------------------------------------------------- Accelerate

@@ -84,7 +84,7 @@ def test_the_predicted_peak_is_the_peak(pairs):
     sequences = [generation(p, n) for p, n in pairs]
     steps = max(n for _, n in pairs)
     by_hand = max(sum(blocks_for(p + t) for p, n in pairs if t < n) for t in range(steps))
-    assert peak_blocks(sequences) == by_hand
+    assert peak_blocks(sequences, [0] * len(sequences)) == by_hand
 
 
 def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():

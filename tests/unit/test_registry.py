@@ -10,7 +10,6 @@ from harness.api import services
 MODULES = [
     (services.ModelStore, registry.model_store),
     (services.ModelShapes, registry.shapes),
-    (services.RequestChecks, registry.request_checks),
     (services.MachineRatesProbe, registry.machine_rates),
     (services.Calibrator, registry.calibrator),
     (services.Planner, registry.planner),

@@ -1,6 +1,6 @@
-"""Builds transformers' module of a configuration on the meta device, or says why it cannot be run."""
+"""Builds transformers' module of a configuration on the meta device, or says why the engine cannot run it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from engines.common.requests import special_tokens
+from engines.offload.kernels import AttentionSpec
 from engines.offload.model.hooks import DRY_RUN
-from harness.api import HarnessError, UnsupportedError, first_line
+from engines.offload.weights.gemm import padded_output
+from harness.api import HarnessError, ModelShape, UnsupportedError, first_line
 
 #: Rotary scalings whose frequencies depend on the longest position of the pass, and so on the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -74,3 +76,49 @@ def stop_and_begin_tokens(path: Path, config: Any, vocab: int) -> tuple[tuple[in
     except ValueError as exc:
         raise HarnessError(f"{path / 'generation_config.json'} cannot be read: {first_line(exc)}") from exc
     return special_tokens(source, vocab)
+
+
+class DryPass:
+    """Serves a model zeros of the right shapes as products and attention, and notes what it asks for."""
+
+    def __init__(self, outputs: Mapping[str, int]) -> None:
+        self._outputs = outputs
+        self.order: list[str] = []
+        self.attends: list[int] = []  # of each attention, how many matrices were used before it
+        self.has_windows = False
+        self._layers: list[int] = []
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def problem(self, shape: ModelShape, logits: torch.Tensor) -> str:
+        """Why the engine cannot serve a model that did this and returned `logits` for one row; empty if it can."""
+        if unused := set(self._outputs) - set(self.order):
+            return f"{min(unused)} is not used in every pass"
+        if len(self.order) != len(self._outputs):
+            return "a matrix is used twice in a pass"
+        if sorted(self._layers) != list(range(shape.num_layers)):
+            return (
+                f"{len(self._layers)} attention calls reached the hook, {shape.num_layers} layers should make one each"
+            )
+        kv = (shape.num_kv_heads, shape.head_dim)
+        expected = (shape.num_heads, shape.head_dim, *kv, *kv)
+        if self._shapes != {expected}:
+            return f"its heads (query, key, value: number and width) are {sorted(self._shapes)}, not {expected}"
+        if tuple(logits.shape) != (1, shape.vocab):
+            return f"one row gave logits {list(logits.shape)} instead of {[1, shape.vocab]}"
+        return ""
+
+    def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        self.order.append(matrix)
+        return padded_output(len(x), self._outputs[matrix], x).zero_()
+
+    def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
+        return range(count)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        self._layers.append(layer)
+        self.has_windows |= spec.window is not None
+        self.attends.append(len(self.order))
+        self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

@@ -20,8 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engines.offload.device.protocol import Device
 from engines.offload.memory.layout import OUTSIDE, Matrix
-from engines.offload.model.build import build_on_meta, load_config, require_small, stop_and_begin_tokens
-from engines.offload.model.dry_pass import DryPass
+from engines.offload.model.build import DryPass, build_on_meta, load_config, require_small, stop_and_begin_tokens
 from engines.offload.model.embedding_table import EmbeddingTable
 from engines.offload.model.hooks import OFFLOAD, Attention
 from harness.api import ModelShape, UnsupportedError, first_line

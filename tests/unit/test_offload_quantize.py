@@ -1,4 +1,4 @@
-"""Group-wise quantization against its definition in float64, and the compiled ways against the one in torch."""
+"""Group-wise quantization against its definition in float64, the rotation before it, and the compiled ways of both."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from engines.offload.kernels import quantize
+from engines.offload.kernels.hadamard import compiled_hadamard, hadamard
 from engines.offload.kernels.quantizer import compiled_quantizer, numba_quantizer
 from engines.offload.memory.storage import BITS, GROUPS, Grouped
 from harness.api import UnsupportedError
+from tests.offload import hadamard_matrix
 
 HOWS = [Grouped(bits, group) for bits in BITS for group in GROUPS]
 
@@ -102,3 +104,34 @@ def test_four_bits_in_groups_of_64_are_four_and_a_half():
 def test_there_are_no_other_bits_and_groups(bits, group):
     with pytest.raises(UnsupportedError, match="bits"):
         Grouped(bits, group)
+
+
+# ------------------------------------------------------------------------------------------------ rotation
+
+
+@pytest.mark.parametrize(("columns", "size"), [(1, 1), (7, 1), (24, 8), (64, 64), (80, 16), (128, 128)])
+def test_a_rotation_is_a_hadamard_matrix_in_parts(columns, size):
+    x = torch.randn(3, 5, columns)
+    matrix = torch.block_diag(*[hadamard_matrix(size)] * (columns // size))
+    torch.testing.assert_close(hadamard(x).double(), x.double() @ matrix.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotated_row_does_not_depend_on_the_others():
+    x = torch.randn(50, 64).bfloat16()
+    assert torch.equal(hadamard(x)[17], hadamard(x[17]))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 24, 64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_rotation_is_the_same_to_the_bit(cache, columns, dtype):
+    x = torch.randn(3, 5, columns).to(dtype).transpose(0, 1)
+    before = x.clone()
+    assert torch.equal(compiled_hadamard(cache, 2)(x), hadamard(x))
+    assert torch.equal(x, before)
+
+
+def test_one_large_column_no_longer_decides_the_step():
+    x = torch.randn(100, 64)
+    x[:, 3] += 40
+    assert (hadamard(x).amax(1) - hadamard(x).amin(1)).max() < 0.6 * (x.amax(1) - x.amin(1)).min()

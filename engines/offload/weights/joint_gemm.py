@@ -38,12 +38,8 @@ class JointGemm:
             self._x[rows:] = 0
         self._out = padded_output(padded, outputs, self._x)
         self._sum: torch.Tensor | None = None
-        self.parts: list[torch.Tensor | None] = []
-        start = 0
-        for request in requests:
-            stop = start if request is None else start + len(request.x)
-            self.parts.append(None if request is None else self._out[start:stop])
-            start = stop
+        parts = iter(torch.split(self._out[:rows], [len(request.x) for request in operands]))
+        self.parts = [None if request is None else next(parts) for request in requests]
 
     def add(self, gemm: Gemm, tile: WeightTile, weight: torch.Tensor) -> None:
         """Adds the contribution of one tile, whose stored values are `weight`."""

@@ -11,9 +11,9 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
 from engines.offload.loaded_model import LoadedModel
-from engines.offload.memory.balance import io_compute_balance_rows
 from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
+from engines.offload.memory.rows import io_compute_balance_rows
 from engines.offload.memory.storage import Storage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel

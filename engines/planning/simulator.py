@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from engines.offload.kv_cache.block_manager import BlockManager
-from engines.offload.memory.balance import io_compute_balance_rows
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
-from engines.offload.memory.padding import padded_rows
 from engines.offload.memory.plan import MemoryPlan
+from engines.offload.memory.rows import io_compute_balance_rows, padded_rows
 from engines.offload.memory.storage import Plain, Storage
 from engines.offload.pass_ops import attention_overlaps, pass_ops
 from engines.offload.prefill_budget import SimulatedSequence, make_scheduler

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.memory.layout import ALIGN, Matrix, matrix_spans, tiles_of
-from engines.offload.memory.padding import padded_rows
+from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Plain
 from engines.offload.pass_ops import ALL, attention_overlaps, pass_ops
 from engines.offload.timeline import Timeline

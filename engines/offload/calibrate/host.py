@@ -20,7 +20,7 @@ from engines.offload.device import cuda
 from engines.offload.kernels import DeviceKernels, HostKernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.memory.layout import TILE_VALUES
-from engines.offload.memory.padding import padded_rows
+from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights import gemm
 from harness.api import (

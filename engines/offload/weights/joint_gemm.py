@@ -7,7 +7,7 @@ import torch
 
 from engines.offload.kernels import Gemm
 from engines.offload.memory.layout import WeightTile
-from engines.offload.memory.padding import padded_rows
+from engines.offload.memory.rows import padded_rows
 from engines.offload.weights.gemm import padded_output
 
 

@@ -71,11 +71,9 @@ class _DevicePlanner(MemoryPlanner):
         self._block_bytes = kv_block_bytes(request.shape, request.cache)
         #: On the device, for each block in host memory.
         self._stage_bytes = STAGES * (self._block_bytes // request.shape.num_layers)
-        #: Bytes of weights that the policy sets for device and host.
-        self._held_weights: tuple[int, int] | None = None
-        if policy.weights is not None:
-            on_device, on_host, _ = policy.weights
-            self._held_weights = int(on_device * request.weight_bytes), int(on_host * request.weight_bytes)
+        on_device, on_host, _ = policy.weights or (0.0, 0.0, 0.0)
+        #: Bytes of weights that the policy sets for device and host; 0 where it sets none.
+        self._held_weights = int(on_device * request.weight_bytes), int(on_host * request.weight_bytes)
 
     def plan(self) -> MemoryPlan:
         sequences = self._most_sequences()
@@ -91,12 +89,10 @@ class _DevicePlanner(MemoryPlanner):
 
     def _place_kv(self, sequences: int, blocks: int) -> _KVBlocks | None:
         """Divides KV blocks between device and host; None if they do not fit."""
-        device_room = self._device - self._fixed(sequences)
-        host_room = self._host - self._host_fixed()
-        if self._held_weights:
-            device_room -= self._held_weights[0]
-            host_room -= self._held_weights[1]
-        elif self._mixed_ages:  # host memory holds weights first, but for those that the device will hold
+        device_room = self._device - self._fixed(sequences) - self._held_weights[0]
+        host_room = self._host - self._host_fixed() - self._held_weights[1]
+        if self._policy.weights is None and self._mixed_ages:
+            # host memory holds weights first, but for those that the device will hold
             weights = self._request.weight_bytes
             host_room -= max(0, weights - max(0, device_room - blocks * self._block_bytes))
         if self._policy.cache is None:
@@ -106,7 +102,7 @@ class _DevicePlanner(MemoryPlanner):
             host = round(self._policy.cache[1] * blocks)
         on_device = (blocks - host) * self._block_bytes + host * self._stage_bytes
         kv = _KVBlocks(blocks - host, host, on_device, host * self._block_bytes)
-        if self._held_weights is None:
+        if self._policy.weights is None:
             host_room = max(0, host_room)  # weights that do not fit stay on disk
         return kv if kv.device >= 0 and kv.device_bytes <= device_room and kv.host_bytes <= host_room else None
 
@@ -127,13 +123,12 @@ class _DevicePlanner(MemoryPlanner):
 
     def _finished(self, sequences: int, kv: _KVBlocks) -> MemoryPlan:
         tiles, each = self._request.tiles, self._activations
-        device_limit, host_limit = self._held_weights or (None, None)
-        room = self._device - self._fixed(sequences) - kv.device_bytes
-        room = max(0, room) if device_limit is None else min(room, device_limit)
+        room = max(0, self._device - self._fixed(sequences) - kv.device_bytes)
+        host_room = max(0, self._host - self._host_fixed() - kv.host_bytes)
+        if self._policy.weights is not None:
+            room, host_room = min(room, self._held_weights[0]), min(host_room, self._held_weights[1])
         resident = evenly(tiles, range(len(tiles)), room)
-        room = max(0, self._host - self._host_fixed() - kv.host_bytes)
-        room = room if host_limit is None else min(room, host_limit)
-        pinned = self._pinned_tiles([i for i in range(len(tiles)) if i not in resident], room, kv)
+        pinned = self._pinned_tiles([i for i in range(len(tiles)) if i not in resident], host_room, kv)
         on_device, on_host = (sum(tiles[i].nbytes for i in chosen) for chosen in (resident, pinned))
         parts = {"cache": kv.device_bytes, "work": each.bytes(sequences), "ring": self._ring,
                  "resident": on_device, "other": self._other}  # fmt: skip
@@ -174,15 +169,14 @@ class _DevicePlanner(MemoryPlanner):
 
     def _refusal(self, fewest: int) -> InfeasibleError:
         blocks = self._request.kv_blocks(fewest, self._mixed_ages)
-        device_weights, host_weights = self._held_weights or (0, 0)
-        needed = self._fixed(fewest) + device_weights + blocks * self._stage_bytes
-        needed_on_host = self._host_fixed() + host_weights + blocks * self._block_bytes
+        needed = self._fixed(fewest) + self._held_weights[0] + blocks * self._stage_bytes
+        needed_on_host = self._host_fixed() + self._held_weights[1] + blocks * self._block_bytes
         missing = {"device": needed - self._device, "host": needed_on_host - self._host}
         return InfeasibleError(
             f"offload needs {mib(needed)} of device memory beside {mib(CONTEXT_BYTES)} for CUDA itself, for {fewest} "
             f"sequences of {self._request.max_sequence} tokens (work {mib(self._activations.bytes(fewest))}, ring "
             f"{mib(self._ring)}, other {mib(self._other)}), and {mib(blocks * self._block_bytes)} for their cache "
             f"there or in host memory; the limits leave {mib(max(0, self._device))} and {mib(self._host)}; "
-            + self._hint("use larger limits", self._held_weights is not None),
+            + self._hint("use larger limits", self._policy.weights is not None),
             {tier: short for tier, short in missing.items() if short > 0},
         )

@@ -48,17 +48,10 @@ class Backend(Protocol):
     layout.py's own choice.
     """
 
-    @property
-    def device(self) -> Device: ...
-
-    @property
-    def kernels(self) -> KernelSet: ...
-
-    @property
-    def timeline(self) -> Timeline: ...
-
-    @property
-    def tile_values(self) -> int | None: ...
+    device: Device
+    kernels: KernelSet
+    timeline: Timeline
+    tile_values: int | None = None
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, GemmBackend]:
         """The fastest way to multiply decoder layers' weights and the others, by how they are stored; measured."""

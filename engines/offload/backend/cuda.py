@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import LoadRequest, Placement
+from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
@@ -28,7 +28,7 @@ from harness.api import Dtype, UnsupportedError
 from harness.common.host_memory import free_memory
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """See Backend. `host_kernels` attend to KV blocks in host memory. Raises UnsupportedError for policies that cannot
     be run with a device."""
 
@@ -39,9 +39,9 @@ class CudaBackend:
             raise UnsupportedError("policy.cpu_attention: the host attends to all values: leave out value_sparsity")
         self._load = load
         self._host_kernels = host_kernels
-        self.device = device
+        self.device: Accelerator = device
         self.timeline = Timeline(device)
-        self.kernels = kernels or DeviceKernels()
+        self.kernels: DeviceKernels = kernels or DeviceKernels()
         self.tile_values = tile_values(load.model.shape)
         self._host_attention: HostAttention | None = None
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import LoadRequest, Placement
+from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
@@ -24,14 +24,12 @@ from engines.offload.weights.tile_reader import TileReader
 from harness.api import Dtype
 
 
-class HostBackend:
+class HostBackend(Backend):
     """See Backend."""
-
-    tile_values = None
 
     def __init__(self, load: LoadRequest, kernels: HostKernels, device: HostDevice) -> None:
         self._load = load
-        self.kernels = kernels
+        self.kernels: HostKernels = kernels
         self.device = device
         self.timeline = Timeline()
 

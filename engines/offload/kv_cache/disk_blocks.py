@@ -1,7 +1,7 @@
 """KV blocks on disk: read a layer ahead of attention, and written back behind it."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 
 from engines.offload.disk.direct_file import DiskFile
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kv_cache.staging import Run, staging
+from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, Run
 from engines.offload.memory.kv_blocks import STAGES
 from engines.offload.timeline import Timeline
 from harness.api import HarnessError
@@ -20,13 +20,11 @@ _WORKERS = 2
 _PIECE = 2 << 20
 
 
-class DiskBlocks:
-    """`num_blocks` blocks in an unnamed file, with a record of `record` bytes (a multiple of ALIGN) a layer each.
+class DiskBlocks(OffloadedBlocks):
+    """Blocks in an unnamed file, with a record of `record` bytes (a multiple of ALIGN) a layer each, staged in memory.
 
-    See OffloadedBlocks. The blocks of a pass are staged in memory, layer by layer; what a layer's attention has written
-    is written back after `done`, and its stage then serves the layer after the next. One thread keeps that order, so no
-    record is read before it is written; its errors are raised by the next call. Without `ahead` a layer is read when
-    attention asks for it and written before `done` returns.
+    One thread keeps the order of reads and writes, so no record is read before it is written; its errors are raised by
+    the next call.
     """
 
     def __init__(
@@ -39,42 +37,17 @@ class DiskBlocks:
         throttle: Throttle,
         ahead: bool = True,
     ) -> None:
-        self._layers = layers
-        self._ahead = STAGES if ahead else 0  # layers read before attention asks for them
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks, layers, ahead, per_piece=max(1, _PIECE // record))
         self._record = record
         self._timeline = timeline
         self._file = DiskFile(folder, layers * num_blocks * record, "cache", throttle)
         self.direct = self._file.direct
         self._memory = memoryview(direct_buffer(STAGES * num_blocks * record))
         self._stages = torch.frombuffer(self._memory, dtype=torch.uint8).view(STAGES, num_blocks * record)
-        self._read: Sequence[Run] = ()
-        self._write: Sequence[Run] = ()
-        self._reads: list[Future[None]] = []  # of this pass, by layer
+        self._reads: dict[int, Future[None]] = {}  # by layer, of this pass or the last
         self._failure: HarnessError | None = None
-        self.bytes_read = self.bytes_written = 0
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="cache")
         self._order = ThreadPoolExecutor(1, thread_name_prefix="cache-order")
-
-    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
-        slots, self._read, self._write = staging(self.num_blocks, filled, written, max(1, _PIECE // self._record))
-        self._reads = []
-        for _ in range(min(self._ahead, self._layers)):
-            self._read_next()
-        return slots
-
-    def staged(self, layer: int) -> torch.Tensor:
-        if layer == len(self._reads):
-            self._read_next()
-        self._wait(self._reads[layer])
-        return self._stages[layer % STAGES]
-
-    def done(self, layer: int) -> None:
-        written = self._order.submit(self._transfer, "write", layer, self._write)
-        if not self._ahead:
-            self._wait(written)
-        elif len(self._reads) < self._layers:
-            self._read_next()
 
     def close(self) -> None:
         """Ends the threads and frees the disk space. Idempotent."""
@@ -82,11 +55,18 @@ class DiskBlocks:
         self._workers.shutdown()
         self._file.close()
 
-    def _read_next(self) -> None:
-        """Enqueues the read of the next layer."""
-        self._reads.append(self._order.submit(self._transfer, "read", len(self._reads), self._read))
+    def _stage(self, layer: int) -> None:
+        self._reads[layer] = self._order.submit(self._transfer, "read", layer, self._read)
 
-    def _wait(self, transfer: Future[None]) -> None:
+    def _wait(self, layer: int) -> None:
+        self._wait_for(self._reads[layer])
+
+    def _write_back(self, layer: int) -> None:
+        written = self._order.submit(self._transfer, "write", layer, self._write)
+        if not self._ahead:
+            self._wait_for(written)
+
+    def _wait_for(self, transfer: Future[None]) -> None:
         """Raises the error of any transfer that failed meanwhile."""
         began = time.perf_counter()
         transfer.result()

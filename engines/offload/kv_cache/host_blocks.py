@@ -5,13 +5,13 @@ does not block.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engines.offload.device.protocol import Accelerator, Event
-from engines.offload.kv_cache.staging import Run, staging
+from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks, Run
 from engines.offload.memory.kv_blocks import STAGES
 
 
@@ -42,12 +42,8 @@ class HostLayer:
             self.pieces[number][:, which][blocks[inside] % per_piece, :, offsets[inside]] = new[inside]
 
 
-class HostBlocks:
-    """`num_blocks` blocks of `block_shape` and `dtype`, by layer in `pieces` of pinned memory. See OffloadedBlocks.
-
-    A layer is staged on the device while the layer before is attended to. Without `ahead` it is copied when attention
-    asks for it, and copied back before `done` returns.
-    """
+class HostBlocks(OffloadedBlocks):
+    """Blocks of `block_shape` and `dtype`, by layer in `pieces` of pinned memory, staged on the device."""
 
     def __init__(
         self,
@@ -58,44 +54,35 @@ class HostBlocks:
         device: Accelerator,
         ahead: bool = True,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.direct = True  # nothing is on disk
-        self._layers = [HostLayer([piece.view(dtype).view(-1, *block_shape) for piece in layer]) for layer in pieces]
-        self._per_piece = len(self._layers[0].rows)
+        self._host = [HostLayer([piece.view(dtype).view(-1, *block_shape) for piece in layer]) for layer in pieces]
+        super().__init__(num_blocks, len(pieces), ahead, per_piece=len(self._host[0].rows))
         self._block_bytes = math.prod(block_shape) * dtype.itemsize
         self._device = device
-        self._ahead = STAGES if ahead else 0
         self._stages = torch.empty(STAGES, num_blocks, *block_shape, dtype=dtype, device=device.where)
         self._free: list[Sequence[Event]] = [()] * STAGES  # when a stage may be overwritten
         self._written_back: dict[int, Event] = {}  # by layer, the end of the last pass's copies to the host
-        self._staged: dict[int, Sequence[Event]] = {}  # by layer of this pass, what its staged blocks wait for
-        self.bytes_read = self.bytes_written = 0
-        self._read: Sequence[Run] = ()
-        self._write: Sequence[Run] = ()
-
-    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
-        per_piece = self._per_piece
-        slots, self._read, self._write = staging(self.num_blocks, filled, written, per_piece, per_piece)
-        self._staged = {}
-        for layer in range(min(self._ahead, len(self._layers))):
-            self._stage(layer)
-        return slots
-
-    def staged(self, layer: int) -> torch.Tensor:
-        if layer not in self._staged:
-            self._stage(layer)
-        for event in self._staged[layer]:
-            self._device.join(event)
-        return self._stages[layer % STAGES]
+        self._staged: dict[int, Sequence[Event]] = {}  # by layer, what its staged blocks wait for
 
     def host_layer(self, layer: int) -> HostLayer:
         """A layer's blocks in host memory, for the host to read and write; waits until what the device wrote is
         there."""
         if layer in self._written_back:
             self._written_back[layer].synchronize()
-        return self._layers[layer]
+        return self._host[layer]
 
-    def done(self, layer: int) -> None:
+    def _stage(self, layer: int) -> None:
+        after = [*self._free[layer % STAGES], *([self._written_back[layer]] if layer in self._written_back else [])]
+        self._staged[layer] = after
+        if self._read:
+            pairs = [(self._on_device(layer, run), self._on_host(layer, run)) for run in self._read]
+            self._staged[layer] = (self._device.copy(pairs, after, kv=True),)
+            self.bytes_read += sum(run.count for run in self._read) * self._block_bytes
+
+    def _wait(self, layer: int) -> None:
+        for event in self._staged[layer]:
+            self._device.join(event)
+
+    def _write_back(self, layer: int) -> None:
         attended = self._device.mark()
         last = attended
         if self._write:
@@ -106,21 +93,10 @@ class HostBlocks:
         self._free[layer % STAGES] = (attended, last)
         if not self._ahead:
             last.synchronize()
-        elif layer + STAGES < len(self._layers):
-            self._stage(layer + STAGES)
-
-    def _stage(self, layer: int) -> None:
-        """Enqueues the copies of a layer's blocks to their slots on the device."""
-        after = [*self._free[layer % STAGES], *([self._written_back[layer]] if layer in self._written_back else [])]
-        self._staged[layer] = after
-        if self._read:
-            pairs = [(self._on_device(layer, run), self._on_host(layer, run)) for run in self._read]
-            self._staged[layer] = (self._device.copy(pairs, after, kv=True),)
-            self.bytes_read += sum(run.count for run in self._read) * self._block_bytes
 
     def _on_host(self, layer: int, run: Run) -> torch.Tensor:
         piece, first = divmod(run.block, self._per_piece)
-        return self._layers[layer].pieces[piece][first : first + run.count]
+        return self._host[layer].pieces[piece][first : first + run.count]
 
     def _on_device(self, layer: int, run: Run) -> torch.Tensor:
         return self._stages[layer % STAGES, run.slot : run.slot + run.count]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -10,31 +9,10 @@ from engines.offload.kernels import Quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks, Target
 from engines.offload.kv_cache.block_manager import BlockManager, Chunk
 from engines.offload.kv_cache.host_attention import HostAttention
+from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
-
-
-class OffloadedBlocks(Protocol):
-    """KV blocks that live elsewhere and are staged, a layer at a time, where attention computes: disk_blocks.py and
-    host_blocks.py. `bytes_read` and `bytes_written` count what was copied from and to there; `direct`: by direct I/O,
-    if from disk."""
-
-    num_blocks: int
-    direct: bool
-    bytes_read: int
-    bytes_written: int
-
-    def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
-        """Begins a pass that reads the `filled` blocks and writes the `written` ones. Returns int64 [blocks]: the slot
-        in which each is staged."""
-
-    def staged(self, layer: int) -> torch.Tensor:
-        """The records of this pass's blocks in a layer, by slot: `num_blocks`, as bytes or as the values they store.
-        Blocks until they are there."""
-
-    def done(self, layer: int) -> None:
-        """Every batch of the pass has attended in a layer."""
 
 
 def block_layout(shape: ModelShape, stored: Storage) -> tuple[tuple[int, ...], torch.dtype]:

@@ -1,4 +1,4 @@
-"""Which experts' weight tiles a pass needs: those of a mixture's experts that some batch routes tokens to."""
+"""Which experts a pass needs: those that some batch routes tokens to. No other's tiles are read or multiplied."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,7 @@ from engines.offload.weights.stream import WeightStream
 
 
 class ExpertRouting:
-    """The experts of one pass, over a model's `matrices` whose tiles `streamed` come from `stream`.
-
-    The tiles of experts that no batch of the pass needs are neither read nor multiplied.
-    """
+    """The experts of one pass, over a model's `matrices` whose tiles `streamed` come from `stream`."""
 
     def __init__(self, matrices: Sequence[Matrix], streamed: Sequence[WeightTile], stream: WeightStream) -> None:
         self._stream = stream

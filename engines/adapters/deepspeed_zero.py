@@ -26,7 +26,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
 from engines.common.work_memory import SLACK_BYTES, require_memory
-from harness.api import Capabilities, HarnessError, ModelShape, UnsupportedError
+from harness.api import Capabilities, HarnessError, ModelShape, UnsupportedError, first_line
 
 #: Asynchronous I/O: large blocks and a deep queue, read ahead of the computation.
 _AIO = {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "single_submit": False, "overlap_events": True}
@@ -200,7 +200,7 @@ def _load_async_io(required: bool) -> None:
     try:
         AsyncIOBuilder().load(verbose=False)
     except Exception as exc:
-        raise HarnessError(f"DeepSpeed's disk I/O cannot be built: {str(exc).splitlines()[0]}") from exc
+        raise HarnessError(f"DeepSpeed's disk I/O cannot be built: {first_line(exc)}") from exc
 
 
 def _buffer_elements(shape: ModelShape) -> int:

@@ -11,10 +11,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path, need: str) -> Any:
-    """Loads a model folder's transformers tokenizer; `need` ends the message where there is none.
-
-    Raises UnsupportedError where the folder has no tokenizer, HarnessError where it cannot be read.
-    """
+    """Loads a model folder's transformers tokenizer. Raises UnsupportedError, which ends with `need`, where there is
+    none, and HarnessError where it cannot be read."""
     from transformers import AutoTokenizer
 
     # without any of these files transformers builds an empty tokenizer for some architectures

@@ -114,8 +114,7 @@ class OffloadEngine:
         return self._loaded_runner().loaded
 
     def stats(self) -> EngineStats:
-        """What is loaded and what has been moved so far, in counts and bytes. Raises HarnessError if nothing is
-        loaded."""
+        """Counts and bytes of what is loaded and was moved. Raises HarnessError if nothing is loaded."""
         return self.loaded.stats()
 
     def close(self) -> None:

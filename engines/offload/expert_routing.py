@@ -1,4 +1,4 @@
-"""Which experts' weight tiles a pass needs: those of a mixture's experts that some batch routes tokens to."""
+"""Which experts a pass needs: those that some batch routes tokens to. No other's tiles are read or multiplied."""
 
 from collections.abc import Sequence
 

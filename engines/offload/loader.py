@@ -30,8 +30,7 @@ from harness.api import DTYPE_BYTES, Dtype, LoadReport, ModelShape, OffloadPolic
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
     """Plans the memory, converts the checkpoint on first use, reads what stays resident and starts the stream.
 
-    `host_kernels` convert checkpoints; `stack` ends what was started. Raises UnsupportedError for models and policies
-    that cannot be run and InfeasibleError for too small a budget, both before weights are read or written.
+    `host_kernels` convert checkpoints; `stack` ends what was started. Raises as OffloadEngine.load does.
     """
     model, policy, limits, job = request.model, request.policy, request.limits, request.job
     layers, outside, cached = storages(model.dtype, policy)

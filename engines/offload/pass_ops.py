@@ -44,11 +44,11 @@ class AttentionOverlap:
 def attention_overlaps(
     spans: Sequence[range], groups: Sequence[str], attends: Sequence[int], streamed: Sequence[bool], slots: int
 ) -> list[AttentionOverlap]:
-    """The attentions of a pass that can overlap products, of matrices with tiles `spans` that belong to layers
-    `groups`.
+    """The attentions of a pass that can overlap products.
 
-    `attends`: how many matrices come before each attention. A layer is left out whose `streamed` tiles would fill the
-    ring's `slots`: they stay there until the last batch has multiplied them.
+    `spans` are the tiles of each matrix, `groups` the layers that matrices belong to; `attends`: how many matrices come
+    before each attention. A layer is left out whose `streamed` tiles would fill the ring's `slots`: they stay there
+    until the last batch has multiplied them.
     """
     overlaps = []
     for end in attends:

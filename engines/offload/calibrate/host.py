@@ -86,26 +86,23 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
     with _in_words(folder, f"write and read {size >> 20} MiB there to measure the disk"):
         samples["disk.write"], samples["disk.read"] = _disk(folder, size, rounds)
     processor = link = None
-    devices = 0
     if (there := cuda.attached()) is not None:
         report("the device")
         device, name, room = there
         try:
             processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
             samples |= of_device
-            devices = 1  # the engine uses one
         except RuntimeError as exc:  # out of memory or broken: the host's rates still hold
             report(f"the device cannot be measured: {first_line(exc)}")
         finally:
             device.close()
     rates = {path: statistics.median(found) for path, found in samples.items()}
-    memory = psutil.virtual_memory().total
     return HardwareProfile(
         name="local",
         description=f"measured {time.strftime('%Y-%m-%d')}, products by {product.name} in {product.dtype}",
         host=Processor(
             name=platform.processor() or platform.machine(),
-            memory=float(memory),
+            memory=float(psutil.virtual_memory().total),
             cores=threads,
             dtype=product.dtype,
             **calibrate_device.rates_of("host", rates),
@@ -113,7 +110,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         disk=Disk(float(psutil.disk_usage(str(folder)).free), **calibrate_device.rates_of("disk", rates)),
         device=processor,
         link=link,
-        devices=devices,
+        devices=0 if processor is None else 1,  # the engine uses one
         sources=dict.fromkeys(rates, "measured, the median") | {"host.memory": "what the system reports"},
         spread={path: (min(found), max(found)) for path, found in samples.items()},
     )

@@ -9,10 +9,8 @@ from engines.offload.device.protocol import Device
 
 
 class EmbeddingTable(torch.Tensor):
-    """An embedding in its stored dtype that shows itself, and gives its rows, in the compute dtype.
-
-    Whatever a model does with the rows, such as scaling them, is done in the compute dtype, where `_device` computes.
-    """
+    """Shows itself, and gives its rows, in the compute dtype: whatever a model does with the rows, such as scaling
+    them, is done in that dtype, where `_device` computes."""
 
     _as: torch.dtype
     _device: Device

@@ -41,11 +41,8 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Tokens of several sequences, concatenated without padding: ids and positions [tokens], and the indices of tokens
-    whose logits are needed.
-
-    The ids are in host memory, everything else where the model computes.
-    """
+    """Tokens of several sequences, concatenated without padding: ids [tokens] in host memory; where the model computes,
+    positions [tokens] and the indices of tokens whose logits are needed."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -198,8 +195,7 @@ class MetaModel:
         return rows.new_zeros(len(x), rows.shape[1]).index_copy_(0, indices, rows)
 
     def _serves_logits_only(self, name: str, rows: int) -> bool:
-        """Whether a matrix comes after the last attention and its `rows` are the batch's, some of them without
-        logits."""
+        """Whether a matrix comes after the last attention and its `rows` are the batch's, some without logits."""
         tokens = len(_batch.get().ids)
         return name in self._after_attention and len(_batch.get().logits_indices) < tokens == rows
 

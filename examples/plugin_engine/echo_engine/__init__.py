@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.api import (
     Capabilities,
-    EngineTrace,
+    Engine,
     GenerationRequest,
     GenerationResult,
     HardwareLimits,
@@ -18,7 +18,7 @@ from harness.api import (
 )
 
 
-class EchoEngine:
+class EchoEngine(Engine):
     """Options of a suite's cell (`options: {delay_s: 0.01}`) arrive as keywords; an unknown one is a TypeError."""
 
     def __init__(self, *, delay_s: float = 0.0) -> None:
@@ -51,9 +51,6 @@ class EchoEngine:
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         raise UnsupportedError("engine echo has no model: it cannot score")
-
-    def trace(self) -> EngineTrace:
-        return EngineTrace()  # nothing to tell of single passes
 
     def close(self) -> None:
         """Nothing to free."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from engines.planning.closed_form import (
     RESOURCES,
     BatchWork,
-    ResourceSeconds,
+    Seconds,
     SublayerCosts,
     decode_work,
     mean_over,
@@ -18,6 +18,7 @@ from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine
 from engines.planning.memory import TierBytes, capacity, memory_constraints, peak_memory
 from engines.planning.placement import best_fractions
+from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Fractions, Lengths, kv_bytes, model_weight_bytes, sublayers
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, ModelShape, OffloadPolicy
 from harness.common.roofline import block_bound
@@ -65,32 +66,32 @@ class Prediction:
 
 
 class ClosedFormPlanner:
-    """Predictions for one model, job, machine and engine."""
+    """Predictions for one job, machine and engine."""
 
-    def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel) -> None:
-        self.shape = shape
-        self.lengths = lengths
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
+        self.job = job
+        self.shape = job.shape
+        self.lengths = job.lengths
         self.profile = profile
         self.engine = engine
         self.machine = Machine(profile)
-        self._parts = sublayers(shape)
+        self._parts = sublayers(job.shape)
 
-    def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
-        """For a policy with all fractions, whether it fits or not. `page_cache`: the host has one.
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """For a policy with all fractions, whether it fits or not.
 
         Raises HarnessError for a policy without a performance model.
         """
         require_modelled(policy)
         engine = self._engine_for(policy)
-        assert policy.cache is not None
-        assert policy.activations is not None
+        assert policy.cache and policy.activations
         constraints = memory_constraints(self.shape, policy, self.lengths)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
-        costs = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak, page_cache))
+        costs = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak))
         host_beside_device = self._host_beside_device(policy)
 
-        def cost(*works: BatchWork) -> tuple[float, ResourceSeconds]:
+        def cost(*works: BatchWork) -> tuple[float, Seconds]:
             return pass_seconds(costs, self._parts, works, policy.num_gpu_batches, engine, host_beside_device)
 
         prompt, steps = self.lengths.prompt, self.lengths.generated
@@ -104,7 +105,7 @@ class ClosedFormPlanner:
             _, middle = cost(decode_work(batch, self.lengths.mean_cached))
             decode, used = step * (steps - 1), first + middle * (steps - 1)
         tokens = policy.block_size * steps
-        by_resource = dict(zip(RESOURCES, used.values, strict=True))
+        by_resource = dict(zip(RESOURCES, used.tolist(), strict=True))
         return Prediction(
             requests=policy.block_size,
             together=policy.block_size,
@@ -155,14 +156,11 @@ class ClosedFormPlanner:
         several = policy.num_gpu_batches > 1 or (policy.nano_batches > 1 and policy.nano_overlap)
         return several and self.engine.parallel_attention and self.machine.has_device
 
-    def _disk_read(self, peak: TierBytes, page_cache: bool) -> float:
+    def _disk_read(self, peak: TierBytes) -> float:
         """Bytes/s at which files arrive: at the memory's rate if the page cache holds all of them."""
-        disk, host = self.profile.disk, self.profile.host
-        if self.engine.direct_io:
-            return disk.read
-        if not page_cache:
-            return disk.read * self.engine.page_cache_miss_share
-        return host.bandwidth if 0 < peak.disk < host.memory - peak.host else disk.read
+        host = self.profile.host
+        cached = not self.engine.direct_io and 0 < peak.disk < host.memory - peak.host
+        return host.bandwidth if cached else self.profile.disk.read
 
 
 def require_modelled(policy: OffloadPolicy) -> None:
@@ -188,8 +186,7 @@ def bound(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: M
 
 def _moved_down(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
     """The policy, then with some percents of weights or cache moved to a lower tier, as rounding to matrices may do."""
-    assert policy.weights is not None
-    assert policy.cache is not None
+    assert policy.weights and policy.cache
     yield policy
     for share in _ROUNDING_STEPS:
         for weights in _lower(policy.weights, share):

@@ -13,9 +13,9 @@ from engines.offload.memory.storage import Storage, storages
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.memory import TierBytes
-from engines.planning.memory_request import SYSTEM_BYTES, memory_request
-from engines.planning.workload import Fractions, Lengths
-from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
+from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
+from engines.planning.workload import Fractions
+from harness.api import DTYPE_BYTES, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Share of memory that a search leaves free, for what the engine counts and a model's shape does not tell.
 _MARGIN = 1 / 32
@@ -25,26 +25,13 @@ _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 
 
 class DevicePlanner(ClosedFormPlanner):
-    """A ClosedFormPlanner with the engine's memory plan in place of FlexGen's, so that its policies run as they stand.
+    """Plans with the engine's own memory plan in place of FlexGen's, so that its policies run as they stand."""
 
-    each: lengths of the requests, if they differ from `lengths`, their mean.
-    dtype: of the weights in the checkpoint.
-    budget: bytes of pinned memory; None for what the engine takes without a limit.
-    reserved: tokens that each sequence may grow to; None for the longest request.
-    """
-
-    def __init__(
-        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, *,
-        each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None,
-        reserved: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, lengths, profile, engine)
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
+        super().__init__(job, profile, engine)
         assert profile.device is not None
         self._device = int(profile.device.memory)
-        self._host = int(PINNED_SHARE * (profile.host.memory - SYSTEM_BYTES) if budget is None else budget)
-        self._each = each or [lengths]
-        self._dtype = dtype
-        self._reserved = reserved
+        self._host = int(PINNED_SHARE * (profile.host.memory - SYSTEM_BYTES) if job.budget is None else job.budget)
         self._plans: dict[tuple[OffloadPolicy, float], MemoryPlan] = {}
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
@@ -65,12 +52,12 @@ class DevicePlanner(ClosedFormPlanner):
             return policy
         return self._realised(policy)
 
-    def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
+    def predict(self, policy: OffloadPolicy) -> Prediction:
         """For a policy with all fractions. Raises InfeasibleError as the engine does."""
         plan = self._plan(policy)
         if policy.schedule == "sweep":
             policy = replace(policy, gpu_batch_size=plan.sequences)
-        prediction = super().predict(policy, page_cache)
+        prediction = super().predict(policy)
         tiles = self._tiles(policy)
         on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
         peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
@@ -99,18 +86,16 @@ class DevicePlanner(ClosedFormPlanner):
     def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
         """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""
         if (policy, margin) not in self._plans:
-            dtype = self._dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-            request = memory_request(
-                self.shape, self._tiles(policy), storages(self._dtype, policy)[2], dtype, self._each,
-                reserved=self._reserved, cast_bytes=0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype],
-                attention_bytes=(0, 0),
-            )  # fmt: skip
+            dtype = self.job.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+            cast_bytes = 0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype]
+            cache = storages(self.job.dtype, policy)[2]
+            request = self.job.memory_request(self._tiles(policy), cache, dtype, cast_bytes=cast_bytes)
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))
             self._plans[policy, margin] = plan_device_memory(request, policy, device, host)
         return self._plans[policy, margin]
 
     def _tiles(self, policy: OffloadPolicy) -> Sequence[WeightTile]:
-        return _tiles(self.shape, *storages(self._dtype, policy)[:2])
+        return _tiles(self.shape, *storages(self.job.dtype, policy)[:2])
 
 
 @lru_cache(maxsize=64)

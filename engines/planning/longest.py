@@ -7,14 +7,13 @@ compiler, for example, attention needs more memory), `load` raises InfeasibleErr
 """
 
 import os
-from dataclasses import replace
 
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
 from engines.offload.memory.plan import MemoryRequest, largest
 from engines.offload.memory.storage import Plain, Storage, storages
-from engines.planning.memory_request import memory_request
+from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness.api import (
     DTYPE_BYTES,
@@ -81,12 +80,10 @@ class _Planner:
 
     def _request(self, tokens: int, margin_bytes: float) -> MemoryRequest:
         """The request for sequences of `tokens` tokens, with the margin counted among the small tensors."""
-        request = memory_request(
-            self._shape, self._tiles, self._cache, self._dtype, [Lengths(tokens, 0)], reserved=tokens,
-            cast_bytes=self._cast_bytes,
+        return PlannedJob(self._shape, [Lengths(tokens, 0)]).memory_request(
+            self._tiles, self._cache, self._dtype, cast_bytes=self._cast_bytes, margin_bytes=margin_bytes,
             attention_bytes=attention_memory(self._shape, tokens, self._threads) if self._device is None else (0, 0),
         )  # fmt: skip
-        return replace(request, small_bytes=request.small_bytes + int(margin_bytes))
 
 
 def _compute_dtypes(dtype: Dtype, policy: OffloadPolicy, on_device: bool) -> list[Dtype]:

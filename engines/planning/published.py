@@ -14,9 +14,9 @@ import yaml
 
 from engines.models.shapes import shape
 from engines.planning import nanoflow
-from engines.planning.closed_form_planner import ClosedFormPlanner
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_models
-from engines.planning.pipeline import planner_for
+from engines.planning.pipeline import Planner, planner_for
+from engines.planning.planned_job import PlannedJob
 from engines.planning.search import SearchSpace, search
 from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
@@ -99,17 +99,21 @@ def evaluate(
     cost_models = cost_models or engine_cost_models()
     outcomes = []
     for cell in cells:
-        profile = profiles[cell.hardware]
+        profile, engine = profiles[cell.hardware], cost_models[cell.engine]
+        disk = profile.disk
         if cell.disk:
-            profile = replace(profile, disk=replace(profile.disk, read=cell.disk[0], write=cell.disk[1]))
-        planner = planner_for(shape(cell.model), cell.lengths, profile, cost_models[cell.engine], cell.stages)
-        prediction = planner.predict(_complete(planner, cell.policy), cell.page_cache)
+            disk = replace(disk, read=cell.disk[0], write=cell.disk[1])
+        if not cell.page_cache:
+            disk, engine = replace(disk, read=disk.read * engine.page_cache_miss_share), replace(engine, direct_io=True)
+        job = PlannedJob(shape(cell.model), [cell.lengths])
+        planner = planner_for(job, replace(profile, disk=disk), engine, cell.stages)
+        prediction = planner.predict(_complete(planner, cell.policy))
         error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
         outcomes.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.missing(prediction)))
     return outcomes
 
 
-def _complete(planner: ClosedFormPlanner, policy: OffloadPolicy) -> OffloadPolicy:
+def _complete(planner: Planner, policy: OffloadPolicy) -> OffloadPolicy:
     """The policy, or the best of its schedule and bits if it has no fractions."""
     if policy.weights:
         return policy

@@ -7,9 +7,10 @@ LM-Offload (Wu et al. 2024), section 3.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, get_args
+from typing import get_args
 
 from engines.planning.closed_form_planner import Prediction
+from engines.planning.pipeline import Planner
 from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
 _BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
@@ -62,22 +63,6 @@ class SearchSpace:
         return self.latency_s is None or prediction.block_latency_s <= self.latency_s
 
 
-class Predictor(Protocol):
-    """A planner, as the search uses it."""
-
-    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy with its best fractions; None if none fit."""
-        ...
-
-    def estimate(self, policy: OffloadPolicy) -> Prediction:
-        """A fast prediction, which ranks policies."""
-        ...
-
-    def predict(self, policy: OffloadPolicy) -> Prediction:
-        """The best prediction there is."""
-        ...
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A policy that can be run as it stands, and its prediction."""
@@ -102,7 +87,7 @@ def no_report(done: int, total: int) -> None:
     """Reports nothing."""
 
 
-def search(planner: Predictor, space: SearchSpace, report: Report = no_report) -> SearchResult:
+def search(planner: Planner, space: SearchSpace, report: Report = no_report) -> SearchResult:
     """The policy of the highest throughput under all constraints.
 
     Estimates rank the kinds; predictions decide among the few whose best are close to the best of all.
@@ -134,7 +119,7 @@ def search(planner: Predictor, space: SearchSpace, report: Report = no_report) -
     return SearchResult(best, rejected)
 
 
-def _predicted(planner: Predictor, tried: Sequence[Candidate], space: SearchSpace) -> Candidate | None:
+def _predicted(planner: Planner, tried: Sequence[Candidate], space: SearchSpace) -> Candidate | None:
     """The best of a kind by prediction, among the soonest of its fastest and the fastest by estimate."""
     soonest = _soonest(tried)
     fastest = sorted(tried, key=lambda c: -c.prediction.throughput_tok_s)[:_PREDICTED]
@@ -143,7 +128,7 @@ def _predicted(planner: Predictor, tried: Sequence[Candidate], space: SearchSpac
     return _soonest(c for c in predicted if space.allows(c.prediction))
 
 
-def _climb(planner: Predictor, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
+def _climb(planner: Planner, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
     """All candidates met on the way uphill over batch size and number of batches, from the best of a coarse grid."""
     numbers = _NUM_BATCHES if kind.schedule == "zigzag" else (1,)
     tried: dict[tuple[int, int], Candidate | None] = {}
@@ -177,7 +162,7 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
     return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
 
 
-def _candidate(planner: Predictor, policy: OffloadPolicy, space: SearchSpace) -> Candidate | None:
+def _candidate(planner: Planner, policy: OffloadPolicy, space: SearchSpace) -> Candidate | None:
     """The policy with its best fractions; None if none fit or the latency limit is missed."""
     runnable = planner.runnable(policy)
     if runnable is None:

@@ -1,7 +1,5 @@
 """What a job asks of a machine: request lengths, and the sublayers of a model with their parameters and bytes."""
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.api import ModelShape, OffloadPolicy
@@ -31,12 +29,6 @@ class Lengths:
     def mean_cached(self) -> float:
         """Tokens in the KV cache on average over the generation."""
         return mean_cached_tokens(self.prompt, self.generated)
-
-
-def mean_lengths(each: Sequence[Lengths]) -> Lengths:
-    """The mean of both lengths, in whole tokens."""
-    prompt, generated = (statistics.mean(of) for of in ([r.prompt for r in each], [r.generated for r in each]))
-    return Lengths(max(1, round(prompt)), max(1, round(generated)))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from engines.planning.engine_cost_models import constant_sources, engine_cost_mo
 from engines.planning.host_planner import HostPlanner
 from engines.planning.memory import capacity, memory_constraints, peak_memory
 from engines.planning.nanoflow import Devices, operations, optimal_tok_s
-from engines.planning.pipeline import planner_for
+from engines.planning.pipeline import Planner, planner_for
 from engines.planning.plan import flat, nested, plan
-from engines.planning.search import Candidate, Predictor, SearchSpace, search
+from engines.planning.planned_job import PlannedJob
+from engines.planning.search import Candidate, SearchSpace, search
 from engines.planning.threads import compute_threads, on_threads
 from engines.planning.workload import Lengths, by_whole_matrices, sublayers
 from harness import hardware
@@ -39,10 +40,10 @@ def outcomes() -> list[published.Outcome]:
 
 def planner(profile: HardwareProfile = PROFILES["t4_gcp"], model: str = OPT_30B) -> ClosedFormPlanner:
     """Plans the offload engine for 512 + 32 tokens."""
-    return ClosedFormPlanner(shape(model), Lengths(512, 32), profile, OFFLOAD)
+    return ClosedFormPlanner(PlannedJob(shape(model), [Lengths(512, 32)]), profile, OFFLOAD)
 
 
-def best(planner: Predictor, space: SearchSpace) -> Candidate:
+def best(planner: Planner, space: SearchSpace) -> Candidate:
     """What a search finds, which must be something."""
     found = search(planner, space).best
     assert found is not None
@@ -256,7 +257,8 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
     """By the model's own word: what the paper's search found is within the space."""
     for cell in published.cells():
         if cell.table == "14-16" and cell.name == "flexgen" and cell.lengths.prompt == 512:
-            plans = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine_cost_model(engine))
+            job = PlannedJob(shape(cell.model), [cell.lengths])
+            plans = ClosedFormPlanner(job, PROFILES["t4_gcp"], engine_cost_model(engine))
             ours = best(plans, SearchSpace(schedules=("row", "zigzag"))).prediction.throughput_tok_s
             assert ours >= 0.97 * plans.predict(cell.policy).throughput_tok_s
 
@@ -268,7 +270,8 @@ def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
 
 
 def test_a_block_has_no_room_for_more_than_the_job() -> None:
-    plans = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, budget=1.5e9)
+    job = PlannedJob(shape("facebook/opt-1.3b"), [Lengths(64, 8)], 33, budget=1.5e9)
+    plans = HostPlanner(job, PROFILES["laptop_cpu"])
     for schedule in ("row", "zigzag", "sweep"):
         found = best(plans, SearchSpace([schedule], cpu_attention=(False,), requests=33))
         assert found.policy.block_size < 33 + found.policy.num_gpu_batches
@@ -340,8 +343,8 @@ def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
 
 
 def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> None:
-    job = shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], engine_cost_model("flexgen_ref")
-    one, four = (planner_for(*job, stages) for stages in (1, 4))
+    job = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
+    one, four = (planner_for(job, PROFILES["t4_gcp"], engine_cost_model("flexgen_ref"), stages) for stages in (1, 4))
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):
@@ -390,10 +393,10 @@ def test_experts_are_stored_whole_and_multiplied_in_part() -> None:
     matrices = matrices_of(model)
     assert sum(m.rows * m.columns for m in matrices) == pytest.approx(stored, rel=1e-4)
     assert {m.expert for m in matrices if m.group == "layer3"} == {None, 0, 1, 2, 3}
-    stage = planner_for(model, Lengths(512, 32), PROFILES["a100_80g_sxm_x8"], OFFLOAD, 8)
-    assert stage.shape.num_layers == 4
-    assert stage.shape.forward_stored == pytest.approx(model.forward_stored, rel=1e-6)
-    laptop = HostPlanner(model, Lengths(64, 8), PROFILES["laptop_cpu"])
+    stage = planner_for(PlannedJob(model, [Lengths(512, 32)]), PROFILES["a100_80g_sxm_x8"], OFFLOAD, 8)
+    assert stage.job.shape.num_layers == 4
+    assert stage.job.shape.forward_stored == pytest.approx(model.forward_stored, rel=1e-6)
+    laptop = HostPlanner(PlannedJob(model, [Lengths(64, 8)]), PROFILES["laptop_cpu"])
     found = laptop.predict(OffloadPolicy(16, schedule="sweep", weight_bits=4))
     assert found.used["disk"] > 0
     assert found.used["host"] > 16 * 8 * model.flops(1, 0, 1) / max(PROFILES["laptop_cpu"].host.flops.values())

@@ -5,8 +5,6 @@ is tiled over all tensors, each from an offset that depends on its name. The blo
 a matrix are equal (equal embeddings would tie in greedy decoding).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -14,13 +12,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from harness.api import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 SEED = 0
 #: Part of the folder's name: raise it when the same id, dtype and seed give different bytes.
@@ -120,8 +117,6 @@ class _Noise:
 
     def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in order. One-dimensional weights are norms (ones), biases are zero."""
-        import numpy as np
-
         if len(tensor.shape) == 1:
             value = 0.0 if tensor.name.endswith("bias") else 1.0
             yield _encode(np.full(tensor.numel, value), self._dtype).data.cast("B")
@@ -137,8 +132,6 @@ class _Noise:
 
 def _integer_noise(seed: int) -> npt.NDArray[np.float32]:
     """Near-normal noise of unit variance: sums of four 16-bit integers, the same bits on every machine."""
-    import numpy as np
-
     stream = np.random.PCG64(seed)
     noise = np.zeros(_BLOCK, dtype=np.float32)
     for first in range(0, _BLOCK, 1 << 20):  # in chunks, to limit the 64-bit words in memory

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine, attention_rate, unpack_rate
-from engines.planning.workload import VALUE_BYTES, Lengths, Sublayer, kv_bytes, kv_values, weight_bytes
+from engines.planning.workload import VALUE_BYTES, Lengths, Sublayer, kv_bytes, kv_values, sublayers, weight_bytes
 from harness.api import ModelShape, OffloadPolicy
 
 RESOURCES = ("device", "host", "h2d", "d2h", "disk")
@@ -79,31 +79,39 @@ class SublayerCosts:
         self._host_attends = policy.cpu_attention and (policy.kv_bits == 16 or engine.packed_attention)
 
     def load(self, sublayer: Sublayer) -> Seconds:
-        """Loads the weights that are not in the memory where they are multiplied."""
+        """Loads the weights that are not where they are multiplied, and dequantizes them unless each batch does."""
         _, host, disk = self._engine.placed_fractions(sublayer, self._weights)
         size = weight_bytes(sublayer, self._policy)
         off_device = (host + disk) * size
         loaded = self._copied(off_device, 0, self._engine.pinned_weights) + busy(disk=disk * size / self._disk_read)
         if self._policy.weight_bits < 16 and sublayer.quantized and self._engine.packed_load_rate:
             loaded = np.maximum(loaded, busy(h2d=off_device / self._engine.packed_load_rate))
-        return loaded
-
-    def unpack(self, sublayer: Sublayer) -> Seconds:
-        """Dequantizes the weights once."""
-        bits = self._policy.weight_bits if sublayer.quantized else 16
-        return busy(device=self._unpack_s(sublayer.params, bits, self._engine.weight_unpack_traffic))
+        return loaded if self._engine.unpack_each_batch else loaded + self._unpack(sublayer)
 
     def batch(self, sublayer: Sublayer, works: Sequence[BatchWork]) -> Seconds:
-        """One batch's arithmetic, cache and activations. `works` share their products."""
+        """One batch's arithmetic, cache and activations, in a pass of `works`, which share their products."""
         rows = sum(work.logits_rows if sublayer.is_head else work.tokens for work in works) * sublayer.active_share
         products = self._machine.product_s(rows, sublayer.params, sublayer.params * VALUE_BYTES)
         total = busy(device=products + self._engine.sublayer_overhead_s)
+        if self._engine.unpack_each_batch:
+            total += self._unpack(sublayer)
         for work in works:
             if not sublayer.is_head:
                 total += self._move_activations(work)
             if sublayer.attends:
                 total += self._attention(work)
         return total
+
+    def pass_seconds(self, works: Sequence[BatchWork]) -> tuple[float, Seconds]:
+        """How long a pass takes, in which each batch does `works`; and how long each resource is busy in it."""
+        parts, batches = sublayers(self._shape), self._policy.num_gpu_batches
+        costs = [(self.load(part), self.batch(part, works)) for part in parts]
+        intervals = sync_intervals(costs, parts, batches, self._engine)
+        return sum(float(max(lanes)) * count for lanes, count in intervals), _busy_in_pass(costs, parts, batches)
+
+    def _unpack(self, sublayer: Sublayer) -> Seconds:
+        bits = self._policy.weight_bits if sublayer.quantized else 16
+        return busy(device=self._unpack_s(sublayer.params, bits, self._engine.weight_unpack_traffic))
 
     def _move_activations(self, work: BatchWork) -> Seconds:
         """Activations that enter and leave a sublayer."""
@@ -157,64 +165,41 @@ class SublayerCosts:
 
 
 def sync_intervals(
-    costs: Sequence[tuple[Seconds, Seconds, Seconds]], parts: Sequence[Sublayer], batches: int,
-    engine: EngineCostModel, host_beside_device: bool,
-) -> Iterator[tuple[list[Seconds], float]]:  # fmt: skip
+    costs: Sequence[tuple[Seconds, Seconds]], parts: Sequence[Sublayer], batches: int, engine: EngineCostModel
+) -> Iterator[tuple[list[Seconds], float]]:
     """The intervals between synchronisations in a pass of `batches` equal batches, and how often each occurs.
 
-    An interval's lanes run side by side, and the slowest sets its length.
-
-    costs: of each sublayer in `parts`, its loading, its unpacking, and one batch's work.
-    host_beside_device: the host attends for one batch while the device multiplies for another.
+    An interval's lanes run side by side, and the slowest sets its length. `costs`: of each sublayer in `parts`, its
+    loading and one batch's work.
     """
     if engine.overlap == "pass":
-        yield _lanes(_busy_in_pass(costs, parts, batches, engine), host_beside_device), 1
+        yield _lanes(_busy_in_pass(costs, parts, batches), engine.parallel_attention), 1
         return
-    for i, (part, (load, unpack, batch)) in enumerate(zip(parts, costs, strict=True)):
-        arithmetic = _of_batches(unpack, batch, batches, engine)
+    for i, (part, (load, batch)) in enumerate(zip(parts, costs, strict=True)):
         if engine.overlap == "none":
-            yield [(load + arithmetic).sum(axis=0)], part.count
+            yield [(load + batches * batch).sum(axis=0)], part.count
         elif engine.overlap == "layer":
-            _, _, *transfers = load
-            yield [*transfers, arithmetic.sum(axis=0)], part.count
+            unpack, _, *transfers = load
+            yield [*transfers, unpack + batches * batch.sum(axis=0)], part.count
         else:
             # the next sublayer's weights load beside the first batch of this one
-            next_load = costs[0 if i == 1 else min(i + 1, len(parts) - 1)][0]
-            each = batch + unpack if engine.unpack_each_batch else batch
-            yield _lanes(each + next_load, False), part.count
+            next_load, _ = costs[0 if i == 1 else min(i + 1, len(parts) - 1)]
+            yield _lanes(batch + next_load, False), part.count
             if batches > 1:
-                yield _lanes(each, False), part.count * (batches - 1)
+                yield _lanes(batch, False), part.count * (batches - 1)
 
 
-def _of_batches(unpack: Seconds, batch: Seconds, batches: int, engine: EngineCostModel) -> Seconds:
-    """A sublayer's work in a pass beside loading."""
-    return unpack * (batches if engine.unpack_each_batch else 1) + batch * batches
-
-
-def _busy_in_pass(
-    costs: Sequence[tuple[Seconds, Seconds, Seconds]], parts: Sequence[Sublayer], batches: int, engine: EngineCostModel
-) -> Seconds:
-    total = np.zeros_like(costs[0][0])
-    for (load, unpack, batch), part in zip(costs, parts, strict=True):
-        total += (load + _of_batches(unpack, batch, batches, engine)) * part.count
-    return total
-
-
-def _lanes(cost: Seconds, host_beside_device: bool) -> list[Seconds]:
+def _lanes(cost: Seconds, parallel_attention: bool) -> list[Seconds]:
     """Transfers side by side. The device waits while the host attends, unless there is another batch to multiply."""
     device, host, *transfers = cost
-    return [device, host, *transfers] if host_beside_device else [device + host, *transfers]
+    return [device, host, *transfers] if parallel_attention else [device + host, *transfers]
 
 
-def pass_seconds(
-    costs: SublayerCosts, parts: Sequence[Sublayer], works: Sequence[BatchWork], batches: int, engine: EngineCostModel,
-    host_beside_device: bool,
-) -> tuple[float, Seconds]:  # fmt: skip
-    """How long a pass takes, and how long each resource is busy in it; arguments as in sync_intervals."""
-    each = [(costs.load(part), costs.unpack(part), costs.batch(part, works)) for part in parts]
-    intervals = sync_intervals(each, parts, batches, engine, host_beside_device)
-    length = sum(float(max(lanes)) * count for lanes, count in intervals)
-    return length, _busy_in_pass(each, parts, batches, engine)
+def _busy_in_pass(costs: Sequence[tuple[Seconds, Seconds]], parts: Sequence[Sublayer], batches: int) -> Seconds:
+    total = np.zeros_like(costs[0][0])
+    for (load, batch), part in zip(costs, parts, strict=True):
+        total += part.count * (load + batches * batch)
+    return total
 
 
 def mean_over(seconds: Callable[[float], float], low: float, high: float) -> float:

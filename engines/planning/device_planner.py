@@ -63,8 +63,6 @@ class DevicePlanner(ClosedFormPlanner):
         peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
         return replace(prediction, peak=peak)
 
-    estimate = predict
-
     def _cache_fractions(self, policy: OffloadPolicy) -> Iterator[Fractions | None]:
         yield policy.cache
         if policy.cache is None and policy.cpu_attention:

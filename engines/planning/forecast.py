@@ -68,6 +68,5 @@ def _host_at_launch(host: Processor, machine: MachineRates | None, dtype: Dtype)
         return replace(host, flops=flops, dtype=dtype)
     if not (host.probed and machine.gemm_shape and _PROBED_ROWS in curve):
         return host
-    probed = sorted((float(columns), rate) for columns, rate in host.probed.items())
     # the best samples, as for bounds: noise only slows
-    return faster(host, max(curve[_PROBED_ROWS]) / interpolate(probed, machine.gemm_shape[0]))
+    return faster(host, max(curve[_PROBED_ROWS]) / interpolate(host.probed, machine.gemm_shape[0]))

@@ -2,7 +2,8 @@
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,21 +22,19 @@ from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
-#: Matrices of a layer before its attention: queries, keys and values.
-MATRICES_BEFORE_ATTENTION = 3
 #: Tiles of a pass that are simulated. Large models are cut into fewer, larger tiles than the engine's.
 _TILES = 256
 #: Sequences of a block at most: a host's products reach their best rate long before.
 _MAX_SEQUENCES = 1024
 
 
-class HostPlanner:
-    """Predictions of our engine for one job and machine without a device."""
+class HostPlanner(ClosedFormPlanner):
+    """Plans our engine on a machine without a device: estimates by the closed form, predicts in simulated time."""
+
+    simulates = True
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile) -> None:
-        self.job = job
-        self.profile = profile
-        self.engine = engine_cost_model("offload")
+        super().__init__(job, profile, engine_cost_model("offload"))
         self._placements: dict[OffloadPolicy, PlacedModel] = {}
         self._budget = int(job.budget if job.budget is not None else profile.host.memory - SYSTEM_BYTES)
         if self._budget <= 0:
@@ -47,13 +46,10 @@ class HostPlanner:
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy itself if it fits memory and disk and has at most _MAX_SEQUENCES sequences."""
-        if policy.block_size > _MAX_SEQUENCES:
-            return None
-        try:
-            placed = self._placed(policy)
-        except InfeasibleError:
-            return None
-        return policy if placed.disk_bytes <= self.profile.disk.capacity else None
+        if policy.block_size <= _MAX_SEQUENCES:
+            with suppress(InfeasibleError):
+                return policy if self._placed(policy).disk_bytes <= self.profile.disk.capacity else None
+        return None
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
@@ -81,7 +77,7 @@ class HostPlanner:
         """By running the job in simulated time. Raises InfeasibleError for a policy that does not fit."""
         placed = self._placed(policy)
         machine = Machine(self._profile_for(policy))
-        simulator = Simulator(placed, policy, machine, MATRICES_BEFORE_ATTENTION)
+        simulator = Simulator(placed, policy, machine)
         count = self.job.requests or placed.plan.sequences * steady_blocks(policy)
         requests = list(itertools.islice(itertools.cycle(self.job.each), count))
         sequences = simulated_sequences(requests)
@@ -98,16 +94,11 @@ class HostPlanner:
             decode_s=total - prefill,
             block_latency_s=block,
             bottleneck="host" if busy > timeline.load_s else "disk",
-            bound=bound(self.job.shape, self.job.lengths, policy, machine, placed.plan.sequences),
+            bound=bound(self.job, policy, machine, placed.plan.sequences),
             peak=TierBytes(0.0, float(placed.plan.total_bytes), float(placed.disk_bytes)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
         )
-
-    def missing(self, prediction: Prediction) -> Mapping[str, float]:
-        """Bytes that the disk is short of. What does not fit the memory was refused before."""
-        short = prediction.peak.disk - self.profile.disk.capacity
-        return {"disk": short} if short > 0 else {}
 
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
         """The machine on the policy's threads."""

@@ -53,18 +53,13 @@ class PipelinePlanner(ClosedFormPlanner):
             block_latency_s=prefill + decode,
         )
 
-    estimate = predict
-
     def _hop_s(self, policy: OffloadPolicy) -> float:
         """Seconds to send one token of each of a batch's sequences to the next stage."""
         nbytes = policy.gpu_batch_size * self.shape.hidden * VALUE_BYTES
         return nbytes / self._between if self._between else 0.0
 
 
-Planner = ClosedFormPlanner | HostPlanner
-
-
-def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int) -> Planner:
+def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int) -> ClosedFormPlanner:
     """The planner for a host alone, one device, or a pipeline of several.
 
     Raises HarnessError for stages or another engine than ours where there is no device.

@@ -25,12 +25,11 @@ _TIER_COST = np.array([0.0, 1e-6, 1e-5])
 
 
 def best_fractions(
-    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, engine: EngineCostModel,
-    host_beside_device: bool,
-) -> OffloadPolicy | None:  # fmt: skip
+    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, engine: EngineCostModel
+) -> OffloadPolicy | None:
     """The policy with the fractions that make its block fastest within the machine's memory; None if none fit.
 
-    Fractions that the policy sets stay. `host_beside_device` is as in sync_intervals.
+    Fractions that the policy sets stay.
     """
     batch = policy.gpu_batch_size
     if policy.schedule == "sweep":
@@ -45,11 +44,10 @@ def best_fractions(
     programme = _Programme()
     for works, times in passes:
         costs = [
-            (_affine(c.load(part) for c in at_corners), _affine(c.unpack(part) for c in at_corners),
-             _affine(c.batch(part, works) for c in at_corners))
+            (_affine(c.load(part) for c in at_corners), _affine(c.batch(part, works) for c in at_corners))
             for part in parts
-        ]  # fmt: skip
-        for lanes, count in sync_intervals(costs, parts, policy.num_gpu_batches, engine, host_beside_device):
+        ]
+        for lanes, count in sync_intervals(costs, parts, policy.num_gpu_batches, engine):
             programme.add_interval(lanes, count * times)
     room = capacity(machine.profile)
     for constraint in memory_constraints(shape, policy, lengths):

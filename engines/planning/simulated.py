@@ -27,7 +27,6 @@ from harness.api import (
     LoadReport,
     LocalModel,
     MemoryLimit,
-    ModelShape,
     OffloadPolicy,
     RunRecord,
     RunSpec,
@@ -55,7 +54,8 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
             raise HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
                                f"{shape.max_context}")  # fmt: skip
         dtype: Dtype = "bfloat16" if spec.model.dtype == "auto" else spec.model.dtype
-        return _Cell(spec, shape, limited(profile, spec.limits), lengths, dtype).record()
+        model = LocalModel(spec.model.id, shape, DTYPE_BYTES[dtype] * shape.params_total, dtype, "")
+        return _Cell(spec, model, limited(profile, spec.limits), lengths).record()
     except HarnessError as exc:
         status: Status = "infeasible" if isinstance(exc, InfeasibleError) else "skipped"
         return RunRecord(spec, "", 0, status, str(exc), simulated=True)
@@ -77,7 +77,7 @@ def search_policy(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
     host_attention = profile.device is None or not _has_sliding_window(model)
-    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, host_attention)
+    cell = _Cell(spec, model, limited(profile, spec.limits), lengths, host_attention)
     best = cell.best()
     if profile.device is not None and spec.engine == "offload":  # the engine places weights by what it measures
         cache = best.cache if best.cpu_attention else spec.policy.cache
@@ -95,11 +95,12 @@ class _Cell:
     """One cell on one machine. `host_attention`: a search may let the host attend beside a device."""
 
     def __init__(
-        self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths: Sequence[tuple[int, int]],
-        dtype: Dtype, host_attention: bool = True,
+        self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]],
+        host_attention: bool = True,
     ) -> None:  # fmt: skip
         self._attention = (False, True) if host_attention else (False,)
         self._spec = spec
+        self._model = model
         self._profile = profile
         stages = max(1, profile.devices)
         if stages > 1 and spec.policy.schedule == "sweep":
@@ -108,10 +109,10 @@ class _Cell:
         # so many requests of a longer job tell how long the others take
         most = max(_MAX_SIMULATED, spec.policy.block_size * steady_blocks(spec.policy))
         self._job = PlannedJob(
-            shape,
+            model.shape,
             each=[Lengths(*pair) for pair in lengths] or [Lengths(workload.prompt_len, workload.gen_len)],
             requests=None if workload.num_requests == "auto" else min(workload.num_requests, most),
-            dtype=dtype,
+            dtype=model.dtype,
             # a limit is all for the engine; without one the system needs its part
             budget=None if spec.limits.host_memory is None else profile.host.memory,
             reserved=workload.prompt_len + workload.gen_len,
@@ -122,7 +123,7 @@ class _Cell:
 
     def record(self) -> RunRecord:
         """Raises InfeasibleError with the missing bytes."""
-        spec, shape, dtype = self._spec, self._job.shape, self._job.dtype
+        spec = self._spec
         if spec.tune == "max_batch":
             policy, prediction = self._largest_batch()
         else:
@@ -135,7 +136,7 @@ class _Cell:
             memory=MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True),
             trace=prediction.trace.events if prediction.trace else (),
             bound=prediction.bound,
-            model=LocalModel(spec.model.id, shape, DTYPE_BYTES[dtype] * shape.params_total, dtype, ""),
+            model=self._model,
             simulated=True,
         )  # fmt: skip
 
@@ -176,7 +177,7 @@ class _Cell:
         return fitting
 
     def _load(self, policy: OffloadPolicy, together: int) -> LoadReport:
-        shape = self._job.shape
+        shape = self._model.shape
         assert policy.weights is not None
         total = model_weight_bytes(shape, policy)
         device, host, disk = (int(fraction * total) for fraction in policy.weights)
@@ -185,7 +186,7 @@ class _Cell:
             max_context=shape.max_context,
             block_size=together,
             policy=policy,
-            compute_dtype=self._job.dtype,
+            compute_dtype=self._model.dtype,
             weights_by_tier=(device, host, disk),
             notes=(f"predicted for {self._profile.name}",),
         )

@@ -1,4 +1,4 @@
-"""What a job asks of a machine: request lengths, and the sublayers of a model with their parameters and bytes."""
+"""What a job asks of a machine: lengths of a request, and the sublayers of a model with their parameters and bytes."""
 
 from dataclasses import dataclass
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -13,12 +14,12 @@ from scipy.stats import spearmanr
 from engines.models.shapes import CATALOGUE, shape
 from engines.offload.memory.layout import matrices_of
 from engines.planning import fit, nanoflow, published
-from engines.planning.closed_form_planner import ClosedFormPlanner
-from engines.planning.engine_cost_models import constant_sources, engine_cost_model
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.engine_cost_models import FILE, engine_cost_model
 from engines.planning.host_planner import HostPlanner
 from engines.planning.memory import capacity, memory_constraints, peak_memory
 from engines.planning.nanoflow import Devices, operations, optimal_tok_s
-from engines.planning.pipeline import Planner, planner_for
+from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import Candidate, SearchSpace, search
@@ -43,7 +44,7 @@ def planner(profile: HardwareProfile = PROFILES["t4_gcp"], model: str = OPT_30B)
     return ClosedFormPlanner(PlannedJob(shape(model), [Lengths(512, 32)]), profile, OFFLOAD)
 
 
-def best(planner: Planner, space: SearchSpace) -> Candidate:
+def best(planner: ClosedFormPlanner, space: SearchSpace) -> Candidate:
     """What a search finds, which must be something."""
     found = search(planner, space).best
     assert found is not None
@@ -82,17 +83,18 @@ def test_at_most_a_third_of_the_cells_is_fitted(outcomes: list[published.Outcome
 
 
 def test_every_fitted_constant_names_its_cells() -> None:
+    constants_of = {engine: entry["constants"] for engine, entry in yaml.safe_load(FILE.read_text()).items()}
     for machine in ("t4_gcp", "a100_40g"):
         cells = fit.fitted_cells(machine)
         labels = {cell.label for cell in cells}
         fitted = {path: set(cells) for path, cells in PROFILES[machine].fitted.items()}
         assert all(cells == labels for cells in fitted.values())
         paths = [constant.path for constant in fit.fitted_constants(machine)]
-        of_engines = {f"{engine}.{name}" for engine, constants in constant_sources().items()
+        of_engines = {f"{engine}.{name}" for engine, constants in constants_of.items()
                       for name, constant in constants.items() if constant.get("fitted_on") == machine}  # fmt: skip
         for path in paths:
             assert path in of_engines or any(path.startswith(key) for key in fitted), path
-    for constants in constant_sources().values():
+    for constants in constants_of.values():
         assert all(constant["source"] for constant in constants.values())
 
 
@@ -284,6 +286,25 @@ def test_a_latency_is_kept() -> None:
         assert found.block_latency_s <= latency
         assert found.throughput_tok_s >= last
         last = found.throughput_tok_s
+
+
+class LatePlanner(ClosedFormPlanner):
+    """Predicts that every block ends later than estimated."""
+
+    simulates = True
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        return super().predict(policy)
+
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        return replace(super().predict(policy), block_latency_s=1e9)
+
+
+def test_the_best_of_those_that_are_only_estimated_is_not_rejected_too() -> None:
+    job = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
+    found = search(LatePlanner(job, PROFILES["t4_gcp"], OFFLOAD), SearchSpace(("row", "zigzag"), latency_s=2000))
+    assert found.best is not None
+    assert found.best.policy not in [candidate.policy for _, candidate, _ in found.rejected if candidate]
 
 
 def made(model: str = OPT_30B, prompt: int = 512, generated: int = 32, machine: str = "t4_gcp", engine: str = "offload",

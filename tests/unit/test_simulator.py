@@ -1,6 +1,5 @@
 """The simulator against the engine that it stands for, and against what no machine can do."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,37 +9,27 @@ from hypothesis import strategies as st
 
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
-from engines.planning.host_planner import MATRICES_BEFORE_ATTENTION, HostPlanner, place_model, simulated_sequences
+from engines.planning.host_planner import HostPlanner, place_model, simulated_sequences
 from engines.planning.machine import Machine
 from engines.planning.planned_job import PlannedJob
 from engines.planning.simulator import PlacedModel, SimulatedSequence, Simulator
 from engines.planning.workload import Lengths
 from harness import hardware
-from harness.api import (
-    GenerationRequest,
-    HardwareProfile,
-    HarnessError,
-    LocalModel,
-    OffloadPolicy,
-    SamplingParams,
-    Schedule,
-)
+from harness.api import GenerationRequest, HarnessError, LocalModel, OffloadPolicy, SamplingParams, Schedule
 from tests.offload import VOCAB, load
 
 LAPTOP = hardware.load("laptop_cpu")
 
 
-def planner_of(
-    model: str, lengths: Lengths, profile: HardwareProfile = LAPTOP, requests: int | None = None
-) -> HostPlanner:
-    return HostPlanner(PlannedJob(shape(model), [lengths], requests), profile)
+def planner_of(model: str, lengths: Lengths, requests: int | None = None, machine=LAPTOP) -> HostPlanner:
+    return HostPlanner(PlannedJob(shape(model), [lengths], requests), machine)
 
 
 def simulate(
-    placed: PlacedModel, policy: OffloadPolicy, lengths: list[Lengths], disk: float = math.inf
+    placed: PlacedModel, policy: OffloadPolicy, lengths: list[Lengths], disk: float = LAPTOP.disk.read
 ) -> tuple[Simulator, list[SimulatedSequence]]:
     """The laptop's virtual run of the requests, to its end."""
-    simulator = Simulator(placed, policy, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION, disk)
+    simulator = Simulator(placed, policy, Machine(replace(LAPTOP, disk=replace(LAPTOP.disk, read=disk))))
     sequences = simulated_sequences(lengths)
     simulator.run(sequences)
     return simulator, sequences
@@ -128,7 +117,7 @@ def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
 
     times = []
     for passes in ({}, Forgetful()):
-        simulator = Simulator(found, asked, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
+        simulator = Simulator(found, asked, Machine(LAPTOP))
         simulator._passes = passes
         sequences = simulated_sequences(lengths)
         simulator.run(sequences)
@@ -154,12 +143,12 @@ def test_what_is_on_disk_of_the_cache_and_the_activations_takes_time_and_room() 
 
 def test_a_disk_that_is_too_small_is_no_plan() -> None:
     small = replace(LAPTOP, disk=replace(LAPTOP.disk, capacity=1e9))
-    planner = planner_of("facebook/opt-30b", Lengths(64, 8), small)
+    planner = planner_of("facebook/opt-30b", Lengths(64, 8), machine=small)
     policy = OffloadPolicy(4, schedule="row", weights=(0.0, 0.1, 0.9))
     assert planner.runnable(policy) is None
     assert planner.missing(planner.predict(policy))["disk"] > 50e9
     with pytest.raises(HarnessError, match="the system alone takes"):
-        planner_of("facebook/opt-125m", Lengths(64, 8), replace(LAPTOP, host=replace(LAPTOP.host, memory=1e9)))
+        planner_of("facebook/opt-125m", Lengths(64, 8), machine=replace(LAPTOP, host=replace(LAPTOP.host, memory=1e9)))
 
 
 def test_more_parts_than_sequences_are_as_many_as_these() -> None:
@@ -170,7 +159,7 @@ def test_more_parts_than_sequences_are_as_many_as_these() -> None:
 
 def test_a_block_takes_as_long_beside_others_as_by_itself() -> None:
     policy, lengths = OffloadPolicy(4, schedule="row"), Lengths(256, 4)
-    one, three = (planner_of("facebook/opt-125m", lengths, requests=count).predict(policy) for count in (4, 12))
+    one, three = (planner_of("facebook/opt-125m", lengths, count).predict(policy) for count in (4, 12))
     assert three.block_latency_s == pytest.approx(one.block_latency_s, rel=0.01)
     assert three.prefill_s + three.decode_s == pytest.approx(3 * one.block_latency_s, rel=0.01)
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,4 @@ def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None
     if folder.is_dir():
         return folder
     plan = dummy_weights.plan(config, dtype)
-
-    def write(temporary: Path) -> None:
-        dummy_weights.write(plan, temporary, dummy_weights.SEED, on_progress)
-
-    return build_once(folder, "dummy weights", plan.total_bytes, write)
+    return build_once(folder, "dummy weights", plan.total_bytes, partial(dummy_weights.write, plan, on_progress))

@@ -44,7 +44,6 @@ class Sublayer:
         expert: of Mixtral's eight, eight tokens miss few, and a pass has more tokens.
     """
 
-    name: str
     params: int
     count: int
     matrices: int
@@ -59,9 +58,9 @@ def sublayers(shape: ModelShape) -> list[Sublayer]:
     forward = shape.forward_stored
     matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
     return [
-        Sublayer("attention", shape.attention_params, shape.num_layers, 4, attends=True),
-        Sublayer("feed-forward", forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
-        Sublayer("head", shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
+        Sublayer(shape.attention_params, shape.num_layers, 4, attends=True),
+        Sublayer(forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
+        Sublayer(shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
     ]
 
 

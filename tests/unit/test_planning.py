@@ -30,6 +30,7 @@ from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadP
 from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
+JOB = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
 PROFILES = {name: hardware.load(name) for name in hardware.names()}
 OFFLOAD = engine_cost_model("offload")
 
@@ -41,7 +42,7 @@ def outcomes() -> list[published.Outcome]:
 
 def planner(profile: HardwareProfile = PROFILES["t4_gcp"], model: str = OPT_30B) -> ClosedFormPlanner:
     """Plans the offload engine for 512 + 32 tokens."""
-    return ClosedFormPlanner(PlannedJob(shape(model), [Lengths(512, 32)]), profile, OFFLOAD)
+    return ClosedFormPlanner(replace(JOB, shape=shape(model)), profile, OFFLOAD)
 
 
 def best(planner: ClosedFormPlanner, space: SearchSpace) -> Candidate:
@@ -301,8 +302,7 @@ class LatePlanner(ClosedFormPlanner):
 
 
 def test_the_best_of_those_that_are_only_estimated_is_not_rejected_too() -> None:
-    job = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
-    found = search(LatePlanner(job, PROFILES["t4_gcp"], OFFLOAD), SearchSpace(("row", "zigzag"), latency_s=2000))
+    found = search(LatePlanner(JOB, PROFILES["t4_gcp"], OFFLOAD), SearchSpace(("row", "zigzag"), latency_s=2000))
     assert found.best is not None
     assert found.best.policy not in [candidate.policy for _, candidate, _ in found.rejected if candidate]
 
@@ -364,8 +364,7 @@ def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
 
 
 def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> None:
-    job = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
-    one, four = (planner_for(job, PROFILES["t4_gcp"], engine_cost_model("flexgen_ref"), stages) for stages in (1, 4))
+    one, four = (planner_for(JOB, PROFILES["t4_gcp"], engine_cost_model("flexgen_ref"), stages) for stages in (1, 4))
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):

@@ -6,6 +6,7 @@ synchronisations in place of the single maximum.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
@@ -37,9 +38,9 @@ def best_fractions(
     else:
         decode = [decode_work(batch, lengths.mean_cached)]
         passes = [([prefill_work(batch, lengths)], 1), (decode, lengths.generated - 1)]
-    on_device = replace(policy, **dict.fromkeys(_KINDS, _CORNERS[0]))
-    corners = [on_device, *(replace(on_device, **{kind: corner}) for kind in _KINDS for corner in _CORNERS)]
-    at_corners = [SublayerCosts(shape, corner, machine, engine) for corner in corners]
+    on_device: dict[str, Any] = dict.fromkeys(_KINDS, _CORNERS[0])
+    corners = [on_device, *(on_device | {kind: corner} for kind in _KINDS for corner in _CORNERS)]
+    at_corners = [SublayerCosts(shape, replace(policy, **corner), machine, engine) for corner in corners]
     parts = sublayers(shape)
     programme = _Programme()
     for works, times in passes:
@@ -53,7 +54,7 @@ def best_fractions(
     for constraint in memory_constraints(shape, policy, lengths):
         programme.add_memory(constraint, getattr(room, constraint.tier))
     fractions = programme.solve([getattr(policy, kind) for kind in _KINDS])
-    return None if fractions is None else replace(policy, **dict(zip(_KINDS, fractions, strict=True)))
+    return None if fractions is None else replace(policy, **dict[str, Any](zip(_KINDS, fractions, strict=True)))
 
 
 def _affine(at_corners: Iterable[Seconds]) -> Seconds:

@@ -1,6 +1,6 @@
 """Plans for our engine on one device: its own memory plan, costed by the closed form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -36,39 +36,23 @@ class DevicePlanner(ClosedFormPlanner):
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with the fractions of the engine's memory plan, the fastest of a few; None if none fits."""
+        caches: list[Fractions | None] = [policy.cache]
+        if policy.cache is None and policy.cpu_attention:
+            caches += _CACHE_FRACTIONS
         fitting = []
-        for cache in self._cache_fractions(policy):
+        for cache in caches:
             with suppress(InfeasibleError):
-                realised = self._realised(replace(policy, cache=cache), _MARGIN)
+                realised = self.with_fractions(replace(policy, cache=cache), _MARGIN)
                 prediction = self.estimate(realised)
                 if not self.missing(prediction):
                     fitting.append((prediction.throughput_tok_s, realised))
         return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
-    def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
-        if policy.weights and policy.cache and policy.activations:
-            self._plan(policy)
-            return policy
-        return self._realised(policy)
+    def with_fractions(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
+        """The policy with the fractions that the engine would realise, with a share of memory left free.
 
-    def predict(self, policy: OffloadPolicy) -> Prediction:
-        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
-        plan = self._plan(policy)
-        if policy.schedule == "sweep":
-            policy = replace(policy, gpu_batch_size=plan.sequences)
-        prediction = super().predict(policy)
-        tiles = self._tiles(policy)
-        on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
-        peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
-        return replace(prediction, peak=peak)
-
-    def _cache_fractions(self, policy: OffloadPolicy) -> Iterator[Fractions | None]:
-        yield policy.cache
-        if policy.cache is None and policy.cpu_attention:
-            yield from _CACHE_FRACTIONS
-
-    def _realised(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
+        Raises InfeasibleError as the engine does.
+        """
         plan = self._plan(policy, margin)
         tiles = self._tiles(policy)
         total = sum(tile.nbytes for tile in tiles)
@@ -80,6 +64,17 @@ class DevicePlanner(ClosedFormPlanner):
             cache=policy.cache or (plan.kv_blocks / blocks, plan.host_kv_blocks / blocks, 0.0),
             activations=policy.activations or _ON_DEVICE,
         )
+
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
+        plan = self._plan(policy)
+        if policy.schedule == "sweep":
+            policy = replace(policy, gpu_batch_size=plan.sequences)
+        prediction = super().predict(policy)
+        tiles = self._tiles(policy)
+        on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
+        peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
+        return replace(prediction, peak=peak)
 
     def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
         """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""

@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,11 @@ def memory_plans() -> dict[str, Any]:
         policy = OffloadPolicy(8, 4 if schedule == "zigzag" else 1, schedule, held)
         for budget in (1200 * MIB, 6 * GIB, 80 * GIB, None):
             name = f"host {model} {bits} bits {schedule} weights {held} budget {budget}"
-            found[name] = _plan(lambda b=budget, p=policy, m=model, n=bits: plan_host_memory(_demand(m, n, None), p, b))
+            found[name] = _plan(plan_host_memory, _demand(model, bits, None), policy, budget)
         for device, host in ((4 * GIB, 16 * GIB), (16 * GIB, 100 * GIB)):
             name = f"device {model} {bits} bits {schedule} weights {held} limits {device} {host}"
-            found[name] = _plan(
-                lambda d=device, h=host, p=policy, m=model, n=bits: plan_device_memory(
-                    _demand(m, n, tile_values(shapes.shape(m))), p, d, h
-                )
-            )
+            demand = _demand(model, bits, tile_values(shapes.shape(model)))
+            found[name] = _plan(plan_device_memory, demand, policy, device, host)
     return found
 
 
@@ -113,9 +111,9 @@ def _demand(model: str, bits: int, values: int | None) -> MemoryRequest:
     return MemoryRequest(shape, tiles, stored, 2, 0 if bits == 16 else 64 * MIB, 50 * MIB, (9 * MIB, 4096), 544, 528)
 
 
-def _plan(make: Any) -> Any:
+def _plan(make: Callable[..., MemoryPlan], *arguments: Any) -> Any:
     try:
-        plan: MemoryPlan = make()
+        plan = make(*arguments)
     except InfeasibleError as exc:
         return {"refused": str(exc), "lacking": dict(exc.lacking)}
     places = [sorted(chosen) for chosen in (plan.resident, plan.pinned)]

@@ -11,7 +11,7 @@ other, the side that is first in turn.
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,9 @@ from reports.verdicts import Comparison
 
 VARIATION = 0.03
 _DRIFT, _FREEDOM = 0.9, 4
+#: Of the table: cells, launches on each side, whether these are interleaved.
+_ROWS = ((1, 7, True), (5, 7, True), (10, 7, True), (30, 7, True), (5, 5, True), (5, 10, True), (1, 3, True),
+         (5, 7, False))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def main(pairs: int = 2000, powers: int = 1000) -> None:
     say = sys.stdout.write
     say("| cells | launches a side | order | false alarms | 10 % slowdown seen | 5 % seen | verdicts of A/A cells |\n")
     say("| ---: | ---: | --- | ---: | ---: | ---: | --- |\n")
-    for cells, launches, interleaved in _rows():
+    for cells, launches, interleaved in _ROWS:
         case = Case(cells, launches, 0.0, interleaved)
         rng, verdicts, alarms = np.random.default_rng(0), Counter[str](), 0
         for _ in range(pairs):
@@ -105,11 +108,6 @@ def main(pairs: int = 2000, powers: int = 1000) -> None:
         order = "interleaved" if interleaved else "one after the other"
         say(f"| {cells} | {launches} | {order} | {alarms / pairs:.2%} | {power[0]:.1%} | {power[1]:.1%} | {words} |\n")
         sys.stdout.flush()
-
-
-def _rows() -> Sequence[tuple[int, int, bool]]:
-    return [(1, 7, True), (5, 7, True), (10, 7, True), (30, 7, True), (5, 5, True), (5, 10, True), (1, 3, True),
-            (5, 7, False)]  # fmt: skip
 
 
 if __name__ == "__main__":

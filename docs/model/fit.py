@@ -7,6 +7,8 @@
 import statistics
 import sys
 
+import click
+
 from engines.planning import fit
 from engines.planning.published import Outcome
 from harness import hardware
@@ -14,36 +16,31 @@ from harness import hardware
 PROFILES = ("t4_gcp", "a100_40g")
 
 
-def main() -> None:
-    profiles = [hardware.load(name) for name in PROFILES]
-    if "--leave-one-out" in sys.argv[1:]:
-        sys.stdout.write("| hardware | cell | published | all cells | error | without it | error |\n")
-        sys.stdout.write("| --- | --- | ---: | ---: | ---: | ---: | ---: |\n")
-    for profile in profiles:
-        cells = fit.fitted_cells(profile.name)
-        if "--leave-one-out" in sys.argv[1:]:
-            validate(profile)
-            continue
-        result = fit.fit(profile, cells)
-        sys.stdout.write(f"{profile.name}: {len(result.values)} constants on {len(cells)} cells\n")
-        for path, value in result.values.items():
-            sys.stdout.write(f"  {path}: {value:.3g}\n")
+def print_constants(profile: hardware.HardwareProfile) -> None:
+    cells = fit.fitted_cells(profile.name)
+    values = fit.fit(profile, cells).values
+    click.echo(f"{profile.name}: {len(values)} constants on {len(cells)} cells")
+    for path, value in values.items():
+        click.echo(f"  {path}: {value:.3g}")
 
 
-def validate(profile: hardware.HardwareProfile) -> None:
+def print_errors(profile: hardware.HardwareProfile) -> None:
     """One row a cell, and the medians."""
     rows = fit.leave_one_out(profile)
     for cell, with_it, without in rows:
-        sys.stdout.write(f"| {profile.name} | {cell.label} | {cell.figure} | {column(with_it)} | {column(without)} |\n")
-    medians = [
-        f"{statistics.median(abs(o.error or 0.0) for o in side):.1%}" for side in list(zip(*rows, strict=True))[1:]
-    ]
-    sys.stdout.write(f"| {profile.name} | median of {len(rows)} | | | {medians[0]} | | {medians[1]} |\n")
+        click.echo(f"| {profile.name} | {cell.label} | {cell.figure} | {columns(with_it)} | {columns(without)} |")
+    with_all, with_others = (statistics.median(abs(row[i].error or 0.0) for row in rows) for i in (1, 2))
+    click.echo(f"| {profile.name} | median of {len(rows)} | | | {with_all:.1%} | | {with_others:.1%} |")
 
 
-def column(outcome: Outcome) -> str:
+def columns(outcome: Outcome) -> str:
     return f"{outcome.predicted:.3g} | {outcome.error or 0.0:+.1%}"
 
 
 if __name__ == "__main__":
-    main()
+    profiles = [hardware.load(name) for name in PROFILES]
+    if "--leave-one-out" in sys.argv[1:]:
+        click.echo("| hardware | cell | published | all cells | error | without it | error |")
+        click.echo("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for profile in profiles:
+        (print_errors if "--leave-one-out" in sys.argv[1:] else print_constants)(profile)

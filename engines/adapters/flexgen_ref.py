@@ -28,8 +28,8 @@ from engines.common.folders import build_once
 from engines.common.requests import batches, generation_settings, next_batch, special_tokens
 from engines.common.sampling import finish_reason
 from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
-from engines.models import raw_tensors
 from engines.models.checkpoints import content_digest, evict
+from engines.models.safetensors_file import read_shards, values
 from harness.api import (
     Capabilities,
     Engine,
@@ -262,14 +262,14 @@ def _weight_files(model: LocalModel, job: Job) -> Path:
     def write(temporary: Path) -> None:
         inner = temporary / f"{_NAME}-np"
         inner.mkdir()
-        for tensor in raw_tensors.read(Path(model.path)):
+        for tensor in (t for shard in read_shards(Path(model.path)) for t in shard.tensors):
             name = tensor.name.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
             if name != "lm_head.weight":  # tied to the embeddings
                 with (inner / name).open("wb") as file:
                     header = {"descr": "<f2", "fortran_order": False, "shape": tensor.shape}
                     np.lib.format.write_array_header_1_0(file, header)
                     for piece in tensor.pieces():
-                        file.write(raw_tensors.values(piece, tensor.dtype).astype(np.float16).tobytes())
+                        file.write(values(piece, tensor.dtype).astype(np.float16).tobytes())
 
     build_once(folder, "FlexGen's copy of the weights", model.shape.params_total * _FLOAT16_BYTES, write)
     evict(folder / f"{_NAME}-np")

@@ -4,20 +4,19 @@ import hashlib
 import json
 import os
 import re
-import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engines.common.folders import QUANTIZED, build_once
-from engines.models import dummy_weights, file_digest, hub, packaged, shapes
+from engines.models import dummy_weights, file_digest, hub, shapes
+from engines.models.safetensors_file import Shard, json_object, read_shards, shard_paths
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _MAX_LAYERS = 4096  # a configuration with more is a mistake, and building its model would take all memory
 _UNLIMITED_CONTEXT = 1 << 20  # tokens, for a model without a maximum position, such as one with ALiBi
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -69,7 +68,7 @@ def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, i
     """
     folder = Path(model.path)
     metadata = {path for pattern in hub.METADATA for path in folder.glob(pattern)}
-    files = sorted(metadata | {folder / name for name in shard_names(folder)})
+    files = sorted(metadata.union(shard_paths(folder)))
     total, done = sum(file.stat().st_size for file in files), 0
 
     def read(count: int) -> None:
@@ -83,31 +82,20 @@ def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, i
 
 def largest_tensor_bytes(path: str | Path) -> int:
     """Bytes of the largest tensor of a model folder, as stored. Raises HarnessError for a damaged checkpoint."""
-    shards = [read_shard(Path(path) / name) for name in shard_names(Path(path))]
-    return max(size for shard in shards for _, size in shard.tensors.values())
+    return max(tensor.nbytes for shard in read_shards(Path(path)) for tensor in shard.tensors)
 
 
 # --------------------------------------------------------------------------- the contents of a folder
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A safetensors file: its header, and the dtype and size of each tensor."""
-
-    name: str
-    size: int
-    header: bytes
-    tensors: Mapping[str, tuple[str, int]]  # name -> stored dtype, bytes
-
-
 def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     """Verifies and describes a checkpoint from its headers; with `shape` None the shape comes from its config."""
-    config = _json_object(folder / "config.json")
-    shards = [read_shard(folder / name) for name in shard_names(folder)]
+    config = json_object(folder / "config.json")
+    shards = read_shards(folder)
     dtypes: Counter[str] = Counter()
     for shard in shards:
-        for dtype, size in shard.tensors.values():
-            dtypes[dtype] += size
+        for tensor in shard.tensors:
+            dtypes[tensor.dtype] += tensor.nbytes
     if not dtypes:
         raise HarnessError(f"{folder} holds no tensors")
     stored = max(dtypes, key=lambda d: dtypes[d])
@@ -123,70 +111,12 @@ def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     )
 
 
-def shard_names(folder: Path) -> list[str]:
-    """The safetensors files of a checkpoint. Raises HarnessError where it has none, or its index is invalid."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _json_object(index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        # the index is untrusted: its names must stay inside the folder
-        if not names or any(not isinstance(n, str) or Path(n).name != n for n in names):
-            raise HarnessError(f"{index}: weight_map names no shards, or files outside the folder")
-        return sorted(set(names))
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if pickled:
-        raise HarnessError(
-            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when loaded; "
-            "set model.weights: pickle to read their tensors and refuse anything else"
-        )
-    raise HarnessError(
-        f"{folder} has no model.safetensors and no model.safetensors.index.json; "
-        "if its weights are pickled (pytorch_model.bin), set model.weights: pickle"
-    )
-
-
-def read_shard(path: Path) -> Shard:
-    """Reads the header of a safetensors file. Raises HarnessError for a missing, damaged or truncated file."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else _MAX_HEADER_BYTES
-            raw = file.read(length) if length < min(size, _MAX_HEADER_BYTES) else b""
-        header = json.loads(raw)
-        spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = {
-            name: (str(e["dtype"]), int(e["data_offsets"][1]) - int(e["data_offsets"][0])) for name, e in spans.items()
-        }
-        expected = 8 + length + max((int(e["data_offsets"][1]) for e in spans.values()), default=0)
-    except FileNotFoundError:
-        raise HarnessError(f"{path} is missing: its index names it") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as exc:
-        raise HarnessError(f"{path} is not a safetensors file: its header does not parse ({size} bytes)") from exc
-    if size != expected:
-        raise HarnessError(f"{path} is truncated or damaged: expected {expected} bytes, found {size}")
-    return Shard(path.name, size, raw, tensors)
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise HarnessError(f"{path} is missing: not a model folder") from None
-    except ValueError as exc:
-        raise HarnessError(f"{path} is not valid JSON: {exc}") from exc
-    if not isinstance(data, dict):
-        raise HarnessError(f"{path} is not a JSON object")
-    return data
-
-
 def _digest(config: Mapping[str, Any], shards: list[Shard]) -> str:
     """A cheap content hash: the configuration and each shard's name, size and header, without the tensors."""
     fields = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for shard in shards:
-        digest.update(f"{shard.name}:{shard.size}:".encode() + shard.header)
+        digest.update(f"{shard.path.name}:{shard.size}:".encode() + shard.header)
     return digest.hexdigest()[:16]
 
 
@@ -244,7 +174,7 @@ def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], Non
     """A folder with the model's safetensors: the user's folder, or one in `cache`."""
     if model.weights == "dummy":
         return _dummy(model, cache, on_progress)
-    path = packaged.gguf_in(model.id) if model.id.startswith(packaged.PREFIX) else Path(model.id).expanduser()
+    path = hub.file_of_package(model.id) if model.id.startswith(hub.PACKAGE) else Path(model.id).expanduser()
     if path.suffix == ".gguf":
         from engines.models import gguf_file
 
@@ -269,8 +199,4 @@ def _dummy(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None
     if folder.is_dir():
         return folder
     plan = dummy_weights.plan(config, dtype)
-
-    def write(temporary: Path) -> None:
-        dummy_weights.write(plan, temporary, dummy_weights.SEED, on_progress)
-
-    return build_once(folder, "dummy weights", plan.total_bytes, write)
+    return build_once(folder, "dummy weights", plan.total_bytes, partial(dummy_weights.write, plan, on_progress))

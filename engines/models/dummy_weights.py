@@ -5,8 +5,6 @@ is tiled over all tensors, each from an offset that depends on its name. The blo
 a matrix are equal (equal embeddings would tie in greedy decoding).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -14,13 +12,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from harness.api import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 SEED = 0
 #: Part of the folder's name: raise it when the same id, dtype and seed give different bytes.
@@ -60,7 +57,7 @@ class Plan:
         return sum(t.numel for shard in self.shards for t in shard) * DTYPE_BYTES[self.dtype]
 
 
-def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_BYTES) -> Plan:
+def plan(config_kwargs: Mapping[str, Any], dtype: str) -> Plan:
     """Lays out a checkpoint with the tensors that transformers' model of this configuration would save."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,19 +71,19 @@ def plan(config_kwargs: Mapping[str, Any], dtype: str, shard_bytes: int = SHARD_
     tensors = [Tensor(name, tuple(p.shape)) for name, p in model.named_parameters()]
     return Plan(
         dtype=dtype,
-        shards=tuple(_shards(tensors, shard_bytes // DTYPE_BYTES[dtype])),
+        shards=tuple(_shards(tensors, SHARD_BYTES // DTYPE_BYTES[dtype])),
         num_layers=config.num_hidden_layers,
         config=config.to_json_string(use_diff=False),
         generation_config=model.generation_config.to_json_string(),
     )
 
 
-def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int], None]) -> None:
+def write(plan: Plan, on_progress: Callable[[int, int], None], folder: Path) -> None:
     """Writes `plan` into the empty `folder`.
 
     `on_progress` gets (bytes written, total bytes). Holds about 200 MB. Raises OSError as the disk does.
     """
-    noise = _Noise(plan, seed)
+    noise = _Noise(plan)
     done, weight_map = 0, {}
     for number, shard in enumerate(plan.shards, 1):
         name = f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
@@ -110,24 +107,21 @@ def write(plan: Plan, folder: Path, seed: int, on_progress: Callable[[int, int],
 class _Noise:
     """Yields the bytes of any tensor from two blocks of noise: plain, and scaled for residual outputs."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._dtype = plan.dtype
-        self._seed = seed
-        raw = _integer_noise(seed)
+        raw = _integer_noise()
         self._plain = _encode(raw * _STD, plan.dtype)
         # each layer adds to the residual stream twice: keep its variance independent of depth (GPT-2, section 2.3)
         self._residual = _encode(raw * (_STD / math.sqrt(2 * plan.num_layers)), plan.dtype)
 
     def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in order. One-dimensional weights are norms (ones), biases are zero."""
-        import numpy as np
-
         if len(tensor.shape) == 1:
             value = 0.0 if tensor.name.endswith("bias") else 1.0
             yield _encode(np.full(tensor.numel, value), self._dtype).data.cast("B")
             return
         block = self._residual if tensor.name.endswith(_RESIDUAL) else self._plain
-        digest = hashlib.sha256(f"{self._seed}:{tensor.name}".encode()).digest()
+        digest = hashlib.sha256(f"{SEED}:{tensor.name}".encode()).digest()
         start, left = int.from_bytes(digest[:8], "little") % _BLOCK, tensor.numel
         while left:
             piece = block[start : start + left]
@@ -135,11 +129,9 @@ class _Noise:
             start, left = 0, left - len(piece)
 
 
-def _integer_noise(seed: int) -> npt.NDArray[np.float32]:
+def _integer_noise() -> npt.NDArray[np.float32]:
     """Near-normal noise of unit variance: sums of four 16-bit integers, the same bits on every machine."""
-    import numpy as np
-
-    stream = np.random.PCG64(seed)
+    stream = np.random.PCG64(SEED)
     noise = np.zeros(_BLOCK, dtype=np.float32)
     for first in range(0, _BLOCK, 1 << 20):  # in chunks, to limit the 64-bit words in memory
         chunk = noise[first : first + (1 << 20)]

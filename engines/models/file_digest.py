@@ -1,11 +1,13 @@
 """Hashes files and caches the digests, so that a checkpoint is read for them once."""
 
-import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from harness.common.files import replace_with
 
 _CHUNK_BYTES = 4 << 20
 
@@ -19,7 +21,7 @@ def digest(file: Path, cache: Path, on_bytes: Callable[[int], None] = lambda cou
     status = file.stat()
     key = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
     digests: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError):
         digests = dict(json.loads(memo.read_text()))
     if key in digests:
         on_bytes(status.st_size)
@@ -31,12 +33,6 @@ def digest(file: Path, cache: Path, on_bytes: Callable[[int], None] = lambda cou
             on_bytes(len(chunk))
             os.posix_fadvise(source.fileno(), 0, source.tell(), os.POSIX_FADV_DONTNEED)
     digests[key] = sha.hexdigest()
-    temporary = memo.with_suffix(f".new-{os.getpid()}")
-    try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(digests))
-        temporary.replace(memo)
-    except OSError:  # without the cached digest the next run only hashes again
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # without the cached digest the next run only hashes again
+        replace_with(memo, json.dumps(digests))
     return digests[key]

@@ -31,7 +31,6 @@ def to_folder(path: Path, dtype: str, cache: Path, on_progress: Callable[[int, i
     the bytes). Holds at most one layer in memory, in float32. Raises HarnessError for a damaged or incomplete file,
     UnsupportedError for a file that transformers cannot read.
     """
-    refuse_split(path)
     reader = _open(path)
     stored = _float_type(reader) if dtype == "auto" else dtype
     needed = sum(int(t.n_elements) for t in reader.tensors) * getattr(torch, stored).itemsize

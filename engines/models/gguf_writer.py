@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
 from engines.common.folders import build_once
 from engines.common.requests import generation_settings, special_tokens
-from engines.models import raw_tensors
 from engines.models.checkpoints import content_digest, evict
+from engines.models.safetensors_file import RawTensor, read_shards, values
 from harness.api import DTYPE_BYTES, Job, LocalModel, UnsupportedError
 
 _TYPES = {"F32": GGMLQuantizationType.F32, "F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
@@ -44,7 +44,7 @@ def to_gguf(model: LocalModel, job: Job) -> Path:
     def write(temporary: Path) -> None:
         writer = GGUFWriter(temporary / "model.gguf", family)
         _write_metadata(writer, model, config, rope_base)
-        tensors = [t for t in raw_tensors.read(Path(model.path)) if _gguf_name(t.name)]
+        tensors = [t for shard in read_shards(Path(model.path)) for t in shard.tensors if _gguf_name(t.name)]
         if config.get("tie_word_embeddings"):
             tensors = [t for t in tensors if t.name != "lm_head.weight"]
         for tensor in tensors:
@@ -114,12 +114,12 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[module]}.{suffix}" if module in _NAMES else ""
 
 
-def _gguf_values(tensor: raw_tensors.RawTensor, model: LocalModel, family: str) -> npt.NDArray[Any]:
+def _gguf_values(tensor: RawTensor, model: LocalModel, family: str) -> npt.NDArray[Any]:
     """A tensor's values as GGUF holds them: vectors in float32, and the rows of LLaMA's query and key projections with
     the two halves of each head interleaved, since llama.cpp rotates neighbouring pairs."""
     bits = tensor.bits()
     if len(tensor.shape) == 1:
-        return raw_tensors.values(bits, tensor.dtype).astype(np.float32)
+        return values(bits, tensor.dtype).astype(np.float32)
     heads = {"q_proj": model.shape.num_heads, "k_proj": model.shape.num_kv_heads}
     module = tensor.name.rsplit(".", 2)[-2]
     if family == "llama" and module in heads:

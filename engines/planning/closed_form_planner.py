@@ -3,23 +3,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engines.planning.closed_form import (
-    RESOURCES,
-    BatchWork,
-    ResourceSeconds,
-    SublayerCosts,
-    decode_work,
-    mean_over,
-    mixed_work,
-    pass_seconds,
-    prefill_work,
-)
+from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine
 from engines.planning.memory import TierBytes, capacity, memory_constraints, peak_memory
 from engines.planning.placement import best_fractions
-from engines.planning.workload import Fractions, Lengths, kv_bytes, model_weight_bytes, sublayers
-from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, ModelShape, OffloadPolicy
+from engines.planning.planned_job import PlannedJob
+from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
+from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
 
 _ALL_ON_DISK: Fractions = (0.0, 0.0, 1.0)
@@ -65,46 +56,43 @@ class Prediction:
 
 
 class ClosedFormPlanner:
-    """Predictions for one model, job, machine and engine."""
+    """Predictions for one job, machine and engine."""
 
-    def __init__(self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel) -> None:
-        self.shape = shape
-        self.lengths = lengths
+    #: Whether `predict` simulates the job; otherwise it is as fast as `estimate`.
+    simulates = False
+
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
+        self.job = job
+        self.shape = job.shape
+        self.lengths = job.lengths
         self.profile = profile
         self.engine = engine
         self.machine = Machine(profile)
-        self._parts = sublayers(shape)
 
-    def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
-        """For a policy with all fractions, whether it fits or not. `page_cache`: the host has one.
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """For a policy with all fractions, whether it fits or not.
 
         Raises HarnessError for a policy without a performance model.
         """
         require_modelled(policy)
         engine = self._engine_for(policy)
-        assert policy.cache is not None
-        assert policy.activations is not None
+        assert policy.cache and policy.activations
         constraints = memory_constraints(self.shape, policy, self.lengths)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
-        costs = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak, page_cache))
-        host_beside_device = self._host_beside_device(policy)
-
-        def cost(*works: BatchWork) -> tuple[float, ResourceSeconds]:
-            return pass_seconds(costs, self._parts, works, policy.num_gpu_batches, engine, host_beside_device)
-
+        cost = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak)).pass_seconds
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
         if policy.schedule == "sweep":
-            seconds, used = cost(*mixed_work(batch, self.lengths))
+            seconds, used = cost(mixed_work(batch, self.lengths))
             prefill, decode, used = 0.0, seconds * steps, used * steps
         else:
-            prefill, first = cost(prefill_work(batch, self.lengths))
-            step = mean_over(lambda context: cost(decode_work(batch, context))[0], prompt, prompt + steps - 1)
-            _, middle = cost(decode_work(batch, self.lengths.mean_cached))
+            prefill, first = cost([prefill_work(batch, self.lengths)])
+            step = mean_over(lambda context: cost([decode_work(batch, context)])[0], prompt, prompt + steps - 1)
+            _, middle = cost([decode_work(batch, self.lengths.mean_cached)])
             decode, used = step * (steps - 1), first + middle * (steps - 1)
         tokens = policy.block_size * steps
-        by_resource = dict(zip(RESOURCES, used.values, strict=True))
+        by_resource = dict(zip(RESOURCES, used.tolist(), strict=True))
         return Prediction(
             requests=policy.block_size,
             together=policy.block_size,
@@ -113,13 +101,14 @@ class ClosedFormPlanner:
             decode_s=decode,
             block_latency_s=prefill + decode,
             bottleneck=max(by_resource, key=lambda name: by_resource[name]),
-            bound=bound(self.shape, self.lengths, policy, self.machine, policy.block_size),
+            bound=bound(self.job, policy, self.machine, policy.block_size),
             peak=peak,
             used=by_resource,
         )
 
-    #: There is no simulator of devices: the closed form is estimate and prediction.
-    estimate = predict
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        """A fast prediction, which ranks policies: the same one, where nothing is simulated."""
+        return self.predict(policy)
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the best fractions where it sets none; with all of it on disk if none fit."""
@@ -144,25 +133,22 @@ class ClosedFormPlanner:
         return prediction.peak.missing(capacity(self.profile))
 
     def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        engine, host_beside_device = self._engine_for(policy), self._host_beside_device(policy)
-        return best_fractions(self.shape, policy, self.lengths, self.machine, engine, host_beside_device)
+        return best_fractions(self.shape, policy, self.lengths, self.machine, self._engine_for(policy))
 
     def _engine_for(self, policy: OffloadPolicy) -> EngineCostModel:
-        return self.engine if policy.overlap else replace(self.engine, overlap="none")
-
-    def _host_beside_device(self, policy: OffloadPolicy) -> bool:
-        """Whether the device has another batch to multiply while the host attends."""
+        """The engine under a policy: while the host attends, the device needs another batch to multiply."""
         several = policy.num_gpu_batches > 1 or (policy.nano_batches > 1 and policy.nano_overlap)
-        return several and self.engine.parallel_attention and self.machine.has_device
+        return replace(
+            self.engine,
+            overlap=self.engine.overlap if policy.overlap else "none",
+            parallel_attention=self.engine.parallel_attention and several and self.machine.has_device,
+        )
 
-    def _disk_read(self, peak: TierBytes, page_cache: bool) -> float:
+    def _disk_read(self, peak: TierBytes) -> float:
         """Bytes/s at which files arrive: at the memory's rate if the page cache holds all of them."""
-        disk, host = self.profile.disk, self.profile.host
-        if self.engine.direct_io:
-            return disk.read
-        if not page_cache:
-            return disk.read * self.engine.page_cache_miss_share
-        return host.bandwidth if 0 < peak.disk < host.memory - peak.host else disk.read
+        host = self.profile.host
+        cached = not self.engine.direct_io and 0 < peak.disk < host.memory - peak.host
+        return host.bandwidth if cached else self.profile.disk.read
 
 
 def require_modelled(policy: OffloadPolicy) -> None:
@@ -172,12 +158,13 @@ def require_modelled(policy: OffloadPolicy) -> None:
                            "measure it with `harness run`")  # fmt: skip
 
 
-def bound(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: Machine, block: int) -> Bound:
+def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) -> Bound:
     """The roofline of a block of sequences under any policy with these bits.
 
     All arithmetic runs at the profile's best rate. Each pass reads from disk what all memory cannot hold of weights and
     cache.
     """
+    shape, lengths = job.shape, job.lengths
     steps = lengths.generated
     compute_s = sum(shape.block_flops(block, lengths.prompt, steps)) / max(machine.dense.flops.values())
     room = capacity(machine.profile)
@@ -188,8 +175,7 @@ def bound(shape: ModelShape, lengths: Lengths, policy: OffloadPolicy, machine: M
 
 def _moved_down(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
     """The policy, then with some percents of weights or cache moved to a lower tier, as rounding to matrices may do."""
-    assert policy.weights is not None
-    assert policy.cache is not None
+    assert policy.weights and policy.cache
     yield policy
     for share in _ROUNDING_STEPS:
         for weights in _lower(policy.weights, share):

@@ -1,6 +1,6 @@
 """Plans for our engine on one device: its own memory plan, costed by the closed form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -13,9 +13,9 @@ from engines.offload.memory.storage import Storage, storages
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.memory import TierBytes
-from engines.planning.memory_request import SYSTEM_BYTES, memory_request
-from engines.planning.workload import Fractions, Lengths
-from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
+from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
+from engines.planning.workload import Fractions
+from harness.api import DTYPE_BYTES, HardwareProfile, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Share of memory that a search leaves free, for what the engine counts and a model's shape does not tell.
 _MARGIN = 1 / 32
@@ -25,65 +25,34 @@ _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 
 
 class DevicePlanner(ClosedFormPlanner):
-    """A ClosedFormPlanner with the engine's memory plan in place of FlexGen's, so that its policies run as they stand.
+    """Plans with the engine's own memory plan in place of FlexGen's, so that its policies run as they stand."""
 
-    each: lengths of the requests, if they differ from `lengths`, their mean.
-    dtype: of the weights in the checkpoint.
-    budget: bytes of pinned memory; None for what the engine takes without a limit.
-    reserved: tokens that each sequence may grow to; None for the longest request.
-    """
-
-    def __init__(
-        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, *,
-        each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None,
-        reserved: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, lengths, profile, engine)
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
+        super().__init__(job, profile, engine)
         assert profile.device is not None
         self._device = int(profile.device.memory)
-        self._host = int(PINNED_SHARE * (profile.host.memory - SYSTEM_BYTES) if budget is None else budget)
-        self._each = each or [lengths]
-        self._dtype = dtype
-        self._reserved = reserved
+        self._host = int(PINNED_SHARE * (profile.host.memory - SYSTEM_BYTES) if job.budget is None else job.budget)
         self._plans: dict[tuple[OffloadPolicy, float], MemoryPlan] = {}
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with the fractions of the engine's memory plan, the fastest of a few; None if none fits."""
+        caches: list[Fractions | None] = [policy.cache]
+        if policy.cache is None and policy.cpu_attention:
+            caches += _CACHE_FRACTIONS
         fitting = []
-        for cache in self._cache_fractions(policy):
+        for cache in caches:
             with suppress(InfeasibleError):
-                realised = self._realised(replace(policy, cache=cache), _MARGIN)
+                realised = self.with_fractions(replace(policy, cache=cache), _MARGIN)
                 prediction = self.estimate(realised)
                 if not self.missing(prediction):
                     fitting.append((prediction.throughput_tok_s, realised))
         return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
-    def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
-        if policy.weights and policy.cache and policy.activations:
-            self._plan(policy)
-            return policy
-        return self._realised(policy)
+    def with_fractions(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
+        """The policy with the fractions that the engine would realise, with a share of memory left free.
 
-    def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
-        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
-        plan = self._plan(policy)
-        if policy.schedule == "sweep":
-            policy = replace(policy, gpu_batch_size=plan.sequences)
-        prediction = super().predict(policy, page_cache)
-        tiles = self._tiles(policy)
-        on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
-        peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
-        return replace(prediction, peak=peak)
-
-    estimate = predict
-
-    def _cache_fractions(self, policy: OffloadPolicy) -> Iterator[Fractions | None]:
-        yield policy.cache
-        if policy.cache is None and policy.cpu_attention:
-            yield from _CACHE_FRACTIONS
-
-    def _realised(self, policy: OffloadPolicy, margin: float = 0.0) -> OffloadPolicy:
+        Raises InfeasibleError as the engine does.
+        """
         plan = self._plan(policy, margin)
         tiles = self._tiles(policy)
         total = sum(tile.nbytes for tile in tiles)
@@ -96,21 +65,30 @@ class DevicePlanner(ClosedFormPlanner):
             activations=policy.activations or _ON_DEVICE,
         )
 
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        """For a policy with all fractions. Raises InfeasibleError as the engine does."""
+        plan = self._plan(policy)
+        if policy.schedule == "sweep":
+            policy = replace(policy, gpu_batch_size=plan.sequences)
+        prediction = super().predict(policy)
+        tiles = self._tiles(policy)
+        on_disk = sum(b.nbytes for i, b in enumerate(tiles) if i not in plan.resident and i not in plan.pinned)
+        peak = TierBytes(float(plan.total_bytes + CONTEXT_BYTES), float(plan.pinned_bytes), float(on_disk))
+        return replace(prediction, peak=peak)
+
     def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
         """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""
         if (policy, margin) not in self._plans:
-            dtype = self._dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-            request = memory_request(
-                self.shape, self._tiles(policy), storages(self._dtype, policy)[2], dtype, self._each,
-                reserved=self._reserved, cast_bytes=0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype],
-                attention_bytes=(0, 0),
-            )  # fmt: skip
+            dtype = self.job.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+            cast_bytes = 0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype]
+            cache = storages(self.job.dtype, policy)[2]
+            request = self.job.memory_request(self._tiles(policy), cache, dtype, cast_bytes=cast_bytes)
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))
             self._plans[policy, margin] = plan_device_memory(request, policy, device, host)
         return self._plans[policy, margin]
 
     def _tiles(self, policy: OffloadPolicy) -> Sequence[WeightTile]:
-        return _tiles(self.shape, *storages(self._dtype, policy)[:2])
+        return _tiles(self.shape, *storages(self.job.dtype, policy)[:2])
 
 
 @lru_cache(maxsize=64)

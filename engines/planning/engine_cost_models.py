@@ -1,7 +1,7 @@
 """Engine cost models: what an engine overlaps, copies and unpacks when. The same on every machine."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,8 @@ from harness.api import HarnessError, ModelShape, OffloadPolicy, Schedule
 #: then all synchronise (FlexGen). `layer`: a layer's transfers run beside that layer's arithmetic. `pass`:
 #: transfers run ahead as far as a ring reaches, so the slowest resource sets the pace.
 Overlap = Literal["none", "sublayer", "layer", "pass"]
-_FILE = Path(__file__).with_name("engine_cost_models.yaml")
+#: By engine its settings, and its constants: `value`, `source`, and `fitted_on` where it was fitted.
+FILE = Path(__file__).with_name("engine_cost_models.yaml")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class EngineCostModel:
 
     name: str
     overlap: Overlap
-    schedules: tuple[Schedule, ...] = ("row",)
+    schedules: Sequence[Schedule] = ("row",)
     pinned_weights: bool = True
     pinned_cache: bool = True
     direct_io: bool = True
@@ -73,7 +74,7 @@ class EngineCostModel:
 @cache
 def engine_cost_models() -> Mapping[str, EngineCostModel]:
     """The shipped cost models by engine."""
-    return {name: _model(name, entry) for name, entry in _entries().items()}
+    return {name: _model(name, **entry) for name, entry in yaml.safe_load(FILE.read_text()).items()}
 
 
 def engine_cost_model(engine: str) -> EngineCostModel:
@@ -85,20 +86,5 @@ def engine_cost_model(engine: str) -> EngineCostModel:
     return models[engine]
 
 
-def constant_sources() -> dict[str, dict[str, Mapping[str, Any]]]:
-    """By engine and constant: `value`, `source`, and `fitted_on` where it was fitted."""
-    return {name: dict(entry["constants"]) for name, entry in _entries().items()}
-
-
-def _entries() -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text())
-    return entries
-
-
-def _model(name: str, entry: Mapping[str, Any]) -> EngineCostModel:
-    settings: dict[str, Any] = {key: value for key, value in entry.items() if key != "constants"}
-    settings["schedules"] = tuple(settings.get("schedules", ("row",)))
-    settings |= {key: constant["value"] for key, constant in entry["constants"].items()}
-    unknown = settings.keys() - {f.name for f in fields(EngineCostModel)}
-    assert not unknown, f"{_FILE.name}: {name} has unknown keys {unknown}"
-    return EngineCostModel(name, **settings)
+def _model(name: str, constants: Mapping[str, Mapping[str, Any]], **settings: Any) -> EngineCostModel:
+    return EngineCostModel(name, **settings, **{key: constant["value"] for key, constant in constants.items()})

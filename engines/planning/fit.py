@@ -4,9 +4,8 @@ fits.yaml names the cells and the constants. A fit is regularised: every constan
 paper and a prior spread, so there may be more constants than cells.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,4 +102,4 @@ def _replaced(part: Any, path: list[str], value: float) -> Any:
     name, *rest = path
     if isinstance(part, dict):
         return {**part, name: value}
-    return dataclasses.replace(part, **{name: _replaced(getattr(part, name), rest, value) if rest else value})
+    return replace(part, **{name: _replaced(getattr(part, name), rest, value) if rest else value})

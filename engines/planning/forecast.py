@@ -6,8 +6,9 @@ from typing import cast
 
 from engines.planning.host_planner import HostPlanner
 from engines.planning.machine import faster
+from engines.planning.planned_job import PlannedJob
 from engines.planning.threads import limited
-from engines.planning.workload import Lengths, mean_lengths
+from engines.planning.workload import Lengths
 from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord
 from harness.common.curve import interpolate
 
@@ -36,11 +37,9 @@ def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     policy = spec.policy if spec.tune == "none" else load.policy
     assert policy is not None
     each = [Lengths(r.prompt_tokens, r.generated_tokens) for r in record.requests]
-    planner = HostPlanner(
-        model.shape, mean_lengths(each), at_launch, len(each), each=each, budget=spec.limits.host_memory,
-        dtype=model.dtype, reserved=spec.workload.prompt_len + spec.workload.gen_len,
-    )  # fmt: skip
-    prediction = planner.predict(policy)
+    reserved = spec.workload.prompt_len + spec.workload.gen_len
+    job = PlannedJob(model.shape, each, len(each), model.dtype, spec.limits.host_memory, reserved)
+    prediction = HostPlanner(job, at_launch).predict(policy)
     assert prediction.trace is not None
     total = prediction.prefill_s + prediction.decode_s
     return Forecast(profile.name, prediction.throughput_tok_s, {"total_s": total, **prediction.trace.metrics})
@@ -69,6 +68,5 @@ def _host_at_launch(host: Processor, machine: MachineRates | None, dtype: Dtype)
         return replace(host, flops=flops, dtype=dtype)
     if not (host.probed and machine.gemm_shape and _PROBED_ROWS in curve):
         return host
-    probed = sorted((float(columns), rate) for columns, rate in host.probed.items())
     # the best samples, as for bounds: noise only slows
-    return faster(host, max(curve[_PROBED_ROWS]) / interpolate(probed, machine.gemm_shape[0]))
+    return faster(host, max(curve[_PROBED_ROWS]) / interpolate(host.probed, machine.gemm_shape[0]))

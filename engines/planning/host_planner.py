@@ -2,7 +2,8 @@
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,45 +16,27 @@ from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, 
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.machine import Machine
 from engines.planning.memory import TierBytes
-from engines.planning.memory_request import SYSTEM_BYTES, longest, memory_request
+from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
 from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
-#: Matrices of a layer before its attention: queries, keys and values.
-MATRICES_BEFORE_ATTENTION = 3
 #: Tiles of a pass that are simulated. Large models are cut into fewer, larger tiles than the engine's.
 _TILES = 256
 #: Sequences of a block at most: a host's products reach their best rate long before.
 _MAX_SEQUENCES = 1024
 
 
-class HostPlanner:
-    """Predictions of our engine for one model, job and machine without a device.
+class HostPlanner(ClosedFormPlanner):
+    """Plans our engine on a machine without a device: estimates by the closed form, predicts in simulated time."""
 
-    requests: how many requests the job has; None for the engine's own steady-state number.
-    each: their lengths, repeated as needed, if they differ from `lengths`, their mean.
-    budget: bytes for the engine; None for all that the system leaves.
-    dtype: of the weights in the checkpoint.
-    reserved: tokens that each sequence may grow to; None for the longest request.
-    """
+    simulates = True
 
-    def __init__(
-        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile,
-        requests: int | None = None, *, each: Sequence[Lengths] = (),
-        budget: float | None = None, dtype: Dtype = "bfloat16", reserved: int | None = None,
-    ) -> None:  # fmt: skip
-        self.shape = shape
-        self.lengths = lengths
-        self.profile = profile
-        self.engine = engine_cost_model("offload")
-        self._requests = requests
-        self._each = each or [lengths]
+    def __init__(self, job: PlannedJob, profile: HardwareProfile) -> None:
+        super().__init__(job, profile, engine_cost_model("offload"))
         self._placements: dict[OffloadPolicy, PlacedModel] = {}
-        self._dtype = dtype
-        self._reserved = reserved
-        self._budget = int(budget if budget is not None else profile.host.memory - SYSTEM_BYTES)
+        self._budget = int(job.budget if job.budget is not None else profile.host.memory - SYSTEM_BYTES)
         if self._budget <= 0:
             raise InfeasibleError(
                 f"infeasible on {profile.name}: the system alone takes {SYSTEM_BYTES:,.0f} bytes of the host's "
@@ -63,13 +46,10 @@ class HostPlanner:
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy itself if it fits memory and disk and has at most _MAX_SEQUENCES sequences."""
-        if policy.block_size > _MAX_SEQUENCES:
-            return None
-        try:
-            placed = self._placed(policy)
-        except InfeasibleError:
-            return None
-        return policy if placed.disk_bytes <= self.profile.disk.capacity else None
+        if policy.block_size <= _MAX_SEQUENCES:
+            with suppress(InfeasibleError):
+                return policy if self._placed(policy).disk_bytes <= self.profile.disk.capacity else None
+        return None
 
     def with_fractions(self, policy: OffloadPolicy) -> OffloadPolicy:
         """The policy with the fractions that the engine would realise. Raises InfeasibleError as the engine does."""
@@ -84,7 +64,7 @@ class HostPlanner:
 
     def estimate(self, policy: OffloadPolicy) -> Prediction:
         """By the closed form. Raises InfeasibleError for a policy that does not fit."""
-        closed_form = ClosedFormPlanner(self.shape, self.lengths, self._profile_for(policy), self.engine)
+        closed_form = ClosedFormPlanner(self.job, self._profile_for(policy), self.engine)
         realised = self.with_fractions(policy)
         if policy.schedule == "sweep":
             realised = replace(realised, gpu_batch_size=self._placed(policy).plan.sequences)
@@ -97,9 +77,9 @@ class HostPlanner:
         """By running the job in simulated time. Raises InfeasibleError for a policy that does not fit."""
         placed = self._placed(policy)
         machine = Machine(self._profile_for(policy))
-        simulator = Simulator(placed, policy, machine, MATRICES_BEFORE_ATTENTION)
-        count = self._requests or placed.plan.sequences * steady_blocks(policy)
-        requests = list(itertools.islice(itertools.cycle(self._each), count))
+        simulator = Simulator(placed, policy, machine)
+        count = self.job.requests or placed.plan.sequences * steady_blocks(policy)
+        requests = list(itertools.islice(itertools.cycle(self.job.each), count))
         sequences = simulated_sequences(requests)
         simulator.run(sequences)
         total = max(s.times[-1] for s in sequences)
@@ -114,16 +94,11 @@ class HostPlanner:
             decode_s=total - prefill,
             block_latency_s=block,
             bottleneck="host" if busy > timeline.load_s else "disk",
-            bound=bound(self.shape, self.lengths, policy, machine, placed.plan.sequences),
+            bound=bound(self.job, policy, machine, placed.plan.sequences),
             peak=TierBytes(0.0, float(placed.plan.total_bytes), float(placed.disk_bytes)),
             used={"host": busy, "disk": timeline.load_s},
             trace=timeline.trace(),
         )
-
-    def missing(self, prediction: Prediction) -> Mapping[str, float]:
-        """Bytes that the disk is short of. What does not fit the memory was refused before."""
-        short = prediction.peak.disk - self.profile.disk.capacity
-        return {"disk": short} if short > 0 else {}
 
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
         """The machine on the policy's threads."""
@@ -137,29 +112,26 @@ class HostPlanner:
             raise HarnessError(f"policy.compute_dtype {policy.compute_dtype}: {rates}")
         if policy not in self._placements:
             threads = policy.threads or self.profile.host.cores
-            self._placements[policy] = place_model(self.shape, policy, self._each, self._budget, threads, self._dtype,
-                                                   self.profile.host.dtype, self._reserved)  # fmt: skip
+            self._placements[policy] = place_model(self.job, policy, self._budget, threads, self.profile.host.dtype)
         return self._placements[policy]
 
 
 def place_model(
-    shape: ModelShape, policy: OffloadPolicy, requests: Sequence[Lengths], budget: int | None, threads: int,
-    dtype: Dtype, compute_dtype: Dtype, reserved: int | None = None,
-) -> PlacedModel:  # fmt: skip
-    """Places a model as the engine would for such requests within `budget` bytes (None: unlimited).
+    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, compute_dtype: Dtype
+) -> PlacedModel:
+    """Places a model as the engine would within `budget` bytes (None: unlimited).
 
-    reserved: tokens that each sequence may grow to; None for the longest request. Raises InfeasibleError as the engine
-    does.
+    Raises InfeasibleError as the engine does.
     """
-    layers, outside, cache = storages(dtype, policy)
-    tiles, experts = _tiles(shape, layers, outside)
+    layers, outside, cache = storages(job.dtype, policy)
+    tiles, experts = _tiles(job.shape, layers, outside)
     fused = compute_dtype == "float32"  # the kernel dequantizes in registers
-    request = memory_request(
-        shape, tiles, cache, compute_dtype, requests, reserved=reserved,
+    request = job.memory_request(
+        tiles, cache, compute_dtype,
         cast_bytes=0 if fused or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
-        attention_bytes=attention_memory(shape, reserved or longest(requests), threads),
+        attention_bytes=attention_memory(job.shape, job.max_sequence, threads),
     )  # fmt: skip
-    return PlacedModel(shape, tiles, cache, plan_host_memory(request, policy, budget), experts)
+    return PlacedModel(job.shape, tiles, cache, plan_host_memory(request, policy, budget), experts)
 
 
 @lru_cache(maxsize=64)

@@ -7,25 +7,15 @@ compiler, for example, attention needs more memory), `load` raises InfeasibleErr
 """
 
 import os
-from dataclasses import replace
 
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
-from engines.offload.memory.plan import MemoryRequest, largest
+from engines.offload.memory.plan import largest
 from engines.offload.memory.storage import Plain, Storage, storages
-from engines.planning.memory_request import memory_request
+from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
-from harness.api import (
-    DTYPE_BYTES,
-    Dtype,
-    HardwareLimits,
-    InfeasibleError,
-    LocalModel,
-    ModelShape,
-    OffloadPolicy,
-    RunSpec,
-)
+from harness.api import DTYPE_BYTES, Dtype, InfeasibleError, LocalModel, RunSpec
 from harness.common.host_memory import free_memory
 
 #: The share of each limit that stays free for what a shape does not tell.
@@ -38,38 +28,45 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
     Raises InfeasibleError, with the numbers, if not even a sequence of `shortest` tokens fits, and UnsupportedError for
     a placement that the engine does not support.
     """
-    planner = _Planner(model.shape, model.dtype, spec.policy, spec.limits)
+    planner = _Planner(spec, model)
     planner.plan(shortest, margin=0)
     return max(shortest, largest(model.shape.max_context, planner.fits))
 
 
 class _Planner:
-    """Memory plans for one model, policy and limits by the length of the longest sequence."""
+    """Memory plans for a cell's model, policy and limits by the length of the longest sequence."""
 
-    def __init__(self, shape: ModelShape, dtype: Dtype, policy: OffloadPolicy, limits: HardwareLimits) -> None:
-        self._shape = shape
+    def __init__(self, spec: RunSpec, model: LocalModel) -> None:
+        policy, limits = spec.policy, spec.limits
+        self._shape = model.shape
         self._policy = policy
         self._device = limits.device_memory
         self._host = limits.host_memory
         if self._device is not None and self._host is None:
             self._host = int(PINNED_SHARE * free_memory())
-        layers, outside, self._cache = storages(dtype, policy)
-        dtypes = _compute_dtypes(dtype, policy, self._device is not None)
+        layers, outside, self._cache = storages(model.dtype, policy)
+        # on a host, `auto` is settled at load, by which is fastest there
+        auto: list[Dtype] = [model.dtype] if self._device is not None else [model.dtype, "float32"]
+        dtypes = auto if policy.compute_dtype == "auto" else [policy.compute_dtype]
         self._dtype = max(dtypes, key=lambda name: DTYPE_BYTES[name])
         self._cast_bytes = sum(max(_cast_bytes(stored, name) for name in dtypes) for stored in {layers, outside})
-        tile_limit = None if self._device is None else tile_values(shape)
-        self._tiles = model_tiles(matrices_of(shape), layers, outside, tile_limit)
+        tile_limit = None if self._device is None else tile_values(self._shape)
+        self._tiles = model_tiles(matrices_of(self._shape), layers, outside, tile_limit)
         threads = (policy.threads, limits.threads, len(os.sched_getaffinity(0)))
         self._threads = min(count for count in threads if count is not None)
 
     def plan(self, tokens: int, margin: float = _MARGIN) -> None:
         """Raises InfeasibleError where sequences of `tokens` tokens do not fit into the limits less the margin."""
+        first_tier = self._host if self._device is None else self._device
+        request = PlannedJob(self._shape, [Lengths(tokens, 0)]).memory_request(
+            self._tiles, self._cache, self._dtype, cast_bytes=self._cast_bytes, margin_bytes=margin * (first_tier or 0),
+            attention_bytes=attention_memory(self._shape, tokens, self._threads) if self._device is None else (0, 0),
+        )  # fmt: skip
         if self._device is None:
-            plan_host_memory(self._request(tokens, margin * (self._host or 0)), self._policy, self._host)
+            plan_host_memory(request, self._policy, self._host)
         else:
             assert self._host is not None
-            host = int(self._host * (1 - margin))
-            plan_device_memory(self._request(tokens, margin * self._device), self._policy, self._device, host)
+            plan_device_memory(request, self._policy, self._device, int(self._host * (1 - margin)))
 
     def fits(self, tokens: int) -> bool:
         """Whether sequences of so many tokens fit."""
@@ -78,22 +75,6 @@ class _Planner:
         except InfeasibleError:
             return False
         return True
-
-    def _request(self, tokens: int, margin_bytes: float) -> MemoryRequest:
-        """The request for sequences of `tokens` tokens, with the margin counted among the small tensors."""
-        request = memory_request(
-            self._shape, self._tiles, self._cache, self._dtype, [Lengths(tokens, 0)], reserved=tokens,
-            cast_bytes=self._cast_bytes,
-            attention_bytes=attention_memory(self._shape, tokens, self._threads) if self._device is None else (0, 0),
-        )  # fmt: skip
-        return replace(request, small_bytes=request.small_bytes + int(margin_bytes))
-
-
-def _compute_dtypes(dtype: Dtype, policy: OffloadPolicy, on_device: bool) -> list[Dtype]:
-    """The dtypes that activations may have; on a host `auto` is settled at load, by which is fastest there."""
-    if policy.compute_dtype != "auto":
-        return [policy.compute_dtype]
-    return [dtype] if on_device else [dtype, "float32"]
 
 
 def _cast_bytes(stored: Storage, dtype: Dtype) -> int:

@@ -1,5 +1,6 @@
 """Seconds that a machine takes for products, attention, dequantization and cache writes, by rooflines and curves."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,6 @@ class Machine:
         #: What multiplies: the device, or the host where there is none.
         self.dense = profile.device or profile.host
         self.host = profile.host
-        self._flops = _points(self.dense.flops)
 
     @property
     def has_device(self) -> bool:
@@ -39,21 +39,20 @@ class Machine:
 
     def flops(self, rows: float) -> float:
         """FLOP/s of products of `rows` rows."""
-        return interpolate(self._flops, rows)
+        return interpolate(self.dense.flops, rows)
 
     def prefill_attention_s(self, flops: float, kv_bits: int) -> float:
         """Attention of prompts that needs `flops` for the positions that each token may see.
 
         Without a measured rate, as libraries compute it: masked positions as well, in batched products.
         """
-        if curve := _points(self.dense.prompts):
-            return flops / interpolate(curve, kv_bits)
-        return 2 * flops / (self.dense.batched_flops or self._flops[-1][1] / 2)
+        if self.dense.prompts:
+            return flops / interpolate(self.dense.prompts, kv_bits)
+        return 2 * flops / (self.dense.batched_flops or self.flops(math.inf) / 2)
 
     def store_kv_s(self, values: float, kv_bits: int) -> float:
         """Quantizes keys and values into the host's KV cache; no time if not measured."""
-        curve = _points(self.host.cached)
-        return values / interpolate(curve, kv_bits) if curve else 0.0
+        return values / interpolate(self.host.cached, kv_bits) if self.host.cached else 0.0
 
     def elementwise_s(self, rows: float, hidden: int) -> float:
         """What a pass of `rows` rows does between the products of a layer, on the host."""
@@ -63,8 +62,7 @@ class Machine:
 
 def attention_rate(processor: Processor, kv_bits: int) -> float:
     """Stored bytes/s of the KV cache that decode attention reads; the memory's bandwidth if not measured."""
-    curve = _points(processor.attention)
-    return interpolate(curve, kv_bits) if curve else processor.bandwidth
+    return interpolate(processor.attention, kv_bits) if processor.attention else processor.bandwidth
 
 
 def unpack_rate(processor: Processor, bits: float) -> float:
@@ -88,7 +86,3 @@ def faster(host: Processor, factor: float) -> Processor:
         layer_call_s=host.layer_call_s and host.layer_call_s / factor,
         probed=scaled(host.probed),
     )
-
-
-def _points(curve: Mapping[str, float]) -> list[tuple[float, float]]:
-    return sorted((float(at), value) for at, value in curve.items())

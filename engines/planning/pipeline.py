@@ -1,17 +1,20 @@
-"""Predictions for a pipeline: stages of consecutive layers, one device each, through which batches pass in turn.
+"""Which planner a machine and an engine have, and predictions for a pipeline.
+
+A pipeline has stages of consecutive layers, one device each, through which batches pass in turn.
 
 Source: FlexGen (Sheng et al. 2023), section 4.4 and table 3.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.device_planner import DevicePlanner
 from engines.planning.engine_cost_models import EngineCostModel
-from engines.planning.workload import VALUE_BYTES, Lengths
-from harness.api import Dtype, HardwareProfile, ModelShape, OffloadPolicy
+from engines.planning.host_planner import HostPlanner
+from engines.planning.planned_job import PlannedJob
+from engines.planning.workload import VALUE_BYTES
+from harness.api import HardwareProfile, HarnessError, OffloadPolicy
 
 
 class PipelinePlanner(ClosedFormPlanner):
@@ -20,23 +23,21 @@ class PipelinePlanner(ClosedFormPlanner):
     The devices of one profile share its host. If the profile has a single device, each stage has its own machine.
     """
 
-    def __init__(
-        self, shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, stages: int
-    ) -> None:
-        layers = math.ceil(shape.num_layers / stages)
-        idle = shape.params_idle * layers // shape.num_layers
-        stage_shape = replace(shape, num_layers=layers, params_idle=idle)
-        super().__init__(stage_shape, lengths, _stage_profile(profile, stages), engine)
+    def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int) -> None:
+        layers = math.ceil(job.shape.num_layers / stages)
+        idle = job.shape.params_idle * layers // job.shape.num_layers
+        stage_shape = replace(job.shape, num_layers=layers, params_idle=idle)
+        super().__init__(replace(job, shape=stage_shape), _stage_profile(profile, stages), engine)
         self.stages = stages
         self._between = profile.between
 
-    def predict(self, policy: OffloadPolicy, page_cache: bool = True) -> Prediction:
+    def predict(self, policy: OffloadPolicy) -> Prediction:
         """For one block, with the time until the last stage gets its first batch.
 
         A batch starts its next pass when it has left the last stage, so with fewer batches than stages some stages
         idle.
         """
-        stage = super().predict(policy, page_cache)
+        stage = super().predict(policy)
         batches = policy.num_gpu_batches
         hop = (self.stages - 1) * self._hop_s(policy)
         prefill = stage.prefill_s * (1 + (self.stages - 1) / batches) + hop * self.lengths.prompt
@@ -52,24 +53,28 @@ class PipelinePlanner(ClosedFormPlanner):
             block_latency_s=prefill + decode,
         )
 
-    estimate = predict
-
     def _hop_s(self, policy: OffloadPolicy) -> float:
         """Seconds to send one token of each of a batch's sequences to the next stage."""
         nbytes = policy.gpu_batch_size * self.shape.hidden * VALUE_BYTES
         return nbytes / self._between if self._between else 0.0
 
 
-def planner_for(
-    shape: ModelShape, lengths: Lengths, profile: HardwareProfile, engine: EngineCostModel, stages: int, *,
-    each: Sequence[Lengths] = (), dtype: Dtype = "float16", budget: float | None = None, reserved: int | None = None,
-) -> ClosedFormPlanner:  # fmt: skip
-    """The planner for one device, or a pipeline of several. Keywords apply to our engine on one: see DevicePlanner."""
+def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel, stages: int) -> ClosedFormPlanner:
+    """The planner for a host alone, one device, or a pipeline of several.
+
+    Raises HarnessError for stages or another engine than ours where there is no device.
+    """
+    if profile.device is None:
+        if stages > 1:
+            raise HarnessError(f"hardware {profile.name} has no device: stages are planned for devices only")
+        if engine.name != "offload":
+            raise HarnessError(
+                f"hardware {profile.name} has no device: only offload is planned there, not {engine.name}"
+            )
+        return HostPlanner(job, profile)
     if stages > 1:
-        return PipelinePlanner(shape, lengths, profile, engine, stages)
-    if engine.name == "offload":
-        return DevicePlanner(shape, lengths, profile, engine, each=each, dtype=dtype, budget=budget, reserved=reserved)
-    return ClosedFormPlanner(shape, lengths, profile, engine)
+        return PipelinePlanner(job, profile, engine, stages)
+    return (DevicePlanner if engine.name == "offload" else ClosedFormPlanner)(job, profile, engine)
 
 
 def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:

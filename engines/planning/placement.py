@@ -4,169 +4,104 @@ Source: FlexGen (Sheng et al. 2023), section 4.3, equation 1, with one variable 
 synchronisations in place of the single maximum.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 
-from engines.planning.closed_form import (
-    BatchWork,
-    ResourceSeconds,
-    SublayerCosts,
-    decode_work,
-    mixed_work,
-    prefill_work,
-    sync_intervals,
-)
+from engines.planning.closed_form import Seconds, SublayerCosts, decode_work, mixed_work, prefill_work, sync_intervals
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine
-from engines.planning.memory import capacity, memory_constraints
-from engines.planning.workload import Fractions, Lengths, Sublayer, sublayers
+from engines.planning.memory import MemoryConstraint, capacity, memory_constraints
+from engines.planning.workload import Fractions, Lengths, sublayers
 from harness.api import ModelShape, OffloadPolicy
 
+_KINDS = ("weights", "cache", "activations")
 #: Everything on the device, in host memory, or on disk.
 _CORNERS: tuple[Fractions, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 #: Tie-break among placements of equal time: what a tier costs, as a share of the total time.
 _TIER_COST = np.array([0.0, 1e-6, 1e-5])
-#: Fractions: of three kinds (weights, cache, activations) on three tiers.
-_VARIABLES = 9
 
 
 def best_fractions(
-    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, engine: EngineCostModel,
-    host_beside_device: bool,
-) -> OffloadPolicy | None:  # fmt: skip
+    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, engine: EngineCostModel
+) -> OffloadPolicy | None:
     """The policy with the fractions that make its block fastest within the machine's memory; None if none fit.
 
-    Fractions that the policy sets stay. `host_beside_device` is as in sync_intervals.
+    Fractions that the policy sets stay.
     """
-    programme = _Programme(shape, policy, machine, engine, host_beside_device)
     batch = policy.gpu_batch_size
     if policy.schedule == "sweep":
-        programme.add(mixed_work(batch, lengths), lengths.generated)
+        passes = [(mixed_work(batch, lengths), lengths.generated)]
     else:
-        programme.add([prefill_work(batch, lengths)], 1)
-        programme.add([decode_work(batch, lengths.mean_cached)], lengths.generated - 1)
-    return programme.solve(lengths)
+        decode = [decode_work(batch, lengths.mean_cached)]
+        passes = [([prefill_work(batch, lengths)], 1), (decode, lengths.generated - 1)]
+    on_device: dict[str, Any] = dict.fromkeys(_KINDS, _CORNERS[0])
+    corners = [on_device, *(on_device | {kind: corner} for kind in _KINDS for corner in _CORNERS)]
+    at_corners = [SublayerCosts(shape, replace(policy, **corner), machine, engine) for corner in corners]
+    parts = sublayers(shape)
+    programme = _Programme()
+    for works, times in passes:
+        costs = [
+            (_affine(c.load(part) for c in at_corners), _affine(c.batch(part, works) for c in at_corners))
+            for part in parts
+        ]
+        for lanes, count in sync_intervals(costs, parts, policy.num_gpu_batches, engine):
+            programme.add_interval(lanes, count * times)
+    room = capacity(machine.profile)
+    for constraint in memory_constraints(shape, policy, lengths):
+        programme.add_memory(constraint, getattr(room, constraint.tier))
+    fractions = programme.solve([getattr(policy, kind) for kind in _KINDS])
+    return None if fractions is None else replace(policy, **dict[str, Any](zip(_KINDS, fractions, strict=True)))
+
+
+def _affine(at_corners: Iterable[Seconds]) -> Seconds:
+    """Seconds of each resource as an affine function of the fractions, between whose corners costs are linear.
+
+    at_corners: with everything on the device, then with each kind in turn on each tier. Returns float64
+    [resources, fractions + 1], the constant last.
+    """
+    on_device, *moved = at_corners
+    return np.column_stack([*(seconds - on_device for seconds in moved), on_device])
 
 
 class _Programme:
     """Minimises the total length of all intervals; an interval is as long as the slowest of its lanes."""
 
-    def __init__(
-        self, shape: ModelShape, policy: OffloadPolicy, machine: Machine, engine: EngineCostModel,
-        host_beside_device: bool,
-    ) -> None:  # fmt: skip
-        self._shape = shape
-        self._policy = policy
-        self._machine = machine
-        self._engine = engine
-        self._host_beside_device = host_beside_device
-        self._parts = sublayers(shape)
+    def __init__(self) -> None:
         self._cost: list[float] = []  # of each interval's variable
-        self._lanes: list[tuple[np.ndarray, float, int]] = []  # coefficients . x + constant <= interval
+        self._lanes: list[tuple[Seconds, int]] = []  # affine seconds of a lane, and its interval
+        self._memory: list[Seconds] = []  # affine share of a tier's memory that is taken
 
-    def add(self, works: Sequence[BatchWork], times: float) -> None:
-        """Adds a pass that runs so many times."""
-        costs = [(self._load(part), self._unpack(part), self._batch(part, works)) for part in self._parts]
-        batches = self._policy.num_gpu_batches
-        for interval in sync_intervals(costs, self._parts, batches, self._engine, self._host_beside_device):
-            variable = len(self._cost)
-            self._cost.append(interval.count * times)
-            self._lanes += [(*cost.total(resources), variable) for cost, resources in interval.lanes]
+    def add_interval(self, lanes: Sequence[Seconds], count: float) -> None:
+        """An interval that occurs so many times; `lanes` as in sync_intervals."""
+        self._lanes += [(lane, len(self._cost)) for lane in lanes]
+        self._cost.append(count)
 
-    def solve(self, lengths: Lengths) -> OffloadPolicy | None:
-        """The policy with the best fractions."""
+    def add_memory(self, need: MemoryConstraint, available: float) -> None:
+        """A tier of `available` bytes."""
+        self._memory.append(np.array([*need.weights, *need.cache, *need.activations, need.constant]) / available)
+
+    def solve(self, given: Sequence[Fractions | None]) -> list[Fractions] | None:
+        """The best fractions of each kind, or those given."""
         intervals = len(self._cost)
-        upper, limits = [], []
-        for coefficients, constant, interval in self._lanes:
-            row = np.zeros(_VARIABLES + intervals)
-            row[:_VARIABLES] = coefficients
-            row[_VARIABLES + interval] = -1
-            upper.append(row)
-            limits.append(-constant)
-        room = capacity(self._machine.profile)
-        for need in memory_constraints(self._shape, self._policy, lengths):
-            available = getattr(room, need.tier)
-            row = np.zeros(_VARIABLES + intervals)
-            row[:_VARIABLES] = [c / available for c in (*need.weights, *need.cache, *need.activations)]
-            upper.append(row)
-            limits.append(1 - need.constant / available)
-        sums = np.zeros((3, _VARIABLES + intervals))
-        for kind in range(3):
-            sums[kind, 3 * kind : 3 * kind + 3] = 1
+        affine = np.array([*(lane for lane, _ in self._lanes), *self._memory])
+        chosen = -np.eye(intervals)[[interval for _, interval in self._lanes]]
+        upper = np.hstack([affine[:, :-1], np.vstack([chosen, np.zeros((len(self._memory), intervals))])])
+        limits = np.concatenate([np.zeros(len(self._lanes)), np.ones(len(self._memory))]) - affine[:, -1]
+        sums = np.hstack([np.kron(np.eye(3), np.ones(3)), np.zeros((3, intervals))])
         cost = np.concatenate([np.tile(_TIER_COST, 3) * sum(self._cost), self._cost])
         bounds: list[tuple[float, float | None]] = []
-        for given in (self._policy.weights, self._policy.cache, self._policy.activations):
-            bounds += [(0, 1)] * 3 if given is None else [(f, f) for f in given]
+        for fractions in given:
+            bounds += [(0, 1)] * 3 if fractions is None else [(f, f) for f in fractions]
         bounds += [(0, None)] * intervals
-        solution = linprog(cost, np.array(upper), np.array(limits), sums, np.ones(3), bounds, method="highs")
+        solution = linprog(cost, upper, limits, sums, np.ones(3), bounds, method="highs")
         if not solution.success:
             return None
-        weights, cache, activations = (_rounded(solution.x[3 * kind : 3 * kind + 3]) for kind in range(3))
-        policy = self._policy
-        return replace(
-            policy,
-            weights=policy.weights or weights,
-            cache=policy.cache or cache,
-            activations=policy.activations or activations,
-        )
-
-    def _load(self, part: Sublayer) -> _Affine:
-        return _Affine.of(0, [self._costs(weights=corner).load(part) for corner in _CORNERS])
-
-    def _unpack(self, part: Sublayer) -> _Affine:
-        return _Affine.constant(self._costs().unpack(part))
-
-    def _batch(self, part: Sublayer, works: Sequence[BatchWork]) -> _Affine:
-        on_device = self._costs().batch(part, works)
-        cached = [self._costs(cache=corner).batch(part, works) - on_device for corner in _CORNERS]
-        moved = [self._costs(activations=corner).batch(part, works) - on_device for corner in _CORNERS]
-        return _Affine.constant(on_device) + _Affine.of(1, cached) + _Affine.of(2, moved)
-
-    def _costs(
-        self, weights: Fractions = _CORNERS[0], cache: Fractions = _CORNERS[0], activations: Fractions = _CORNERS[0]
-    ) -> SublayerCosts:
-        """Costs at a corner; between corners they are linear."""
-        policy = replace(self._policy, weights=weights, cache=cache, activations=activations)
-        return SublayerCosts(self._shape, policy, self._machine, self._engine)
-
-
-class _Affine:
-    """Seconds of each resource as an affine function of the nine fractions.
-
-    coefficients: float64 [resources, fractions]; constant: float64 [resources].
-    """
-
-    def __init__(self, coefficients: np.ndarray, constant: np.ndarray) -> None:
-        self._coefficients = coefficients
-        self._constant = constant
-
-    @classmethod
-    def constant(cls, seconds: ResourceSeconds) -> _Affine:
-        return cls(np.zeros((len(seconds.values), _VARIABLES)), np.array(seconds.values))
-
-    @classmethod
-    def of(cls, kind: int, corners: Sequence[ResourceSeconds]) -> _Affine:
-        """Of one kind's fractions, by its values at the corners."""
-        affine = cls.constant(ResourceSeconds())
-        for tier, seconds in enumerate(corners):
-            affine._coefficients[:, 3 * kind + tier] = seconds.values
-        return affine
-
-    def __add__(self, other: _Affine) -> _Affine:
-        return _Affine(self._coefficients + other._coefficients, self._constant + other._constant)
-
-    def __mul__(self, times: float) -> _Affine:
-        return _Affine(self._coefficients * times, self._constant * times)
-
-    def total(self, resources: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Coefficients and constant of the sum over some resources."""
-        chosen = list(resources)
-        return self._coefficients[chosen].sum(axis=0), float(self._constant[chosen].sum())
+        found = solution.x[:-intervals].reshape(3, 3)
+        return [own or _rounded(best) for own, best in zip(given, found, strict=True)]
 
 
 def _rounded(fractions: Sequence[float]) -> Fractions:

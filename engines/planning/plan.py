@@ -11,6 +11,7 @@ from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_model
 from engines.planning.host_planner import HostPlanner
 from engines.planning.pipeline import planner_for
+from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
 from engines.planning.threads import compute_threads
 from engines.planning.workload import Lengths
@@ -18,6 +19,8 @@ from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, Of
 
 #: Rejected alternatives that a plan lists.
 _LISTED = 8
+#: Figures of a prediction that a plan shows, beside peak memory and busy resources.
+_FIGURES = ("throughput_tok_s", "prefill_s", "decode_s", "block_latency_s", "bottleneck", "fraction_of_roofline")
 _KINDS = {"weights": "w", "cache": "c", "activations": "h"}
 _TIERS = "gcd"
 
@@ -95,9 +98,7 @@ def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _planner(
-    model: str, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int
-) -> ClosedFormPlanner | HostPlanner:
+def _planner(model: str, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int) -> ClosedFormPlanner:
     model_shape = shape(model)
     if min(lengths.prompt, lengths.generated) < 1:
         raise HarnessError("a plan needs at least one token of prompt and one to generate")
@@ -109,13 +110,7 @@ def _planner(
         raise HarnessError(f"{model} has {model_shape.num_layers} layers: too few for {stages} stages")
     if 1 < profile.devices < stages:
         raise HarnessError(f"hardware {profile.name} has {profile.devices} devices: too few for {stages} stages")
-    if profile.device is None:
-        if stages > 1:
-            raise HarnessError(f"hardware {profile.name} has no device: stages are planned for devices only")
-        if engine != "offload":
-            raise HarnessError(f"hardware {profile.name} has no device: only offload is planned there, not {engine}")
-        return HostPlanner(model_shape, lengths, profile)
-    return planner_for(model_shape, lengths, profile, cost_model, stages)
+    return planner_for(PlannedJob(model_shape, [lengths]), profile, cost_model, stages)
 
 
 def _offered(engine: EngineCostModel, schedules: Sequence[Schedule], stages: int) -> Sequence[Schedule]:
@@ -127,7 +122,7 @@ def _offered(engine: EngineCostModel, schedules: Sequence[Schedule], stages: int
     return allowed
 
 
-def _given(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> Candidate:
+def _given(planner: ClosedFormPlanner, policy: OffloadPolicy) -> Candidate:
     schedules = planner.engine.schedules
     if policy.schedule not in schedules:
         raise HarnessError(f"the engine has no schedule {policy.schedule} (it has {', '.join(schedules)})")
@@ -141,7 +136,7 @@ def _given(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> C
     return Candidate(complete, planner.predict(complete))
 
 
-def _missing(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> Mapping[str, float]:
+def _missing(planner: ClosedFormPlanner, policy: OffloadPolicy) -> Mapping[str, float]:
     """Bytes that each tier is short of for a policy. Raises HostPlanner's InfeasibleError, which says it in full."""
     try:
         return planner.missing(planner.predict(planner.with_fractions(policy)))
@@ -151,7 +146,7 @@ def _missing(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) ->
         return exc.lacking
 
 
-def _remedy(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> str:
+def _remedy(planner: ClosedFormPlanner, policy: OffloadPolicy) -> str:
     """The smallest change to a policy that makes it fit."""
     sizes = range(1, policy.gpu_batch_size)
     size = bisect.bisect_left(sizes, True, key=lambda n: bool(_missing(planner, replace(policy, gpu_batch_size=n))))
@@ -164,7 +159,7 @@ def _remedy(planner: ClosedFormPlanner | HostPlanner, policy: OffloadPolicy) -> 
     return f"another placement would: --policy '{json.dumps(flat(best.policy))}'"
 
 
-def _nothing_fits(planner: ClosedFormPlanner | HostPlanner, space: SearchSpace) -> InfeasibleError:
+def _nothing_fits(planner: ClosedFormPlanner, space: SearchSpace) -> InfeasibleError:
     """Why not even one sequence fits, or not within the latency limit."""
     where = f"infeasible on {planner.profile.name}: "
     # no block ends sooner than that of a single sequence
@@ -187,16 +182,8 @@ def shortage(missing: Mapping[str, float]) -> str:
 
 
 def _predicted(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "throughput_tok_s": prediction.throughput_tok_s,
-        "prefill_s": prediction.prefill_s,
-        "decode_s": prediction.decode_s,
-        "block_latency_s": prediction.block_latency_s,
-        "bottleneck": prediction.bottleneck,
-        "fraction_of_roofline": prediction.fraction_of_roofline,
-        "peak_bytes": asdict(prediction.peak),
-        "busy": dict(prediction.busy),
-    }
+    figures = {name: getattr(prediction, name) for name in _FIGURES}
+    return figures | {"peak_bytes": asdict(prediction.peak), "busy": dict(prediction.busy)}
 
 
 def _rejected(name: str, candidate: Candidate | None, reason: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from engines.planning import nanoflow
 from engines.planning.closed_form_planner import ClosedFormPlanner
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_models
 from engines.planning.pipeline import planner_for
+from engines.planning.planned_job import PlannedJob
 from engines.planning.search import SearchSpace, search
 from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, OffloadPolicy, Schedule
@@ -99,11 +100,15 @@ def evaluate(
     cost_models = cost_models or engine_cost_models()
     outcomes = []
     for cell in cells:
-        profile = profiles[cell.hardware]
+        profile, engine = profiles[cell.hardware], cost_models[cell.engine]
+        disk = profile.disk
         if cell.disk:
-            profile = replace(profile, disk=replace(profile.disk, read=cell.disk[0], write=cell.disk[1]))
-        planner = planner_for(shape(cell.model), cell.lengths, profile, cost_models[cell.engine], cell.stages)
-        prediction = planner.predict(_complete(planner, cell.policy), cell.page_cache)
+            disk = replace(disk, read=cell.disk[0], write=cell.disk[1])
+        if not cell.page_cache:
+            disk, engine = replace(disk, read=disk.read * engine.page_cache_miss_share), replace(engine, direct_io=True)
+        job = PlannedJob(shape(cell.model), [cell.lengths])
+        planner = planner_for(job, replace(profile, disk=disk), engine, cell.stages)
+        prediction = planner.predict(_complete(planner, cell.policy))
         error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
         outcomes.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.missing(prediction)))
     return outcomes
@@ -138,29 +143,17 @@ def cells() -> list[Cell]:
 
 
 def _flexgen() -> Iterator[Cell]:
-    engines = {
-        "accelerate": "accelerate",
-        "deepspeed": "deepspeed_zero",
-        "flexgen": "flexgen_ref",
-        "flexgen_c": "flexgen_ref",
-    }
+    engines = {"deepspeed": "deepspeed_zero", "flexgen": "flexgen_ref", "flexgen_c": "flexgen_ref"}
     for row in published_rows("flexgen_throughput_t4"):
-        engine, bits = engines[row["system"]], 4 if row["system"] == "flexgen_c" else 16
+        system, bits = row["system"], 4 if row["system"] == "flexgen_c" else 16
+        engine = engines.get(system, system)
         policy = _policy(row, weight_bits=bits, kv_bits=bits, cpu_attention=engine == "flexgen_ref" and bits == 16)
         lengths = Lengths(int(row["prompt_len"]), int(row["gen_len"]))
         if engine == "flexgen_ref" and bits == 16 and (row["model"], lengths.prompt) == ("opt-30b", 512):
             # its latency fits 128 sequences, the policy of the paper's first version (see the file)
             policy = replace(policy, gpu_batch_size=64, num_gpu_batches=2)
-        yield Cell(
-            "14-16",
-            row["system"],
-            "t4_gcp",
-            f"facebook/{row['model']}",
-            engine,
-            lengths,
-            policy,
-            row["throughput"] or None,
-        )
+        model = f"facebook/{row['model']}"
+        yield Cell("14-16", system, "t4_gcp", model, engine, lengths, policy, row["throughput"] or None)
 
 
 def _ablation() -> Iterator[Cell]:
@@ -197,26 +190,18 @@ def _disks() -> Iterator[Cell]:
 
 
 def _lm_offload() -> Iterator[Cell]:
-    engines = {"flexgen": "flexgen_ref", "zero_inference": "deepspeed_zero", "lm_offload": "lm_offload"}
+    engines = {"flexgen": "flexgen_ref", "zero_inference": "deepspeed_zero"}
     for row in published_rows("lm_offload_a100"):
         if float(row["mem_gb"]) > _LM_OFFLOAD_GB:
             continue
         batches = max(1, round(int(row["batch"]) / _LM_OFFLOAD_BATCH))
         row |= {"gpu_batch_size": str(round(int(row["batch"]) / batches)), "num_gpu_batches": str(batches)}
         row |= {f"{kind}c": str(100 - float(row[f"{kind}g"])) for kind in "wch"}
-        name, model = row["system"], f"facebook/{row['model']}"
+        name, model, lengths = row["system"], f"facebook/{row['model']}", Lengths(64, int(row["gen_len"]))
         policy = _policy(row, cpu_attention=name == "flexgen", weight_bits=4 if name == "zero_inference" else 16,
                          kv_bits=4 if name == "lm_offload" else 16)  # fmt: skip
-        yield Cell(
-            "LM-Offload 3",
-            name,
-            "a100_40g",
-            model,
-            engines[name],
-            Lengths(64, int(row["gen_len"])),
-            policy,
-            row["throughput"],
-        )
+        engine = engines.get(name, name)
+        yield Cell("LM-Offload 3", name, "a100_40g", model, engine, lengths, policy, row["throughput"])
     yield from _lm_offload_comparisons()
 
 
@@ -251,29 +236,14 @@ def _fractions(row: Mapping[str, str], kind: str) -> tuple[float, float, float]:
 
 def table(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
     """Each published figure with its prediction, as plain data: in token/s, NanoFlow's operations in ms."""
-    operations = [
-        {
-            "hardware": "a100_80g_sxm_x8",
-            "engine": "nanoflow",
-            "cell": f"NanoFlow 2 {name}, ms",
-            "published": figure,
-            "predicted": f"{predicted:.3g}",
-            "error": error_of(predicted, figure),
-            "fitted": False,
-            "repeated": False,
-        }
+    columns = ("hardware", "engine", "cell", "published", "predicted", "error", "fitted", "repeated")
+    rows: list[tuple[Any, ...]] = [
+        ("a100_80g_sxm_x8", "nanoflow", f"NanoFlow 2 {name}, ms", figure, f"{predicted:.3g}",
+         error_of(predicted, figure), False, False)
         for name, figure, predicted in nanoflow.published()
-    ]
-    return operations + [
-        {
-            "hardware": o.cell.hardware,
-            "engine": o.cell.engine,
-            "cell": o.cell.label,
-            "published": o.cell.figure or "out of memory",
-            "predicted": f"{o.predicted:.3g}" if o.fits else f"{o.predicted:.3g}, does not fit",
-            "error": o.error,
-            "fitted": o.cell.fitted,
-            "repeated": o.cell.repeated,
-        }
-        for o in evaluate(cells(), profiles)
-    ]
+    ]  # fmt: skip
+    for o in evaluate(cells(), profiles):
+        predicted = f"{o.predicted:.3g}" if o.fits else f"{o.predicted:.3g}, does not fit"
+        rows.append((o.cell.hardware, o.cell.engine, o.cell.label, o.cell.figure or "out of memory", predicted,
+                     o.error, o.cell.fitted, o.cell.repeated))  # fmt: skip
+    return [dict(zip(columns, row, strict=True)) for row in rows]

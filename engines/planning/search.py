@@ -7,9 +7,9 @@ LM-Offload (Wu et al. 2024), section 3.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, get_args
+from typing import get_args
 
-from engines.planning.closed_form_planner import Prediction
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
 _BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
@@ -20,8 +20,6 @@ _STRIDE = 3
 #: Kinds within this share of the best estimate are predicted, but no more than _KINDS.
 _CLOSE = 0.15
 _KINDS = 3
-#: Policies predicted of each such kind: so many of the highest throughput, beside that of the lowest latency.
-_PREDICTED = 1
 #: Throughputs closer than this count as equal.
 _ALIKE = 0.01
 _SEARCHED_BITS: tuple[Bits, ...] = (16, 8, 4)
@@ -62,22 +60,6 @@ class SearchSpace:
         return self.latency_s is None or prediction.block_latency_s <= self.latency_s
 
 
-class Predictor(Protocol):
-    """A planner, as the search uses it."""
-
-    def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        """The policy with its best fractions; None if none fit."""
-        ...
-
-    def estimate(self, policy: OffloadPolicy) -> Prediction:
-        """A fast prediction, which ranks policies."""
-        ...
-
-    def predict(self, policy: OffloadPolicy) -> Prediction:
-        """The best prediction there is."""
-        ...
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A policy that can be run as it stands, and its prediction."""
@@ -102,7 +84,7 @@ def no_report(done: int, total: int) -> None:
     """Reports nothing."""
 
 
-def search(planner: Predictor, space: SearchSpace, report: Report = no_report) -> SearchResult:
+def search(planner: ClosedFormPlanner, space: SearchSpace, report: Report = no_report) -> SearchResult:
     """The policy of the highest throughput under all constraints.
 
     Estimates rank the kinds; predictions decide among the few whose best are close to the best of all.
@@ -122,11 +104,10 @@ def search(planner: Predictor, space: SearchSpace, report: Report = no_report) -
         best_by_kind[name] = _predicted(planner, tried[name], space)
     # if all that was close misses the latency after all, take the best of the others by estimate
     best = _soonest(c for name in close if (c := best_by_kind[name])) or _soonest(c for c in best_by_kind.values() if c)
-    estimates_differ = planner.estimate != planner.predict
-    if estimates_differ and best is not None:
+    if planner.simulates and best is not None:
         best_by_kind = _comparable(best_by_kind, best, close, estimates)
     rejected = [
-        (name, c, _reason(c, best, name in close or not estimates_differ))
+        (name, c, _reason(c, best, name in close or not planner.simulates))
         for name, c in best_by_kind.items()
         if c is None or c is not best
     ]
@@ -134,16 +115,15 @@ def search(planner: Predictor, space: SearchSpace, report: Report = no_report) -
     return SearchResult(best, rejected)
 
 
-def _predicted(planner: Predictor, tried: Sequence[Candidate], space: SearchSpace) -> Candidate | None:
-    """The best of a kind by prediction, among the soonest of its fastest and the fastest by estimate."""
-    soonest = _soonest(tried)
-    fastest = sorted(tried, key=lambda c: -c.prediction.throughput_tok_s)[:_PREDICTED]
-    policies = dict.fromkeys(c.policy for c in (soonest, *fastest) if c)
+def _predicted(planner: ClosedFormPlanner, tried: Sequence[Candidate], space: SearchSpace) -> Candidate | None:
+    """The best of a kind by prediction, of two: the fastest by estimate, and the soonest of those about as fast."""
+    fastest = max(tried, key=lambda c: c.prediction.throughput_tok_s)
+    policies = dict.fromkeys(c.policy for c in (_soonest(tried), fastest) if c)
     predicted = [Candidate(policy, planner.predict(policy)) for policy in policies]
     return _soonest(c for c in predicted if space.allows(c.prediction))
 
 
-def _climb(planner: Predictor, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
+def _climb(planner: ClosedFormPlanner, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
     """All candidates met on the way uphill over batch size and number of batches, from the best of a coarse grid."""
     numbers = _NUM_BATCHES if kind.schedule == "zigzag" else (1,)
     tried: dict[tuple[int, int], Candidate | None] = {}
@@ -177,7 +157,7 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
     return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
 
 
-def _candidate(planner: Predictor, policy: OffloadPolicy, space: SearchSpace) -> Candidate | None:
+def _candidate(planner: ClosedFormPlanner, policy: OffloadPolicy, space: SearchSpace) -> Candidate | None:
     """The policy with its best fractions; None if none fit or the latency limit is missed."""
     runnable = planner.runnable(policy)
     if runnable is None:
@@ -188,11 +168,8 @@ def _candidate(planner: Predictor, policy: OffloadPolicy, space: SearchSpace) ->
 
 def _name(kind: OffloadPolicy, with_attention: bool) -> str:
     """A kind in words."""
-    bits = (
-        "exact"
-        if kind.weight_bits == kind.kv_bits == 16
-        else f"weights {kind.weight_bits} bit, cache {kind.kv_bits} bit"
-    )
+    exact = kind.weight_bits == kind.kv_bits == 16
+    bits = "exact" if exact else f"weights {kind.weight_bits} bit, cache {kind.kv_bits} bit"
     where = f", attention on the {'host' if kind.cpu_attention else 'device'}" if with_attention else ""
     return f"{kind.schedule}, {bits}{where}"
 
@@ -201,16 +178,14 @@ def _comparable(
     candidates: Mapping[str, Candidate | None], best: Candidate, close: Sequence[str], estimates: Mapping[str, float]
 ) -> dict[str, Candidate | None]:
     """The candidates with estimates scaled by the ratio of the best's prediction to its estimate."""
-    name = next(name for name, candidate in candidates.items() if candidate is best)
-    scale = best.prediction.throughput_tok_s / estimates[name]
-
-    def scaled(name: str, candidate: Candidate | None) -> Candidate | None:
-        if candidate is None or name in close:
-            return candidate
-        prediction = candidate.prediction
-        return Candidate(candidate.policy, replace(prediction, throughput_tok_s=scale * prediction.throughput_tok_s))
-
-    return {name: scaled(name, candidate) for name, candidate in candidates.items()}
+    name_of_best = next(name for name, candidate in candidates.items() if candidate is best)
+    scale = best.prediction.throughput_tok_s / estimates[name_of_best]
+    comparable = dict(candidates)
+    for name, candidate in candidates.items():
+        if candidate is not None and candidate is not best and name not in close:
+            rate = scale * candidate.prediction.throughput_tok_s
+            comparable[name] = replace(candidate, prediction=replace(candidate.prediction, throughput_tok_s=rate))
+    return comparable
 
 
 def _reason(candidate: Candidate | None, best: Candidate | None, predicted: bool) -> str:
@@ -219,10 +194,8 @@ def _reason(candidate: Candidate | None, best: Candidate | None, predicted: bool
     assert best is not None
     mine, other = candidate.prediction, best.prediction
     behind = 1 - mine.throughput_tok_s / other.throughput_tok_s
+    reason = f"{behind:.0%} slower"
     if behind < _ALIKE / 2:
-        reason = (
-            f"no faster by more than a hundredth, {mine.block_latency_s / other.block_latency_s:.2g} times the latency"
-        )
-    else:
-        reason = f"{behind:.0%} slower"
+        latency = mine.block_latency_s / other.block_latency_s
+        reason = f"no faster by more than a hundredth, {latency:.2g} times the latency"
     return f"{reason}{'' if predicted else ', by estimate'}; limited by {RESOURCE_WORDS[mine.bottleneck]}"

@@ -3,20 +3,21 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from engines.models.shapes import shape as shape_of
 from engines.offload.scheduler import steady_blocks
-from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.closed_form_planner import Prediction
 from engines.planning.engine_cost_models import engine_cost_model
-from engines.planning.host_planner import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
+from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, SearchSpace, search
 from engines.planning.threads import compute_threads, limited
-from engines.planning.workload import Lengths, mean_lengths, model_weight_bytes
+from engines.planning.workload import Lengths, model_weight_bytes
 from harness.api import (
     DTYPE_BYTES,
     Dtype,
@@ -26,7 +27,6 @@ from harness.api import (
     LoadReport,
     LocalModel,
     MemoryLimit,
-    ModelShape,
     OffloadPolicy,
     RunRecord,
     RunSpec,
@@ -54,7 +54,8 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
             raise HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
                                f"{shape.max_context}")  # fmt: skip
         dtype: Dtype = "bfloat16" if spec.model.dtype == "auto" else spec.model.dtype
-        return _Cell(spec, shape, limited(profile, spec.limits), lengths, dtype).record()
+        model = LocalModel(spec.model.id, shape, DTYPE_BYTES[dtype] * shape.params_total, dtype, "")
+        return _Cell(spec, model, limited(profile, spec.limits), lengths).record()
     except HarnessError as exc:
         status: Status = "infeasible" if isinstance(exc, InfeasibleError) else "skipped"
         return RunRecord(spec, "", 0, status, str(exc), simulated=True)
@@ -76,7 +77,7 @@ def search_policy(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
     host_attention = profile.device is None or not _has_sliding_window(model)
-    cell = _Cell(spec, model.shape, limited(profile, spec.limits), lengths, model.dtype, host_attention)
+    cell = _Cell(spec, model, limited(profile, spec.limits), lengths, host_attention)
     best = cell.best()
     if profile.device is not None and spec.engine == "offload":  # the engine places weights by what it measures
         cache = best.cache if best.cpu_attention else spec.policy.cache
@@ -94,65 +95,58 @@ class _Cell:
     """One cell on one machine. `host_attention`: a search may let the host attend beside a device."""
 
     def __init__(
-        self, spec: RunSpec, shape: ModelShape, profile: HardwareProfile, lengths: Sequence[tuple[int, int]],
-        dtype: Dtype, host_attention: bool = True,
+        self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]],
+        host_attention: bool = True,
     ) -> None:  # fmt: skip
         self._attention = (False, True) if host_attention else (False,)
         self._spec = spec
-        self._shape = shape
+        self._model = model
         self._profile = profile
-        self._dtype = dtype
-        job = spec.workload
-        self._each = [Lengths(*pair) for pair in lengths] or [Lengths(job.prompt_len, job.gen_len)]
-        mean = mean_lengths(self._each)
-        self._planner: ClosedFormPlanner | HostPlanner
-        # a limit is all for the engine; without one the system needs its part
-        budget = profile.host.memory if spec.limits.host_memory is not None else None
-        reserved = job.prompt_len + job.gen_len
-        if profile.device is None:
-            if spec.engine != "offload":
-                raise HarnessError(f"hardware {profile.name} has no device: only offload is predicted there")
-            # so many requests of a longer job tell how long the others take
-            most = max(_MAX_SIMULATED, spec.policy.block_size * steady_blocks(spec.policy))
-            requests = None if job.num_requests == "auto" else min(job.num_requests, most)
-            self._planner = HostPlanner(
-                shape, mean, profile, requests, each=self._each, budget=budget, dtype=dtype, reserved=reserved
-            )
-        else:
-            stages = max(1, profile.devices)
-            if stages > 1 and spec.policy.schedule == "sweep":
-                raise HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
-            self._planner = planner_for(
-                shape, mean, profile, engine_cost_model(spec.engine), stages,
-                each=self._each, dtype=dtype, budget=budget, reserved=reserved,
-            )  # fmt: skip
+        stages = max(1, profile.devices)
+        if stages > 1 and spec.policy.schedule == "sweep":
+            raise HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
+        workload = spec.workload
+        # so many requests of a longer job tell how long the others take
+        most = max(_MAX_SIMULATED, spec.policy.block_size * steady_blocks(spec.policy))
+        self._job = PlannedJob(
+            model.shape,
+            each=[Lengths(*pair) for pair in lengths] or [Lengths(workload.prompt_len, workload.gen_len)],
+            requests=None if workload.num_requests == "auto" else min(workload.num_requests, most),
+            dtype=model.dtype,
+            # a limit is all for the engine; without one the system needs its part
+            budget=None if spec.limits.host_memory is None else profile.host.memory,
+            reserved=workload.prompt_len + workload.gen_len,
+        )
+        self._planner = planner_for(self._job, profile, engine_cost_model(spec.engine), stages)
         if spec.policy.schedule not in self._planner.engine.schedules:
             raise HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
 
     def record(self) -> RunRecord:
         """Raises InfeasibleError with the missing bytes."""
-        policy = self._final_policy()
-        prediction = self._planner.predict(policy)
-        if missing := self._planner.missing(prediction):
-            raise InfeasibleError(f"infeasible on {self._profile.name}: {shortage(missing)}", missing)
-        spec, model = self._spec, self._model()
+        spec = self._spec
+        if spec.tune == "max_batch":
+            policy, prediction = self._largest_batch()
+        else:
+            policy, prediction = self._predicted(self.best() if spec.tune.startswith("search") else spec.policy)
         budget = spec.limits.host_memory
-        peak = MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True)
         return RunRecord(
-            spec, "", 0, "ok", load=self._load(policy, model, prediction.together),
-            metrics=self._metrics(policy, prediction), memory=peak,
+            spec, "", 0, "ok",
+            load=self._load(policy, prediction.together),
+            metrics=self._metrics(policy, prediction),
+            memory=MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True),
             trace=prediction.trace.events if prediction.trace else (),
-            bound=prediction.bound, model=model, simulated=True,
+            bound=prediction.bound,
+            model=self._model,
+            simulated=True,
         )  # fmt: skip
 
-    def _final_policy(self) -> OffloadPolicy:
-        """The cell's policy after tuning, with all fractions."""
-        spec, planner = self._spec, self._planner
-        if spec.tune.startswith("search"):
-            return planner.with_fractions(self.best())
-        if spec.tune == "max_batch":
-            return self._largest_batch()
-        return planner.with_fractions(spec.policy)
+    def _predicted(self, policy: OffloadPolicy, note: str = "") -> tuple[OffloadPolicy, Prediction]:
+        """The policy with all fractions, and its prediction. Raises InfeasibleError with the missing bytes."""
+        policy = self._planner.with_fractions(policy)
+        prediction = self._planner.predict(policy)
+        if missing := self._planner.missing(prediction):
+            raise InfeasibleError(f"infeasible on {self._profile.name}{note}: {shortage(missing)}", missing)
+        return policy, prediction
 
     def best(self) -> OffloadPolicy:
         """The policy that the search finds for the cell's schedule. Raises InfeasibleError if none fits."""
@@ -173,43 +167,26 @@ class _Cell:
             raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits{late}")
         return best.policy
 
-    def _largest_batch(self) -> OffloadPolicy:
-        """The policy with the largest batch that fits, in steps of a quarter, as a measured search takes them."""
-        fitting = None
+    def _largest_batch(self) -> tuple[OffloadPolicy, Prediction]:
+        """As _predicted, of the largest batch that fits, in steps of a quarter, as a measured search takes them."""
         size = 1
-        while size <= _MAX_BATCH:
-            try:
-                policy = self._planner.with_fractions(replace(self._spec.policy, gpu_batch_size=size))
-            except InfeasibleError:  # a planner of our engine raises here, with the numbers
-                if fitting is None:
-                    raise
-                break
-            missing = self._planner.missing(self._planner.predict(policy))
-            if missing and fitting is None:
-                raise InfeasibleError(
-                    f"infeasible on {self._profile.name} even at batch 1: {shortage(missing)}", missing
-                )
-            if missing:
-                break
-            fitting = policy
-            size += max(1, size // 4)
-        assert fitting is not None
+        fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size), " even at batch 1")
+        with suppress(InfeasibleError):
+            while (size := size + max(1, size // 4)) <= _MAX_BATCH:
+                fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size))
         return fitting
 
-    def _model(self) -> LocalModel:
-        nbytes = DTYPE_BYTES[self._dtype] * self._shape.params_total
-        return LocalModel(self._spec.model.id, self._shape, nbytes, self._dtype, "")
-
-    def _load(self, policy: OffloadPolicy, model: LocalModel, together: int) -> LoadReport:
+    def _load(self, policy: OffloadPolicy, together: int) -> LoadReport:
+        shape = self._model.shape
         assert policy.weights is not None
-        total = model_weight_bytes(self._shape, policy)
+        total = model_weight_bytes(shape, policy)
         device, host, disk = (int(fraction * total) for fraction in policy.weights)
         return LoadReport(
-            vocab=self._shape.vocab,
-            max_context=self._shape.max_context,
+            vocab=shape.vocab,
+            max_context=shape.max_context,
             block_size=together,
             policy=policy,
-            compute_dtype=model.dtype,
+            compute_dtype=self._model.dtype,
             weights_by_tier=(device, host, disk),
             notes=(f"predicted for {self._profile.name}",),
         )
@@ -218,7 +195,7 @@ class _Cell:
         """Metrics of the job's requests; a sweep has no phases."""
         requests = self._spec.workload.num_requests
         count = prediction.together * steady_blocks(policy) if requests == "auto" else requests
-        each = list(itertools.islice(itertools.cycle(self._each), count))
+        each = list(itertools.islice(itertools.cycle(self._job.each), count))
         prompts, generated = sum(r.prompt for r in each), sum(r.generated for r in each)
         total = generated / prediction.throughput_tok_s
         blocks = count / prediction.requests

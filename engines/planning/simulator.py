@@ -25,6 +25,8 @@ from engines.planning.machine import Machine, attention_rate, unpack_rate
 from engines.planning.virtual_disk import VirtualBlocks, VirtualDisk
 from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
+#: Matrices of a layer before its attention: queries, keys and values.
+_MATRICES_BEFORE_ATTENTION = 3
 #: Rows of the product whose rate stands for the arithmetic in the balance of a pass.
 _BALANCE_ROWS = 256
 
@@ -69,25 +71,17 @@ class _SimulatedPass:
 
 
 class Simulator:
-    """One model on one machine under one policy.
+    """One model on one machine under one policy."""
 
-    matrices_before_attention: how many matrices of a layer are multiplied before its attention.
-    disk_read: bytes/s, if less than the machine's disk reads.
-    """
-
-    def __init__(
-        self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine, matrices_before_attention: int,
-        disk_read: float = math.inf,
-    ) -> None:  # fmt: skip
+    def __init__(self, placed: PlacedModel, policy: OffloadPolicy, machine: Machine) -> None:
         self._placed = placed
         self._policy = policy
         self._machine = machine
-        self._disk_read = min(disk_read, machine.profile.disk.read)
         self._streamed = placed.streamed
         spans = matrix_spans(placed.tiles)
         layers = placed.shape.num_layers
         per_layer = (len(spans) - 1) // layers  # the head is a matrix too
-        attends = [layer * per_layer + matrices_before_attention for layer in range(layers)]
+        attends = [layer * per_layer + _MATRICES_BEFORE_ATTENTION for layer in range(layers)]
         #: By the last tile before it, the layer whose attention follows.
         self._attends = {spans[i - 1].stop - 1: layer for layer, i in enumerate(attends)}
         #: The last tile of each layer but the last.
@@ -101,7 +95,7 @@ class Simulator:
         self._product_seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # by tile shape, bytes and rows
         self.timeline = Timeline()
         self._now = 0.0  # when the cores are free
-        self._disk = VirtualDisk(self._disk_read, machine.profile.disk.write, self.timeline)
+        self._disk = VirtualDisk(machine.profile.disk.read, machine.profile.disk.write, self.timeline)
         record = record_bytes(placed.shape, placed.cache)
         self._blocks = VirtualBlocks(self._disk, layers, record, policy.overlap) if placed.plan.disk_kv_blocks else None
         self._offloaded_share = policy.activations[2] if policy.activations else 0.0
@@ -116,9 +110,8 @@ class Simulator:
         """
         plan = self._placed.plan
         manager = BlockManager(plan.kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)
-        balance = io_compute_balance_rows(
-            self._placed.streamed_bytes, self._disk_read, self._machine.flops(_BALANCE_ROWS), self._placed.shape
-        )
+        disk_read, flops = self._machine.profile.disk.read, self._machine.flops(_BALANCE_ROWS)
+        balance = io_compute_balance_rows(self._placed.streamed_bytes, disk_read, flops, self._placed.shape)
         scheduler = make_scheduler(sequences, manager, self._policy, plan, balance, plan.chunk)
         while (arrival := scheduler.next_arrival_s) is not None:
             self._now = max(self._now, arrival)
@@ -164,7 +157,7 @@ class Simulator:
             return
         disk, *slots = (t + self._now for t in state)
         self._loads += len(slots) - len(self._free_slots)
-        self._disk.advance(disk)
+        self._disk.free = disk
         self._free_slots = deque(slots)
 
     def _simulate(self, rows: Sequence[int], logits_rows: Sequence[int], attention: Sequence[float]) -> PassSums:
@@ -227,7 +220,7 @@ class Simulator:
         """Factor by which products slow down in a pass, as reads from disk take memory bandwidth."""
         share = self._machine.host.beside_disk or 1.0
         pairs = list(zip(self._placed.tiles, self._streamed, strict=True))
-        disk = sum(tile.span for tile, on_disk in pairs if on_disk) / self._disk_read
+        disk = sum(tile.span for tile, on_disk in pairs if on_disk) / self._machine.profile.disk.read
         if share == 1.0 or not disk or not self._policy.overlap:
             return 1.0
         whole = sum(self._product(b, sum(logits_rows if b.file.startswith(OUTSIDE) else rows)) for b, _ in pairs)
@@ -257,15 +250,13 @@ class Simulator:
             rows = math.ceil(rows * self._placed.shape.forward_params / self._placed.shape.forward_stored)
         key = (tile.shape, tile.nbytes, rows)
         if key not in self._product_seconds:
-            self._product_seconds[key] = self._product_s(tile, rows)
+            values = tile.shape[0] * tile.shape[1]
+            padded = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
+            seconds = self._machine.product_s(padded, values, tile.nbytes)
+            if not isinstance(tile.stored, Plain):
+                seconds += values / unpack_rate(self._machine.host, self._policy.weight_bits)
+            self._product_seconds[key] = seconds
         return self._product_seconds[key]
-
-    def _product_s(self, tile: WeightTile, rows: int) -> float:
-        values = tile.shape[0] * tile.shape[1]
-        padded = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
-        seconds = self._machine.product_s(padded, values, tile.nbytes)
-        packed = not isinstance(tile.stored, Plain)
-        return seconds + (values / unpack_rate(self._machine.host, self._policy.weight_bits) if packed else 0.0)
 
     def _attention_s(self, chunk: ScheduledChunk[SimulatedSequence]) -> float:
         """Seconds of one sequence's attention in one layer."""

@@ -25,7 +25,7 @@ def compute_threads(profile: HardwareProfile) -> int | None:
     host = profile.host
     if host.cores <= _STREAMS or not host.by_threads:
         return None
-    rates = {count: _rate(host, count) for count in range(1, host.cores - _STREAMS + 1)}
+    rates = {count: interpolate(host.by_threads, count) for count in range(1, host.cores - _STREAMS + 1)}
     most = max(rates.values())
     return min(count for count, rate in rates.items() if rate >= (1 - _ALIKE) * most)
 
@@ -34,7 +34,7 @@ def on_threads(host: Processor, count: int) -> Processor:
     """The host computing on `count` threads: everything, attention too, slows as products do."""
     if count >= host.cores or not host.by_threads:
         return host
-    share = _rate(host, count) / _rate(host, host.cores)
+    share = interpolate(host.by_threads, count) / interpolate(host.by_threads, host.cores)
     return replace(
         faster(host, share), attention={bits: share * rate for bits, rate in host.attention.items()}, cores=count
     )
@@ -54,7 +54,3 @@ def limited(profile: HardwareProfile, limits: HardwareLimits) -> HardwareProfile
     if limits.disk_bandwidth is not None:
         disk = replace(disk, read=min(disk.read, limits.disk_bandwidth), write=min(disk.write, limits.disk_bandwidth))
     return replace(profile, host=host, device=device, disk=disk)
-
-
-def _rate(host: Processor, count: int) -> float:
-    return interpolate(sorted((float(at), rate) for at, rate in host.by_threads.items()), count)

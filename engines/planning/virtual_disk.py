@@ -20,17 +20,9 @@ class VirtualDisk:
         self._read = read
         self._write = write
         self._timeline = timeline
-        self._free = 0.0
+        #: The time from which on it is idle.
+        self.free = 0.0
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS)
-
-    @property
-    def free(self) -> float:
-        """The time from which on it is idle."""
-        return self._free
-
-    def advance(self, free: float) -> None:
-        """Sets the time from which on it is idle."""
-        self._free = free
 
     def read(self, lane: str, name: str, nbytes: float, ready: float) -> float:
         """Reads bytes that may be read from time `ready` on; returns when they are in memory."""
@@ -63,11 +55,11 @@ class VirtualDisk:
                     self._gaps.append((low, high))
             if intervals and seconds <= 0:
                 return intervals
-        start = max(self._free, ready)
-        if start > self._free:
-            self._gaps.append((self._free, start))
-        self._free = start + seconds
-        return [*intervals, (start, self._free)]
+        start = max(self.free, ready)
+        if start > self.free:
+            self._gaps.append((self.free, start))
+        self.free = start + seconds
+        return [*intervals, (start, self.free)]
 
 
 class VirtualBlocks:

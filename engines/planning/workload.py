@@ -1,7 +1,5 @@
-"""What a job asks of a machine: request lengths, and the sublayers of a model with their parameters and bytes."""
+"""What a job asks of a machine: lengths of a request, and the sublayers of a model with their parameters and bytes."""
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.api import ModelShape, OffloadPolicy
@@ -33,12 +31,6 @@ class Lengths:
         return mean_cached_tokens(self.prompt, self.generated)
 
 
-def mean_lengths(each: Sequence[Lengths]) -> Lengths:
-    """The mean of both lengths, in whole tokens."""
-    prompt, generated = (statistics.mean(of) for of in ([r.prompt for r in each], [r.generated for r in each]))
-    return Lengths(max(1, round(prompt)), max(1, round(generated)))
-
-
 @dataclass(frozen=True)
 class Sublayer:
     """An attention or feed-forward sublayer, or the head: the unit in which FlexGen's schedule loads weights.
@@ -52,7 +44,6 @@ class Sublayer:
         expert: of Mixtral's eight, eight tokens miss few, and a pass has more tokens.
     """
 
-    name: str
     params: int
     count: int
     matrices: int
@@ -67,9 +58,9 @@ def sublayers(shape: ModelShape) -> list[Sublayer]:
     forward = shape.forward_stored
     matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
     return [
-        Sublayer("attention", shape.attention_params, shape.num_layers, 4, attends=True),
-        Sublayer("feed-forward", forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
-        Sublayer("head", shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
+        Sublayer(shape.attention_params, shape.num_layers, 4, attends=True),
+        Sublayer(forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
+        Sublayer(shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
     ]
 
 

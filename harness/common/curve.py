@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 
-def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` > 0: log-log linear between `points` (in ascending x), constant beyond both ends."""
+def interpolate(curve: Mapping[str, float], x: float) -> float:
+    """The value at `x` > 0 of a curve by numbers as text: log-log linear between them, constant beyond both ends."""
+    points = sorted((float(at), value) for at, value in curve.items())
     if x <= points[0][0]:
         return points[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):

@@ -83,6 +83,6 @@ def bound_of(record: RunRecord, machine: MachineRates) -> Bound | None:
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:
     """FLOP/s at `rows` from the best samples, log-log linear between measured rows and constant above them."""
-    points = sorted((float(r), max(samples)) for r, samples in curve.items())
+    best = {measured: max(samples) for measured, samples in curve.items()}
     # below the fewest measured rows, reading the weights is the limit: the rate falls in proportion to the rows
-    return interpolate(points, rows) * min(1.0, rows / points[0][0])
+    return interpolate(best, rows) * min(1.0, rows / min(map(float, best)))

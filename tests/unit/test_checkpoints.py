@@ -30,7 +30,7 @@ def tiny_catalogue(monkeypatch):
     entry = shapes._Opt(2, 64, 2)
     monkeypatch.setitem(shapes._MODELS, TINY, entry)
     monkeypatch.setitem(shapes.CATALOGUE, TINY, entry.shape())
-    monkeypatch.setattr(dummy_weights.plan, "__defaults__", (2 << 20,))
+    monkeypatch.setattr(dummy_weights, "SHARD_BYTES", 2 << 20)
 
 
 def dummy(cache, dtype="auto", on_progress=None):

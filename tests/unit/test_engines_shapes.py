@@ -17,24 +17,16 @@ def meta_model(model_id):
         return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def agree(model_id) -> None:
+@pytest.mark.parametrize(
+    "model_id", [pytest.param(m, marks=pytest.mark.slow) if m.endswith(LARGE) else m for m in shapes.CATALOGUE]
+)
+def test_sizes_equal_transformers(model_id) -> None:
     model, shape = meta_model(model_id), shapes.shape(model_id)
     assert shape.params_total == sum(p.numel() for p in model.parameters())
     layers = model.model.decoder.layers if shape.family == "opt" else model.model.layers
     assert shape == checkpoints._shape(model.config, model)
     assert (len(layers), model.config.vocab_size) == (shape.num_layers, shape.vocab)
     assert model.config.max_position_embeddings == shape.max_context
-
-
-@pytest.mark.parametrize("model_id", [m for m in shapes.CATALOGUE if not m.endswith(LARGE)])
-def test_sizes_equal_transformers(model_id) -> None:
-    agree(model_id)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_id", [m for m in shapes.CATALOGUE if m.endswith(LARGE)])
-def test_large_sizes_equal_transformers(model_id) -> None:
-    agree(model_id)
 
 
 def test_published_totals() -> None:

@@ -118,7 +118,7 @@ def test_threads_that_a_launch_may_not_use_are_missing_once():
     assert fast / 8.5 < slow < fast / 2
     # the rates beside the launch are of its one thread: as measured, they say what the profile says
     hidden = shape(MODEL).hidden
-    probed = interpolate([(512, 2e11), (2048, 4e11)], hidden) / 8
+    probed = interpolate({"512": 2e11, "2048": 4e11}, hidden) / 8
     rates = MachineRates(gemm_shape=(hidden, 4 * hidden), gemm_flops={"float32": {"256": (probed,)}})
     beside = forecast(replace(hindered, machine=rates), known).throughput_tok_s
     assert beside == pytest.approx(slow, rel=0.01)

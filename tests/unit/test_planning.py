@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -13,14 +14,15 @@ from scipy.stats import spearmanr
 from engines.models.shapes import CATALOGUE, shape
 from engines.offload.memory.layout import matrices_of
 from engines.planning import fit, nanoflow, published
-from engines.planning.closed_form_planner import ClosedFormPlanner
-from engines.planning.engine_cost_models import constant_sources, engine_cost_model
+from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
+from engines.planning.engine_cost_models import FILE, engine_cost_model
 from engines.planning.host_planner import HostPlanner
 from engines.planning.memory import capacity, memory_constraints, peak_memory
 from engines.planning.nanoflow import Devices, operations, optimal_tok_s
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
-from engines.planning.search import Candidate, Predictor, SearchSpace, search
+from engines.planning.planned_job import PlannedJob
+from engines.planning.search import Candidate, SearchSpace, search
 from engines.planning.threads import compute_threads, on_threads
 from engines.planning.workload import Lengths, by_whole_matrices, sublayers
 from harness import hardware
@@ -28,6 +30,7 @@ from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadP
 from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
+JOB = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
 PROFILES = {name: hardware.load(name) for name in hardware.names()}
 OFFLOAD = engine_cost_model("offload")
 
@@ -39,10 +42,10 @@ def outcomes() -> list[published.Outcome]:
 
 def planner(profile: HardwareProfile = PROFILES["t4_gcp"], model: str = OPT_30B) -> ClosedFormPlanner:
     """Plans the offload engine for 512 + 32 tokens."""
-    return ClosedFormPlanner(shape(model), Lengths(512, 32), profile, OFFLOAD)
+    return ClosedFormPlanner(replace(JOB, shape=shape(model)), profile, OFFLOAD)
 
 
-def best(planner: Predictor, space: SearchSpace) -> Candidate:
+def best(planner: ClosedFormPlanner, space: SearchSpace) -> Candidate:
     """What a search finds, which must be something."""
     found = search(planner, space).best
     assert found is not None
@@ -81,17 +84,18 @@ def test_at_most_a_third_of_the_cells_is_fitted(outcomes: list[published.Outcome
 
 
 def test_every_fitted_constant_names_its_cells() -> None:
+    constants_of = {engine: entry["constants"] for engine, entry in yaml.safe_load(FILE.read_text()).items()}
     for machine in ("t4_gcp", "a100_40g"):
         cells = fit.fitted_cells(machine)
         labels = {cell.label for cell in cells}
         fitted = {path: set(cells) for path, cells in PROFILES[machine].fitted.items()}
         assert all(cells == labels for cells in fitted.values())
         paths = [constant.path for constant in fit.fitted_constants(machine)]
-        of_engines = {f"{engine}.{name}" for engine, constants in constant_sources().items()
+        of_engines = {f"{engine}.{name}" for engine, constants in constants_of.items()
                       for name, constant in constants.items() if constant.get("fitted_on") == machine}  # fmt: skip
         for path in paths:
             assert path in of_engines or any(path.startswith(key) for key in fitted), path
-    for constants in constant_sources().values():
+    for constants in constants_of.values():
         assert all(constant["source"] for constant in constants.values())
 
 
@@ -256,7 +260,8 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
     """By the model's own word: what the paper's search found is within the space."""
     for cell in published.cells():
         if cell.table == "14-16" and cell.name == "flexgen" and cell.lengths.prompt == 512:
-            plans = ClosedFormPlanner(shape(cell.model), cell.lengths, PROFILES["t4_gcp"], engine_cost_model(engine))
+            job = PlannedJob(shape(cell.model), [cell.lengths])
+            plans = ClosedFormPlanner(job, PROFILES["t4_gcp"], engine_cost_model(engine))
             ours = best(plans, SearchSpace(schedules=("row", "zigzag"))).prediction.throughput_tok_s
             assert ours >= 0.97 * plans.predict(cell.policy).throughput_tok_s
 
@@ -268,7 +273,8 @@ def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
 
 
 def test_a_block_has_no_room_for_more_than_the_job() -> None:
-    plans = HostPlanner(shape("facebook/opt-1.3b"), Lengths(64, 8), PROFILES["laptop_cpu"], 33, budget=1.5e9)
+    job = PlannedJob(shape("facebook/opt-1.3b"), [Lengths(64, 8)], 33, budget=1.5e9)
+    plans = HostPlanner(job, PROFILES["laptop_cpu"])
     for schedule in ("row", "zigzag", "sweep"):
         found = best(plans, SearchSpace([schedule], cpu_attention=(False,), requests=33))
         assert found.policy.block_size < 33 + found.policy.num_gpu_batches
@@ -281,6 +287,24 @@ def test_a_latency_is_kept() -> None:
         assert found.block_latency_s <= latency
         assert found.throughput_tok_s >= last
         last = found.throughput_tok_s
+
+
+class LatePlanner(ClosedFormPlanner):
+    """Predicts that every block ends later than estimated."""
+
+    simulates = True
+
+    def estimate(self, policy: OffloadPolicy) -> Prediction:
+        return super().predict(policy)
+
+    def predict(self, policy: OffloadPolicy) -> Prediction:
+        return replace(super().predict(policy), block_latency_s=1e9)
+
+
+def test_the_best_of_those_that_are_only_estimated_is_not_rejected_too() -> None:
+    found = search(LatePlanner(JOB, PROFILES["t4_gcp"], OFFLOAD), SearchSpace(("row", "zigzag"), latency_s=2000))
+    assert found.best is not None
+    assert found.best.policy not in [candidate.policy for _, candidate, _ in found.rejected if candidate]
 
 
 def made(model: str = OPT_30B, prompt: int = 512, generated: int = 32, machine: str = "t4_gcp", engine: str = "offload",
@@ -340,8 +364,7 @@ def test_a_plan_fits_its_machine(machine: str, model: str) -> None:
 
 
 def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> None:
-    job = shape(OPT_30B), Lengths(512, 32), PROFILES["t4_gcp"], engine_cost_model("flexgen_ref")
-    one, four = (planner_for(*job, stages) for stages in (1, 4))
+    one, four = (planner_for(JOB, PROFILES["t4_gcp"], engine_cost_model("flexgen_ref"), stages) for stages in (1, 4))
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):
@@ -390,10 +413,10 @@ def test_experts_are_stored_whole_and_multiplied_in_part() -> None:
     matrices = matrices_of(model)
     assert sum(m.rows * m.columns for m in matrices) == pytest.approx(stored, rel=1e-4)
     assert {m.expert for m in matrices if m.group == "layer3"} == {None, 0, 1, 2, 3}
-    stage = planner_for(model, Lengths(512, 32), PROFILES["a100_80g_sxm_x8"], OFFLOAD, 8)
-    assert stage.shape.num_layers == 4
-    assert stage.shape.forward_stored == pytest.approx(model.forward_stored, rel=1e-6)
-    laptop = HostPlanner(model, Lengths(64, 8), PROFILES["laptop_cpu"])
+    stage = planner_for(PlannedJob(model, [Lengths(512, 32)]), PROFILES["a100_80g_sxm_x8"], OFFLOAD, 8)
+    assert stage.job.shape.num_layers == 4
+    assert stage.job.shape.forward_stored == pytest.approx(model.forward_stored, rel=1e-6)
+    laptop = HostPlanner(PlannedJob(model, [Lengths(64, 8)]), PROFILES["laptop_cpu"])
     found = laptop.predict(OffloadPolicy(16, schedule="sweep", weight_bits=4))
     assert found.used["disk"] > 0
     assert found.used["host"] > 16 * 8 * model.flops(1, 0, 1) / max(PROFILES["laptop_cpu"].host.flops.values())

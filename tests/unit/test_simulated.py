@@ -6,6 +6,7 @@ import pytest
 
 from engines.models.shapes import shape
 from engines.planning.host_planner import HostPlanner
+from engines.planning.planned_job import PlannedJob
 from engines.planning.simulated import search_policy, simulate
 from engines.planning.workload import Lengths
 from harness import hardware
@@ -57,7 +58,7 @@ def test_a_search_changes_only_what_it_may() -> None:
 def test_weights_of_32_bits_take_twice_the_room() -> None:
     policy = OffloadPolicy(1, schedule="row")
     model, lengths = shape("facebook/opt-1.3b"), Lengths(64, 8)
-    peaks = [HostPlanner(model, lengths, PROFILES["laptop_cpu"], dtype=dtype).predict(policy).peak
+    peaks = [HostPlanner(PlannedJob(model, [lengths], dtype=dtype), PROFILES["laptop_cpu"]).predict(policy).peak
              for dtype in ("bfloat16", "float32")]  # fmt: skip
     weights = model.params_per_layer * model.num_layers
     assert peaks[1].host - peaks[0].host > 1.9 * weights

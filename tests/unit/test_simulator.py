@@ -1,6 +1,5 @@
 """The simulator against the engine that it stands for, and against what no machine can do."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
-from engines.planning.host_planner import MATRICES_BEFORE_ATTENTION, HostPlanner, place_model, simulated_sequences
+from engines.planning.host_planner import HostPlanner, place_model, simulated_sequences
 from engines.planning.machine import Machine
+from engines.planning.planned_job import PlannedJob
 from engines.planning.simulator import PlacedModel, SimulatedSequence, Simulator
 from engines.planning.workload import Lengths
 from harness import hardware
@@ -21,11 +21,15 @@ from tests.offload import VOCAB, load
 LAPTOP = hardware.load("laptop_cpu")
 
 
+def planner_of(model: str, lengths: Lengths, requests: int | None = None, machine=LAPTOP) -> HostPlanner:
+    return HostPlanner(PlannedJob(shape(model), [lengths], requests), machine)
+
+
 def simulate(
-    placed: PlacedModel, policy: OffloadPolicy, lengths: list[Lengths], disk: float = math.inf
+    placed: PlacedModel, policy: OffloadPolicy, lengths: list[Lengths], disk: float = LAPTOP.disk.read
 ) -> tuple[Simulator, list[SimulatedSequence]]:
     """The laptop's virtual run of the requests, to its end."""
-    simulator = Simulator(placed, policy, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION, disk)
+    simulator = Simulator(placed, policy, Machine(replace(LAPTOP, disk=replace(LAPTOP.disk, read=disk))))
     sequences = simulated_sequences(lengths)
     simulator.run(sequences)
     return simulator, sequences
@@ -86,7 +90,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,
                            weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
     lengths = [Lengths(32, 8)] * (3 * policy.block_size)
-    found = place_model(model, policy, lengths, None, 2, "bfloat16", "float32")
+    found = place_model(PlannedJob(model, lengths), policy, None, 2, "float32")
     simulator, sequences = simulate(found, policy, lengths, disk)
     whole = max(s.times[-1] for s in sequences)
     passes = simulator.timeline.passes
@@ -105,7 +109,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
 def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(64, 4)] * 12
     asked = OffloadPolicy(2, 2, schedule, weights=(0.0, 0.3, 0.7))
-    found = place_model(model, asked, lengths, None, 2, "bfloat16", "float32")
+    found = place_model(PlannedJob(model, lengths), asked, None, 2, "float32")
 
     class Forgetful(dict):
         def __contains__(self, key: object) -> bool:
@@ -113,7 +117,7 @@ def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
 
     times = []
     for passes in ({}, Forgetful()):
-        simulator = Simulator(found, asked, Machine(LAPTOP), MATRICES_BEFORE_ATTENTION)
+        simulator = Simulator(found, asked, Machine(LAPTOP))
         simulator._passes = passes
         sequences = simulated_sequences(lengths)
         simulator.run(sequences)
@@ -125,7 +129,7 @@ def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
 
 def test_what_is_on_disk_of_the_cache_and_the_activations_takes_time_and_room() -> None:
     base = OffloadPolicy(16, schedule="row", weights=(0.0, 1.0, 0.0))
-    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(256, 8), LAPTOP)
+    planner = planner_of("facebook/opt-1.3b", Lengths(256, 8))
     free = planner.predict(base)
     cache = planner.predict(replace(base, cache=(0.0, 0.0, 1.0)))
     activations = planner.predict(replace(base, activations=(0.0, 0.0, 1.0)))
@@ -139,24 +143,23 @@ def test_what_is_on_disk_of_the_cache_and_the_activations_takes_time_and_room() 
 
 def test_a_disk_that_is_too_small_is_no_plan() -> None:
     small = replace(LAPTOP, disk=replace(LAPTOP.disk, capacity=1e9))
-    planner = HostPlanner(shape("facebook/opt-30b"), Lengths(64, 8), small)
+    planner = planner_of("facebook/opt-30b", Lengths(64, 8), machine=small)
     policy = OffloadPolicy(4, schedule="row", weights=(0.0, 0.1, 0.9))
     assert planner.runnable(policy) is None
     assert planner.missing(planner.predict(policy))["disk"] > 50e9
     with pytest.raises(HarnessError, match="the system alone takes"):
-        HostPlanner(shape("facebook/opt-125m"), Lengths(64, 8), replace(LAPTOP, host=replace(LAPTOP.host, memory=1e9)))
+        planner_of("facebook/opt-125m", Lengths(64, 8), machine=replace(LAPTOP, host=replace(LAPTOP.host, memory=1e9)))
 
 
 def test_more_parts_than_sequences_are_as_many_as_these() -> None:
     policy = OffloadPolicy(4, schedule="sweep", nano_batches=1_000_000_000)
-    planner = HostPlanner(shape("facebook/opt-125m"), Lengths(32, 4), LAPTOP)
+    planner = planner_of("facebook/opt-125m", Lengths(32, 4))
     assert planner.predict(policy).throughput_tok_s > 0
 
 
 def test_a_block_takes_as_long_beside_others_as_by_itself() -> None:
-    policy = OffloadPolicy(4, schedule="row")
-    model, lengths = shape("facebook/opt-125m"), Lengths(256, 4)
-    one, three = (HostPlanner(model, lengths, LAPTOP, count).predict(policy) for count in (4, 12))
+    policy, lengths = OffloadPolicy(4, schedule="row"), Lengths(256, 4)
+    one, three = (planner_of("facebook/opt-125m", lengths, count).predict(policy) for count in (4, 12))
     assert three.block_latency_s == pytest.approx(one.block_latency_s, rel=0.01)
     assert three.prefill_s + three.decode_s == pytest.approx(3 * one.block_latency_s, rel=0.01)
 
@@ -166,7 +169,7 @@ def test_only_overlap_hides_the_disk() -> None:
     times = {}
     for overlap in (True, False):
         policy = OffloadPolicy(16, schedule="row", weights=(0.0, 0.0, 1.0), overlap=overlap)
-        placed = place_model(model, policy, lengths, None, 8, "bfloat16", "float32")
+        placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
         simulator, sequences = simulate(placed, policy, lengths)
         times[overlap] = max(s.times[-1] for s in sequences)
         load = simulator.timeline.load_s
@@ -175,7 +178,7 @@ def test_only_overlap_hides_the_disk() -> None:
 
 
 def test_a_search_without_a_device_ends_in_seconds_and_fits() -> None:
-    planner = HostPlanner(shape("facebook/opt-6.7b"), Lengths(256, 32), LAPTOP)
+    planner = planner_of("facebook/opt-6.7b", Lengths(256, 32))
     policy = OffloadPolicy(16, 4, "zigzag", weight_bits=4)
     estimate, prediction = planner.estimate(policy), planner.predict(policy)
     assert prediction.peak.host <= LAPTOP.host.memory

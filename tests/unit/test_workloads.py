@@ -6,6 +6,7 @@ import pytest
 
 from engines.models.shapes import shape
 from engines.planning.host_planner import HostPlanner
+from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness import hardware, registry
 from harness.api import HarnessError, ModelSpec, OffloadPolicy, RunSpec, WorkloadSpec
@@ -79,7 +80,7 @@ def test_records_of_other_days_are_still_of_the_same_cells(run: str) -> None:
 def test_a_real_trace_runs_in_virtual_time() -> None:
     each = [Lengths(*one) for one in registry.lengths(WorkloadSpec("trace", 512, 128, 64, str(AZURE)))]
     assert len(set(each)) > 40
-    planner = HostPlanner(shape("facebook/opt-1.3b"), Lengths(400, 64), hardware.load("laptop_cpu"), 64, each=each)
+    planner = HostPlanner(PlannedJob(shape("facebook/opt-1.3b"), each, 64), hardware.load("laptop_cpu"))
     predicted = {
         schedule: planner.predict(OffloadPolicy(16, schedule=schedule, weights=(0.0, 0.0, 1.0))).throughput_tok_s
         for schedule in ("row", "sweep")

@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engines.models.checkpoints import shard_names
+from engines.models.safetensors_file import shard_paths
 from harness.api import HarnessError, LocalModel, UnsupportedError
 
 
@@ -34,7 +34,7 @@ class CheckpointReader:
         self._folder = Path(model.path)
         self._prefix = f"{prefix}."
         self._aliases = dict(aliases) | {there: here for here, there in aliases.items()}
-        self.shards = [self._folder / name for name in shard_names(self._folder)]
+        self.shards = shard_paths(self._folder)
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self._files: dict[str, tuple[Any, str]] = {}  # by parameter: (file, name in the file)

@@ -67,15 +67,12 @@ class Predictor(Protocol):
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions; None if none fit."""
-        ...
 
     def estimate(self, policy: OffloadPolicy) -> Prediction:
         """A fast prediction, which ranks policies."""
-        ...
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """The best prediction there is."""
-        ...
 
 
 @dataclass(frozen=True)

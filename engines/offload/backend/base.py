@@ -72,33 +72,25 @@ class Backend(Protocol):
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, GemmBackend]:
         """The fastest way to multiply decoder layers' weights and the others, by how they are stored; measured."""
-        ...
 
     def require(self, model: MetaModel) -> None:
         """Raises UnsupportedError for a model that cannot run here under the policy."""
-        ...
 
     def bound_values(self, model: MetaModel) -> int:
         """How many values of small parameters and tables are kept where the model computes."""
-        ...
 
     def plan(self, request: MemoryRequest) -> MemoryPlan:
         """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
-        ...
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the
         `streamed` ones, which `reader` will fill."""
-        ...
 
     def kv_cache(self, throttle: Throttle, stack: ExitStack) -> KVCache:
         """Allocates the planned KV cache; `stack` closes what it opens."""
-        ...
 
     def placement(self) -> Placement:
         """What is where, for the load's report."""
-        ...
 
     def notes(self) -> list[str]:
         """What the load's report should say of kernels, the plan and options without effect."""
-        ...

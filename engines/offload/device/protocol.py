@@ -16,7 +16,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Blocks until the work before it is done; other work goes on."""
-        ...
 
 
 class Device(Protocol):
@@ -26,34 +25,27 @@ class Device(Protocol):
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small host tensor where the model computes, in this thread's stream; does not block."""
-        ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory; blocks until it has been computed and copied, but not for other streams."""
-        ...
 
     def run_async(self, work: Callable[[], None]) -> Event:
         """Runs `work` beside what this thread does next, after all that this thread has asked for before.
 
         The operands of `work` must be held until this thread has joined the event.
         """
-        ...
 
     def join(self, event: Event) -> None:
         """What this thread asks for from now on runs after `event`."""
-        ...
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, made in another stream, for use in this thread's."""
-        ...
 
     def memory(self) -> dict[str, float]:
         """Peaks in bytes by metric name: tensors, the allocator, pinned host memory. Empty for the host."""
-        ...
 
     def close(self) -> None:
         """Ends threads and returns unused memory to the system. Idempotent."""
-        ...
 
 
 class Accelerator(Device, Clock, Protocol):
@@ -67,7 +59,6 @@ class Accelerator(Device, Clock, Protocol):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory uint8 [nbytes], for copies that need no CPU; `nbytes` is a power of two."""
-        ...
 
     def copy(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Event] = (), kv: bool = False
@@ -78,12 +69,9 @@ class Accelerator(Device, Clock, Protocol):
         Downloads have one stream and uploads two: KV blocks (`kv`) must not queue behind weight tiles that wait for a
         slot.
         """
-        ...
 
     def mark(self) -> Event:
         """After everything that this thread has asked the device to compute."""
-        ...
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """A tensor in host memory, and when it will be there; does not block."""
-        ...

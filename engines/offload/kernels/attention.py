@@ -77,7 +77,6 @@ class AttentionKernel(Protocol):
 
         `lse` float32 [tokens, heads], if given, receives the log-sum-exps for `merge_attention_states`.
         """
-        ...
 
 
 def merge_attention_states(

@@ -17,15 +17,12 @@ class KernelSet(Protocol):
 
     def quantizer(self, stored: Storage) -> Quantizer:
         """Converts values to what is stored, and back."""
-        ...
 
     def gemm(self, stored: Storage) -> Gemm | None:
         """GEMM in float32 with weights as they are stored; None where no kernel can do without dequantizing first."""
-        ...
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
         """Attention over a KV cache that is `stored` so. `sparse`: specs may have value_topk < 1."""
-        ...
 
     def attention_memory(
         self, stored: Storage, shape: ModelShape, longest: int, compute_bytes: int, sparse: bool
@@ -34,8 +31,6 @@ class KernelSet(Protocol):
 
         For sequences of up to `longest` tokens, queries of `compute_bytes` a value, and `sparse` as given there.
         """
-        ...
 
     def hadamard(self) -> Hadamard:
         """Rotates keys and values before they are quantized."""
-        ...

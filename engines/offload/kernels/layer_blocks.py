@@ -36,15 +36,12 @@ class KVBlocks(Protocol):
     @property
     def rows(self) -> torch.Tensor:
         """Some of the blocks, [blocks, 2, kv_heads, BLOCK_SIZE, head_dim or row_bytes]."""
-        ...
 
     def gather(self, blocks: torch.Tensor) -> torch.Tensor:
         """Copies n blocks, [n, 2, kv_heads, BLOCK_SIZE, ...]."""
-        ...
 
     def addresses(self, table: torch.Tensor) -> torch.Tensor:
         """The address of each block in a block table, int64, shaped alike."""
-        ...
 
 
 @dataclass(frozen=True)

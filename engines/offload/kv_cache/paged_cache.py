@@ -37,16 +37,13 @@ class OffloadedBlocks(Protocol):
     def start(self, filled: Iterable[int], written: Iterable[int]) -> torch.Tensor:
         """Begins a pass that reads the `filled` blocks and writes the `written` ones. Returns int64 [blocks]: the slot
         in which each is staged."""
-        ...
 
     def staged(self, layer: int) -> torch.Tensor:
         """The records uint8 [blocks * record] of this pass's blocks in a layer, by slot. Blocks until they are
         there."""
-        ...
 
     def done(self, layer: int) -> None:
         """Every batch of the pass has attended in a layer."""
-        ...
 
 
 def block_layout(shape: ModelShape, stored: Storage) -> tuple[tuple[int, ...], torch.dtype]:

@@ -21,15 +21,12 @@ class Ring(Protocol):
 
         Raises HarnessError or OSError, as TileReader.read.
         """
-        ...
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:
         """The bytes uint8 [nbytes] of the tile in a slot."""
-        ...
 
     def free(self, slot: int) -> None:
         """All work on a slot's tile has been issued: the slot may be overwritten when that work is done."""
-        ...
 
 
 class HostRing:

@@ -39,7 +39,7 @@ def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
         "setup": sections.setup(rows),
         "provenance": sections.provenance(runs.records),
         "commands": sections.commands(rows),
-        "definitions": sections.DEFINITIONS,
+        "definitions": sections.definitions(),
     }
 
 

@@ -5,77 +5,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from harness.api import RunRecord
+from reports.render import TEMPLATES
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
 from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, listed, number, one_line
 
-DEFINITIONS: tuple[tuple[str, str], ...] = (
-    (
-        "Throughput",
-        "Generated tokens / (prefill time + decode time), without padding; median over repeats. For tasks that only "
-        "score continuations: scored tokens and their context tokens / scoring time.",
-    ),
-    ("Repeat", "One launch of the engine in a fresh process or container. The report keeps and shows every repeat."),
-    (
-        "To best rival",
-        "Throughput divided by that of the fastest ranked cell of another engine with the same model and workload, or "
-        "by that of the engine's own fastest other cell where only one engine is ranked. It is the Hodges-Lehmann "
-        "ratio: the median of all ratios of a launch of the cell to a launch of the rival. A cell is ranked if all "
-        "its repeats are ok and it is not a reference.",
-    ),
-    (
-        "95 % interval",
-        "Percentile bootstrap over launches, 2,000 resamples. With two or three launches the interval cannot exceed "
-        "their range, so it is too narrow.",
-    ),
-    (
-        "Roofline, of bound",
-        "Throughput / the highest throughput that this machine allows for the cell's batch and dtype. The bound is the "
-        "slower of compute and disk, perfectly overlapped, at the rates measured around the launch, with the whole "
-        "memory budget holding weights; with a device it is the slowest of the device's compute, the disk, and copies "
-        "to the device of the weights that it cannot hold. Median over launches. A launch can exceed its bound where "
-        "the machine ran faster during the launch than during the probes.",
-    ),
-    (
-        "Predicted",
-        "The performance model's throughput for the same job. The model uses this host's calibrated rates, scaled by "
-        "the rates measured around the launch; from the run itself it takes only the compute dtype.",
-    ),
-    (
-        "Disk hidden",
-        "The share of disk read time that overlaps with computation, by the engine's timeline. The report draws one "
-        "full pass of the timeline and writes it as a Chrome trace.",
-    ),
-    (
-        "Peak memory, limit",
-        "The highest memory of the engine's process tree, and its limit: idle footprint + memory budget.",
-    ),
-    ("Read", "Bytes read from storage during generation / generated tokens (1 MB = 10^6 bytes)."),
-    (
-        "Same output",
-        "Outputs that equal the reference cell's token for token, for the same model, workload, seed and request, "
-        "over all repeats. Another dtype may round differently, so a difference is not always an error.",
-    ),
-    (
-        "TTFT, TPOT",
-        "Time to first token, from the start of work on a request, so without queueing; time per output token after "
-        "the first. Percentiles over requests.",
-    ),
-    (
-        "p50, p99",
-        "Percentile within a repeat, then median over repeats. Below 100 requests p99 is close to the maximum.",
-    ),
-    ("Decode", "Generated tokens / decode time; missing where prefill and decode overlap."),
-    (
-        "Total, padded",
-        "(Prompt + generated or scored tokens) / total time; padded also counts pad positions. Real: the share of "
-        "computed positions that are not padding. Wall: duration of a launch, set-up included.",
-    ),
-    ("Energy", "Joules measured during generation / generated tokens; missing where the machine has no counter."),
-    ("Reference", "A resident engine that runs without the limit; shown for scale, never ranked."),
-    ("Simulated, projected", "Not measured: virtual time on a hardware profile, or a short run scaled up."),
-)
+
+def definitions() -> list[tuple[str, str]]:
+    """What the report's figures mean: each term and its definition."""
+    return list(yaml.safe_load((TEMPLATES / "definitions.yaml").read_text(encoding="utf-8")).items())
 
 
 def failures(rows: Sequence[CellSummary]) -> Table | None:

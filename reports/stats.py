@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
@@ -80,12 +80,12 @@ def interval_of(sample: Sequence[float]) -> tuple[float, float] | None:
 
 def mann_whitney(base: Sequence[float], head: Sequence[float]) -> float:
     """Two-sided p of the Mann-Whitney test: exact up to 50 launches, also with ties."""
+    from scipy.stats import mannwhitneyu, rankdata
+
     n = len(base) + len(head)
     if n > _EXACT_UP_TO:
-        from scipy.stats import mannwhitneyu
-
         return float(mannwhitneyu(base, head, alternative="two-sided", method="asymptotic").pvalue)
-    ranks = _doubled_midranks([*base, *head])
+    ranks = [round(2 * rank) for rank in rankdata([*base, *head])]  # ties have half ranks; sums of integers are exact
     # rank_sums[k][s]: how many choices of k launches have the rank sum s
     rank_sums: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in base)]
     for rank in ranks:
@@ -151,16 +151,6 @@ def _logs(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.log(np.asarray(values, np.float64))
 
 
-def _doubled_midranks(values: Sequence[float]) -> list[int]:
-    """Twice the midrank of each value (equal values share the mean of their ranks): integers, whose sums are exact."""
-    counts = Counter(values)
-    below, ranks = 0, {}
-    for value in sorted(counts):
-        ranks[value] = 2 * below + counts[value] + 1
-        below += counts[value]
-    return [ranks[value] for value in values]
-
-
 @dataclass(frozen=True)
 class Paired:
     """A difference of means, new less old, with the 95 % interval of a paired bootstrap.
@@ -202,20 +192,16 @@ def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] 
 
 def mcnemar(better: int, worse: int) -> float:
     """The exact two-sided p for `better` and `worse` examples, each right on one side only (McNemar 1947, binomial)."""
-    n, k = better + worse, min(better, worse)
-    if not n:
-        return 1.0
-    tail = math.fsum(math.exp(_log_choose(n, i) - n * math.log(2)) for i in range(k + 1))
-    return min(1.0, 2 * tail)
+    from scipy.stats import binomtest
+
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def detectable(differences: Sequence[float]) -> float:
     """The true difference that pairs of this spread show with a power of 80 %, by the normal approximation."""
-    n = len(differences)
-    middle = fmean(differences)
-    spread = math.sqrt(math.fsum((d - middle) ** 2 for d in differences) / max(1, n - 1))
+    spread = stdev(differences) if len(differences) > 1 else 0.0
     normal = NormalDist()
-    return (normal.inv_cdf(1 - PAIRED_LEVEL / 2) + normal.inv_cdf(POWER)) * spread / math.sqrt(n)
+    return (normal.inv_cdf(1 - PAIRED_LEVEL / 2) + normal.inv_cdf(POWER)) * spread / math.sqrt(len(differences))
 
 
 def _linear(differences: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -237,7 +223,3 @@ def _interval_of_mean(differences: Sequence[float]) -> tuple[float, float]:
     means = [float(rng.choice(nonzero, size=k).sum()) / n for k in draws]
     low, high = np.quantile(means, [PAIRED_LEVEL / 2, 1 - PAIRED_LEVEL / 2])
     return float(low), float(high)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -46,11 +46,9 @@ class Clock(Protocol):
 
     def stamp(self) -> Any:
         """A point in the work that this thread has enqueued."""
-        ...
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
         """When the device reached each, on the clock of `time.perf_counter`; blocks until it has."""
-        ...
 
 
 class Timeline:

@@ -206,19 +206,15 @@ class Engine(Protocol):
 
     def capabilities(self) -> Capabilities:
         """What the engine can do. Cheap, and callable before `load`."""
-        ...
 
     def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
         """Loads the model within `limits`, or raises before it exceeds them."""
-        ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Yields each result as it finishes, in any order."""
-        ...
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Scores continuations given contexts, both as token ids; a context may be empty."""
-        ...
 
     def trace(self) -> EngineTrace:
         """Metrics and events of the last `generate`; empty, as here, for an engine that keeps none."""
@@ -226,7 +222,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees all that `load` took. Idempotent."""
-        ...
 
 
 @runtime_checkable

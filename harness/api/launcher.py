@@ -204,12 +204,10 @@ class Sandbox(Protocol):
     def run(self, request: WorkerRequest) -> Outcome:
         """Returns when the worker and its children are gone, KeyboardInterrupt included. Raises HarnessError where
         the exchange folder or the log cannot be written."""
-        ...
 
     def identity(self) -> Mapping[str, str]:
         """The packages that workers run with, for records and for the key of remembered searches; empty for those of
         the harness's own interpreter."""
-        ...
 
 
 @runtime_checkable
@@ -222,7 +220,6 @@ class Launcher(Protocol):
 
     def sandbox(self, spec: RunSpec, exchange: Exchange) -> Sandbox:
         """A cell's sandbox, made ready. Raises HarnessError where it cannot be: the cell's record then says why."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,12 @@ class ModelStore(Protocol):
 
     def prepare(self, model: ModelSpec, cache: Path, on_progress: OnProgress | None = None) -> LocalModel:
         """Makes a checkpoint ready; `on_progress` gets bytes. Raises HarnessError for one that cannot be."""
-        ...
 
     def content_digest(self, model: LocalModel, cache: Path, on_progress: OnProgress) -> str:
         """A digest of weights, configuration, tokenizer and templates: of all that decides a model's answers."""
-        ...
 
     def evict(self, path: str | Path) -> None:
         """Drops a folder's files from the page cache. Raises OSError."""
-        ...
 
 
 class ModelShapes(Protocol):
@@ -42,11 +39,9 @@ class ModelShapes(Protocol):
     @property
     def CATALOGUE(self) -> Mapping[str, ModelShape]:
         """By id."""
-        ...
 
     def tiny(self, family: str) -> str:
         """The id of a negligible model that runs the family's code."""
-        ...
 
 
 class MachineRatesProbe(Protocol):
@@ -56,13 +51,11 @@ class MachineRatesProbe(Protocol):
         self, dtypes: Sequence[str], rows: Sequence[int], k: int, n: int, threads: int | None = None
     ) -> GemmRates:
         """FLOP/s of x[rows, k] times the transpose of a weight [n, k] on the CPU."""
-        ...
 
     def device_rates(
         self, dtypes: Sequence[str], rows: Sequence[int], k: int, n: int
     ) -> tuple[GemmRates, Sequence[float]]:
         """The same on the CUDA device, and bytes/s of copies of pinned memory to it."""
-        ...
 
 
 class Calibrator(Protocol):
@@ -70,7 +63,6 @@ class Calibrator(Protocol):
 
     def measure(self, cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> HardwareProfile:
         """`folder`: where the disk is measured; `report` is told what is measured next."""
-        ...
 
 
 class Planner(Protocol):
@@ -82,11 +74,9 @@ class Planner(Protocol):
         policy: OffloadPolicy | None, stages: int | None, report: OnProgress,
     ) -> dict[str, Any]:  # fmt: skip
         """A plan as plain data. Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits."""
-        ...
 
     def nested(self, policy: Mapping[str, Any]) -> dict[str, Any]:
         """A policy's wg wc wd and so on as triples."""
-        ...
 
 
 class LongestSequence(Protocol):
@@ -94,7 +84,6 @@ class LongestSequence(Protocol):
 
     def __call__(self, spec: RunSpec, model: LocalModel, shortest: int) -> int:
         """Tokens; raises InfeasibleError where not even `shortest` tokens fit."""
-        ...
 
 
 class Simulator(Protocol):
@@ -102,13 +91,11 @@ class Simulator(Protocol):
 
     def simulate(self, spec: RunSpec, profile: HardwareProfile, lengths: RequestLengths) -> RunRecord:
         """One cell, predicted."""
-        ...
 
     def search_policy(
         self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: RequestLengths
     ) -> RunSpec:  # fmt: skip
         """The cell with the best policy for it on that machine. Raises HarnessError."""
-        ...
 
 
 class Forecaster(Protocol):
@@ -116,7 +103,6 @@ class Forecaster(Protocol):
 
     def forecast(self, record: RunRecord, profile: HardwareProfile) -> Forecast | None:
         """None where the rates of the launch's dtype are unknown. Raises HarnessError for what cannot be planned."""
-        ...
 
 
 class PublishedFigures(Protocol):
@@ -124,7 +110,6 @@ class PublishedFigures(Protocol):
 
     def table(self, profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
         """A row for each figure, with its prediction."""
-        ...
 
 
 class TaskCatalogue(Protocol):
@@ -132,15 +117,12 @@ class TaskCatalogue(Protocol):
 
     def task(self, name: str) -> Task:
         """Raises HarnessError for an unknown name."""
-        ...
 
     def known(self, name: str) -> bool:
         """Whether a suite may name it."""
-        ...
 
     def names(self) -> list[str]:
         """All names that can be listed."""
-        ...
 
 
 class LmEvalModel(Protocol):
@@ -169,12 +151,9 @@ class LmEval(Protocol):
 
     def run(self, arguments: Sequence[str]) -> int:
         """Runs it; returns its exit code."""
-        ...
 
     def write_local(self, data: Path, into: Path) -> None:
         """Writes task files that read the folder `data`."""
-        ...
 
     def register(self, names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
         """Makes engines known by their names; answers are kept in the folder `cache`."""
-        ...

@@ -19,24 +19,19 @@ class Tokens(Protocol):
     @property
     def begin(self) -> int:
         """The token before a text without context: the beginning of a sequence, or its end in models without one."""
-        ...
 
     @property
     def end(self) -> int:
         """The end-of-sequence token."""
-        ...
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Token ids with the special tokens that the model expects around a text."""
-        ...
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Token ids without special tokens."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of the tokens, special tokens left out."""
-        ...
 
 
 class Text(Tokens, Protocol):
@@ -44,15 +39,12 @@ class Text(Tokens, Protocol):
 
     def problem(self) -> str:
         """How the tokenizer and the model disagree; empty if they agree."""
-        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids by the model's chat template, up to the start of the answer. Raises HarnessError if it fails."""
-        ...
 
     def token(self, token: int) -> str:
         """One token's text as it reads among other tokens; the token's name if it is only part of a character."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -140,8 +132,6 @@ class Task(Protocol):
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
         """The questions; equal circumstances give equal questions. Raises HarnessError for missing or broken data."""
-        ...
 
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
         """The figures of the answers to those questions."""
-        ...

@@ -28,27 +28,21 @@ class MemoryGroup(Protocol):
 
     def wrap(self, command: list[str]) -> list[str]:
         """The command line that starts `command` inside the group."""
-        ...
 
     def adopt(self, pid: int) -> None:
         """Tells the group which process was started."""
-        ...
 
     def oom_kills(self) -> int:
         """How often the limit killed a process of the group: the evidence for `oom_host`."""
-        ...
 
     def peak_bytes(self) -> int | None:
         """The most the group held at once, in the units its limit counts."""
-        ...
 
     def kill(self) -> None:
         """Ends every process of the group."""
-        ...
 
     def close(self) -> None:
         """Removes the group."""
-        ...
 
 
 class Cgroup:

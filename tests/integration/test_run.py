@@ -205,9 +205,11 @@ def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
 def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
     suite = cli.suite(SLOW, repeats=3)
     rng = random.Random(seed)
+    lock = cli.out / ".lock"
     for _ in range(4):
+        lock.unlink(missing_ok=True)  # of the launch before: before this one takes it, Ctrl-C is the interpreter's
         process = cli.start("run", suite, "--out", cli.out)
-        wait_for((cli.out / ".lock").exists)
+        wait_for(lock.exists)
         time.sleep(rng.uniform(0.2, 2.0))
         process.send_signal(signal.SIGINT)
         told = process.communicate(timeout=20)[1]

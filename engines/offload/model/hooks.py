@@ -24,7 +24,6 @@ class Attention(Protocol):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim]; returns [tokens, heads, dim]."""
-        ...
 
 
 @dataclass(frozen=True)

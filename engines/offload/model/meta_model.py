@@ -31,12 +31,10 @@ class Weights(Protocol):
 
     def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x[rows, columns] times the transpose of the named matrix, plus bias[outputs]: a new [rows, outputs]."""
-        ...
 
     def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
         """Which of a mixture's `count` experts to compute, in order, where tokens go to `experts`; called before their
         products. `stacks` are the parameters that hold the experts' matrices."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from harness import registry
 from harness.api import Engine, GenerationResult, HarnessError, InfeasibleError, LocalModel, RunSpec, SamplingParams
-from harness.api.machine import mean_cached_tokens
-from harness.api.task import Text
+from harness.api.task import Questions, Text
 from harness.batch.answer_file import AnswerFile
 from harness.batch.format import answer, refusal
 from harness.batch.input import Lines, Ready, Refused, read
@@ -97,11 +96,9 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
     def load(longest: int) -> Engine:
         opened.close()  # two engines at once would need memory for both
         fitting = Lines([item for item in lines.ready if item.tokens <= longest])
-        cached = int(mean_cached_tokens(fitting.prompt_tokens, fitting.new_tokens))
-        mean = max(1, cached // len(fitting.requests))
         progress.note(f"loading {cell.model.id} in {cell.engine} for sequences of up to {longest} tokens")
-        shown = advancing(progress, "loading")
-        loading = loaded_engine(_sized(cell, fitting), model, cache, longest, mean, progress.note, shown)
+        questions, shown = Questions(prompts=tuple(fitting.requests)), advancing(progress, "loading")
+        loading = loaded_engine(_sized(cell, fitting), model, cache, questions, progress.note, shown)
         return opened.enter_context(loading)
 
     lengths = sorted({item.tokens for item in lines.ready})

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from harness import registry
 from harness.api import Engine, HarnessError, Job, LocalModel, RunSpec
+from harness.api.task import Questions
 from harness.common.host_memory import free_memory
 from harness.suite.config import load_cell
 
@@ -84,10 +85,10 @@ def job_cell(
 
 @contextmanager
 def loaded_engine(
-    cell: RunSpec, model: LocalModel, cache: Path, longest: int, mean: int, note: Callable[[str], None],
+    cell: RunSpec, model: LocalModel, cache: Path, questions: Questions, note: Callable[[str], None],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Engine]:  # fmt: skip
-    """A cell's engine, loaded for sequences of at most `longest` and on average `mean` tokens.
+    """A cell's engine, loaded for sequences as long as those of `questions`.
 
     `note` takes what the engine says of the load. In the end the engine is closed, and its scratch folder under `cache`
     removed. Raises InfeasibleError where the engine refuses the limits, HarnessError where the cache cannot be written,
@@ -99,7 +100,7 @@ def loaded_engine(
     except OSError as exc:
         raise HarnessError(f"cannot write {cache}: {exc.strerror or exc}; choose another --cache-dir") from exc
     with scratch, closing(registry.make_engine(cell.engine, dict(cell.options))) as engine:
-        job = Job(Path(scratch.name), cache, longest, mean, on_progress)
+        job = Job(Path(scratch.name), cache, questions.max_sequence, max(1, questions.mean_sequence), on_progress)
         for text in engine.load(model, cell.policy, cell.limits, job).notes:
             note(text)
         yield engine

@@ -65,7 +65,6 @@ class EngineModel:
         if self._engine is None or questions.max_sequence > self._longest:
             self.close()
             self._longest = questions.max_sequence
-            mean = max(1, questions.mean_sequence)
-            loading = loaded_engine(self._cell, self._model, self._cache, self._longest, mean, self._note)
+            loading = loaded_engine(self._cell, self._model, self._cache, questions, self._note)
             self._engine = self._opened.enter_context(loading)
         return self._engine

@@ -51,10 +51,10 @@ from harness.api import (
     from_json,
     to_json,
 )
+from harness.api.machine import mean_cached_length
 from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
 from harness.common.files import replace_with
-from harness.common.sizes import mean_cached_length
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
 from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe

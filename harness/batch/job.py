@@ -10,6 +10,7 @@ from typing import Protocol
 from harness import registry
 from harness.api import Engine, HarnessError, Job, LocalModel, RunSpec
 from harness.api.task import Questions
+from harness.common.files import os_errors
 from harness.common.host_memory import free_memory
 from harness.suite.config import load_cell
 
@@ -94,11 +95,9 @@ def loaded_engine(
     removed. Raises InfeasibleError where the engine refuses the limits, HarnessError where the cache cannot be written,
     and whatever else an engine raises.
     """
-    try:
+    with os_errors(f"cannot write {cache}", "choose another --cache-dir"):
         cache.mkdir(parents=True, exist_ok=True)
         scratch = TemporaryDirectory(prefix="harness-job-", dir=cache)
-    except OSError as exc:
-        raise HarnessError(f"cannot write {cache}: {exc.strerror or exc}; choose another --cache-dir") from exc
     with scratch, closing(registry.make_engine(cell.engine, dict(cell.options))) as engine:
         job = Job(Path(scratch.name), cache, questions.max_sequence, max(1, questions.mean_sequence), on_progress)
         for text in engine.load(model, cell.policy, cell.limits, job).notes:

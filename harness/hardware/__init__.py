@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from harness.api import HardwareProfile, HarnessError, to_json
-from harness.common.files import replace_with
+from harness.common.files import os_errors, replace_with
 from harness.hardware import provenance
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
@@ -67,7 +67,5 @@ def require_writable(path: Path) -> None:
 def save(profile: HardwareProfile, path: Path) -> None:
     """Writes a profile, replacing an existing file atomically."""
     text = yaml.safe_dump(to_json(profile), sort_keys=False, allow_unicode=True)
-    try:
+    with os_errors(f"{path} cannot be written"):
         replace_with(path, text)
-    except OSError as exc:
-        raise HarnessError(f"{path} cannot be written: {exc.strerror or exc}") from None

@@ -15,6 +15,7 @@ from lm_eval.api.registry import register_model
 from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.services import LmEvalModel, OpenModel
 from harness.api.task import Pair
+from harness.common.files import os_errors
 from suites.tasks import lm_eval_bridge
 from suites.tasks.lm_eval_bridge import TokenModel
 
@@ -144,12 +145,10 @@ class AnswerCache:
 
     def _add(self, keys: Sequence[str], answers: Sequence[Any]) -> None:
         lines = [json.dumps([key, answer]) for key, answer in zip(keys, answers, strict=True)]
-        try:
+        with os_errors(f"{self._path} cannot be written", "free space"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" + "\n".join(lines) + "\n")  # a killed run may have left an incomplete line
-        except OSError as exc:
-            raise HarnessError(f"{self._path} cannot be written: {exc.strerror or exc}; free space") from None
         self._answers |= dict(zip(keys, answers, strict=True))
 
 

@@ -26,11 +26,6 @@ class Progress(Protocol):
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None: ...
 
 
-def advancing(progress: Progress, phase: str) -> Callable[[int, int], None]:
-    """Shows units of work that are done, and how many there are in all, as one phase of `progress`."""
-    return lambda done, total: progress.advance(phase, done, total)
-
-
 @dataclass(frozen=True)
 class BatchJob:
     """The options of `harness generate`.

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,7 @@ def plan(run: Path | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
     try:
         with make_job_progress() as progress:
-            made = make_plan(
-                PlanOptions(**options), lambda done, total: progress.advance("searching policies", done, total)
-            )
+            made = make_plan(PlanOptions(**options), partial(progress.advance, "searching policies"))
     except InfeasibleError as exc:
         if as_json:
             click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))

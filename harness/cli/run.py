@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +92,9 @@ def _measure(options: RunOptions, selection: Selection) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, to survive the terminal
         signal.signal(signal.SIGHUP, interrupt)
     with make_progress() as progress:
-        measuring = runner.Runner(suite, selection.path, out, cache, progress, selection.command, options.data_dir)
+        measuring = runner.Runner(selection, out, cache, progress, options.data_dir)
         try:
-            records = measuring.run(selection.cells, options.fresh)
+            records = measuring.run(options.fresh)
         except KeyboardInterrupt:
             records = None
     if records is None:
@@ -118,10 +118,8 @@ def _simulate(options: RunOptions, selection: Selection) -> None:
 
     hardware = options.hardware or "local"
     out = options.out or Path("results") / f"{selection.suite.name}-{Path(hardware).stem}-simulated"
-    command = f"{selection.command} --simulate --hardware {shlex.quote(hardware)}"
     with make_job_progress() as progress:
-        records = simulate(selection.cells, selection.path, out, hardware, options.cache, command,
-                           lambda done, total: progress.advance("predicting cells", done, total))  # fmt: skip
+        records = simulate(selection, out, hardware, options.cache, partial(progress.advance, "predicting cells"))
     written = build([out], cache=options.cache)
     _print_summary(records)
     say(f"report: {', '.join(map(str, written))}", err=True)

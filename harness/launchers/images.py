@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import registry
 from harness.api import HarnessError, RunSpec
+from harness.builtin import LAUNCHERS
 
 if TYPE_CHECKING:
     import docker
@@ -51,7 +52,7 @@ def reason(error: object) -> str:
 
 def connect() -> docker.DockerClient:
     """A client of the container engine. Raises HarnessError with the remedy if no engine answers."""
-    registry.LAUNCHERS["docker"].require("launcher docker")
+    LAUNCHERS["docker"].require("launcher docker")
     import docker
     import requests
 

@@ -22,7 +22,6 @@ from harness.api import (
     Refusal,
     RunRecord,
     RunSpec,
-    SuiteSpec,
 )
 from harness.common.classify import classify
 from harness.common.files import file_digest, is_there
@@ -30,6 +29,7 @@ from harness.hardware import provenance
 from harness.hardware.local_profile import LocalProfile
 from harness.launchers.launcher import CellLauncher
 from harness.run.batches import Batches
+from harness.run.options import Selection
 from harness.run.progress import Progress
 from harness.run.records import Draft, RecordBuilder
 from harness.run.steps import Step, interleave
@@ -48,18 +48,17 @@ _PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 class Runner:
-    """Runs cells of a suite into a run directory.
+    """Runs the selected cells of a suite into a run directory. `data`: the folder of accuracy tasks' data.
 
     Launches are interleaved: each round runs every cell once, starting one cell later than the round before,
     so that a machine that drifts drifts over all cells alike.
     """
 
     def __init__(
-        self, suite: SuiteSpec, suite_file: Path, out: Path, cache: Path, progress: Progress, command: str,
-        data: Path | None = None,
-    ) -> None:  # fmt: skip
-        self._suite = suite
-        self._suite_file = suite_file
+        self, selection: Selection, out: Path, cache: Path, progress: Progress, data: Path | None = None
+    ) -> None:
+        self._suite = selection.suite
+        self._selection = selection
         self._out = out
         self._cache = cache
         self._progress = progress
@@ -70,14 +69,15 @@ class Runner:
         self._machine: dict[tuple[str, int | None, bool], tuple[float, MachineRates | None]] = {}
         self._profile = LocalProfile(cache)
         self._places = self._named_places()
-        self._records = RecordBuilder(command, self._places)
+        self._records = RecordBuilder(selection.command, self._places)
         self._dropped: set[str] = set()
 
-    def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
-        """Runs what is not done yet and returns the last record of every launch of `cells`.
+    def run(self, fresh: bool = False) -> list[RunRecord]:
+        """Runs what is not done yet and returns the last record of every launch of the cells.
 
         Raises HarnessError for what stops the whole run, KeyboardInterrupt after recording the cell in flight.
         """
+        cells = self._selection.cells
         if twins := find_twins(cells):
             raise HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
         self._store.open(fresh)
@@ -85,7 +85,7 @@ class Runner:
             for kept in (self._out / "logs").glob("*.answers.json") if fresh else ():
                 kept.unlink()
             shutil.rmtree(self._work, ignore_errors=True)
-            write_suite_copy(self._suite_file, self._out)
+            write_suite_copy(self._selection.path, self._out)
             done = self._carry_over(cells)
             fingerprints = {c.fingerprint() for c in cells}
             if strangers := {r.fingerprint for r in self._store.latest().values()} - fingerprints:

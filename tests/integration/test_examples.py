@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.registry import ENGINES
+from harness.builtin import ENGINES
 from harness.suite.config import load_suite
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

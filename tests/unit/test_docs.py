@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness.api import HardwareLimits, HardwareRequirements, ModelSpec, OffloadPolicy, WorkloadSpec
-from harness.registry import ENGINES
+from harness.builtin import ENGINES
 from harness.suite.config import CELL_KEYS, SUITE_KEYS, load_suite
 
 ROOT = Path(__file__).parents[2]

@@ -156,13 +156,8 @@ def built() -> Iterator[dict[str, Any]]:
     for environment in registry.environments():
         row = {"environment": environment, "image": name_of(environment)}
         row |= {"state": "not built", "created": "", "size": "", "digest": ""}
-        try:
-            with engine_errors("images"):
-                image = client.images.get(row["image"])
-        except HarnessError as exc:
-            if not isinstance(exc.__cause__, docker.errors.ImageNotFound):
-                raise
-        else:
+        with engine_errors("images"), contextlib.suppress(docker.errors.ImageNotFound):
+            image = client.images.get(row["image"])
             row["state"] = "ready" if image.labels.get(CODE) == current_code else "of other code"
             row["size"] = f"{image.attrs['Size'] / 2**30:.2f} GiB"
             row |= {"created": image.attrs["Created"][:19], "digest": image.short_id}

@@ -58,6 +58,11 @@ def is_there(name: str) -> bool:
         return False
 
 
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
+
+
 def file_digest(path: Path) -> str | None:
     """The SHA-256 of a file, or None if it cannot be read."""
     try:

@@ -25,8 +25,7 @@ from harness.api import (
 )
 from harness.common.classify import classify
 from harness.common.files import file_digest, is_there
-from harness.hardware import provenance
-from harness.hardware.local_profile import LocalProfile
+from harness.hardware import LocalProfile, provenance
 from harness.launchers.launcher import CellLauncher
 from harness.run.batches import Batches
 from harness.run.options import Selection

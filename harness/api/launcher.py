@@ -1,6 +1,6 @@
 """How a launch is isolated: the work a worker process is given, what it gives back, and the launchers that run it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -11,11 +11,8 @@ from harness.api.machine import LocalModel
 from harness.api.record import Accuracy, Measurement, MemoryLimit, RequestTrace
 from harness.api.spec import ModelSpec, RunSpec
 
-
-class EventSink(Protocol):
-    """Receives progress: phase is startup, load, warmup or generate; tokens done and expected so far."""
-
-    def __call__(self, phase: str, done: int, total: int) -> None: ...
+#: Receives progress: the phase (startup, load, warmup or generate), and the tokens done and expected so far.
+EventSink = Callable[[str, int, int], None]
 
 
 def ignore_events(phase: str, done: int, total: int) -> None:
@@ -63,15 +60,12 @@ class PrepareModel:
 
 @dataclass(frozen=True)
 class MeasureMachine:
-    """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n). Gives `MachineRates`.
-
-    `rows` and `dtypes` of the products; on `threads` of the CPU, or on the device with `gpu`.
-    """
+    """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n), on `threads` of the CPU, or with `gpu`
+    on the device. Gives `MachineRates`."""
 
     kind: ClassVar[str] = "machine"
     folder: Path
     gemm_shape: tuple[int, int]
-    rows: tuple[int, ...]
     dtypes: tuple[str, ...]
     threads: int | None = None
     gpu: bool = False

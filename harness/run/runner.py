@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from harness import registry
@@ -42,8 +43,6 @@ _NO_MEMORY = ("oom_host", "oom_device")
 #: A cell whose batch search failed is not repeated either, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
-#: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
-_PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 class Runner:
@@ -202,7 +201,7 @@ class Runner:
         draft.machine = self._machine_rates(step, model)
         self._progress.started(step, f"repeat {step.repeat + 1}/{cell.repeats}")
         launch = self._launch(draft.settled, step, model)
-        return self._records.build(cell, draft, launch, lambda record: self._forecast(step, record))
+        return self._records.build(cell, draft, launch, partial(self._forecast, step))
 
     def _searched(self, step: Step, model: LocalModel) -> RunSpec:
         """The cell with the policy that its search finds; the cell itself where none is searched."""
@@ -285,11 +284,6 @@ class Runner:
                 registry.model_store().evict(model.path)
             dtypes = {c.policy.compute_dtype for c in self._suite.cells}
             exchange = self._exchange(cell, "machine")
-            rates = self._launcher.measure_machine(model, _PROBED_ROWS, dtypes, cell.limits, exchange)
+            rates = self._launcher.measure_machine(model, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)
         return rates
-
-
-def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Records that did not end as their cell expected."""
-    return [r for r in records if r.status != r.spec.expect]

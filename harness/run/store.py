@@ -13,21 +13,13 @@ RECORDS = "records.jsonl"
 
 
 class Store:
-    """Appends RunRecords to `<out>/records.jsonl` and knows which repeats are done.
-
-    A crash leaves at most one truncated last line, which `open` cuts off: nothing complete is lost and nothing
-    is counted twice.
-    """
+    """Appends RunRecords to `<out>/records.jsonl`, the file `path`, and reads them."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._file = LineFile(out / RECORDS)
+        self.path = out / RECORDS
+        self._file = LineFile(self.path)
         self._lock: IO[bytes] | None = None
-
-    @property
-    def path(self) -> Path:
-        """Where the records are."""
-        return self._file.path
 
     def open(self, fresh: bool = False) -> None:
         """Creates the directory, locks it against a second harness and mends a truncated last line.

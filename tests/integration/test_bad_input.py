@@ -99,6 +99,8 @@ def test_closed_streams_do_not_change_the_exit_code(cli, closed):
     (cli.folder / "bad.yaml").write_text("name: [")
     for more in ((), ("--json",)):
         cli("validate", "bad.yaml", *more, stdout=closed, stderr=closed, code=2)
+    done = cli("validate", "bad.yaml", "quickstart", stderr=closed, code=2)
+    assert "quickstart: ok" in done.stdout, "stdout is another pipe"
 
 
 def make_odd(path, kind):

@@ -11,24 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec
-from harness.api.services import (
-    Calibrator,
-    CompilerSearch,
-    Forecaster,
-    LmEval,
-    LongestSequence,
-    MachineRatesProbe,
-    ModelShapes,
-    ModelStore,
-    OnProgress,
-    Planner,
-    PublishedFigures,
-    RequestChecks,
-    RequestLengths,
-    Simulator,
-    TaskCatalogue,
-)
+from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec, services
 from harness.api.task import Task, Text
 from harness.builtin import ENGINES, LAUNCHERS, EngineEntry
 from harness.common import plugins
@@ -74,7 +57,7 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | N
     Raises InfeasibleError where not even a sequence of `shortest` tokens fits.
     """
     planned = engine_entry(spec.engine).longest
-    return cast(LongestSequence, resolve(planned))(spec, model, shortest) if planned else None
+    return cast(services.LongestSequence, resolve(planned))(spec, model, shortest) if planned else None
 
 
 @functools.cache
@@ -157,7 +140,7 @@ def workload(spec: WorkloadSpec) -> Workload:
     return cast(Workload, resolve(_WORKLOADS[spec.kind])(prompt_len=spec.prompt_len, gen_len=spec.gen_len, **trace))
 
 
-def lengths(spec: WorkloadSpec) -> RequestLengths:
+def lengths(spec: WorkloadSpec) -> services.RequestLengths:
     """Prompt and generated tokens of each request of a trace, empty for other workloads.
 
     Of a job without a number of requests those of the first thousand. Raises HarnessError for a file that is no trace.
@@ -179,14 +162,14 @@ def clash(kind: Kind, name: str) -> str:
 
 
 def prepare_model(
-    engine: str, model: ModelSpec, cache: Path, on_progress: OnProgress = lambda done, total: None
+    engine: str, model: ModelSpec, cache: Path, on_progress: services.OnProgress = lambda done, total: None
 ) -> LocalModel:
     """The engine's built-in model, or a checkpoint made ready on this machine. Raises HarnessError."""
     builtin = engine_entry(engine).builtin_model
     return cast(LocalModel, resolve(builtin)) if builtin else model_store().prepare(model, cache, on_progress)
 
 
-def identity(engine: str, model: LocalModel, cache: Path, on_progress: OnProgress) -> str:
+def identity(engine: str, model: LocalModel, cache: Path, on_progress: services.OnProgress) -> str:
     """A digest of all that decides a model's answers."""
     builtin = engine_entry(engine).builtin_model
     return model.digest if builtin else model_store().content_digest(model, cache, on_progress)
@@ -205,26 +188,26 @@ def _module(name: str) -> Callable[[], Any]:
     return functools.partial(importlib.import_module, name)
 
 
-model_store: Callable[[], ModelStore] = _module("engines.models.checkpoints")
-shapes: Callable[[], ModelShapes] = _module("engines.models.shapes")
-request_checks: Callable[[], RequestChecks] = _module("engines.common.requests")
-compiler: Callable[[], CompilerSearch] = _module("engines.common.compiler")
-machine_rates: Callable[[], MachineRatesProbe] = _module("engines.common.machine_rates")
-planner: Callable[[], Planner] = _module("engines.planning.plan")
-simulator: Callable[[], Simulator] = _module("engines.planning.simulated")
-forecaster: Callable[[], Forecaster] = _module("engines.planning.forecast")
-published_figures: Callable[[], PublishedFigures] = _module("engines.planning.published")
-_tasks: Callable[[], TaskCatalogue] = _module("suites.tasks")
+model_store: Callable[[], services.ModelStore] = _module("engines.models.checkpoints")
+shapes: Callable[[], services.ModelShapes] = _module("engines.models.shapes")
+request_checks: Callable[[], services.RequestChecks] = _module("engines.common.requests")
+compiler: Callable[[], services.CompilerSearch] = _module("engines.common.compiler")
+machine_rates: Callable[[], services.MachineRatesProbe] = _module("engines.common.machine_rates")
+planner: Callable[[], services.Planner] = _module("engines.planning.plan")
+simulator: Callable[[], services.Simulator] = _module("engines.planning.simulated")
+forecaster: Callable[[], services.Forecaster] = _module("engines.planning.forecast")
+published_figures: Callable[[], services.PublishedFigures] = _module("engines.planning.published")
+_tasks: Callable[[], services.TaskCatalogue] = _module("suites.tasks")
 
 
-def calibrator() -> Calibrator:
+def calibrator() -> services.Calibrator:
     """Raises HarnessError where a module that calibration needs is missing."""
     ENGINES["offload"].require("harness calibrate")
-    return cast(Calibrator, importlib.import_module("engines.offload.calibrate.host"))
+    return cast(services.Calibrator, importlib.import_module("engines.offload.calibrate.host"))
 
 
-def lm_eval() -> LmEval:
+def lm_eval() -> services.LmEval:
     """Raises HarnessError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
-    return cast(LmEval, importlib.import_module("suites.lm_eval_models"))
+    return cast(services.LmEval, importlib.import_module("suites.lm_eval_models"))

@@ -46,10 +46,9 @@ def write_local(data: Path, into: Path) -> None:
     lm_eval_bridge.write_local(data, into)
 
 
-def register(names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
-    """Registers engines with lm-eval by name; the folder `cache` keeps their answers for the next run."""
-    for name in names:
-        register_model(name)(_model_class(loader_of(name), cache))
+def register(name: str, load: OpenModel, cache: Path) -> None:
+    """Registers an engine with lm-eval by its name; the folder `cache` keeps its answers for the next run."""
+    register_model(name)(_model_class(load, cache))
 
 
 def _model_class(load: OpenModel, cache: Path) -> type[TokenModel]:

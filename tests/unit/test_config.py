@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from harness.api import HardwareLimits, HarnessError, OffloadPolicy, SuiteSpec
 from harness.suite.config import load_suite, parse_duration, parse_size
 
-ENGINES = ("fake", "accelerate", "offload", "transformers")
 HEAD = "name: s\nmodel: {id: m}\nworkload: {}\n"
 CELL = HEAD + "engine: fake\n"
 
@@ -34,7 +33,7 @@ def load(tmp_path):
         path = tmp_path / "x.yaml"
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         try:
-            return load_suite(path, overrides, ENGINES)
+            return load_suite(path, overrides)
         except HarnessError as exc:
             raise HarnessError(str(exc).replace(f"{tmp_path}/", "")) from None
 

@@ -105,8 +105,7 @@ def _end_with(parent: int, longest_s: float) -> None:
     """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9, and to end it after
     `longest_s` seconds: nothing else ends a container whose harness was killed."""
     signal.alarm(math.ceil(longest_s))
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # the harness died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -393,6 +393,10 @@ class TestMistakes:
         positions = {line.split(": ")[0] for line in text.splitlines()}
         assert positions == {"x.yaml:6:13", "x.yaml:7:10", "x.yaml:7:21", "x.yaml:8:12"}
 
+    def test_contradictions_in_one_cell_come_together(self, error):
+        image, latency = error(CELL + "image: mine\nlatency: 3s").splitlines()[::-1]
+        assert image.startswith("x.yaml:5:8: image goes with") and latency.startswith("x.yaml:6:10: latency goes with")
+
     def test_endless_problems_are_cut(self, error):
         lines = error(CELL + "matrix: " + json.dumps({"seed": [-n for n in range(1, 1000)]})).splitlines()
         assert len(lines) == 21

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.errors import EXIT_INFEASIBLE
+from harness.cli.errors import EXIT_INFEASIBLE, say
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import print_rows
 
@@ -68,7 +68,7 @@ def plan(run: Path | None, as_json: bool, **options: Any) -> None:
     except InfeasibleError as exc:
         if as_json:
             click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
-        click.echo(f"harness: {exc}", err=True)
+        say(f"harness: {exc}", err=True)
         sys.exit(EXIT_INFEASIBLE)
     if as_json:
         click.echo(json.dumps(made))

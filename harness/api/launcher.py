@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from harness.api.common import Refusal, Status
 from harness.api.engine import LoadReport, Score, TraceEvent
@@ -29,7 +29,6 @@ class RunCell:
     `launched`: when the worker was started, in seconds of the epoch. `questions`: the file that `AskTask` wrote.
     """
 
-    kind: ClassVar[str] = "run"
     spec: RunSpec
     model: LocalModel
     cache: Path
@@ -42,7 +41,6 @@ class MeasureIdle:
     """Load and close the engine on a negligible model, or on none. Gives bytes that its process then holds: anonymous
     and shared memory, no files."""
 
-    kind: ClassVar[str] = "idle"
     spec: RunSpec
     model: LocalModel | None
     cache: Path
@@ -52,7 +50,6 @@ class MeasureIdle:
 class PrepareModel:
     """Download, make or convert the model that an engine reads. Gives a `LocalModel`."""
 
-    kind: ClassVar[str] = "prepare"
     engine: str
     model: ModelSpec
     cache: Path
@@ -63,7 +60,6 @@ class MeasureMachine:
     """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n), on `threads` of the CPU, or with `gpu`
     on the device. Gives `MachineRates`."""
 
-    kind: ClassVar[str] = "machine"
     folder: Path
     gemm_shape: tuple[int, int]
     dtypes: tuple[str, ...]
@@ -75,7 +71,6 @@ class MeasureMachine:
 class CalibrateHost:
     """Write a quick hardware profile of this host into the cache. Gives nothing."""
 
-    kind: ClassVar[str] = "calibrate"
     cache: Path
 
 
@@ -86,7 +81,6 @@ class AskTask:
     `data`: the folder of the task's data; None for the Hugging Face hub.
     """
 
-    kind: ClassVar[str] = "ask"
     spec: RunSpec
     model: LocalModel
     cache: Path
@@ -106,7 +100,6 @@ class TaskAnswers:
 class JudgeTask:
     """Say what answers to the questions of `asked` are worth. Gives an `Accuracy`."""
 
-    kind: ClassVar[str] = "judge"
     asked: AskTask
     answers: TaskAnswers
 

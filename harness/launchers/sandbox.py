@@ -45,19 +45,19 @@ def opened(request: WorkerRequest, parent: int) -> Iterator[int]:
     `parent`: the process whose death ends the worker, as the worker numbers it. Raises HarnessError for what cannot be
     written.
     """
-    folder, log = request.exchange.folder, request.exchange.log
+    folder, log, kind = request.exchange.folder, request.exchange.log, type(request.work).__name__
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
         message = {
-            "kind": request.work.kind,
+            "kind": kind,
             "work": to_json(request.work),
             "parent": parent,
             "longest_s": request.timeout_s + _GRACE_S,
         }
         (folder / REQUEST).write_text(json.dumps(message))
         with log.open("ab") as sink:
-            sink.write(f"=== {request.work.kind} {provenance.now()}\n".encode())
+            sink.write(f"=== {kind} {provenance.now()}\n".encode())
             start = sink.tell()
         yield start
     except OSError as exc:

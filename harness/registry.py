@@ -8,162 +8,17 @@ import importlib
 import importlib.resources
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec
-from harness.api.services import (
-    Calibrator,
-    Forecaster,
-    LmEval,
-    LongestSequence,
-    MachineRatesProbe,
-    ModelShapes,
-    ModelStore,
-    OnProgress,
-    Planner,
-    PublishedFigures,
-    RequestLengths,
-    Simulator,
-    TaskCatalogue,
-)
+from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec, services
 from harness.api.task import Task, Text
+from harness.builtin import ENGINES, LAUNCHERS, EngineEntry
 from harness.common import plugins
 from harness.common.plugins import Plugin, resolve
 from harness.common.words import nearest
 
 Kind = Literal["engine", "launcher", "task"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where something lives (`module:Class`), the importable modules it needs, and the extra that installs them."""
-
-    target: str
-    requires: tuple[str, ...] = ()
-    extra: str = ""
-
-    def missing(self) -> list[str]:
-        """Required modules that this interpreter does not have."""
-        return [m for m in self.requires if importlib.util.find_spec(m) is None]
-
-    @property
-    def remedy(self) -> str:
-        """What installs the missing modules."""
-        if self.extra:
-            return f"pip install 'offload-harness[{self.extra}]' -c constraints.txt"
-        return "use --launcher venv or docker"
-
-    def require(self, who: str) -> None:
-        """Raises HarnessError saying that `who` needs modules that are missing."""
-        if missing := self.missing():
-            raise HarnessError(f"{who} needs {', '.join(missing)}: {self.remedy}")
-
-
-@dataclass(frozen=True)
-class EngineEntry(Entry):
-    """An engine's entry."""
-
-    summary: str = ""
-    builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
-    builtin_text: str = ""  # "module:NAME" of the tokenizer of the built-in model
-    longest: str = ""  # "module:function" that plans its longest sequence without loading it
-    predicted: bool = False  # whether there is a performance model of it on a machine without a device
-    environment: str = ""  # name of its list of pins and of its image, for an environment of its own
-    needs: str = ""  # what it needs beside packages, in words
-    plugin: Plugin | None = None  # where it comes from, for an engine of another distribution
-
-
-#: Built-in engines; `engines` adds those of plug-ins.
-ENGINES: Mapping[str, EngineEntry] = {
-    "fake": EngineEntry(
-        "engines.adapters.fake:FakeEngine",
-        summary="deterministic tokens in virtual time; drives the harness's tests",
-        builtin_model="engines.adapters.fake:MODEL",
-        builtin_text="engines.adapters.fake:FakeText",
-        longest="engines.adapters.fake:longest_sequence",
-        environment="harness",
-    ),
-    "transformers": EngineEntry(
-        "engines.adapters.transformers:TransformersEngine",
-        ("torch", "transformers", "safetensors"),
-        "transformers",
-        summary="Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
-        environment="accelerate",
-    ),
-    "accelerate": EngineEntry(
-        "engines.adapters.accelerate:AccelerateEngine",
-        ("torch", "transformers", "safetensors", "accelerate"),
-        "accelerate",
-        summary="Hugging Face Accelerate: weights on a device, in RAM and on disk",
-        environment="accelerate",
-    ),
-    "deepspeed_zero": EngineEntry(
-        "engines.adapters.deepspeed_zero:DeepSpeedZeroEngine",
-        ("torch", "transformers", "safetensors", "deepspeed"),
-        summary="DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in RAM or on disk",
-        environment="deepspeed",
-        needs="libaio and a C++ compiler for parameters on disk",
-    ),
-    "flexgen_ref": EngineEntry(
-        "engines.adapters.flexgen_ref:FlexGenEngine",
-        ("torch", "transformers", "flexgen"),
-        summary="FlexGen's own code (OPT only); without CUDA through a shim of ours",
-        environment="flexgen",
-    ),
-    "llama_cpp": EngineEntry(
-        "engines.adapters.llama_cpp:LlamaCppEngine",
-        ("xllamacpp", "gguf"),
-        summary="llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
-        environment="llamacpp",
-    ),
-    "airllm": EngineEntry(
-        "engines.adapters.airllm:AirLlmEngine",
-        ("torch", "transformers", "airllm"),
-        summary="AirLLM: one layer in memory at a time (LLaMA and its like)",
-        environment="airllm",
-    ),
-    "vllm": EngineEntry(
-        "engines.adapters.vllm:VllmEngine",
-        ("torch", "vllm"),
-        summary="vLLM with weights and KV cache offloaded to RAM",
-        environment="vllm",
-        needs="a CUDA device",
-    ),
-    "lm_eval_hf": EngineEntry(
-        "engines.adapters.lm_eval_hf:LmEvalHfEngine",
-        ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),
-        "eval",
-        summary="lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
-        environment="accelerate",
-    ),
-    "offload": EngineEntry(
-        "engines.offload.engine:OffloadEngine",
-        ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
-        "offload",
-        summary="our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
-        longest="engines.planning.longest:longest_sequence",
-        predicted=True,
-        environment="offload",
-    ),
-}
-
-#: Engines that are not built: what each is, and why not.
-NOT_BUILT = {
-    "petals": (
-        "collaborative inference over slow links",
-        "installs only beside old packages (transformers < 4.35, pydantic < 2); pipeline stages of ours over throttled "
-        "links are to represent it",
-    )
-}
-
-#: Built-in launchers; `launchers` adds those of plug-ins.
-LAUNCHERS: Mapping[str, Entry] = {
-    "process": Entry("harness.launchers.process:Processes"),
-    "venv": Entry("harness.launchers.venv:VirtualEnvironments"),
-    "docker": Entry("harness.launchers.docker:Containers", ("docker",), "docker"),
-}
 
 _WORKLOADS: Mapping[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
 
@@ -202,7 +57,7 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | N
     Raises InfeasibleError where not even a sequence of `shortest` tokens fits.
     """
     planned = engine_entry(spec.engine).longest
-    return cast(LongestSequence, resolve(planned))(spec, model, shortest) if planned else None
+    return cast(services.LongestSequence, resolve(planned))(spec, model, shortest) if planned else None
 
 
 @functools.cache
@@ -285,7 +140,7 @@ def workload(spec: WorkloadSpec) -> Workload:
     return cast(Workload, resolve(_WORKLOADS[spec.kind])(prompt_len=spec.prompt_len, gen_len=spec.gen_len, **trace))
 
 
-def lengths(spec: WorkloadSpec) -> RequestLengths:
+def lengths(spec: WorkloadSpec) -> services.RequestLengths:
     """Prompt and generated tokens of each request of a trace, empty for other workloads.
 
     Of a job without a number of requests those of the first thousand. Raises HarnessError for a file that is no trace.
@@ -307,14 +162,14 @@ def clash(kind: Kind, name: str) -> str:
 
 
 def prepare_model(
-    engine: str, model: ModelSpec, cache: Path, on_progress: OnProgress = lambda done, total: None
+    engine: str, model: ModelSpec, cache: Path, on_progress: services.OnProgress = lambda done, total: None
 ) -> LocalModel:
     """The engine's built-in model, or a checkpoint made ready on this machine. Raises HarnessError."""
     builtin = engine_entry(engine).builtin_model
     return cast(LocalModel, resolve(builtin)) if builtin else model_store().prepare(model, cache, on_progress)
 
 
-def identity(engine: str, model: LocalModel, cache: Path, on_progress: OnProgress) -> str:
+def identity(engine: str, model: LocalModel, cache: Path, on_progress: services.OnProgress) -> str:
     """A digest of all that decides a model's answers."""
     builtin = engine_entry(engine).builtin_model
     return model.digest if builtin else model_store().content_digest(model, cache, on_progress)
@@ -333,24 +188,24 @@ def _module(name: str) -> Callable[[], Any]:
     return functools.partial(importlib.import_module, name)
 
 
-model_store: Callable[[], ModelStore] = _module("engines.models.checkpoints")
-shapes: Callable[[], ModelShapes] = _module("engines.models.shapes")
-machine_rates: Callable[[], MachineRatesProbe] = _module("engines.common.machine_rates")
-planner: Callable[[], Planner] = _module("engines.planning.plan")
-simulator: Callable[[], Simulator] = _module("engines.planning.simulated")
-forecaster: Callable[[], Forecaster] = _module("engines.planning.forecast")
-published_figures: Callable[[], PublishedFigures] = _module("engines.planning.published")
-_tasks: Callable[[], TaskCatalogue] = _module("suites.tasks")
+model_store: Callable[[], services.ModelStore] = _module("engines.models.checkpoints")
+shapes: Callable[[], services.ModelShapes] = _module("engines.models.shapes")
+machine_rates: Callable[[], services.MachineRatesProbe] = _module("engines.common.machine_rates")
+planner: Callable[[], services.Planner] = _module("engines.planning.plan")
+simulator: Callable[[], services.Simulator] = _module("engines.planning.simulated")
+forecaster: Callable[[], services.Forecaster] = _module("engines.planning.forecast")
+published_figures: Callable[[], services.PublishedFigures] = _module("engines.planning.published")
+_tasks: Callable[[], services.TaskCatalogue] = _module("suites.tasks")
 
 
-def calibrator() -> Calibrator:
+def calibrator() -> services.Calibrator:
     """Raises HarnessError where a module that calibration needs is missing."""
     ENGINES["offload"].require("harness calibrate")
-    return cast(Calibrator, importlib.import_module("engines.offload.calibrate.host"))
+    return cast(services.Calibrator, importlib.import_module("engines.offload.calibrate.host"))
 
 
-def lm_eval() -> LmEval:
+def lm_eval() -> services.LmEval:
     """Raises HarnessError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
-    return cast(LmEval, importlib.import_module("suites.lm_eval_models"))
+    return cast(services.LmEval, importlib.import_module("suites.lm_eval_models"))

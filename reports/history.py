@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from harness.api import HarnessError, RunRecord, first_line, to_json
+from harness.common.files import os_errors
 from reports.environment import machine_of
 from reports.records import name_of, workload_of
 from reports.summary import throughput
@@ -134,10 +135,8 @@ def open_history(url: str, make: bool = False) -> History:
             )
         if not make and not path.exists():
             raise HarnessError(f"no history in {path}; `harness history add DIR` creates one, --db names another")
-        try:
+        with os_errors(f"cannot create {path.parent}", "choose another place with --db"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise HarnessError(f"cannot create {path.parent}: {exc.strerror}; choose another place with --db") from exc
     return History(url)
 
 

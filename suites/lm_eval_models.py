@@ -15,6 +15,7 @@ from lm_eval.api.registry import register_model
 from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.services import LmEvalModel, OpenModel
 from harness.api.task import Pair
+from harness.common.files import os_errors
 from suites.tasks import lm_eval_bridge
 from suites.tasks.lm_eval_bridge import TokenModel
 
@@ -45,10 +46,9 @@ def write_local(data: Path, into: Path) -> None:
     lm_eval_bridge.write_local(data, into)
 
 
-def register(names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
-    """Registers engines with lm-eval by name; the folder `cache` keeps their answers for the next run."""
-    for name in names:
-        register_model(name)(_model_class(loader_of(name), cache))
+def register(name: str, load: OpenModel, cache: Path) -> None:
+    """Registers an engine with lm-eval by its name; the folder `cache` keeps its answers for the next run."""
+    register_model(name)(_model_class(load, cache))
 
 
 def _model_class(load: OpenModel, cache: Path) -> type[TokenModel]:
@@ -144,12 +144,10 @@ class AnswerCache:
 
     def _add(self, keys: Sequence[str], answers: Sequence[Any]) -> None:
         lines = [json.dumps([key, answer]) for key, answer in zip(keys, answers, strict=True)]
-        try:
+        with os_errors(f"{self._path} cannot be written", "free space"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" + "\n".join(lines) + "\n")  # a killed run may have left an incomplete line
-        except OSError as exc:
-            raise HarnessError(f"{self._path} cannot be written: {exc.strerror or exc}; free space") from None
         self._answers |= dict(zip(keys, answers, strict=True))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.api import DiskFullError, HarnessError
+from harness.api import DiskFullError
+from harness.common.files import os_errors
 
 #: Key of config.json: the quantized type in which a converted file stored most weights; empty for a float type.
 QUANTIZED = "quantized_in_file"
@@ -24,11 +25,9 @@ def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], Non
     if folder.is_dir():
         return folder
     lock = folder.with_name(f"{folder.name}.lock")
-    try:
+    with os_errors(f"cannot write {folder.parent}", "choose another cache directory"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
-    except OSError as exc:
-        raise HarnessError(f"cannot write {folder.parent}: {exc.strerror}; choose another cache directory") from exc
     _remove_stale(folder.parent)
     with _locked(lock):
         for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # left by the previous lock holder, if it was killed

@@ -10,7 +10,7 @@ from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, ModelShape
-from harness.common.sizes import mean_cached_length
+from harness.api.machine import mean_cached_length
 
 #: Bytes of host memory that the operating system and idle processes take.
 SYSTEM_BYTES = 1.5e9

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from harness.api import ModelShape, OffloadPolicy
 from harness.api.machine import mean_cached_tokens
-from harness.common.sizes import value_bytes
 
 #: Of device, host and disk; they sum to 1.
 Fractions = tuple[float, float, float]
@@ -79,7 +78,7 @@ def by_whole_matrices(sublayer: Sublayer, fractions: Fractions) -> Fractions:
 def weight_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
     """Stored bytes of one sublayer's weights."""
     bits = policy.weight_bits if sublayer.quantized else 16
-    return sublayer.params * value_bytes(bits, policy.group_size, VALUE_BYTES)
+    return sublayer.params * policy.value_bytes(bits, VALUE_BYTES)
 
 
 def model_weight_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:
@@ -94,4 +93,4 @@ def kv_values(shape: ModelShape) -> int:
 
 def kv_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:
     """Stored bytes that a token adds to the KV cache of a layer."""
-    return kv_values(shape) * value_bytes(policy.kv_bits, policy.group_size, VALUE_BYTES)
+    return kv_values(shape) * policy.value_bytes(policy.kv_bits, VALUE_BYTES)

@@ -52,11 +52,7 @@ class Refusal(HarnessError):
     def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
         self.status = status
-
-    @property
-    def reason(self) -> str:
-        """The reason, in one line."""
-        return str(self)
+        self.reason = reason
 
 
 class InfeasibleError(HarnessError):

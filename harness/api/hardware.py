@@ -1,6 +1,7 @@
 """A machine as plans see it: capacities, and rates as curves or numbers, each with its source."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -122,15 +123,16 @@ class HardwareProfile:
             raise HarnessError(f"hardware {self.name}: devices is {self.devices}; it must be 0 or more")
         if (self.device is None) != (self.devices == 0) or (self.device is None) != (self.link is None):
             raise HarnessError(f"hardware {self.name}: device, link and devices come together, or not at all")
-        for name in ("device", "host"):
-            processor = getattr(self, name)
-            names = ("flops", "prompts", "cached", "attention", "by_threads", "probed")
-            for curve in () if processor is None else (getattr(processor, kind) for kind in names):
-                if unknown := next((key for key in curve if not (key.isdecimal() and 0 < int(key) < 1 << 31)), None):
+        for name, part in {"device": self.device, "host": self.host}.items():
+            if part is None:
+                continue
+            curves = (part.flops, part.prompts, part.cached, part.attention, part.by_threads, part.probed)
+            for key in itertools.chain(*curves):
+                if not (key.isdecimal() and 0 < int(key) < 1 << 31):
                     raise HarnessError(
-                        f"hardware {self.name}: {name} has a rate at {unknown!r}; it must be a positive whole number"
+                        f"hardware {self.name}: {name} has a rate at {key!r}; it must be a positive whole number"
                     )
-            if processor is not None and not processor.flops:
+            if not part.flops:
                 raise HarnessError(f"hardware {self.name}: {name}.flops is empty; give FLOP/s by rows")
 
 

@@ -1,9 +1,9 @@
 """How a launch is isolated: the work a worker process is given, what it gives back, and the launchers that run it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from harness.api.common import Refusal, Status
 from harness.api.engine import LoadReport, Score, TraceEvent
@@ -11,11 +11,8 @@ from harness.api.machine import LocalModel
 from harness.api.record import Accuracy, Measurement, MemoryLimit, RequestTrace
 from harness.api.spec import ModelSpec, RunSpec
 
-
-class EventSink(Protocol):
-    """Receives progress: phase is startup, load, warmup or generate; tokens done and expected so far."""
-
-    def __call__(self, phase: str, done: int, total: int) -> None: ...
+#: Receives progress: the phase (startup, load, warmup or generate), and the tokens done and expected so far.
+EventSink = Callable[[str, int, int], None]
 
 
 def ignore_events(phase: str, done: int, total: int) -> None:
@@ -32,7 +29,6 @@ class RunCell:
     `launched`: when the worker was started, in seconds of the epoch. `questions`: the file that `AskTask` wrote.
     """
 
-    kind: ClassVar[str] = "run"
     spec: RunSpec
     model: LocalModel
     cache: Path
@@ -45,7 +41,6 @@ class MeasureIdle:
     """Load and close the engine on a negligible model, or on none. Gives bytes that its process then holds: anonymous
     and shared memory, no files."""
 
-    kind: ClassVar[str] = "idle"
     spec: RunSpec
     model: LocalModel | None
     cache: Path
@@ -55,7 +50,6 @@ class MeasureIdle:
 class PrepareModel:
     """Download, make or convert the model that an engine reads. Gives a `LocalModel`."""
 
-    kind: ClassVar[str] = "prepare"
     engine: str
     model: ModelSpec
     cache: Path
@@ -63,15 +57,11 @@ class PrepareModel:
 
 @dataclass(frozen=True)
 class MeasureMachine:
-    """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n). Gives `MachineRates`.
+    """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n), on `threads` of the CPU, or with `gpu`
+    on the device. Gives `MachineRates`."""
 
-    `rows` and `dtypes` of the products; on `threads` of the CPU, or on the device with `gpu`.
-    """
-
-    kind: ClassVar[str] = "machine"
     folder: Path
     gemm_shape: tuple[int, int]
-    rows: tuple[int, ...]
     dtypes: tuple[str, ...]
     threads: int | None = None
     gpu: bool = False
@@ -81,7 +71,6 @@ class MeasureMachine:
 class CalibrateHost:
     """Write a quick hardware profile of this host into the cache. Gives nothing."""
 
-    kind: ClassVar[str] = "calibrate"
     cache: Path
 
 
@@ -92,7 +81,6 @@ class AskTask:
     `data`: the folder of the task's data; None for the Hugging Face hub.
     """
 
-    kind: ClassVar[str] = "ask"
     spec: RunSpec
     model: LocalModel
     cache: Path
@@ -112,7 +100,6 @@ class TaskAnswers:
 class JudgeTask:
     """Say what answers to the questions of `asked` are worth. Gives an `Accuracy`."""
 
-    kind: ClassVar[str] = "judge"
     asked: AskTask
     answers: TaskAnswers
 

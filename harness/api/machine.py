@@ -1,6 +1,6 @@
 """Models and machines as sizes and measured rates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.api.common import Dtype, HarnessError
@@ -9,6 +9,12 @@ from harness.api.common import Dtype, HarnessError
 def mean_cached_tokens(prompt: float, generated: float) -> float:
     """The mean number of a request's tokens in the KV cache while it generates: its prompt and half of its output."""
     return prompt + generated / 2
+
+
+def mean_cached_length(lengths: Iterable[tuple[int, int]]) -> int:
+    """The mean number of cached tokens over requests of (prompt, generated) tokens."""
+    means = [int(mean_cached_tokens(prompt, generated)) for prompt, generated in lengths]
+    return sum(means) // len(means)
 
 
 @dataclass(frozen=True)

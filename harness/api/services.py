@@ -155,5 +155,6 @@ class LmEval(Protocol):
     def write_local(self, data: Path, into: Path) -> None:
         """Writes task files that read the folder `data`."""
 
-    def register(self, names: Sequence[str], loader_of: Callable[[str], OpenModel], cache: Path) -> None:
-        """Makes engines known by their names; answers are kept in the folder `cache`."""
+    def register(self, name: str, load: OpenModel, cache: Path) -> None:
+        """Makes an engine known by its name; its answers are kept in the folder `cache`."""
+        ...

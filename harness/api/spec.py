@@ -104,6 +104,13 @@ class OffloadPolicy:
         """Sequences that share one pass over the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
 
+    def value_bytes(self, bits: Bits, plain_bytes: float) -> float:
+        """Bytes of a value stored in `bits`, with its share of its group's scale and minimum, each in float16.
+
+        `plain_bytes`: those of a value that is not quantized.
+        """
+        return plain_bytes if bits == 16 else bits / 8 + 4 / self.group_size
+
     def validate(self) -> None:
         """Raises HarnessError naming the first field that is out of range."""
         for name in ("gpu_batch_size", "num_gpu_batches", "group_size", "nano_batches"):

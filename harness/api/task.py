@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from harness.api.engine import GenerationRequest, Score
+from harness.api.machine import mean_cached_length
 
 #: Progress: called with the number of examples that are ready, and of all.
 Report = Callable[[int, int], None]
@@ -76,7 +77,7 @@ class Questions:
     @property
     def mean_sequence(self) -> int:
         """Mean number of a sequence's cached tokens over its life."""
-        return sum(prompt + generated // 2 for prompt, generated in self.lengths) // len(self.lengths)
+        return mean_cached_length(self.lengths)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """The output of a batch job: one line per input line, kept whole across interruptions, of one model only."""
 
-import fcntl
 import json
 import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from harness.api import HarnessError
+from harness.common.files import locked, os_errors
 from harness.common.line_file import LineFile
 
 #: The first bytes of every line that a batch job writes.
@@ -57,10 +57,8 @@ class AnswerFile:
         """Appends an answer to the input line with this digest, and syncs it."""
         self._refuse_if_moved()
         row = {**row, "line_digest": digest, "model_digest": self._model}
-        try:
+        with self._write_errors():
             self._file.append(_encoded(row))
-        except OSError as exc:
-            raise self._failed(exc) from exc
 
     def remove(self, lines: Collection[int]) -> None:
         """Removes the answers of `lines`, all at once or not at all."""
@@ -69,21 +67,20 @@ class AnswerFile:
         self._refuse_if_moved()
         path = self._file.path
         temporary = path.with_name(f".{path.name}.new-{os.getpid()}")
-        try:
-            with path.open("rb") as old, temporary.open("wb") as new:
-                new.writelines(line for line in old if json.loads(line)["line"] not in lines)
-                new.flush()
-                os.fsync(new.fileno())
-            self._lock_file(temporary)
-            temporary.replace(path)
-        except OSError as exc:
-            with suppress(OSError):
+        with self._write_errors():
+            try:
+                with path.open("rb") as old, temporary.open("wb") as new:
+                    new.writelines(line for line in old if json.loads(line)["line"] not in lines)
+                    new.flush()
+                    os.fsync(new.fileno())
+                self._lock_file(temporary)
+                temporary.replace(path)
+            finally:
                 temporary.unlink(missing_ok=True)
-            raise self._failed(exc) from exc
         self.answered = {number: answer for number, answer in self.answered.items() if number not in lines}
 
     def _open(self, path: Path) -> None:
-        try:
+        with os_errors(f"cannot write {path}", "choose another --output"):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and (not path.is_file() or _is_stdout(path)):
                 raise HarnessError(f"{path} is not a regular file; choose another --output")
@@ -93,19 +90,11 @@ class AnswerFile:
                 self._lock_file(path)
             self.answered = _answered(path, self._model)
             self._file.mend()
-        except OSError as exc:
-            raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another --output") from exc
 
     def _lock_file(self, path: Path) -> None:
         """Locks the file at `path` and releases the one locked before."""
-        lock = path.open("ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise HarnessError(f"{path} is being written by another harness; wait for it") from None
-        if self._lock is not None:
-            self._lock.close()
+        lock = locked(path, f"{path} is being written by another harness; wait for it")
+        self.close()
         self._lock = lock
 
     def _refuse_if_moved(self) -> None:
@@ -115,11 +104,9 @@ class AnswerFile:
         if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
             raise HarnessError(f"{path} was moved or removed while the job was running; the job ends here")
 
-    def _failed(self, exc: OSError) -> HarnessError:
-        return HarnessError(
-            f"cannot write {self._file.path}: {exc.strerror or exc}; "
-            f"free space, then run the same command again{' without --fresh' if self._fresh else ''} to resume"
-        )
+    def _write_errors(self) -> AbstractContextManager[None]:
+        again = f"run the same command again{' without --fresh' if self._fresh else ''} to resume"
+        return os_errors(f"cannot write {self._file.path}", f"free space, then {again}")
 
 
 def _answered(path: Path, model: str) -> dict[int, Answered]:
@@ -130,21 +117,18 @@ def _answered(path: Path, model: str) -> dict[int, Answered]:
     answers: dict[int, Answered] = {}
     if not path.exists():
         return answers
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n") and line.startswith(_BEGINNING[: len(line)]):
-                    break
-                try:
-                    row = json.loads(line)
-                    answers[int(row["line"])] = Answered(row["line_digest"], row["error"] is not None)
-                    digest = row["model_digest"]
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    raise HarnessError(f"{path}:{number} is not an answer of a batch job; {_ADVICE}") from None
-                if digest != model:
-                    raise HarnessError(f"{path} holds answers of another model; {_ADVICE}")
-    except OSError as exc:
-        raise HarnessError(f"cannot read {path}: {exc.strerror or exc}; choose another --output") from exc
+    with os_errors(f"cannot read {path}", "choose another --output"), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n") and line.startswith(_BEGINNING[: len(line)]):
+                break
+            try:
+                row = json.loads(line)
+                answers[int(row["line"])] = Answered(row["line_digest"], row["error"] is not None)
+                digest = row["model_digest"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise HarnessError(f"{path}:{number} is not an answer of a batch job; {_ADVICE}") from None
+            if digest != model:
+                raise HarnessError(f"{path} holds answers of another model; {_ADVICE}")
     return answers
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from harness import registry
 from harness.api import Engine, GenerationResult, HarnessError, InfeasibleError, LocalModel, RunSpec, SamplingParams
-from harness.api.machine import mean_cached_tokens
-from harness.api.task import Text
+from harness.api.task import Questions, Text
 from harness.batch.answer_file import AnswerFile
 from harness.batch.format import answer, refusal
 from harness.batch.input import Lines, Ready, Refused, read
-from harness.batch.job import BatchJob, Progress, advancing, job_cell, loaded_engine
+from harness.batch.job import BatchJob, Progress, job_cell, loaded_engine
 from harness.common.classify import classify
 
 #: Refused lines that are reported one by one.
@@ -30,8 +30,8 @@ def run(job: BatchJob, progress: Progress) -> Lines:
     if job.source.resolve() == job.output.resolve():
         raise HarnessError(f"{job.source} cannot be both --input and --output")
     cell = job_cell(job.model, job.engine, job.memory, job.overrides, progress.note)
-    model = registry.prepare_model(cell.engine, cell.model, job.cache, advancing(progress, "preparing"))
-    identity = registry.identity(cell.engine, model, job.cache, advancing(progress, "reading the model"))
+    model = registry.prepare_model(cell.engine, cell.model, job.cache, partial(progress.advance, "preparing"))
+    identity = registry.identity(cell.engine, model, job.cache, partial(progress.advance, "reading the model"))
     text = registry.text(cell.engine, model)
     if problem := text.problem():
         progress.note(problem)
@@ -97,11 +97,9 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
     def load(longest: int) -> Engine:
         opened.close()  # two engines at once would need memory for both
         fitting = Lines([item for item in lines.ready if item.tokens <= longest])
-        cached = int(mean_cached_tokens(fitting.prompt_tokens, fitting.new_tokens))
-        mean = max(1, cached // len(fitting.requests))
         progress.note(f"loading {cell.model.id} in {cell.engine} for sequences of up to {longest} tokens")
-        shown = advancing(progress, "loading")
-        loading = loaded_engine(_sized(cell, fitting), model, cache, longest, mean, progress.note, shown)
+        questions, shown = Questions(prompts=tuple(fitting.requests)), partial(progress.advance, "loading")
+        loading = loaded_engine(_sized(cell, fitting), model, cache, questions, progress.note, shown)
         return opened.enter_context(loading)
 
     lengths = sorted({item.tokens for item in lines.ready})

@@ -11,6 +11,7 @@ from harness.api.task import Text
 from harness.batch.answer_file import Answered
 from harness.batch.format import BatchLine, LineError, parse_line
 from harness.batch.job import BatchJob, Progress
+from harness.common.files import os_errors
 
 #: Between the seeds of a request's samples, so that they lie far apart: 2^64 divided by the golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -109,16 +110,13 @@ def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, An
 
 def _raw_lines(source: Path) -> Iterator[tuple[int, bytes, int, int]]:
     """Number, content, end position and file size for every line that is not blank."""
-    try:
-        with source.open("rb") as file:
-            size, position = source.stat().st_size, 0
-            for number, raw in enumerate(file, 1):
-                position += len(raw)
-                content = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
-                if content:
-                    yield number, content, position, size
-    except OSError as exc:
-        raise HarnessError(f"{source} cannot be read: {exc.strerror or exc}") from exc
+    with os_errors(f"{source} cannot be read"), source.open("rb") as file:
+        size, position = source.stat().st_size, 0
+        for number, raw in enumerate(file, 1):
+            position += len(raw)
+            content = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
+            if content:
+                yield number, content, position, size
 
 
 def _parsed(job: BatchJob, number: int, raw: bytes, digest: str, ids: dict[str, int]) -> BatchLine | Refused:

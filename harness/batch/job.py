@@ -9,6 +9,8 @@ from typing import Protocol
 
 from harness import registry
 from harness.api import Engine, HarnessError, Job, LocalModel, RunSpec
+from harness.api.task import Questions
+from harness.common.files import os_errors
 from harness.common.host_memory import free_memory
 from harness.suite.config import load_cell
 
@@ -22,11 +24,6 @@ class Progress(Protocol):
 
     def note(self, text: str) -> None: ...
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None: ...
-
-
-def advancing(progress: Progress, phase: str) -> Callable[[int, int], None]:
-    """Shows units of work that are done, and how many there are in all, as one phase of `progress`."""
-    return lambda done, total: progress.advance(phase, done, total)
 
 
 @dataclass(frozen=True)
@@ -84,22 +81,20 @@ def job_cell(
 
 @contextmanager
 def loaded_engine(
-    cell: RunSpec, model: LocalModel, cache: Path, longest: int, mean: int, note: Callable[[str], None],
+    cell: RunSpec, model: LocalModel, cache: Path, questions: Questions, note: Callable[[str], None],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Engine]:  # fmt: skip
-    """A cell's engine, loaded for sequences of at most `longest` and on average `mean` tokens.
+    """A cell's engine, loaded for sequences as long as those of `questions`.
 
     `note` takes what the engine says of the load. In the end the engine is closed, and its scratch folder under `cache`
     removed. Raises InfeasibleError where the engine refuses the limits, HarnessError where the cache cannot be written,
     and whatever else an engine raises.
     """
-    try:
+    with os_errors(f"cannot write {cache}", "choose another --cache-dir"):
         cache.mkdir(parents=True, exist_ok=True)
         scratch = TemporaryDirectory(prefix="harness-job-", dir=cache)
-    except OSError as exc:
-        raise HarnessError(f"cannot write {cache}: {exc.strerror or exc}; choose another --cache-dir") from exc
     with scratch, closing(registry.make_engine(cell.engine, dict(cell.options))) as engine:
-        job = Job(Path(scratch.name), cache, longest, mean, on_progress)
+        job = Job(Path(scratch.name), cache, questions.max_sequence, max(1, questions.mean_sequence), on_progress)
         for text in engine.load(model, cell.policy, cell.limits, job).notes:
             note(text)
         yield engine

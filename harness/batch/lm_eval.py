@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from harness import registry
 from harness.api import Engine, GenerationRequest, HarnessError, Score, to_json
 from harness.api.task import Pair, Questions
-from harness.batch.job import Progress, advancing, job_cell, loaded_engine
+from harness.batch.job import Progress, job_cell, loaded_engine
 
 #: Keys of `--model_args` that are not settings of the engine.
 _MODEL, _MEMORY = "pretrained", "memory"
@@ -32,8 +33,8 @@ class EngineModel:
             raise HarnessError(f"--model_args: name the model, such as {_MODEL}=./opt-6.7b,{_MEMORY}=4GiB")
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in (_MODEL, _MEMORY)]
         self._cell = job_cell(str(settings[_MODEL]), engine, settings.get(_MEMORY), overrides, progress.note)
-        self._model = registry.prepare_model(engine, self._cell.model, cache, advancing(progress, "preparing"))
-        identity = registry.identity(engine, self._model, cache, advancing(progress, "reading the model"))
+        self._model = registry.prepare_model(engine, self._cell.model, cache, partial(progress.advance, "preparing"))
+        identity = registry.identity(engine, self._model, cache, partial(progress.advance, "reading the model"))
         self.tokens = registry.text(engine, self._model)
         self.context = self._model.shape.max_context
         versions = {name: metadata.version(name) for name in ("torch", "transformers", "offload-harness")}
@@ -65,7 +66,6 @@ class EngineModel:
         if self._engine is None or questions.max_sequence > self._longest:
             self.close()
             self._longest = questions.max_sequence
-            mean = max(1, questions.mean_sequence)
-            loading = loaded_engine(self._cell, self._model, self._cache, self._longest, mean, self._note)
+            loading = loaded_engine(self._cell, self._model, self._cache, questions, self._note)
             self._engine = self._opened.enter_context(loading)
         return self._engine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.errors import interrupt
+from harness.cli.errors import interrupt, say
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import print_rows
 
@@ -29,7 +29,7 @@ def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path) -> None
     from harness.api import to_json
     from harness.hardware import calibration
 
-    profile, path = calibration.calibrate(out, quick, cache, lambda what: click.echo(f"measuring {what}", err=True))
+    profile, path = calibration.calibrate(out, quick, cache, lambda what: say(f"measuring {what}", err=True))
     if as_json:
         click.echo(json.dumps(to_json(profile)))
     else:
@@ -41,6 +41,6 @@ def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path) -> None
             ]
         )  # fmt: skip
         if noisy := [rate.name for rate in calibration.rates(profile) if rate.noisy]:
-            click.echo(f"\nnoisy: {', '.join(noisy)} varied by more than {calibration.NOISE:g} times; measure again "
-                       "with nothing else running", err=True)  # fmt: skip
-    click.echo(f"profile: {path}", err=True)
+            varied = f"{', '.join(noisy)} varied by more than {calibration.NOISE:g} times"
+            say(f"\nnoisy: {varied}; measure again with nothing else running", err=True)
+    say(f"profile: {path}", err=True)

@@ -1,7 +1,9 @@
 """`harness check-model`: the performance model against published figures."""
 
 import json
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import click
 
@@ -18,9 +20,9 @@ def check_model(as_json: bool) -> None:
     Example:
       harness check-model
     """
-    from harness.planning.check_model import errors_by_group, published_cells
+    from harness import hardware, registry
 
-    cells = published_cells()
+    cells = registry.published_figures().table({name: hardware.load(name) for name in hardware.names()})
     if as_json:
         click.echo(json.dumps(cells))
         return
@@ -29,7 +31,7 @@ def check_model(as_json: bool) -> None:
     print_rows(
         [
             {
-                "hardware": hardware,
+                "hardware": machine,
                 "engine": engine,
                 "cells not fitted": len(unseen),
                 "median error": f"{median(unseen):.1%}",
@@ -38,9 +40,22 @@ def check_model(as_json: bool) -> None:
                 "their median": f"{median(fitted):.1%}" if fitted else "",
                 "their largest": f"{max(fitted):.1%}" if fitted else "",
             }
-            for (hardware, engine), (unseen, fitted) in errors_by_group(cells).items()
+            for (machine, engine), (unseen, fitted) in _errors(cells).items()
         ]
     )
+
+
+def _errors(cells: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+    """Absolute errors by hardware and engine: of cells that no constant was fitted on, and of those that one was.
+
+    Repeated cells, and those without a prediction, do not count.
+    """
+    groups: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    for cell in cells:
+        unseen, fitted = groups.setdefault((cell["hardware"], cell["engine"]), ([], []))
+        if cell["error"] is not None and not cell["repeated"]:
+            (fitted if cell["fitted"] else unseen).append(abs(cell["error"]))
+    return groups
 
 
 def _signed(error: float | None) -> str:

@@ -70,7 +70,7 @@ def compare(dirs: tuple[Path, ...], form: str, out: Path | None, against: str | 
     else:
         write(out, text)
         for comparison in comparisons:
-            click.echo(comparison.summary, err=True)
+            say(comparison.summary, err=True)
     verdicts = {cell.verdict for comparison in comparisons for cell in comparison.cells}
     if "regression" in verdicts:
         sys.exit(EXIT_FAILED)

@@ -13,6 +13,7 @@ from harness.cli.errors import EXIT_FAILED
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import Row, print_rows
 from harness.common.compiler import compiler_command
+from harness.common.files import nearest_existing
 
 
 @click.command()
@@ -66,11 +67,10 @@ def _tools() -> Iterator[Row]:
 
 
 def _cache(cache: Path) -> Iterator[Row]:
-    existing = next((p for p in (cache, *cache.resolve().parents) if p.exists()), None)
-    if existing is not None:
-        writable = existing.is_dir() and os.access(existing, os.W_OK)
-        free = f"{cache}: {shutil.disk_usage(existing).free / 2**30:.0f} GiB free"
-        yield _check("cache", writable, free if writable else f"{free}, not writable", otherwise="problem")
+    existing = nearest_existing(cache)
+    writable = existing.is_dir() and os.access(existing, os.W_OK)
+    free = f"{cache}: {shutil.disk_usage(existing).free / 2**30:.0f} GiB free"
+    yield _check("cache", writable, free if writable else f"{free}, not writable", otherwise="problem")
 
 
 def _engines() -> Iterator[Row]:

@@ -47,11 +47,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def say(text: str, err: bool = False) -> None:
-    """Prints what a command has to say; a closed pipe does not change its exit code."""
+    """Prints what a command has to say; a closed pipe or a full log does not change its exit code."""
     try:
         click.echo(text, err=err)
     except BrokenPipeError:
-        drop_stdout()
+        if not err:
+            drop_stdout()
     except OSError:
         if not err:
             raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from harness.cli.errors import say
 from harness.cli.options import json_option
 
 if TYPE_CHECKING:
@@ -125,5 +126,5 @@ def _open(url: str, make: bool = False) -> History:
 def _series(db: str, cell: str, suite: str) -> list[Series]:
     series = _open(db).series(cell=cell, suite=suite)
     if not series:
-        click.echo("nothing is recorded of these cells", err=True)
+        say("nothing is recorded of these cells", err=True)
     return series

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from harness.cli.errors import say
 from harness.cli.options import json_option
 from harness.cli.tables import print_rows
 
@@ -38,7 +39,7 @@ def build(names: tuple[str, ...], arguments: tuple[str, ...], wheels: Path | Non
     known = registry.environments()
     if unknown := [name for name in names if name not in known]:
         raise click.UsageError(f"unknown environment {unknown[0]!r}; {nearest(unknown[0], known)}")
-    tell = partial(click.echo, err=True)
+    tell = partial(say, err=True)
     for built in each(lambda name: (name, store.build(name, arguments, wheels, host_network, tell)), names):
         click.echo("  ".join(built))
 

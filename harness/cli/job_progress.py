@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from harness.cli.errors import say
+
 _EVERY_S = 10.0
 
 
@@ -39,9 +41,7 @@ class LineProgress:
         self._began = self._printed = 0.0
 
     def note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full or closed log must not end the job
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+        say(text, err=True)
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
         now = time.monotonic()

@@ -1,21 +1,17 @@
 """`harness lm-eval`: lm-eval's own command line, with our engines among its models and a folder for its data."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from harness.cli.errors import say
 from harness.cli.options import cache_option
-
-if TYPE_CHECKING:
-    from harness.batch.lm_eval import EngineModel
 
 
 @click.command("lm-eval", context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -31,9 +27,10 @@ def lm_eval(data_dir: Path | None, cache: Path, arguments: tuple[str, ...]) -> N
     """
     from harness import registry
     from harness.api import HarnessError
+    from harness.batch.lm_eval import EngineModel
+    from harness.cli.job_progress import make_job_progress
 
     command = registry.lm_eval()
-    engines = [name for name, entry in registry.engines().items() if not (entry.missing() or entry.builtin_model)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         words = list(arguments)
         if words and data_dir is not None:
@@ -42,16 +39,12 @@ def lm_eval(data_dir: Path | None, cache: Path, arguments: tuple[str, ...]) -> N
             command.write_local(data_dir, Path(folder))
             words += ["--include_path", folder]
 
-        def opening(engine: str) -> Callable[[Mapping[str, Any]], EngineModel]:
-            return lambda settings: opened.enter_context(closing(_open(engine, settings, cache)))
+        def load(engine: str, settings: Mapping[str, Any]) -> EngineModel:
+            with make_job_progress() as progress:
+                model = EngineModel(engine, settings, cache, progress, partial(say, err=True))
+            return opened.enter_context(closing(model))
 
-        command.register(engines, opening, cache / "scores")
+        for name, entry in registry.engines().items():
+            if not (entry.missing() or entry.builtin_model):
+                command.register(name, partial(load, name), cache / "scores")
         sys.exit(int(command.run(words)))
-
-
-def _open(engine: str, settings: Mapping[str, Any], cache: Path) -> EngineModel:
-    from harness.batch.lm_eval import EngineModel
-    from harness.cli.job_progress import make_job_progress
-
-    with make_job_progress() as progress:
-        return EngineModel(engine, settings, cache, progress, lambda text: say(text, err=True))

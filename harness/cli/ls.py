@@ -11,7 +11,7 @@ from harness.cli.options import cache_option, json_option
 from harness.cli.tables import Row, print_rows
 
 if TYPE_CHECKING:
-    from harness.registry import EngineEntry
+    from harness.builtin import EngineEntry
 
 
 @click.command()
@@ -33,6 +33,7 @@ def ls(what: str, as_json: bool, cache: Path) -> None:
 def _engines(cache: Path) -> list[Row]:
     """Every engine, and whether it can run in this interpreter, in its own environment and in a container."""
     from harness import registry
+    from harness.builtin import NOT_BUILT
     from harness.launchers.venv import VirtualEnvironments
 
     venvs, images = VirtualEnvironments(cache), _images()
@@ -52,8 +53,7 @@ def _engines(cache: Path) -> list[Row]:
         )
     absent = {"process": "not built", "venv": "not built", "image": "not built"}
     return rows + [
-        {"engine": name, **absent, "description": what, "remedy": why}
-        for name, (what, why) in registry.NOT_BUILT.items()
+        {"engine": name, **absent, "description": what, "remedy": why} for name, (what, why) in NOT_BUILT.items()
     ]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.errors import EXIT_INFEASIBLE
+from harness.cli.errors import EXIT_INFEASIBLE, say
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import print_rows
 
@@ -62,13 +64,11 @@ def plan(run: Path | None, as_json: bool, **options: Any) -> None:
         raise click.UsageError("a plan needs MODEL, --prompt-len and --gen-len (or --explain RECORD)")
     try:
         with make_job_progress() as progress:
-            made = make_plan(
-                PlanOptions(**options), lambda done, total: progress.advance("searching policies", done, total)
-            )
+            made = make_plan(PlanOptions(**options), partial(progress.advance, "searching policies"))
     except InfeasibleError as exc:
         if as_json:
             click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
-        click.echo(f"harness: {exc}", err=True)
+        say(f"harness: {exc}", err=True)
         sys.exit(EXIT_INFEASIBLE)
     if as_json:
         click.echo(json.dumps(made))
@@ -129,9 +129,8 @@ def _duration(seconds: float) -> str:
 
 def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> None:
     """Prints a line for each launch and the median error, or one JSON object."""
-    from harness.planning.explain import median_error
-
-    median = median_error(explanations)
+    errors = [abs(e.error) for e in explanations]
+    median = statistics.median(errors)
     if as_json:
         launches = [dataclasses.asdict(e) | {"error": e.error} for e in explanations]
         click.echo(json.dumps({"launches": launches, "median_absolute_error": median}))
@@ -148,6 +147,5 @@ def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> No
             for e in explanations
         ]
     )
-    errors = [abs(e.error) for e in explanations]
     inside = sum(error <= 0.15 for error in errors)
     click.echo(f"\nmedian error {median:.1%}, largest {max(errors):.1%}; {inside} of {len(errors)} within 15 %")

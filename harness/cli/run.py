@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +76,8 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
 def _measure(options: RunOptions, selection: Selection) -> int:
     """Runs the cells and writes the report; returns the exit code."""
     from harness.hardware.requirements import check_requirements
-    from harness.run import runner
     from harness.run.progress import make_progress
+    from harness.run.runner import Runner
     from harness.run.store import RECORDS
     from reports.build import build
 
@@ -92,9 +92,9 @@ def _measure(options: RunOptions, selection: Selection) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, to survive the terminal
         signal.signal(signal.SIGHUP, interrupt)
     with make_progress() as progress:
-        measuring = runner.Runner(suite, selection.path, out, cache, progress, selection.command, options.data_dir)
+        runner = Runner(selection, out, cache, progress, options.data_dir)
         try:
-            records = measuring.run(selection.cells, options.fresh)
+            records = runner.run(options.fresh)
         except KeyboardInterrupt:
             records = None
     if records is None:
@@ -104,7 +104,7 @@ def _measure(options: RunOptions, selection: Selection) -> int:
     written = [out / RECORDS] if options.no_report else build([out], cache=cache)
     _print_summary(records)
     say(f"{'records' if options.no_report else 'report'}: {', '.join(map(str, written))}", err=True)
-    failed = runner.unexpected(records)
+    failed = [record for record in records if record.status != record.spec.expect]
     for record in failed:
         say(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)
     return EXIT_FAILED if failed else 0
@@ -118,10 +118,8 @@ def _simulate(options: RunOptions, selection: Selection) -> None:
 
     hardware = options.hardware or "local"
     out = options.out or Path("results") / f"{selection.suite.name}-{Path(hardware).stem}-simulated"
-    command = f"{selection.command} --simulate --hardware {shlex.quote(hardware)}"
     with make_job_progress() as progress:
-        records = simulate(selection.cells, selection.path, out, hardware, options.cache, command,
-                           lambda done, total: progress.advance("predicting cells", done, total))  # fmt: skip
+        records = simulate(selection, out, hardware, options.cache, partial(progress.advance, "predicting cells"))
     written = build([out], cache=options.cache)
     _print_summary(records)
     say(f"report: {', '.join(map(str, written))}", err=True)

@@ -1,9 +1,38 @@
-"""Atomic file replacement, file digests, and the cache folder."""
+"""Errors, locks, atomic replacement and digests of files, and the cache folder."""
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from harness.api import HarnessError
+
+
+@contextlib.contextmanager
+def os_errors(failed: str, advice: str = "") -> Iterator[None]:
+    """Turns an OSError into a HarnessError: what `failed`, why, and what to do about it."""
+    try:
+        yield
+    except OSError as exc:
+        raise HarnessError("; ".join(filter(None, (f"{failed}: {exc.strerror or exc}", advice)))) from exc
+
+
+def locked(path: Path, busy: str) -> IO[bytes]:
+    """A file, made if there is none, that no other process can lock until it is closed.
+
+    Raises HarnessError(`busy`) if another process has locked it, and OSError if it cannot be opened.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise HarnessError(busy) from None
+    return file
 
 
 def replace_with(path: Path, text: str) -> None:
@@ -27,6 +56,11 @@ def is_there(name: str) -> bool:
         return bool(name) and Path(name).exists()
     except OSError:
         return False
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
 
 
 def file_digest(path: Path) -> str | None:

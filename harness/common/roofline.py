@@ -24,7 +24,6 @@ from harness.api.machine import LocalModel, MachineRates, mean_cached_tokens
 from harness.api.record import Bound, RunRecord
 from harness.api.spec import RunSpec
 from harness.common.curve import interpolate
-from harness.common.sizes import value_bytes
 
 
 def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, machine: MachineRates) -> Bound | None:
@@ -43,9 +42,9 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     cached = batch * mean_cached_tokens(prompt, generated) * (generated - 1) / generated
     in_layers = shape.params_per_layer * shape.num_layers
     plain = DTYPE_BYTES[model.dtype]
-    saved = plain - value_bytes(policy.weight_bits, policy.group_size, plain)
+    saved = plain - policy.value_bytes(policy.weight_bits, plain)
     weights = model.weight_bytes * (1 - shape.params_idle / shape.params_total) - in_layers * saved
-    cached_value = value_bytes(policy.kv_bits, policy.group_size, plain)
+    cached_value = policy.value_bytes(policy.kv_bits, plain)
     needed = weights + cached * shape.kv_bytes_per_token(1) * cached_value
     on_device = limits.device_memory or 0
     on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory - on_device)

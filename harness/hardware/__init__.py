@@ -2,12 +2,13 @@
 
 import difflib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 from harness.api import HardwareProfile, HarnessError, to_json
-from harness.common.files import replace_with
+from harness.common.files import nearest_existing, os_errors, replace_with
 from harness.hardware import provenance
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
@@ -45,9 +46,29 @@ def load(name: str, cache: Path | None = None) -> HardwareProfile:
     return profile
 
 
-def is_unknown(cache: Path) -> bool:
-    """Whether `cache` holds no profile of this host."""
-    path = local_path(cache)
+class LocalProfile:
+    """This host's profile for a run: the one in `cache`, or one that the run measures, at most once."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self._profile: HardwareProfile | HarnessError | None = None
+
+    def get(self, measure: Callable[[], None]) -> HardwareProfile:
+        """The profile; `measure` must leave one in the cache. A HarnessError is raised again at every later call."""
+        if self._profile is None:
+            try:
+                if _is_unknown(local_path(self._cache)):
+                    measure()
+                self._profile = load("local", self._cache)
+            except HarnessError as exc:
+                self._profile = exc
+        if isinstance(self._profile, HarnessError):
+            raise self._profile
+        return self._profile
+
+
+def _is_unknown(path: Path) -> bool:
+    """Whether the local profile is missing, or another machine's."""
     return not path.exists() or suite_check.hardware(yaml_source.read(path)).host_id != provenance.machine_key()
 
 
@@ -58,8 +79,7 @@ def local_path(cache: Path) -> Path:
 
 def require_writable(path: Path) -> None:
     """Raises HarnessError if `save` could not write `path`; called before a measurement that takes minutes."""
-    folder = path.absolute().parent
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    existing = nearest_existing(path.absolute().parent)
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK):
         raise HarnessError(f"{path} cannot be written: give another file by --out")
 
@@ -67,7 +87,5 @@ def require_writable(path: Path) -> None:
 def save(profile: HardwareProfile, path: Path) -> None:
     """Writes a profile, replacing an existing file atomically."""
     text = yaml.safe_dump(to_json(profile), sort_keys=False, allow_unicode=True)
-    try:
+    with os_errors(f"{path} cannot be written"):
         replace_with(path, text)
-    except OSError as exc:
-        raise HarnessError(f"{path} cannot be written: {exc.strerror or exc}") from None

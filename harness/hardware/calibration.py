@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import hardware, registry
-from harness.api import HardwareProfile, HarnessError
+from harness.api import HardwareProfile
+from harness.common.files import os_errors
 from harness.common.host_memory import own_limit
 from harness.hardware import provenance
 
@@ -42,10 +43,8 @@ def calibrate(
     """
     path = out or hardware.local_path(cache)
     hardware.require_writable(path)
-    try:
+    with os_errors(str(cache), "give another folder by --cache-dir"):
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise HarnessError(f"{cache}: {exc.strerror}; give another folder by --cache-dir") from None
     measured = registry.calibrator().measure(cache, cache, quick, report)
     dtype = measured.host.dtype
     gemm_rates = registry.machine_rates().gemm_rates

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from harness.api import SuiteSpec
+from harness.common.files import nearest_existing
 from harness.common.host_memory import own_limit
 from harness.hardware import provenance
 
@@ -22,8 +23,7 @@ def check_requirements(suite: SuiteSpec, cache: Path, resuming: bool = False) ->
         largest = max((float(g["memory"].split()[0]) * 2**20 for g in provenance.gpus()), default=0.0)
         if largest < need.device_memory:
             lacking.append(f"device memory: {_gib(need.device_memory)} required, {_gib(largest)} present")
-    existing = next(p for p in (cache, *cache.resolve().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(cache)).free
     if free < need.disk_free and not resuming:
         lacking.append(f"free disk: {_gib(need.disk_free)} required, {_gib(free)} free at the cache")
     return lacking

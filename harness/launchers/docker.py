@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ class ContainerSandbox:
         if not self.engine.rootless and (unreadable := mounts.unreadable(work, user, group)):
             return _refused("error", f"{unreadable} is not readable by the container's user {user}: chmod a+r it")
         work, mounted = mounts.translated(work, request.exchange.folder, self.cache)
+        request = replace(request, work=work)
 
         def attempt(log_start: int) -> Outcome:
             try:
@@ -122,7 +123,7 @@ class ContainerSandbox:
                 _remove(container)
 
         # the worker's parent is the container's init
-        with opened(request, 1, work) as log_start:
+        with opened(request, 1) as log_start:
             self.cache.mkdir(parents=True, exist_ok=True)
             if os.getuid() == 0:
                 # only these, not their content: a container may have left links to any file in the cache

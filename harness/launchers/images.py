@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import registry
 from harness.api import HarnessError, RunSpec
+from harness.builtin import LAUNCHERS
 
 if TYPE_CHECKING:
     import docker
@@ -51,7 +52,7 @@ def reason(error: object) -> str:
 
 def connect() -> docker.DockerClient:
     """A client of the container engine. Raises HarnessError with the remedy if no engine answers."""
-    registry.LAUNCHERS["docker"].require("launcher docker")
+    LAUNCHERS["docker"].require("launcher docker")
     import docker
     import requests
 
@@ -155,13 +156,8 @@ def built() -> Iterator[dict[str, Any]]:
     for environment in registry.environments():
         row = {"environment": environment, "image": name_of(environment)}
         row |= {"state": "not built", "created": "", "size": "", "digest": ""}
-        try:
-            with engine_errors("images"):
-                image = client.images.get(row["image"])
-        except HarnessError as exc:
-            if not isinstance(exc.__cause__, docker.errors.ImageNotFound):
-                raise
-        else:
+        with engine_errors("images"), contextlib.suppress(docker.errors.ImageNotFound):
+            image = client.images.get(row["image"])
             row["state"] = "ready" if image.labels.get(CODE) == current_code else "of other code"
             row["size"] = f"{image.attrs['Size'] / 2**30:.2f} GiB"
             row |= {"created": image.attrs["Created"][:19], "digest": image.short_id}

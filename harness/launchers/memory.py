@@ -1,4 +1,7 @@
-"""Caps a process tree's memory: by cgroup v1 or v2 if this host allows one, else by a sampling monitor."""
+"""Caps a process tree's memory: by cgroup v1 or v2 if this host allows one, else by a sampling monitor.
+
+Order of use of a group: make it, `wrap` the command, start that, `adopt` the process, wait, read, `close`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -17,32 +19,6 @@ from harness.common.host_memory import memory_cgroups
 from harness.probes.memory import held_bytes
 
 _PREFIX = "harness-"
-
-
-class MemoryGroup(Protocol):
-    """A group of processes with bounded memory. Order of use: make, `wrap` the command, start it, `adopt`, wait, read,
-    `close`."""
-
-    method: str
-    counts_page_cache: bool
-
-    def wrap(self, command: list[str]) -> list[str]:
-        """The command line that starts `command` inside the group."""
-
-    def adopt(self, pid: int) -> None:
-        """Tells the group which process was started."""
-
-    def oom_kills(self) -> int:
-        """How often the limit killed a process of the group: the evidence for `oom_host`."""
-
-    def peak_bytes(self) -> int | None:
-        """The most the group held at once, in the units its limit counts."""
-
-    def kill(self) -> None:
-        """Ends every process of the group."""
-
-    def close(self) -> None:
-        """Removes the group."""
 
 
 class Cgroup:
@@ -84,6 +60,7 @@ class Cgroup:
         return group
 
     def wrap(self, command: list[str]) -> list[str]:
+        """The command line that starts `command` inside the group."""
         # The shell enters the group before it becomes the command, so no byte is charged elsewhere.
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs"), *command]
 
@@ -99,14 +76,17 @@ class Cgroup:
             self._peak = max(self._peak or 0, int(self._peak_file.read_text()))
 
     def oom_kills(self) -> int:
+        """How often the limit killed a process of the group: the evidence for `oom_host`."""
         self.read()
         return self._kills
 
     def peak_bytes(self) -> int | None:
+        """The most that the group held at once, in the units its limit counts."""
         self.read()
         return self._peak
 
     def kill(self) -> None:
+        """Ends every process of the group."""
         with contextlib.suppress(OSError):  # version 2, Linux 5.14 and later
             (self.path / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + 5
@@ -124,6 +104,7 @@ class Cgroup:
             time.sleep(0.01)
 
     def close(self) -> None:
+        """Removes the group."""
         for _ in range(200):  # the kernel may need a moment after the last process is gone
             try:
                 self.path.rmdir()
@@ -136,8 +117,8 @@ class Cgroup:
 
 
 class Monitor:
-    """The fallback without cgroups: samples the tree's anonymous and shared memory and kills the tree above the limit.
-    Memory that is pinned for a device counts as shared.
+    """The fallback without cgroups, with the same methods: samples the tree's anonymous and shared memory and kills the
+    tree above the limit. Memory that is pinned for a device counts as shared.
 
     The monitor does not see the page cache, and memory can grow past the limit between samples; so that readers know,
     records name the method `monitor`.
@@ -206,7 +187,7 @@ def container_group(pid: int, container: str) -> Cgroup | None:
     return next((group for group in groups if (group.path / "memory.stat").exists()), None)
 
 
-def make_group(limit: int | None) -> MemoryGroup:
+def make_group(limit: int | None) -> Cgroup | Monitor:
     """The strictest group that this host allows; `limit` in bytes."""
     for version, parent in _parents():
         with contextlib.suppress(OSError):

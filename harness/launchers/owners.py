@@ -15,16 +15,13 @@ OWNER = "offload-harness.owner"
 _OWNER = re.compile(r"(?P<place>.*)/(?P<pid>\d+)@(?P<began>.*)")
 
 
-def remove_abandoned(client: docker.DockerClient) -> list[str]:
-    """Removes containers of harnesses of this host that no longer run; returns their names."""
-    removed = []
+def remove_abandoned(client: docker.DockerClient) -> None:
+    """Removes containers of harnesses of this host that no longer run."""
     for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         match = _OWNER.fullmatch(container.labels[OWNER])
         if match and match["place"] == place() and not lives(int(match["pid"]), match["began"]):
             with contextlib.suppress(DockerException):
                 container.remove(force=True)
-                removed.append(container.name)
-    return removed
 
 
 def owner() -> str:

@@ -23,5 +23,5 @@ WORKER = "harness.run.worker"
 REQUEST, EVENTS, RESULT = "request.json", "events.jsonl", "result.json"
 #: Exit code of a worker that found no room on the disk for its result.
 EXIT_DISK_FULL = 73  # EX_CANTCREAT of sysexits.h
-#: The class of each kind of work.
-WORK: Mapping[str, type[Work]] = {kind.kind: kind for kind in get_args(Work)}
+#: The classes of work by name.
+WORK: Mapping[str, type[Work]] = {kind.__name__: kind for kind in get_args(Work)}

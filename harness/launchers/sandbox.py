@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.api import HarnessError, Work, WorkerRequest, WorkerResult, from_json, to_json
+from harness.api import HarnessError, WorkerRequest, WorkerResult, from_json, to_json
 from harness.common.classify import DISK_FULL
 from harness.hardware import provenance
 from harness.launchers.protocol import EVENTS, REQUEST, RESULT
@@ -38,26 +38,26 @@ def settings(threads: int | None, gpu: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def opened(request: WorkerRequest, parent: int, work: Work | None = None) -> Iterator[int]:
+def opened(request: WorkerRequest, parent: int) -> Iterator[int]:
     """The exchange folder with the request in it, for as long as the worker lives; gives the offset in the log at which
     the worker's part begins.
 
-    `parent`: the process whose death ends the worker, as the worker numbers it. `work`: the request's, with the paths
-    of a container. Raises HarnessError for what cannot be written.
+    `parent`: the process whose death ends the worker, as the worker numbers it. Raises HarnessError for what cannot be
+    written.
     """
-    folder, log = request.exchange.folder, request.exchange.log
+    folder, log, kind = request.exchange.folder, request.exchange.log, type(request.work).__name__
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
         message = {
-            "kind": request.work.kind,
-            "work": to_json(work or request.work),
+            "kind": kind,
+            "work": to_json(request.work),
             "parent": parent,
             "longest_s": request.timeout_s + _GRACE_S,
         }
         (folder / REQUEST).write_text(json.dumps(message))
         with log.open("ab") as sink:
-            sink.write(f"=== {request.work.kind} {provenance.now()}\n".encode())
+            sink.write(f"=== {kind} {provenance.now()}\n".encode())
             start = sink.tell()
         yield start
     except OSError as exc:

@@ -1,8 +1,6 @@
 """`harness plan --explain`: where a run's time differs from its prediction, and by how much."""
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +49,14 @@ def explain(path: Path, profile: str, cache: Path) -> list[Explanation]:
     `path`: a run folder or its records. Raises HarnessError where nothing can be explained.
     """
     from reports.records import load_records
+    from reports.text import positive
 
     explanations, problem = [], "it has no finished launch of an engine with a performance model on a host (offload)"
     for record in load_records([path if path.is_dir() else path.parent]):
         if record.status != "ok" or record.simulated or not registry.engine_entry(record.spec.engine).predicted:
             continue
-        if not _has_figures(record):
+        throughput, total = (positive(record.metrics.get(name)) for name in ("generation_throughput_tok_s", "total_s"))
+        if throughput is None or total is None:
             problem = "a record has no throughput or no seconds"
             continue
         try:
@@ -64,35 +64,18 @@ def explain(path: Path, profile: str, cache: Path) -> list[Explanation]:
         except HarnessError as exc:
             problem = str(exc)
             continue
-        if forecast is not None and _is_positive(forecast.metrics.get("total_s")):
-            explanations.append(_explanation(record, forecast))
+        if forecast is not None and positive(forecast.metrics.get("total_s")):
+            explanations.append(_explanation(record, throughput, total, forecast))
     if not explanations:
         raise HarnessError(f"{path}: no launch can be explained: {problem}")
     return explanations
 
 
-def median_error(explanations: Sequence[Explanation]) -> float:
-    """The median of their absolute errors."""
-    return statistics.median(abs(e.error) for e in explanations)
-
-
-def _has_figures(record: RunRecord) -> bool:
-    """Whether a record has the figures to explain; it comes from a file, where they may be missing or absurd."""
-    return all(_is_positive(record.metrics.get(name)) for name in ("generation_throughput_tok_s", "total_s"))
-
-
-def _is_positive(value: float | None) -> bool:
-    return value is not None and math.isfinite(value) and value > 0
-
-
-def _explanation(record: RunRecord, forecast: Forecast) -> Explanation:
+def _explanation(record: RunRecord, throughput: float, total: float, forecast: Forecast) -> Explanation:
     measured, predicted = record.metrics, forecast.metrics
     seconds = {word: (predicted.get(name) or 0.0, measured.get(name) or 0.0) for name, word in _PARTS.items()}
     named = [sum(pair[i] for pair in seconds.values()) for i in (0, 1)]
-    total = (predicted["total_s"], measured["total_s"] or 0.0)
-    seconds[_REST] = (total[0] - named[0], total[1] - named[1])
-    throughput = measured["generation_throughput_tok_s"]
-    assert throughput
+    seconds[_REST] = (predicted["total_s"] - named[0], total - named[1])
     return Explanation(
         record.spec.name, record.repeat, forecast.hardware, forecast.throughput_tok_s, throughput, seconds
     )

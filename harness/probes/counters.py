@@ -3,13 +3,20 @@
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 from harness.api import Measurement, Phase
 
 POWERCAP = Path("/sys/class/powercap")
+
+
+def counted(name: str, unit: str, spent: Mapping[str, float], phase: Phase, missing: str) -> Measurement:
+    """What a counter grew by; without a sample, and with the reason `missing`, if it is not in `spent`."""
+    if name in spent:
+        return Measurement(name, unit, (spent[name],), phase)
+    return Measurement(name, unit, (), phase, missing)
 
 
 class _CounterProbe(ABC):
@@ -45,11 +52,10 @@ class CpuProbe(_CounterProbe):
         spent = dict(self._spent())
         if spent:
             # The two clocks tick differently: the difference can be slightly negative when no other process ran.
-            spent["cpu_other_s"] = max(0.0, spent.pop("busy") - spent["cpu_own_s"])
-        return [
-            Measurement(name, "s", (round(spent[name], 2),) if spent else (), phase, "" if spent else "no /proc/stat")
-            for name in ("cpu_own_s", "cpu_other_s", "cpu_steal_s")
-        ]
+            spent["cpu_other_s"] = max(0.0, spent["busy"] - spent["cpu_own_s"])
+        spent = {name: round(seconds, 2) for name, seconds in spent.items()}
+        names = ("cpu_own_s", "cpu_other_s", "cpu_steal_s")
+        return [counted(name, "s", spent, phase, "no /proc/stat") for name in names]
 
     def _read(self) -> dict[str, float]:
         """CPU seconds since a fixed time: of this process, of all, stolen."""
@@ -72,11 +78,7 @@ class DiskProbe(_CounterProbe):
     def measurements(self, phase: Phase) -> list[Measurement]:
         """`read_bytes` and `write_bytes`; no samples if the kernel does not account I/O."""
         spent = dict(self._spent())
-        measurements = []
-        for name in ("read_bytes", "write_bytes"):
-            samples, note = ((spent[name],), "") if name in spent else ((), "no /proc/self/io")
-            measurements.append(Measurement(name, "bytes", samples, phase, note))
-        return measurements
+        return [counted(name, "bytes", spent, phase, "no /proc/self/io") for name in ("read_bytes", "write_bytes")]
 
     def _read(self) -> dict[str, float]:
         with contextlib.suppress(OSError, ValueError):

@@ -3,6 +3,8 @@
 import mmap
 import os
 import time
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from harness.common.buffers import direct_buffer
@@ -19,25 +21,18 @@ def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 <<
     if not files:
         return []
     largest = max(files, key=lambda p: p.stat().st_size)
-    try:
-        descriptor = os.open(largest, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return []
-    buffer = direct_buffer(block)
-    try:
-        return [rate for _ in range(2) if (rate := _read_rate(descriptor, buffer, seconds))]
-    except OSError:
-        return []
-    finally:
-        os.close(descriptor)
-        buffer.close()
+    direct = os.O_RDONLY | os.O_DIRECT
+    with suppress(OSError), direct_buffer(block) as buffer, os.fdopen(os.open(largest, direct), "rb", 0) as file:
+        return [rate for _ in range(2) if (rate := _read_rate(file, buffer, seconds))]
+    return []
 
 
-def _read_rate(descriptor: int, buffer: mmap.mmap, seconds: float) -> float:
+def _read_rate(file: FileIO, buffer: mmap.mmap, seconds: float) -> float:
     """Bytes/s of reading from the file's start into `buffer`, again and again, for `seconds` or to the file's end."""
+    file.seek(0)
     done, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        count = os.preadv(descriptor, [buffer], done)
+        count = file.readinto(buffer)
         done += count
         if count < len(buffer):
             break

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from harness.api import Measurement, Phase
+from harness.probes.counters import counted
 from harness.probes.memory import SamplingProbe, window_peaks
 
 _ALL_PROCESSES = "of all processes: the driver reports no memory per process here"
@@ -43,13 +44,10 @@ class GpuProbe(SamplingProbe):
         if not held:
             held, scope = [total for _, total in self._held if total is not None], _ALL_PROCESSES
         note = self._device.missing
-        measurements = [Measurement("device_memory_bytes", "bytes", window_peaks(held)[0], phase, note or scope)]
+        memory = Measurement("device_memory_bytes", "bytes", window_peaks(held)[0], phase, note or scope)
         units = {"device_received_bytes": "bytes", "device_sent_bytes": "bytes", "device_energy_j": "J"}
-        for name, unit in units.items():
-            samples = (self._spent[name],) if name in self._spent else ()
-            reason = "" if samples else note or "the driver does not count it"
-            measurements.append(Measurement(name, unit, samples, phase, reason))
-        return measurements
+        reason = note or "the driver does not count it"
+        return [memory, *(counted(name, unit, self._spent, phase, reason) for name, unit in units.items())]
 
 
 @dataclass(frozen=True)

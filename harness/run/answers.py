@@ -62,18 +62,15 @@ def check(
         if request.id not in answered:
             raise HarnessError(f"check failed: request {request.id} was not answered")
         result = answered[request.id]
+        prompt, generated, times = result.prompt_tokens, len(result.tokens), result.token_times_s
         expected = request.sampling.max_tokens
         problems = {
-            f"{len(result.tokens)} tokens instead of {expected}": request.sampling.ignore_eos
-            and len(result.tokens) != expected,
-            f"{len(result.tokens)} tokens, more than {expected}": len(result.tokens) > expected,
-            f"attended to {result.prompt_tokens} prompt tokens instead of {len(request.prompt)}": result.prompt_tokens
-            != len(request.prompt),
+            f"{generated} tokens instead of {expected}": request.sampling.ignore_eos and generated != expected,
+            f"{generated} tokens, more than {expected}": generated > expected,
+            f"attended to {prompt} prompt tokens instead of {len(request.prompt)}": prompt != len(request.prompt),
             "token ids outside the vocabulary": any(not 0 <= t < vocab for t in result.tokens),
-            f"{len(result.token_times_s)} times for {len(result.tokens)} tokens": len(result.token_times_s)
-            != len(result.tokens),
-            "times that run backwards": list(result.token_times_s) != sorted(result.token_times_s)
-            or bool(result.token_times_s and result.token_times_s[0] < result.start_s),
+            f"{len(times)} times for {generated} tokens": len(times) != generated,
+            "times that run backwards": [result.start_s, *times] != sorted([result.start_s, *times]),
             "no token": not result.tokens,
             "negative padding": result.padding_tokens < 0,
         }
@@ -83,11 +80,11 @@ def check(
         traces.append(
             RequestTrace(
                 request.id,
-                result.prompt_tokens,
-                len(result.tokens),
+                prompt,
+                generated,
                 result.padding_tokens,
                 round(result.start_s, 6),
-                tuple(round(t, 6) for t in result.token_times_s),
+                tuple(round(t, 6) for t in times),
                 result.finish_reason,
                 hashlib.sha256(json.dumps([request.prompt, result.tokens]).encode()).hexdigest()[:12],
             )

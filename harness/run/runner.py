@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from harness import registry
@@ -22,14 +23,13 @@ from harness.api import (
     Refusal,
     RunRecord,
     RunSpec,
-    SuiteSpec,
 )
 from harness.common.classify import classify
 from harness.common.files import file_digest, is_there
-from harness.hardware import provenance
-from harness.hardware.local_profile import LocalProfile
+from harness.hardware import LocalProfile, provenance
 from harness.launchers.launcher import CellLauncher
 from harness.run.batches import Batches
+from harness.run.options import Selection
 from harness.run.progress import Progress
 from harness.run.records import Draft, RecordBuilder
 from harness.run.steps import Step, interleave
@@ -43,23 +43,20 @@ _NO_MEMORY = ("oom_host", "oom_device")
 #: A cell whose batch search failed is not repeated either, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
-#: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
-_PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 class Runner:
-    """Runs cells of a suite into a run directory.
+    """Runs the selected cells of a suite into a run directory. `data`: the folder of accuracy tasks' data.
 
     Launches are interleaved: each round runs every cell once, starting one cell later than the round before,
     so that a machine that drifts drifts over all cells alike.
     """
 
     def __init__(
-        self, suite: SuiteSpec, suite_file: Path, out: Path, cache: Path, progress: Progress, command: str,
-        data: Path | None = None,
-    ) -> None:  # fmt: skip
-        self._suite = suite
-        self._suite_file = suite_file
+        self, selection: Selection, out: Path, cache: Path, progress: Progress, data: Path | None = None
+    ) -> None:
+        self._suite = selection.suite
+        self._selection = selection
         self._out = out
         self._cache = cache
         self._progress = progress
@@ -70,14 +67,15 @@ class Runner:
         self._machine: dict[tuple[str, int | None, bool], tuple[float, MachineRates | None]] = {}
         self._profile = LocalProfile(cache)
         self._places = self._named_places()
-        self._records = RecordBuilder(command, self._places)
+        self._records = RecordBuilder(selection.command, self._places)
         self._dropped: set[str] = set()
 
-    def run(self, cells: Sequence[RunSpec], fresh: bool = False) -> list[RunRecord]:
-        """Runs what is not done yet and returns the last record of every launch of `cells`.
+    def run(self, fresh: bool = False) -> list[RunRecord]:
+        """Runs what is not done yet and returns the last record of every launch of the cells.
 
         Raises HarnessError for what stops the whole run, KeyboardInterrupt after recording the cell in flight.
         """
+        cells = self._selection.cells
         if twins := find_twins(cells):
             raise HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
         self._store.open(fresh)
@@ -85,7 +83,7 @@ class Runner:
             for kept in (self._out / "logs").glob("*.answers.json") if fresh else ():
                 kept.unlink()
             shutil.rmtree(self._work, ignore_errors=True)
-            write_suite_copy(self._suite_file, self._out)
+            write_suite_copy(self._selection.path, self._out)
             done = self._carry_over(cells)
             fingerprints = {c.fingerprint() for c in cells}
             if strangers := {r.fingerprint for r in self._store.latest().values()} - fingerprints:
@@ -203,7 +201,7 @@ class Runner:
         draft.machine = self._machine_rates(step, model)
         self._progress.started(step, f"repeat {step.repeat + 1}/{cell.repeats}")
         launch = self._launch(draft.settled, step, model)
-        return self._records.build(cell, draft, launch, lambda record: self._forecast(step, record))
+        return self._records.build(cell, draft, launch, partial(self._forecast, step))
 
     def _searched(self, step: Step, model: LocalModel) -> RunSpec:
         """The cell with the policy that its search finds; the cell itself where none is searched."""
@@ -286,11 +284,6 @@ class Runner:
                 registry.model_store().evict(model.path)
             dtypes = {c.policy.compute_dtype for c in self._suite.cells}
             exchange = self._exchange(cell, "machine")
-            rates = self._launcher.measure_machine(model, _PROBED_ROWS, dtypes, cell.limits, exchange)
+            rates = self._launcher.measure_machine(model, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)
         return rates
-
-
-def unexpected(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Records that did not end as their cell expected."""
-    return [r for r in records if r.status != r.spec.expect]

@@ -1,61 +1,41 @@
 """The run directory: append-only records, keyed by fingerprint and repeat, that survive kill -9."""
 
-import errno
-import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from harness.api import FINAL_STATUSES, HarnessError, RunRecord, RunSpec, parse_record, to_json
-from harness.common.files import replace_with
+from harness.common.files import locked, os_errors, replace_with
 from harness.common.line_file import LineFile
 
 RECORDS = "records.jsonl"
 
 
 class Store:
-    """Appends RunRecords to `<out>/records.jsonl` and knows which repeats are done.
-
-    A crash leaves at most one truncated last line, which `open` cuts off: nothing complete is lost and nothing
-    is counted twice.
-    """
+    """Appends RunRecords to `<out>/records.jsonl`, the file `path`, and reads them."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._file = LineFile(out / RECORDS)
+        self.path = out / RECORDS
+        self._file = LineFile(self.path)
         self._lock: IO[bytes] | None = None
-
-    @property
-    def path(self) -> Path:
-        """Where the records are."""
-        return self._file.path
 
     def open(self, fresh: bool = False) -> None:
         """Creates the directory, locks it against a second harness and mends a truncated last line.
 
         Raises HarnessError where the directory cannot be written or is in use.
         """
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "logs").mkdir(exist_ok=True)
-            self._lock = (self.out / ".lock").open("ab")
-        except OSError as exc:
-            raise HarnessError(
-                f"cannot write to {self.out}: {exc.strerror or exc}; choose another folder with --out"
-            ) from exc
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            raise HarnessError(f"{self.out} is in use by another harness; wait for it or choose another --out") from exc
-        try:
+        with os_errors(f"cannot write to {self.out}", "choose another folder with --out"):
+            (self.out / "logs").mkdir(parents=True, exist_ok=True)
+            busy = f"{self.out} is in use by another harness; wait for it or choose another --out"
+            self._lock = locked(self.out / ".lock", busy)
+        with os_errors(f"cannot open {self.path}", "choose another --out"):
             if self.path.exists() and not self.path.is_file():
                 raise HarnessError(f"{self.path} is not a regular file; move it away or choose another --out")
             if fresh:
                 self._file.set_aside()
             self._file.mend()
-        except OSError as exc:
-            raise HarnessError(f"cannot open {self.path}: {exc.strerror or exc}; choose another --out") from exc
 
     def close(self) -> None:
         """Releases the directory."""
@@ -66,13 +46,9 @@ class Store:
     def append(self, record: RunRecord) -> None:
         """Adds one record durably. Raises HarnessError when the disk is full or not writable."""
         line = json.dumps(to_json(record), allow_nan=False, separators=(",", ":")).encode()
-        try:
+        advice = "free space or choose another --out, then run the same command again to go on"
+        with os_errors(f"cannot record to {self.path}", advice):
             self._file.append(line)
-        except OSError as exc:
-            raise HarnessError(
-                f"cannot record to {self.path}: {exc.strerror or exc}; free space or choose another --out, "
-                "then run the same command again to go on"
-            ) from exc
 
     def records(self) -> Iterator[RunRecord]:
         """All complete records in order. Raises HarnessError naming the line that cannot be read."""
@@ -103,8 +79,5 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
 
 def write_suite_copy(source: Path, out: Path) -> None:
     """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
-    try:
+    with os_errors(f"cannot write to {out}", "free space, or choose another folder with --out"):
         replace_with(out / "suite.yaml", source.read_text(encoding="utf-8"))
-    except OSError as exc:
-        hint = "free space" if exc.errno == errno.ENOSPC else "choose another folder with --out"
-        raise HarnessError(f"cannot write to {out}: {exc.strerror}; {hint}") from exc

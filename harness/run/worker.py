@@ -51,10 +51,10 @@ from harness.api import (
     from_json,
     to_json,
 )
+from harness.api.machine import mean_cached_length
 from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
 from harness.common.files import replace_with
-from harness.common.sizes import mean_cached_length
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
 from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
@@ -66,6 +66,8 @@ from harness.run.accuracy import answers_of, ask, judge, read_questions
 from harness.run.answers import check, generate, score
 
 _EVENT_PERIOD_S = 0.2
+#: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
+_PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 class Events:
@@ -103,8 +105,7 @@ def _end_with(parent: int, longest_s: float) -> None:
     """Asks Linux to kill this process when the harness, process `parent`, dies, even by kill -9, and to end it after
     `longest_s` seconds: nothing else ends a container whose harness was killed."""
     signal.alarm(math.ceil(longest_s))
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # the harness died before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,9 +137,9 @@ def _measure_machine(work: MeasureMachine) -> MachineRates:
     disk, rates = tuple(sequential_read_rates(work.folder)), registry.machine_rates()
     copies: Sequence[float] = ()
     if work.gpu:
-        flops, copies = rates.device_rates(work.dtypes, work.rows, *work.gemm_shape)
+        flops, copies = rates.device_rates(work.dtypes, _PROBED_ROWS, *work.gemm_shape)
     else:
-        flops = rates.gemm_rates(work.dtypes, work.rows, *work.gemm_shape, work.threads)
+        flops = rates.gemm_rates(work.dtypes, _PROBED_ROWS, *work.gemm_shape, work.threads)
     samples = {dtype: {rows: tuple(each) for rows, each in curve.items()} for dtype, curve in flops.items()}
     return MachineRates(disk, work.gemm_shape, samples, h2d=tuple(copies))
 

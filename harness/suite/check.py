@@ -3,7 +3,7 @@
 import json
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -151,7 +151,7 @@ def policy(node: Node) -> OffloadPolicy:
     return checked
 
 
-def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
+def run_spec(node: Node) -> RunSpec:
     """The cell in `node`, before its suite and final name are set. Raises HarnessError with a line for each problem."""
     spec = _typed(_RUN_SPEC, node, "cell")
     raise_all(_out_of_range(spec, node, _CELL_RANGES))
@@ -160,48 +160,39 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     except HarnessError as exc:
         field = re.search(r"(?<=policy\.)\w+", str(exc))
         raise node.find(("policy", field[0] if field else "")).error(str(exc)) from None
-    _require_known(spec, node, engines)
-    if spec.latency_s is not None and not spec.tune.startswith("search"):
-        raise node.find(("latency_s",)).error(
-            "latency goes with `policy: search` or `search_bits`: only a search can keep to a latency"
-        )
-    workload = spec.workload
-    if (workload.kind == "trace") != bool(workload.trace):
-        raise node.find(("workload", "trace")).error("workload.trace goes with `kind: trace`: set both, or neither")
-    if (workload.kind == "task") != bool(workload.task):
-        raise node.find(("workload", "task")).error("workload.task goes with `kind: task`: set both, or neither")
-    if workload.task and spec.tune.startswith("search"):
-        raise node.find(("policy",)).error(
-            "policy: a search needs prompt and output lengths, and a task sets none; give a policy"
-        )
-    if workload.task and (set_lengths := node.find(("workload",)).only("prompt_len", "gen_len").entries):
-        key = next(iter(set_lengths))
-        raise node.find(("workload", key)).error(f"workload.{key}: the examples of a task have their own lengths")
-    if spec.image and spec.launcher != "docker":
-        raise node.find(("image",)).error("image goes with `launcher: docker`: other launchers use no image")
-    if not spec.model.id:
-        raise node.find(("model", "id")).error("model.id is empty")
+    raise_all([f"{node.find(path.split('.')).at}: {problem}" for path, problem in _problems(spec, node) if problem])
     if "name" in node.entries:
         _require_name(spec.name, node, MAX_CELL_NAME)
     return spec
 
 
-def _require_known(spec: RunSpec, node: Node, engines: Collection[str]) -> None:
-    """Raises HarnessError for an engine, launcher or task that is unknown, or a plug-in whose name clashes."""
-    if spec.engine not in engines:
-        raise node.find(("engine",)).error(f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}")
+def _problems(spec: RunSpec, node: Node) -> Iterator[tuple[str, str]]:
+    """Names in a cell that are unknown or clash, and settings that do not go together: the path of each, and why."""
+    if spec.engine not in (engines := registry.engines()):
+        yield "engine", f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}"
     if spec.launcher not in (launchers := registry.launchers()):
-        raise node.find(("launcher",)).error(
-            f"unknown launcher {shown(spec.launcher)}; {nearest(spec.launcher, launchers)}"
-        )
-    task = spec.workload.task
-    if task and not registry.is_task(task):
-        hint = nearest(task, registry.task_names())
-        raise node.find(("workload", "task")).error(f"unknown task {shown(task)}; {hint}")
-    names: dict[registry.Kind, str] = {"engine": spec.engine, "launcher": spec.launcher, "task": task}
-    for kind, name in names.items():
-        if problem := registry.clash(kind, name):
-            raise node.find(("workload", "task") if kind == "task" else (kind,)).error(problem)
+        yield "launcher", f"unknown launcher {shown(spec.launcher)}; {nearest(spec.launcher, launchers)}"
+    workload, searched = spec.workload, spec.tune.startswith("search")
+    if workload.task and not registry.is_task(workload.task):
+        yield "workload.task", f"unknown task {shown(workload.task)}; {nearest(workload.task, registry.task_names())}"
+    yield "engine", registry.clash("engine", spec.engine)
+    yield "launcher", registry.clash("launcher", spec.launcher)
+    yield "workload.task", registry.clash("task", workload.task)
+    if spec.latency_s is not None and not searched:
+        yield "latency_s", "latency goes with `policy: search` or `search_bits`: only a search can keep to a latency"
+    if (workload.kind == "trace") != bool(workload.trace):
+        yield "workload.trace", "workload.trace goes with `kind: trace`: set both, or neither"
+    if (workload.kind == "task") != bool(workload.task):
+        yield "workload.task", "workload.task goes with `kind: task`: set both, or neither"
+    if workload.task and searched:
+        yield "policy", "policy: a search needs prompt and output lengths, and a task sets none; give a policy"
+    if workload.task:
+        for key in node.find(("workload",)).only("prompt_len", "gen_len").entries:
+            yield f"workload.{key}", f"workload.{key}: the examples of a task have their own lengths"
+    if spec.image and spec.launcher != "docker":
+        yield "image", "image goes with `launcher: docker`: other launchers use no image"
+    if not spec.model.id:
+        yield "model.id", "model.id is empty"
 
 
 def _require_name(name: str, node: Node, longest: int) -> None:

@@ -99,6 +99,10 @@ def test_closed_streams_do_not_change_the_exit_code(cli, closed):
     (cli.folder / "bad.yaml").write_text("name: [")
     for more in ((), ("--json",)):
         cli("validate", "bad.yaml", *more, stdout=closed, stderr=closed, code=2)
+    done = cli("validate", "bad.yaml", "quickstart", stderr=closed, code=2)
+    assert "quickstart: ok" in done.stdout, "stdout is another pipe"
+    infeasible = ("facebook/opt-30b", "--prompt-len", 512, "--gen-len", 32, "--hardware", "t4_gcp", "--latency", 0.01)
+    cli("plan", *infeasible, stderr=closed, code=4)
 
 
 def make_odd(path, kind):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.registry import ENGINES
 from harness.suite.config import load_suite
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,7 +27,7 @@ def test_every_example_has_a_test_and_a_line_in_the_readme():
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
 def test_suites_are_valid(suite):
-    loaded = load_suite(suite, (), ENGINES)
+    loaded = load_suite(suite)
     assert loaded.name == suite.stem
     assert loaded.cells
 
@@ -39,7 +38,7 @@ def test_suites_are_valid(suite):
 def test_suites_end_as_they_expect(cli, suite):
     cli.run(suite, "--set", "repeats=1", "--data-dir", EXAMPLES / "data")
     assert {record.status for record in cli.records()} <= {"ok", "infeasible"}
-    assert len(cli.records()) == len(load_suite(suite, (), ENGINES).cells)
+    assert len(cli.records()) == len(load_suite(suite).cells)
 
 
 @pytest.mark.slow

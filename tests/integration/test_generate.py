@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness import registry
 from harness.api import InfeasibleError
 from harness.batch.generate import run
 from harness.batch.job import BatchJob
+from harness.builtin import ENGINES
 from tests.integration.conftest import RANDOM_SEEDS, end, wait_for
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -323,7 +323,7 @@ class Notes:
 def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for(
     files, monkeypatch, prompts, limit, loads
 ):
-    monkeypatch.setitem(registry.ENGINES, "fake", replace(registry.ENGINES["fake"], longest=""))
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], longest=""))
     files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in prompts))
     cache = files.cli.folder / "cache"
     longest = f"options.longest={limit}"
@@ -345,7 +345,7 @@ def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for
 
 
 def test_an_engine_without_a_planner_that_has_no_memory_for_any_line_ends_the_job(files, monkeypatch):
-    monkeypatch.setitem(registry.ENGINES, "fake", replace(registry.ENGINES["fake"], longest=""))
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], longest=""))
     files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
     overrides = ("options.longest=2",)
     job = BatchJob("fake", "fake", "1GiB", overrides, files.source, files.output, files.cli.folder, max_tokens=10)

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from harness.api import HardwareLimits, HarnessError, OffloadPolicy, SuiteSpec
 from harness.suite.config import load_suite, parse_duration, parse_size
 
-ENGINES = ("fake", "accelerate", "offload", "transformers")
 HEAD = "name: s\nmodel: {id: m}\nworkload: {}\n"
 CELL = HEAD + "engine: fake\n"
 
@@ -34,7 +33,7 @@ def load(tmp_path):
         path = tmp_path / "x.yaml"
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         try:
-            return load_suite(path, overrides, ENGINES)
+            return load_suite(path, overrides)
         except HarnessError as exc:
             raise HarnessError(str(exc).replace(f"{tmp_path}/", "")) from None
 
@@ -393,6 +392,10 @@ class TestMistakes:
         text = error(CELL + "matrix:\n- {repeats: x}\n- {seed: y, warmup: z}\n- {engine: none}")
         positions = {line.split(": ")[0] for line in text.splitlines()}
         assert positions == {"x.yaml:6:13", "x.yaml:7:10", "x.yaml:7:21", "x.yaml:8:12"}
+
+    def test_contradictions_in_one_cell_come_together(self, error):
+        image, latency = error(CELL + "image: mine\nlatency: 3s").splitlines()[::-1]
+        assert image.startswith("x.yaml:5:8: image goes with") and latency.startswith("x.yaml:6:10: latency goes with")
 
     def test_endless_problems_are_cut(self, error):
         lines = error(CELL + "matrix: " + json.dumps({"seed": [-n for n in range(1, 1000)]})).splitlines()

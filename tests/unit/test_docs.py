@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from harness.api import HardwareLimits, HardwareRequirements, ModelSpec, OffloadPolicy, WorkloadSpec
-from harness.registry import ENGINES
 from harness.suite.config import CELL_KEYS, SUITE_KEYS, load_suite
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +54,7 @@ def test_suites_in_pages_are_valid(name, tmp_path):
     assert blocks
     for block in blocks:
         (tmp_path / "suite.yaml").write_text(block)
-        assert load_suite(tmp_path / "suite.yaml", (), ENGINES).cells
+        assert load_suite(tmp_path / "suite.yaml").cells
 
 
 def test_navigation_names_every_page():

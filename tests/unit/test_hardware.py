@@ -7,8 +7,7 @@ import pytest
 
 from harness import hardware
 from harness.api import HarnessError
-from harness.hardware import provenance
-from harness.hardware.local_profile import LocalProfile
+from harness.hardware import LocalProfile, provenance
 
 
 def test_every_figure_of_a_shipped_profile_has_a_source():

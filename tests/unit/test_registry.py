@@ -6,6 +6,7 @@ import pytest
 
 from harness import registry
 from harness.api import services
+from harness.builtin import LAUNCHERS
 
 MODULES = [
     (services.ModelStore, registry.model_store),
@@ -37,7 +38,7 @@ def test_a_module_has_the_functions_of_its_protocol(protocol, module):
 
 
 def test_every_built_in_name_is_there():
-    for entry in registry.LAUNCHERS.values():
+    for entry in LAUNCHERS.values():
         if not entry.missing():
             assert registry.resolve(entry.target)
     for name in ("fake", "transformers", "offload"):

@@ -274,7 +274,7 @@ def test_build_picks_places(tmp_path):
     assert [p.name for p in build([run])] == ["report.html", "report.md", "report.csv", "report.xml"]
     assert build([run], tmp_path / "deep" / "folder")[0] == tmp_path / "deep" / "folder" / "report.html"
     assert build([run], tmp_path / "only.md") == [tmp_path / "only.md"]
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_a_target_that_cannot_be_written(tmp_path):

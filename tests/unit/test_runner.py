@@ -20,6 +20,7 @@ from harness.api import (
     WorkloadSpec,
 )
 from harness.run import runner
+from harness.run.options import Selection
 from harness.run.store import Store
 from harness.run.tuning import Patience, Remembered, choose, search_max_batch
 from tests.records import FAKE
@@ -63,7 +64,8 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(runner, "CellLauncher", lambda cache, places: launcher)
         progress = Mock()
         made = SuiteSpec("s", "", cells, machine_probe=False)
-        return runner.Runner(made, suite, tmp_path / out, tmp_path / "cache", progress, "c").run(cells), progress
+        selection = Selection(made, suite, list(cells), "c")
+        return runner.Runner(selection, tmp_path / out, tmp_path / "cache", progress).run(), progress
 
     return go
 

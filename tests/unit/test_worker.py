@@ -69,7 +69,7 @@ def test_times_that_the_clock_does_not_bear_out_are_refused():
 
 
 def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
-    request = {"kind": "prepare", "work": {}, "parent": os.getppid(), "longest_s": 60}
+    request = {"kind": "PrepareModel", "work": {}, "parent": os.getppid(), "longest_s": 60}
     (tmp_path / worker.REQUEST).write_text(json.dumps(request))
     monkeypatch.setattr(worker, "_end_with", lambda parent, longest_s: None)
     monkeypatch.setattr(worker, "_done", lambda *_: WorkerResult("ok"))

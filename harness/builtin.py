@@ -1,0 +1,138 @@
+"""The engines and launchers that come with the harness: where each lives, and what it needs."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness.api import HarnessError
+from harness.common.plugins import Plugin
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where something lives (`module:Class`), the importable modules it needs, and the extra that installs them."""
+
+    target: str
+    requires: tuple[str, ...] = ()
+    extra: str = ""
+
+    def missing(self) -> list[str]:
+        """Required modules that this interpreter does not have."""
+        return [m for m in self.requires if importlib.util.find_spec(m) is None]
+
+    @property
+    def remedy(self) -> str:
+        """What installs the missing modules."""
+        if self.extra:
+            return f"pip install 'offload-harness[{self.extra}]' -c constraints.txt"
+        return "use --launcher venv or docker"
+
+    def require(self, who: str) -> None:
+        """Raises HarnessError saying that `who` needs modules that are missing."""
+        if missing := self.missing():
+            raise HarnessError(f"{who} needs {', '.join(missing)}: {self.remedy}")
+
+
+@dataclass(frozen=True)
+class EngineEntry(Entry):
+    """An engine's entry."""
+
+    summary: str = ""
+    builtin_model: str = ""  # "module:NAME" of a LocalModel for engines that read no checkpoint
+    builtin_text: str = ""  # "module:NAME" of the tokenizer of the built-in model
+    longest: str = ""  # "module:function" that plans its longest sequence without loading it
+    predicted: bool = False  # whether there is a performance model of it on a machine without a device
+    environment: str = ""  # name of its list of pins and of its image, for an environment of its own
+    needs: str = ""  # what it needs beside packages, in words
+    plugin: Plugin | None = None  # where it comes from, for an engine of another distribution
+
+
+#: `registry.engines` adds those of plug-ins.
+ENGINES: Mapping[str, EngineEntry] = {
+    "fake": EngineEntry(
+        "engines.adapters.fake:FakeEngine",
+        summary="deterministic tokens in virtual time; drives the harness's tests",
+        builtin_model="engines.adapters.fake:MODEL",
+        builtin_text="engines.adapters.fake:FakeText",
+        longest="engines.adapters.fake:longest_sequence",
+        environment="harness",
+    ),
+    "transformers": EngineEntry(
+        "engines.adapters.transformers:TransformersEngine",
+        ("torch", "transformers", "safetensors"),
+        "transformers",
+        summary="Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
+        environment="accelerate",
+    ),
+    "accelerate": EngineEntry(
+        "engines.adapters.accelerate:AccelerateEngine",
+        ("torch", "transformers", "safetensors", "accelerate"),
+        "accelerate",
+        summary="Hugging Face Accelerate: weights on a device, in RAM and on disk",
+        environment="accelerate",
+    ),
+    "deepspeed_zero": EngineEntry(
+        "engines.adapters.deepspeed_zero:DeepSpeedZeroEngine",
+        ("torch", "transformers", "safetensors", "deepspeed"),
+        summary="DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in RAM or on disk",
+        environment="deepspeed",
+        needs="libaio and a C++ compiler for parameters on disk",
+    ),
+    "flexgen_ref": EngineEntry(
+        "engines.adapters.flexgen_ref:FlexGenEngine",
+        ("torch", "transformers", "flexgen"),
+        summary="FlexGen's own code (OPT only); without CUDA through a shim of ours",
+        environment="flexgen",
+    ),
+    "llama_cpp": EngineEntry(
+        "engines.adapters.llama_cpp:LlamaCppEngine",
+        ("xllamacpp", "gguf"),
+        summary="llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
+        environment="llamacpp",
+    ),
+    "airllm": EngineEntry(
+        "engines.adapters.airllm:AirLlmEngine",
+        ("torch", "transformers", "airllm"),
+        summary="AirLLM: one layer in memory at a time (LLaMA and its like)",
+        environment="airllm",
+    ),
+    "vllm": EngineEntry(
+        "engines.adapters.vllm:VllmEngine",
+        ("torch", "vllm"),
+        summary="vLLM with weights and KV cache offloaded to RAM",
+        environment="vllm",
+        needs="a CUDA device",
+    ),
+    "lm_eval_hf": EngineEntry(
+        "engines.adapters.lm_eval_hf:LmEvalHfEngine",
+        ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),
+        "eval",
+        summary="lm-eval's own model of transformers: padded batches; weights in RAM, or as Accelerate places them",
+        environment="accelerate",
+    ),
+    "offload": EngineEntry(
+        "engines.offload.engine:OffloadEngine",
+        ("torch", "transformers", "safetensors", "accelerate", "greenlet"),
+        "offload",
+        summary="our own: weights streamed from disk under the arithmetic, in row, zigzag or sweep order",
+        longest="engines.planning.longest:longest_sequence",
+        predicted=True,
+        environment="offload",
+    ),
+}
+
+#: Engines that are not built: what each is, and why not.
+NOT_BUILT = {
+    "petals": (
+        "collaborative inference over slow links",
+        "installs only beside old packages (transformers < 4.35, pydantic < 2); pipeline stages of ours over throttled "
+        "links are to represent it",
+    )
+}
+
+#: `registry.launchers` adds those of plug-ins.
+LAUNCHERS: Mapping[str, Entry] = {
+    "process": Entry("harness.launchers.process:Processes"),
+    "venv": Entry("harness.launchers.venv:VirtualEnvironments"),
+    "docker": Entry("harness.launchers.docker:Containers", ("docker",), "docker"),
+}

@@ -6,7 +6,7 @@ from functools import partial
 from harness.api import OffloadPolicy
 from reports.summary import CellSummary, measured_peak, measured_sum, metric, per_token
 from reports.tables import Figure
-from reports.text import MB, MIB, TIMES_SIGN, columns_of, finite, median
+from reports.text import MB, MIB, TIMES_SIGN, finite, largest, median, span
 
 
 def allowed(row: CellSummary, resource: str) -> float | None:
@@ -21,9 +21,7 @@ def allowed(row: CellSummary, resource: str) -> float | None:
 
 def _range(row: CellSummary) -> str | None:
     """The throughputs of the slowest and the fastest repeat."""
-    if len(row.throughput) < 2:
-        return None
-    return " to ".join(columns_of([min(row.throughput), max(row.throughput)]))
+    return span(min(row.throughput), max(row.throughput)) if len(row.throughput) > 1 else None
 
 
 def _read(row: CellSummary) -> float | None:
@@ -33,9 +31,9 @@ def _read(row: CellSummary) -> float | None:
 
 
 def _ratio_interval(row: CellSummary) -> str | None:
-    if row.ratio is None or row.ratio.low is None:
+    if row.ratio is None or row.ratio.low is None or row.ratio.high is None:
         return None
-    return " to ".join(columns_of([row.ratio.low, row.ratio.high]))
+    return span(row.ratio.low, row.ratio.high)
 
 
 def _agreement(row: CellSummary) -> str | None:
@@ -43,8 +41,7 @@ def _agreement(row: CellSummary) -> str | None:
 
 
 def _memory(row: CellSummary, name: str) -> float | None:
-    values = [getattr(r.memory, name) for r in row.records if r.memory]
-    return max((v for v in values if v is not None), default=None)
+    return largest(getattr(r.memory, name) for r in row.records if r.memory)
 
 
 def _real_share(row: CellSummary) -> float | None:
@@ -58,7 +55,7 @@ def _real_share(row: CellSummary) -> float | None:
 
 
 def _peak(row: CellSummary, name: str) -> float | None:
-    return max((v for r in row.records if (v := measured_peak(r, name)) is not None), default=None)
+    return largest(measured_peak(r, name) for r in row.records)
 
 
 def _method(row: CellSummary) -> str | None:

@@ -1,19 +1,22 @@
 """Summarises records as one row a cell (medians, ratio to the best rival, fraction of the bound) and in a sentence."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from harness.api import RunRecord, Status
+from harness.api import RunRecord, RunSpec, Status
 from reports.rates import with_rates_around
 from reports.records import name_of, workload_of
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import TIMES_SIGN, columns_of, finite, grouped, median, number, one_line, positive
+from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, span
 
 #: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
 _MOST_INTERVALS = 200
 #: The share of CPU time of other processes above which a figure is marked as disturbed.
 DISTURBED = 0.05
+
+Kind = Literal["measured", "simulated", "projected"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,9 @@ class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
     Figures cover the repeats that ended ok and are medians; the memory figures are maxima. `ratio` is the
-    Hodges-Lehmann ratio to `rival`: the fastest ranked cell of another engine in the same workload, or of the same
-    engine where only one engine is ranked.
+    Hodges-Lehmann ratio to the cell's rival: the fastest ranked cell of another engine in the same workload, or of the
+    same engine where only one engine is ranked. `label` is the name in charts, with a number where several cells of the
+    workload have the same name, and with the qualifiers.
     """
 
     fingerprint: str
@@ -33,14 +37,13 @@ class CellSummary:
     statuses: tuple[Status, ...]
     expect: Status
     reference: bool
-    simulated: bool
-    projected: bool
+    kind: Kind
+    label: str = ""
     batch: int | None = None
     compute_dtype: str | None = None
     throughput: tuple[float, ...] = ()
     median: float | None = None
     ratio: Ratio | None = None
-    rival: str | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
     limited_by: str | None = None
@@ -51,8 +54,12 @@ class CellSummary:
     most_requests: int | None = None
     equal_outputs: int | None = None
     compared_outputs: int | None = None
-    compared_with: str | None = None
     records: tuple[RunRecord, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec of the last repeat."""
+        return self.records[-1].spec
 
     @property
     def status(self) -> Status:
@@ -68,12 +75,7 @@ class CellSummary:
     @property
     def qualifiers(self) -> tuple[str, ...]:
         """`reference`, `simulated` and `projected`, where they apply."""
-        return tuple(name for name in ("reference", "simulated", "projected") if getattr(self, name))
-
-    @property
-    def kind(self) -> str:
-        """Whether its figures are `simulated`, `projected` or `measured`."""
-        return "simulated" if self.simulated else "projected" if self.projected else "measured"
+        return ("reference",) * self.reference + (self.kind,) * (self.kind != "measured")
 
     @property
     def prediction_error(self) -> float | None:
@@ -105,7 +107,14 @@ def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
     """One row a cell, grouped by workload: ranked cells, fastest first, then the others, then references."""
     cells = grouped(with_rates_around(records), lambda r: r.fingerprint)
     groups = by_workload([_cell(sorted(repeats, key=lambda r: r.repeat)) for repeats in cells.values()])
-    return [row for group in groups.values() for row in _relate(group)]
+    return [row for group in groups.values() for row in _labelled(_relate(group))]
+
+
+def kind_of(records: Sequence[RunRecord]) -> Kind:
+    """Whether a cell's figures are measured; a single simulated or projected record decides."""
+    if any(r.simulated for r in records):
+        return "simulated"
+    return "projected" if any(r.projected for r in records) else "measured"
 
 
 def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
@@ -138,7 +147,7 @@ def other_cpu_share(records: Iterable[RunRecord]) -> float:
 
 def measured_peak(record: RunRecord, name: str) -> float | None:
     """The largest sample of a measurement over all phases."""
-    return max((s for m in record.measurements if m.name == name for v in m.samples if (s := finite(v))), default=None)
+    return largest(finite(v) for m in record.measurements if m.name == name for v in m.samples)
 
 
 def throughput(record: RunRecord) -> float | None:
@@ -180,8 +189,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         statuses=tuple(r.status for r in records),
         expect=spec.expect,
         reference=spec.reference,
-        simulated=any(r.simulated for r in records),
-        projected=any(r.projected for r in records),
+        kind=kind_of(records),
         batch=loads[-1].block_size if loads else spec.policy.block_size if spec.tune == "none" else None,
         compute_dtype=loads[-1].compute_dtype if loads else None if requested == "auto" else requested,
         throughput=speeds,
@@ -190,8 +198,8 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         bound_fraction=median([_bound_fraction(r) for r in ok]),
         limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
         predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
-        peak_bytes=max((m.peak_bytes for m in memories if m.peak_bytes is not None), default=None),
-        limit_bytes=max((m.limit_bytes for m in memories if m.limit_bytes is not None), default=None),
+        peak_bytes=largest(m.peak_bytes for m in memories),
+        limit_bytes=largest(m.limit_bytes for m in memories),
         num_requests=None if requests is None else int(requests),
         records=tuple(records),
     )
@@ -222,7 +230,7 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
                 if rank[row.fingerprint] < _MOST_INTERVALS
                 else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
             )
-            related = replace(related, ratio=ratio, rival=rival.name)
+            related = replace(related, ratio=ratio)
         rows.append(_compare_outputs(related, references))
     return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 
@@ -237,8 +245,7 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
     """Counts outputs equal to those of a reference with the same seed and, if possible, the same compute dtype."""
     if row.reference:
         return row
-    seed = row.records[-1].spec.seed
-    same = [r for r in references if r.records[-1].spec.seed == seed]
+    same = [r for r in references if r.spec.seed == row.spec.seed]
     reference = min(same, key=lambda r: r.compute_dtype != row.compute_dtype, default=None)
     if reference is None:
         return row
@@ -246,12 +253,15 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
     pairs = [(t.digest, expected[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in expected]
     if not pairs:
         return row
-    return replace(
-        row,
-        equal_outputs=sum(digest == other for digest, other in pairs),
-        compared_outputs=len(pairs),
-        compared_with=reference.name,
-    )
+    return replace(row, equal_outputs=sum(digest == other for digest, other in pairs), compared_outputs=len(pairs))
+
+
+def _labelled(rows: Iterable[CellSummary]) -> Iterator[CellSummary]:
+    uses: Counter[str] = Counter()
+    for row in rows:
+        uses[row.name] += 1
+        numbered = row.name if uses[row.name] == 1 else f"{row.name} ({uses[row.name]})"
+        yield replace(row, label=f"{numbered} ({', '.join(row.qualifiers)})" if row.qualifiers else numbered)
 
 
 def headline(rows: Sequence[CellSummary]) -> str:
@@ -266,7 +276,8 @@ def headline(rows: Sequence[CellSummary]) -> str:
     rival = rival_of(best, order)
     if rival and rival.throughput:
         role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
-        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput), best.simulated)} {rival.name}, {role}")
+        times = _times(ratio_of(rival.throughput, best.throughput), exact=best.kind == "simulated")
+        parts.append(f"{times} {rival.name}, {role}")
     if best.bound_fraction is not None:
         parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
     speed = f"{number(best.median or 0)} tok/s{within}{kind}"
@@ -281,4 +292,4 @@ def _times(ratio: Ratio, exact: bool) -> str:
     if ratio.low is None or ratio.high is None:
         return f"{times} (too few launches for an interval)"
     caveat = "" if ratio.excludes_one else " (not significant: the interval includes 1)"
-    return f"{times} [{', '.join(columns_of([ratio.low, ratio.high]))}]{caveat}"
+    return f"{times} [{span(ratio.low, ratio.high, ', ')}]{caveat}"

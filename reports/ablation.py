@@ -45,15 +45,14 @@ def ablations(rows: Sequence[CellSummary]) -> tuple[CellSummary, list[Ablation]]
     """
     rows = ranked(rows)[:MOST_CELLS]
     settings = {r.fingerprint: _settings(r) for r in rows}
-    best: tuple[CellSummary, list[tuple[CellSummary, str]]] | None = None
+    candidates: list[tuple[CellSummary, list[tuple[CellSummary, str]]]] = []
     for base in rows:
         alike = [r for r in rows if r is not base and (r.engine, r.spec.limits) == (base.engine, base.spec.limits)]
         changes = [(r, c) for r in alike if (c := _change(settings[base.fingerprint], settings[r.fingerprint]))]
-        if len(changes) >= 2 and (best is None or len(changes) > len(best[1])):
-            best = (base, changes)
-    if best is None:
+        candidates += [(base, changes)] if len(changes) >= 2 else []
+    if not candidates:
         return None
-    base, changes = best
+    base, changes = max(candidates, key=lambda candidate: len(candidate[1]))
     cells = [Ablation(r, change, ratio_of(base.throughput, r.throughput)) for r, change in changes]
     return base, sorted(cells, key=lambda a: -a.ratio.ratio)
 

@@ -5,8 +5,8 @@ from functools import partial
 
 from harness.api import OffloadPolicy
 from reports.summary import CellSummary, measured_peak, measured_sum, metric, per_token
-from reports.tables import Figure
-from reports.text import MB, MIB, TIMES_SIGN, finite, largest, median, span
+from reports.tables import Figure, status_cell
+from reports.text import MB, MIB, TIMES_SIGN, finite, largest, median, quotient, span
 
 
 def allowed(row: CellSummary, resource: str) -> float | None:
@@ -46,12 +46,8 @@ def _memory(row: CellSummary, name: str) -> float | None:
 
 def _real_share(row: CellSummary) -> float | None:
     """The median share of computed positions that are not padding."""
-    shares = []
-    for record in row.ok_records:
-        real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
-        if real is not None and padded:
-            shares.append(real / padded)
-    return median(shares)
+    names = ("total_throughput_tok_s", "padded_throughput_tok_s")
+    return median([quotient(*(finite(r.metrics.get(name)) for name in names)) for r in row.ok_records])
 
 
 def _peak(row: CellSummary, name: str) -> float | None:
@@ -108,6 +104,7 @@ _NO_FORECAST = "no performance model covers this cell"
 _NO_COUNTER = "this machine has no counter for it"
 
 SUMMARY = (
+    Figure("Status", "", status_cell, "", numeric=False),
     Figure("Batch", "", lambda r: r.batch, "the batch search chose none"),
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),

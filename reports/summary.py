@@ -9,7 +9,7 @@ from harness.api import RunRecord, RunSpec, Status
 from reports.rates import with_rates_around
 from reports.records import name_of, workload_of
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, span
+from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, quotient, span
 
 #: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
 _MOST_INTERVALS = 200
@@ -163,12 +163,8 @@ def metric(records: Sequence[RunRecord], name: str) -> float | None:
 
 def per_token(records: Sequence[RunRecord], counter: str) -> float | None:
     """The median over records of a counter during generation / the generated tokens."""
-    ratios = []
-    for record in records:
-        total, tokens = measured_sum(record, counter, "generate"), finite(record.metrics.get("generated_tokens"))
-        if total is not None and tokens:
-            ratios.append(total / tokens)
-    return median(ratios)
+    totals = [(measured_sum(r, counter, "generate"), finite(r.metrics.get("generated_tokens"))) for r in records]
+    return median([quotient(total, tokens) for total, tokens in totals])
 
 
 def _cell(records: Sequence[RunRecord]) -> CellSummary:
@@ -206,9 +202,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
 
 
 def _bound_fraction(record: RunRecord) -> float | None:
-    achieved = throughput(record)
-    bound = finite(record.bound.throughput_tok_s) if record.bound else None
-    return achieved / bound if achieved is not None and bound else None
+    return quotient(throughput(record), finite(record.bound.throughput_tok_s) if record.bound else None)
 
 
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:

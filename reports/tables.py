@@ -91,7 +91,7 @@ class Figure:
 
     title: str
     unit: str
-    get: Callable[[CellSummary], float | str | None]
+    get: Callable[[CellSummary], float | str | Cell | None]
     why: str
     scale: float = 1.0
     numeric: bool = True
@@ -100,19 +100,14 @@ class Figure:
 REFERENCES = "Reference: runs without the limit; shown for scale, never ranked"
 
 
-def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure], status: bool = False) -> Table:
+def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure]) -> Table:
     """A table with one row a cell and reference cells in a group of their own at the end."""
-    columns = [Column("Cell", numeric=False)] + ([Column("Status", numeric=False)] if status else [])
-    columns += [Column(f.title, f.unit, f.numeric) for f in figures]
-    by_figure = [_format(rows, figure) for figure in figures]
-    lines = [
-        (name_cell(row), *([status_cell(row)] if status else []), *(cells[i] for cells in by_figure))
-        for i, row in enumerate(rows)
-    ]
+    columns = (Column("Cell", numeric=False), *(Column(f.title, f.unit, f.numeric) for f in figures))
+    lines = list(zip(map(name_cell, rows), *(_format(rows, figure) for figure in figures), strict=True))
     competitors = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
     references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
-    bodies = [Body(competitors)] * bool(competitors) + [Body(references, REFERENCES, apart=True)] * bool(references)
-    return Table(caption, tuple(columns), tuple(bodies))
+    bodies = (Body(competitors), Body(references, REFERENCES, apart=True))
+    return Table(caption, columns, tuple(body for body in bodies if body.rows))
 
 
 def name_cell(row: CellSummary) -> Cell:
@@ -142,13 +137,13 @@ def plain_table(caption: str, columns: Iterable[Column], rows: Iterable[Sequence
 
 def _format(rows: Sequence[CellSummary], figure: Figure) -> list[Cell]:
     values = [figure.get(row) for row in rows]
-    texts = columns_of([None if isinstance(v, str) else v for v in values], figure.scale)
+    texts = columns_of([v if isinstance(v, int | float) else None for v in values], figure.scale)
     cells = []
     for row, value, text in zip(rows, values, texts, strict=True):
-        if isinstance(value, str):
-            cells.append(Cell(value))
-        elif value is None:
+        if value is None:
             cells.append(Cell(MISSING, why=figure.why if row.throughput else f"the cell did not finish: {row.status}"))
+        elif isinstance(value, Cell):
+            cells.append(value)
         else:
-            cells.append(Cell(text))
+            cells.append(Cell(value if isinstance(value, str) else text))
     return cells

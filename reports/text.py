@@ -123,6 +123,11 @@ def positive(value: object) -> float | None:
     return number if number is not None and 1e-15 < number < 1e15 else None
 
 
+def quotient(value: float | None, divisor: float | None) -> float | None:
+    """`value` / `divisor`; None where one of them is missing, or the divisor 0."""
+    return value / divisor if value is not None and divisor else None
+
+
 def largest(values: Iterable[N | None]) -> N | None:
     """The largest of the values that are not None; None without any."""
     return max((v for v in values if v is not None), default=None)

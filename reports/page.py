@@ -22,7 +22,7 @@ from reports.vega import Panel
 def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
     """The values of the templates report.html and report.md: the report on `runs`, with the trends of their cells."""
     rows = summary_rows(runs.records)
-    suites = list(dict.fromkeys(row.suite for row in rows if row.suite))
+    suites = list(dict.fromkeys(filter(None, (one_line(row.spec.suite) for row in rows))))
     facts = {"Started": sections.period(runs.records), "Commit": sections.commit(runs.records)}
     return {
         "title": _title(suites),
@@ -81,7 +81,7 @@ def _mixed(runs: Runs) -> list[str]:
 
 def _log_tail(row: CellSummary, runs: Runs) -> str:
     """The end of the log of the last repeat that failed unexpectedly."""
-    failed = (r for r in reversed(row.records) if r.status not in ("ok", row.expect))
+    failed = (r for r in reversed(row.records) if r.status not in ("ok", row.spec.expect))
     return next((tail for r in failed if (tail := runs.log_tail(r))), "")
 
 

@@ -84,7 +84,7 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
     for row in rows:
         failed = (record for record in row.records if record.status != "ok")
         for (status, reason), records in grouped(failed, lambda r: (r.status, one_line(r.reason))).items():
-            expected = status == row.expect
+            expected = status == row.spec.expect
             lines.append(
                 (
                     name_cell(row),

@@ -30,12 +30,10 @@ class CellSummary:
     """
 
     fingerprint: str
-    suite: str
     name: str
     engine: str
     workload: str
     statuses: tuple[Status, ...]
-    expect: Status
     reference: bool
     kind: Kind
     label: str = ""
@@ -85,12 +83,12 @@ class CellSummary:
     @property
     def expected_failure(self) -> bool:
         """Whether every repeat failed with the status that the suite expects."""
-        return self.expect != "ok" and self.as_expected
+        return self.spec.expect != "ok" and self.as_expected
 
     @property
     def as_expected(self) -> bool:
         """Whether every repeat ended with the status that the suite expects."""
-        return all(s == self.expect for s in self.statuses)
+        return all(s == self.spec.expect for s in self.statuses)
 
     @property
     def ok_records(self) -> tuple[RunRecord, ...]:
@@ -178,12 +176,10 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
     requests, requested = metric(ok, "num_requests"), spec.policy.compute_dtype
     return CellSummary(
         fingerprint=last.fingerprint,
-        suite=one_line(spec.suite),
         name=name_of(last),
         engine=one_line(spec.engine),
         workload=workload_of(last),
         statuses=tuple(r.status for r in records),
-        expect=spec.expect,
         reference=spec.reference,
         kind=kind_of(records),
         batch=loads[-1].block_size if loads else spec.policy.block_size if spec.tune == "none" else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,12 +55,6 @@ class Table:
     columns: tuple[Column, ...]
     bodies: tuple[Body, ...]
 
-    @property
-    def without_sparklines(self) -> Table:
-        """The table without its columns of sparklines."""
-        first = next((row for body in self.bodies for row in body.rows), ())
-        return self._select({i for i, _ in enumerate(self.columns)} - {i for i, cell in enumerate(first) if cell.spark})
-
     def first(self, count: int = MOST_ROWS) -> Table:
         """The table with at most `count` rows; the caption says how many it omits."""
         total = sum(len(b.rows) for b in self.bodies)
@@ -74,15 +69,9 @@ class Table:
 
     def only(self, titles: Collection[str]) -> Table:
         """The table with only the columns of these titles."""
-        return self._select({i for i, column in enumerate(self.columns) if column.title in titles})
-
-    def _select(self, indices: Collection[int]) -> Table:
-        columns = tuple(c for i, c in enumerate(self.columns) if i in indices)
-        bodies = tuple(
-            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i in indices) for row in b.rows))
-            for b in self.bodies
-        )
-        return Table(self.caption, columns, bodies)
+        kept = [column.title in titles for column in self.columns]
+        bodies = (replace(b, rows=tuple(tuple(itertools.compress(row, kept)) for row in b.rows)) for b in self.bodies)
+        return Table(self.caption, tuple(itertools.compress(self.columns, kept)), tuple(bodies))
 
 
 @dataclass(frozen=True)
@@ -125,8 +114,8 @@ def status_cell(row: CellSummary) -> Cell:
         return Cell(row.status, badges=("expected",), tone="muted")
     parts = [f"ok {ok} of {len(row.statuses)}"] if 0 < ok < len(row.statuses) else []
     parts += sorted({s for s in row.statuses if s != "ok"})
-    if row.expect != "ok":
-        return Cell(", ".join(parts) or "ok", badges=(f"expected {row.expect}",), tone="bad")
+    if row.spec.expect != "ok":
+        return Cell(", ".join(parts) or "ok", badges=(f"expected {row.spec.expect}",), tone="bad")
     return Cell(", ".join(parts) or "ok", tone="bad" if parts else "good")
 
 

@@ -46,18 +46,13 @@ class Helm(PromptTask):
     question and its answer.
     """
 
-    name: str
     splits: Callable[[Data | None], Splits]
     shots: int
-    max_tokens: int
     metrics: tuple[str, ...]
     instructions: str = ""
     num_instances: int | None = None
-    stop: tuple[str, ...] = ("\n",)
-    temperature: float = 0.0
     trials: int = 3
     before_answer: str = " "
-    outputs: int = 1
     note: str = ""
 
     @property
@@ -155,7 +150,7 @@ def _mmlu(subject: str) -> Helm:
 
     words = subject.replace("_", " ")
     return Helm(
-        f"helm_mmlu_{subject}", splits, 5, 1, ("exact_match",), num_instances=100, stop=(),
+        f"helm_mmlu_{subject}", 1, splits, 5, ("exact_match",), num_instances=100, stop=(),
         instructions=f"The following are multiple choice questions (with answers) about {words}.\n\n",
         note="; 100 questions, without augmentation",
     )  # fmt: skip
@@ -177,7 +172,7 @@ def _reasoning(
         return split(data, "train"), [*split(data, "valid"), *split(data, "test")]
 
     return Helm(
-        f"helm_synthetic_reasoning_{kind}", splits, shots, max_tokens, metrics, num_instances=515,
+        f"helm_synthetic_reasoning_{kind}", max_tokens, splits, shots, metrics, num_instances=515,
         instructions="Please solve the following problem.\n\n", before_answer=before_answer,
     )  # fmt: skip
 
@@ -201,7 +196,7 @@ def _summaries(name: str) -> Helm:
         worked = [pair for pair in train if _WORKED[0] <= len(pair[0].split()) <= _WORKED[1]]
         return [shape(*pair) for pair in worked], [shape(*pair) for pair in test]
 
-    return Helm(name, splits, 5, 64, ("rouge_2",), num_instances=_SUMMARIES, stop=("###",), temperature=0.3,
+    return Helm(name, 64, splits, 5, ("rouge_2",), num_instances=_SUMMARIES, stop=("###",), temperature=0.3,
                 trials=1, before_answer="\n",
                 note="; a substitute for HELM's sample of XSum, with worked examples from its rest")  # fmt: skip
 
@@ -221,7 +216,7 @@ def _wikifact(subject: str) -> Helm:
             raise HarnessError(f"task {name}: it reads no files; leave out --data-dir to use the hub")
         return split("train"), split("test")
 
-    return Helm(name, splits, 5, 8, ("quasi_exact_match", "quasi_exact_match@5"), temperature=1.0, outputs=5)
+    return Helm(name, 8, splits, 5, ("quasi_exact_match", "quasi_exact_match@5"), temperature=1.0, outputs=5)
 
 
 _MATCHES = ("exact_match", "quasi_exact_match", "prefix_exact_match", "quasi_prefix_exact_match")

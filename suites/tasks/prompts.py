@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
@@ -29,6 +29,7 @@ class Material:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class PromptTask(ABC):
     """A task whose examples are prompts to complete.
 
@@ -37,9 +38,10 @@ class PromptTask(ABC):
 
     name: str
     max_tokens: int
-    stop: tuple[str, ...]
-    temperature: float
-    outputs: int
+    _: KW_ONLY
+    stop: tuple[str, ...] = ("\n",)
+    temperature: float = 0.0
+    outputs: int = 1
 
     @abstractmethod
     def material(self, folder: Path | None) -> Material:

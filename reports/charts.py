@@ -150,8 +150,8 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
                   x=vega.quantity(axis, "limit")),
         ],
     )  # fmt: skip
-    policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
-    table = cell_table("", policy, figures.PLACEMENT) if policy else None
+    with_policy = [r for r in placed if figures.realised_policy(r)]
+    table = cell_table("", with_policy, figures.PLACEMENT) if with_policy else None
     note = "Weights as the engine placed them. A limit also covers KV cache and activations."
     return Panel("Memory by tier", note + vega.truncation_note(placed), spec, table)
 

@@ -1,7 +1,8 @@
 """The figures of cells by table: how to compute each one, its unit, and why it may be missing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from harness.api import OffloadPolicy
 from reports.summary import CellSummary, measured_peak, measured_sum, metric, per_token
@@ -74,24 +75,20 @@ def task_seconds(row: CellSummary, task: str, predicted: bool = False) -> float 
     return seconds if task == "waiting" else seconds or None
 
 
-def _placed(read: Callable[[OffloadPolicy], float | str | None]) -> Callable[[CellSummary], float | str | None]:
-    """A function from a cell to a value of the policy as the engine realised it; None for engines without placement."""
-
-    def get(row: CellSummary) -> float | str | None:
-        policies = [r.load.policy for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
-        return read(policies[-1]) if policies else None
-
-    return get
+def realised_policy(row: CellSummary) -> OffloadPolicy | None:
+    """The policy as the engine realised it; None for engines without placement."""
+    policies = [r.load.policy for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
+    return policies[-1] if policies else None
 
 
-def _in_tiers(kind: str, *tiers: int) -> Callable[[CellSummary], float | str | None]:
+def _placed(row: CellSummary, name: str) -> Any:
+    return getattr(realised_policy(row), name, None)
+
+
+def _in_tiers(row: CellSummary, kind: str, tiers: Sequence[int]) -> float | None:
     """The share of a policy's weights or KV cache that lies in some of device, host and disk."""
-
-    def share(policy: OffloadPolicy) -> float | None:
-        fractions = getattr(policy, kind)
-        return None if fractions is None else sum(fractions[tier] for tier in tiers)
-
-    return _placed(share)
+    fractions = _placed(row, kind)
+    return None if fractions is None else sum(fractions[tier] for tier in tiers)
 
 
 _UNRANKED = "not ranked: a reference, incomplete, or without a rival"
@@ -203,11 +200,11 @@ TASKS = tuple(
 
 #: Placement and storage of weights and KV cache; memory is device and host memory.
 PLACEMENT = (
-    Figure("Weights in memory", "%", _in_tiers("weights", 0, 1), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights on disk", "%", _in_tiers("weights", 2), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache in memory", "%", _in_tiers("cache", 0, 1), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache on disk", "%", _in_tiers("cache", 2), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights", "bits", _placed(lambda p: p.weight_bits), _NO_PLACEMENT),
-    Figure("Cache", "bits", _placed(lambda p: p.kv_bits), _NO_PLACEMENT),
-    Figure("Schedule", "", _placed(lambda p: p.schedule), _NO_PLACEMENT, numeric=False),
+    Figure("Weights in memory", "%", partial(_in_tiers, kind="weights", tiers=(0, 1)), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights on disk", "%", partial(_in_tiers, kind="weights", tiers=(2,)), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache in memory", "%", partial(_in_tiers, kind="cache", tiers=(0, 1)), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache on disk", "%", partial(_in_tiers, kind="cache", tiers=(2,)), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights", "bits", partial(_placed, name="weight_bits"), _NO_PLACEMENT),
+    Figure("Cache", "bits", partial(_placed, name="kv_bits"), _NO_PLACEMENT),
+    Figure("Schedule", "", partial(_placed, name="schedule"), _NO_PLACEMENT, numeric=False),
 )

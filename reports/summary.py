@@ -98,7 +98,7 @@ class CellSummary:
     @property
     def fewer_requests(self) -> bool:
         """Whether another cell of the workload completed more requests."""
-        return (self.num_requests or 0) < (self.most_requests or 0) and self.num_requests is not None
+        return self.num_requests is not None and self.num_requests < (self.most_requests or 0)
 
 
 def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
@@ -205,23 +205,20 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     """Sorts the cells of a workload and adds each cell's ratio to its rival and its agreement with the reference."""
     order = ranked(group)
     rank = {r.fingerprint: i for i, r in enumerate(order)}
-    most = max((r.num_requests or 0 for r in group), default=0)
+    most = largest(r.num_requests for r in group)
     references = [r for r in group if r.reference and r.ok_records]
     # only these can be a rival: the fastest cell of each engine, and the second fastest of all
     candidates = [*{r.engine: r for r in reversed(order)}.values(), *order[:2]]
     candidates.sort(key=lambda r: rank[r.fingerprint])
     rows = []
     for row in group:
-        related = replace(row, most_requests=most or None)
-        rival = rival_of(row, candidates) if row.fingerprint in rank else None
-        if rival and rival.median and row.median is not None:
-            ratio = (
-                ratio_of(rival.throughput, row.throughput)
-                if rank[row.fingerprint] < _MOST_INTERVALS
-                else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
-            )
-            related = replace(related, ratio=ratio)
-        rows.append(_compare_outputs(related, references))
+        ratio = None
+        if row.fingerprint in rank and (rival := rival_of(row, candidates)):
+            if rank[row.fingerprint] < _MOST_INTERVALS:
+                ratio = ratio_of(rival.throughput, row.throughput)
+            else:
+                ratio = Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
+        rows.append(_compare_outputs(replace(row, most_requests=most, ratio=ratio), references))
     return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 
 
@@ -264,7 +261,7 @@ def headline(rows: Sequence[CellSummary]) -> str:
     within = " within the limit" if best.limit_bytes else ""
     parts = []
     rival = rival_of(best, order)
-    if rival and rival.throughput:
+    if rival:
         role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
         times = _times(ratio_of(rival.throughput, best.throughput), exact=best.kind == "simulated")
         parts.append(f"{times} {rival.name}, {role}")

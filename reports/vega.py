@@ -148,15 +148,14 @@ def library(cache: Path | None = None) -> Markup | None:
         bundled = version("vl-convert-python")
     except PackageNotFoundError:
         return None
-    file = cache / f"vega-{bundled}.js" if cache else None
-    if file is not None:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return Markup(file.read_text(encoding="utf-8"))
-    code = _bundle()
-    if file is not None:
-        with contextlib.suppress(HarnessError):  # without a writable cache the next report bundles again
-            write(file, code)
-    return Markup(code)
+    if cache is None:
+        return Markup(_bundle())
+    file = cache / f"vega-{bundled}.js"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return Markup(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(HarnessError):  # without a writable cache the next report bundles again
+        write(file, _bundle())
+    return Markup(_bundle())
 
 
 @functools.cache

@@ -124,7 +124,7 @@ def datum(row: CellSummary, words: str, **fields: Any) -> Datum:
     return {"cell": row.label, "tooltip": f"{row.label}: {words}", **fields}
 
 
-def layer(mark: Spec, where: str = "", data: Sequence[Datum] | None = None, **encoding: Any) -> Spec:
+def layer(mark: Spec, where: str = "", data: Sequence[Datum] | None = None, **encoding: Any) -> dict[str, Any]:
     """A layer of a chart: a mark for each datum `where` an expression holds; by default for all of the chart's data."""
     parts = {
         "transform": [{"filter": where}] if where else None,

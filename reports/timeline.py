@@ -85,9 +85,7 @@ def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
     lines = []
     for row, events in traced:
         by_lane, end = _lanes(events), _end(events)
-        shares = [
-            union_length((e.ts, e.ts + e.dur) for e in by_lane.get(lane, ())) / end if end else 0.0 for lane in lanes
-        ]
+        shares = [busy(by_lane.get(lane, ()), end, bins=1)[0] for lane in lanes]
         lines.append([name_cell(row), Cell(number(end / 1e6)), *(Cell(number(100 * s)) for s in shares)])
     return plain_table("", columns, lines)
 

@@ -41,9 +41,11 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
             point |= {"kind": "beyond"}
     colour = {"condition": {"test": "datum.ranked", "value": vega.BLUE}, "value": vega.GREY}
     x = vega.quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
+    # the page's axis switch applies this scale
+    logarithmic = {"type": "log", "domain": [min(v for r in shown for v in r.throughput) * 0.9, largest * 1.1]}
     spec = vega.row_chart(
         data,
-        usermeta=vega.log_toggle(min(v for r in shown for v in r.throughput), largest),
+        usermeta={"toggle": {"label": "Logarithmic axis", "scale": logarithmic}},
         encoding={"color": colour},
         layer=[
             layer({"type": "bar", "height": 9, "opacity": 0.3}, "datum.kind === 'interval'",

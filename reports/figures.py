@@ -12,12 +12,8 @@ from reports.text import MB, MIB, TIMES_SIGN, finite, largest, median, quotient,
 
 def allowed(row: CellSummary, resource: str) -> float | None:
     """The throughput (tokens/s) that one resource of the bound allows; None where the cell does not need it."""
-    rates = []
-    for bound in (r.bound for r in row.ok_records if r.bound):
-        seconds: float = getattr(bound, resource)
-        if seconds > 0:
-            rates.append(finite(bound.throughput_tok_s * bound.longest_s / seconds))
-    return median(rates)
+    timed = [(bound, getattr(bound, resource)) for bound in (r.bound for r in row.ok_records) if bound]
+    return median([finite(b.throughput_tok_s * b.longest_s / seconds) for b, seconds in timed if seconds > 0])
 
 
 def _range(row: CellSummary) -> str | None:

@@ -187,7 +187,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         throughput=speeds,
         median=median(speeds),
         bound_tok_s=median([b.throughput_tok_s for b in bounds]),
-        bound_fraction=median([_bound_fraction(r) for r in ok]),
+        bound_fraction=median([quotient(throughput(r), finite(r.bound.throughput_tok_s)) for r in ok if r.bound]),
         limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
         predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
         peak_bytes=largest(m.peak_bytes for m in memories),
@@ -195,10 +195,6 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         num_requests=None if requests is None else int(requests),
         records=tuple(records),
     )
-
-
-def _bound_fraction(record: RunRecord) -> float | None:
-    return quotient(throughput(record), finite(record.bound.throughput_tok_s) if record.bound else None)
 
 
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:

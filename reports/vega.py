@@ -112,13 +112,6 @@ def alone_in_legend(field: str) -> dict[str, Any]:
     return {"params": [{"name": "alone", "select": {"type": "point", "fields": [field]}, "bind": "legend"}]}
 
 
-def log_toggle(smallest: float, largest: float) -> dict[str, Any]:
-    """The logarithmic scale that the page's axis switch applies."""
-    return {
-        "toggle": {"label": "Logarithmic axis", "scale": {"type": "log", "domain": [smallest * 0.9, largest * 1.1]}}
-    }
-
-
 def datum(row: CellSummary, words: str, **fields: Any) -> Datum:
     """A datum of a cell; its tooltip is the cell's label and `words`."""
     return {"cell": row.label, "tooltip": f"{row.label}: {words}", **fields}

@@ -110,7 +110,7 @@ class History:
         if 0 < len(fingerprints) <= _MOST_VALUES:
             query = query.where(_RECORDS.c.fingerprint.in_(fingerprints))
         with _one_line(self.url), self._engine.connect() as connection:
-            rows = connection.execute(query).mappings().all()
+            rows = [dict(row._mapping) for row in connection.execute(query)]
         selected = (row for row in rows if not fingerprints or row["fingerprint"] in fingerprints)
         groups = grouped(selected, lambda row: (row["fingerprint"], row["machine"]))
         return [_series(group) for group in groups.values()]
@@ -171,7 +171,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _series(rows: Sequence[Mapping[str, Any]]) -> Series:
+def _series(rows: Sequence[dict[str, Any]]) -> Series:
     commits = grouped(rows, lambda row: row["commit"] + ("+" if row["dirty"] else ""))
     points = tuple(
         Point(

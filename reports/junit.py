@@ -30,7 +30,7 @@ def junit(suites: Mapping[str, Sequence[Case]]) -> str:
     for name, cases in suites.items():
         counts = Counter(case.outcome for case in cases)
         numbers = {"tests": len(cases), "failures": counts["failed"], "errors": 0, "skipped": counts["skipped"]}
-        suite = ET.SubElement(root, "testsuite", name=_xml(name), **{k: str(n) for k, n in numbers.items()})
+        suite = ET.SubElement(root, "testsuite", {"name": _xml(name)} | {k: str(n) for k, n in numbers.items()})
         for case in cases:
             element = ET.SubElement(suite, "testcase", classname=_xml(case.group), name=_xml(case.name))
             message = _xml(case.message)

@@ -10,7 +10,7 @@ from reports.stats import Ratio, ratio_of
 from reports.summary import CellSummary, ranked
 from reports.tables import Cell, Column, name_cell, plain_table
 from reports.text import MISSING, TIMES_SIGN, number, one_line
-from reports.vega import GREEN, GREY, MOST_CELLS, ORANGE, SOFT, Datum, Panel, category, labelled, quantity, row_chart
+from reports.vega import GREEN, GREY, MOST_CELLS, ORANGE, SOFT, Panel, category, datum, layer, quantity, row_chart
 
 #: Settings that only make sense together count as a single one.
 _GROUPS: Mapping[str, str] = {
@@ -45,16 +45,14 @@ def ablations(rows: Sequence[CellSummary]) -> tuple[CellSummary, list[Ablation]]
     """
     rows = ranked(rows)[:MOST_CELLS]
     settings = {r.fingerprint: _settings(r) for r in rows}
-    best: tuple[CellSummary, list[tuple[CellSummary, str]]] | None = None
+    candidates: list[tuple[CellSummary, list[tuple[CellSummary, str]]]] = []
     for base in rows:
-        limits = base.records[-1].spec.limits
-        others = [r for r in rows if r is not base and r.engine == base.engine and r.records[-1].spec.limits == limits]
-        changes = [(r, c) for r in others if (c := _change(settings[base.fingerprint], settings[r.fingerprint]))]
-        if len(changes) >= 2 and (best is None or len(changes) > len(best[1])):
-            best = (base, changes)
-    if best is None:
+        alike = [r for r in rows if r is not base and (r.engine, r.spec.limits) == (base.engine, base.spec.limits)]
+        changes = [(r, c) for r in alike if (c := _change(settings[base.fingerprint], settings[r.fingerprint]))]
+        candidates += [(base, changes)] if len(changes) >= 2 else []
+    if not candidates:
         return None
-    base, changes = best
+    base, changes = max(candidates, key=lambda candidate: len(candidate[1]))
     cells = [Ablation(r, change, ratio_of(base.throughput, r.throughput)) for r, change in changes]
     return base, sorted(cells, key=lambda a: -a.ratio.ratio)
 
@@ -65,30 +63,27 @@ def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if ablation is None:
         return None
     base, cells = ablation
-    (_, base_label), *labels = labelled([base, *(a.row for a in cells)])
     base_speed = base.median or 0.0
-    data: list[Datum] = [{"cell": base_label, "from": 0.0, "to": base_speed, "kind": "base cell",
-                          "tooltip": f"{base_label}: {number(base_speed)} tok/s"}]  # fmt: skip
-    for cell, (row, label) in zip(cells, labels, strict=True):
-        value = row.median or 0.0
-        words = f"{label}: {number(value)} tok/s, {_times(cell.ratio)} of {base_label} ({cell.change})"
-        data.append({"cell": label, "from": base_speed, "to": value, "tooltip": words,
-                     "kind": "loses" if value < base_speed else "gains"})  # fmt: skip
+    data = [datum(base, f"{number(base_speed)} tok/s", kind="base cell", to=base_speed) | {"from": 0.0}]
+    for cell in cells:
+        value = cell.row.median or 0.0
+        words = f"{number(value)} tok/s, {_times(cell.ratio)} of {base.label} ({cell.change})"
+        kind = "loses" if value < base_speed else "gains"
+        data.append(datum(cell.row, words, kind=kind, to=value) | {"from": base_speed})
     kinds = {"base cell": GREY, "loses": ORANGE, "gains": GREEN}
     spec = row_chart(
         data,
         layer=[
-            {"mark": {"type": "bar", "height": 13, "opacity": 0.75},
-             "encoding": {"x": quantity("generated tok/s", "from", zero=True), "x2": {"field": "to"},
-                          "color": category("kind", kinds)}},
-            {"mark": {"type": "tick", "thickness": 2, "size": 18},
-             "encoding": {"x": quantity("generated tok/s", "to"), "color": {"value": SOFT}}},
-            {"data": {"values": [{"value": base_speed}]}, "mark": {"type": "rule", "color": SOFT, "strokeDash": [4, 3]},
-             "encoding": {"x": quantity("generated tok/s"), "y": None, "tooltip": None, "description": None}},
+            layer({"type": "bar", "height": 13, "opacity": 0.75}, x=quantity("generated tok/s", "from", zero=True),
+                  x2={"field": "to"}, color=category("kind", kinds)),
+            layer({"type": "tick", "thickness": 2, "size": 18}, x=quantity("generated tok/s", "to"),
+                  color={"value": SOFT}),
+            layer({"type": "rule", "color": SOFT, "strokeDash": [4, 3]}, data=[{"value": base_speed}],
+                  x=quantity("generated tok/s"), y=None, tooltip=None, description=None),
         ],
     )  # fmt: skip
-    lines = [[name_cell(base), Cell("base cell"), Cell(number(base_speed)), Cell(MISSING, why="the base cell"),
-              Cell(MISSING, why="the base cell")]]  # fmt: skip
+    missing = Cell(MISSING, why="the base cell")
+    lines = [[name_cell(base), Cell("base cell"), Cell(number(base_speed)), missing, missing]]
     for cell in cells:
         low, high = cell.ratio.low, cell.ratio.high
         interval = Cell(MISSING, why="needs two repeats") if low is None else Cell(f"{low:.2f} to {high:.2f}")
@@ -97,7 +92,7 @@ def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     columns = [Column("Cell", numeric=False), Column("Changed", numeric=False, wide=True),
                Column("Throughput", "tok/s"), Column("Of the base cell", TIMES_SIGN),
                Column("95 % interval")]  # fmt: skip
-    note = f"Each cell differs from {base_label} in one setting; its bar is what the change costs or gains."
+    note = f"Each cell differs from {base.label} in one setting; its bar is what the change costs or gains."
     return Panel("Ablation by technique", note, spec, plain_table("", columns, lines))
 
 
@@ -108,7 +103,7 @@ def _times(ratio: Ratio) -> str:
 
 
 def _settings(row: CellSummary) -> dict[str, Any]:
-    return {key: value for key, value in settings_of(row.records[-1].spec).items() if key not in _IGNORED}
+    return {key: value for key, value in settings_of(row.spec).items() if key not in _IGNORED}
 
 
 def _change(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:

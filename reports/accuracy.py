@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.api import Accuracy, RunRecord
+from harness.api import Accuracy, OffloadPolicy, RunRecord
 from reports.stats import ALPHA, FEWEST, PAIRED_LEVEL, Paired, paired
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import MISSING, number
-from reports.vega import Panel, chart, distinct, labelled, quantity, tooltip
+from reports.vega import Panel, chart, datum, distinct, layer, quantity, tooltip
 
 #: The suffix of figures whose outcomes are mean log-likelihoods, in nats.
 _PERPLEXITY = "perplexity"
@@ -34,11 +34,11 @@ def accuracy_table(rows: Sequence[CellSummary]) -> Table | None:
     results = [(row, accuracy) for row in rows if (accuracy := _accuracy(row))]
     if not results:
         return None
-    exact_by_engine = {row.records[-1].spec.engine: a for row, a in results if _is_exact(row.records[-1])}
+    exact_by_engine = {row.engine: accuracy for row, accuracy in results if _is_exact(row.spec.policy)}
     reference = next((accuracy for row, accuracy in results if row.reference), None)
     lines: list[list[Cell]] = []
     for row, accuracy in results:
-        exact = exact_by_engine.get(row.records[-1].spec.engine)
+        exact = exact_by_engine.get(row.engine)
         is_exact = exact is accuracy
         figures = _lines(row, accuracy, reference if is_exact else exact)
         # exact answers of two engines differ by rounding, which needs no verdict beside the largest difference
@@ -64,13 +64,11 @@ def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if len(points) < 2:
         return None
     title = points[0][1]
-    same_figure = [p for p in points if p[1] == title]
     data = [
-        {"cell": label, "engine": "reference" if r.reference else r.engine, "speed": r.median,
-         "value": value, "low": value - 2 * error, "high": value + 2 * error,
-         "tooltip": f"{label}: {title} {number(value)} at {number(r.median or 0)} tok/s"}
-        for (r, label), (_, _, value, error) in zip(
-            labelled((p[0] for p in same_figure), len(same_figure)), same_figure, strict=True)
+        datum(row, f"{title} {number(value)} at {number(row.median or 0)} tok/s", speed=row.median, value=value,
+              engine="reference" if row.reference else row.engine, low=value - 2 * error, high=value + 2 * error)
+        for row, name, value, error in points
+        if name == title
     ]  # fmt: skip
     engines = sorted({str(d["engine"]) for d in data})
     x, y = quantity("tok/s", "speed", zero=False), quantity(title, zero=False)
@@ -79,9 +77,9 @@ def accuracy_panel(rows: Sequence[CellSummary]) -> Panel | None:
         data={"values": data},
         encoding={"x": x, **distinct("engine", engines), **tooltip()},
         layer=[
-            {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
-             "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}, "shape": None}},
-            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"y": y}},
+            layer({"type": "rule", "strokeWidth": 2, "opacity": 0.5},
+                  y=y | {"field": "low"}, y2={"field": "high"}, shape=None),
+            layer({"type": "point", "filled": True, "size": 90}, y=y),
         ],
     )  # fmt: skip
     note = "Bars extend two standard errors to each side. The accuracy table has all figures."
@@ -112,8 +110,7 @@ def _accuracy(row: CellSummary) -> Accuracy | None:
     return next((r.accuracy for r in row.ok_records if r.accuracy), None)
 
 
-def _is_exact(record: RunRecord) -> bool:
-    policy = record.spec.policy
+def _is_exact(policy: OffloadPolicy) -> bool:
     return policy.weight_bits == policy.kv_bits == 16 and policy.value_sparsity == 1
 
 

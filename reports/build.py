@@ -1,5 +1,6 @@
 """Writes report.html, .md, .csv and .xml from run directories."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,10 +48,8 @@ def build(
 def _trends(runs: Runs, url: str) -> list[Panel]:
     with optional_packages("--history"):
         from reports.history import open_history
-        from reports.trend import trend_panels
+        from reports.trend import trend_panel
 
-    history = open_history(url)
-    try:
-        return trend_panels(history.series({r.fingerprint for r in runs.records}))
-    finally:
-        history.close()
+    with contextlib.closing(open_history(url)) as history:
+        series = history.series({r.fingerprint for r in runs.records})
+        return [panel for one in series if (panel := trend_panel(one))]

@@ -7,8 +7,8 @@ from reports.figures import allowed
 from reports.stats import interval_of
 from reports.summary import CellSummary, throughput
 from reports.tables import MOST_ROWS, Cell, Column, Table, cell_table, name_cell, plain_table
-from reports.text import GIB, MIB, MISSING, columns_of, number
-from reports.vega import Datum, Panel
+from reports.text import GIB, MIB, MISSING, columns_of, number, span
+from reports.vega import Datum, Panel, datum, layer
 
 
 def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
@@ -16,45 +16,44 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     rows = [r for r in rows if r.median is not None]
     if not rows:
         return None
-    shown = vega.labelled(rows)
-    fastest = max((v for r, _ in shown if not r.reference for v in r.throughput), default=0.0)
-    largest = max(v for r, _ in shown for v in r.throughput)
+    shown = rows[: vega.MOST_CELLS]
+    fastest = max((v for r in shown if not r.reference for v in r.throughput), default=0.0)
+    largest = max(v for r in shown for v in r.throughput)
     # a much faster reference must not compress the axis of the other cells
     end = largest if largest <= 1.5 * fastest or not fastest else 1.1 * fastest
     data: list[Datum] = []
-    for row, label in shown:
-        known: Datum = {"cell": label, "ranked": not row.qualifiers}
+    for row in shown:
+        known: Datum = {"cell": row.label, "ranked": not row.qualifiers}
         if interval := interval_of(row.throughput):
             low, high = interval
-            words = f"{label}: 95 % interval of the median {' to '.join(columns_of(interval))} tok/s"
+            words = f"{row.label}: 95 % interval of the median {span(low, high)} tok/s"
             data.append(known | {"kind": "interval", "low": low, "high": high, "tooltip": words})
         median = row.median or 0.0
-        words = f"{label}: median {number(median)} tok/s of {len(row.throughput)} launches"
+        words = f"{row.label}: median {number(median)} tok/s of {len(row.throughput)} launches"
         data.append(known | {"kind": "median", "value": median, "tooltip": words})
         data += [
-            known | {"kind": "repeat", "value": v, "tooltip": f"{label}, repeat {r.repeat + 1}: {number(v)} tok/s"}
+            known | {"kind": "repeat", "value": v, "tooltip": f"{row.label}, repeat {r.repeat + 1}: {number(v)} tok/s"}
             for r in row.ok_records
             if (v := throughput(r)) is not None
         ]
-    for datum in data:  # an arrow at the end of the axis stands for a value beyond it
-        if datum.get("value", 0.0) > end:
-            datum |= {"kind": "beyond"}
+    for point in data:  # an arrow at the end of the axis stands for a value beyond it
+        if point.get("value", 0.0) > end:
+            point |= {"kind": "beyond"}
     colour = {"condition": {"test": "datum.ranked", "value": vega.BLUE}, "value": vega.GREY}
     x = vega.quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
+    # the page's axis switch applies this scale
+    logarithmic = {"type": "log", "domain": [min(v for r in shown for v in r.throughput) * 0.9, largest * 1.1]}
     spec = vega.row_chart(
         data,
-        usermeta=vega.log_toggle(min(v for r, _ in shown for v in r.throughput), largest),
+        usermeta={"toggle": {"label": "Logarithmic axis", "scale": logarithmic}},
         encoding={"color": colour},
         layer=[
-            {"transform": [{"filter": "datum.kind === 'interval'"}],
-             "mark": {"type": "bar", "height": 9, "opacity": 0.3},
-             "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}}},
-            {"transform": [{"filter": "datum.kind === 'repeat'"}], "mark": {"type": "point", "size": 40, "filled": True,
-             "opacity": 0.85}, "encoding": {"x": x}},
-            {"transform": [{"filter": "datum.kind === 'median'"}], "mark": {"type": "tick", "thickness": 3, "size": 18},
-             "encoding": {"x": x}},
-            {"transform": [{"filter": "datum.kind === 'beyond'"}], "mark": {"type": "point", "shape": "triangle-right",
-             "size": 70, "filled": True}, "encoding": {"x": x}},
+            layer({"type": "bar", "height": 9, "opacity": 0.3}, "datum.kind === 'interval'",
+                  x=x | {"field": "low"}, x2={"field": "high"}),
+            layer({"type": "point", "size": 40, "filled": True, "opacity": 0.85}, "datum.kind === 'repeat'", x=x),
+            layer({"type": "tick", "thickness": 3, "size": 18}, "datum.kind === 'median'", x=x),
+            layer({"type": "point", "shape": "triangle-right", "size": 70, "filled": True}, "datum.kind === 'beyond'",
+                  x=x),
         ],
     )  # fmt: skip
     few = f" The table has the first {MOST_ROWS}." if len(rows) > MOST_ROWS else ""
@@ -73,10 +72,10 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
     links = any(allowed(row, "link_s") for row in rows)
     if links:
         shapes["link allows"], colours["link allows"] = "diamond", vega.GREY
-    for row, label in vega.labelled(rows):
+    for row in rows[: vega.MOST_CELLS]:
         limits = (allowed(row, "compute_s"), allowed(row, "disk_s"), row.median, allowed(row, "link_s"))
         data += [
-            {"cell": label, "kind": kind, "value": value, "tooltip": f"{label}: {kind} {number(value)} tok/s"}
+            datum(row, f"{kind} {number(value)} tok/s", kind=kind, value=value)
             for kind, value in zip(shapes, limits, strict=False)
             if value
         ]
@@ -102,21 +101,20 @@ def memory_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if not rows:
         return None
     data: list[Datum] = []
-    for row, label in vega.labelled(rows):
-        for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes)):
-            if size is not None:
-                words = f"{label}: {kind} {number(size / MIB)} MiB"
-                data.append({"cell": label, "kind": kind, "value": size / GIB, "tooltip": words})
+    for row in rows[: vega.MOST_CELLS]:
+        data += [
+            datum(row, f"{kind} {number(size / MIB)} MiB", kind=kind, value=size / GIB)
+            for kind, size in (("peak", row.peak_bytes), ("limit", row.limit_bytes))
+            if size is not None
+        ]
     spec = vega.row_chart(
         data,
         encoding={"x": vega.quantity("GiB", zero=True)},
         layer=[
-            {"transform": [{"filter": "datum.kind === 'peak'"}],
-             "mark": {"type": "bar", "height": 12, "color": vega.BLUE, "opacity": 0.55}},
-            {"transform": [{"filter": "datum.kind === 'limit'"}],
-             "mark": {"type": "tick", "thickness": 3, "size": 20, "color": vega.ORANGE}},
+            layer({"type": "bar", "height": 12, "color": vega.BLUE, "opacity": 0.55}, "datum.kind === 'peak'"),
+            layer({"type": "tick", "thickness": 3, "size": 20, "color": vega.ORANGE}, "datum.kind === 'limit'"),
         ],
-    )  # fmt: skip
+    )
     note = "Bars are the peak of the engine's process tree, ticks the limit: idle footprint + budget."
     note += vega.truncation_note(rows)
     return Panel("Peak memory against the limit", note, spec, cell_table("", rows, figures.MEMORY))
@@ -132,32 +130,30 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if not placed:
         return None
     data: list[Datum] = []
-    for row, label in vega.labelled(placed):
+    for row in placed[: vega.MOST_CELLS]:
         tiers = next(x.load.weights_by_tier for x in reversed(row.ok_records) if x.load)
         data += [
-            {"cell": label, "kind": kind, "value": size / GIB, "order": i,
-             "tooltip": f"{label}: {number(size / GIB)} GiB of weights in {kind}"}
+            datum(row, f"{number(size / GIB)} GiB of weights in {kind}", kind=kind, value=size / GIB, order=i)
             for i, (kind, size) in enumerate(zip(_TIERS, tiers, strict=True))
             if size
-        ]  # fmt: skip
-        limits = row.records[-1].spec.limits
-        for kind, limit in (("device", limits.device_memory), ("RAM", limits.host_memory)):
+        ]
+        for kind, limit in (("device", row.spec.limits.device_memory), ("RAM", row.spec.limits.host_memory)):
             if limit is not None:
-                words = f"{label}: the limit of {kind} is {number(limit / GIB)} GiB for weights, cache and activations"
-                data.append({"cell": label, "kind": kind, "limit": limit / GIB, "tooltip": words})
+                words = f"the limit of {kind} is {number(limit / GIB)} GiB for weights, cache and activations"
+                data.append(datum(row, words, kind=kind, limit=limit / GIB))
     axis = "GiB of weights; ticks are limits"
     spec = vega.row_chart(
         data,
         encoding={"color": vega.category("kind", _TIERS)},
         layer=[
-            {"transform": [{"filter": "isValid(datum.value)"}], "mark": {"type": "bar", "height": 14},
-             "encoding": {"x": vega.quantity(axis, zero=True), "order": {"field": "order"}}},
-            {"transform": [{"filter": "isValid(datum.limit)"}], "mark": {"type": "tick", "thickness": 3, "size": 22},
-             "encoding": {"x": vega.quantity(axis, "limit")}},
+            layer({"type": "bar", "height": 14}, "isValid(datum.value)",
+                  x=vega.quantity(axis, zero=True), order={"field": "order"}),
+            layer({"type": "tick", "thickness": 3, "size": 22}, "isValid(datum.limit)",
+                  x=vega.quantity(axis, "limit")),
         ],
     )  # fmt: skip
-    policy = [r for r in placed if any(x.load and x.load.policy and x.load.policy.weights for x in r.ok_records)]
-    table = cell_table("", policy, figures.PLACEMENT) if policy else None
+    with_policy = [r for r in placed if figures.realised_policy(r)]
+    table = cell_table("", with_policy, figures.PLACEMENT) if with_policy else None
     note = "Weights as the engine placed them. A limit also covers KV cache and activations."
     return Panel("Memory by tier", note + vega.truncation_note(placed), spec, table)
 
@@ -168,16 +164,17 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if not rows:
         return None
     data: list[Datum] = []
-    for row, label in vega.labelled(rows):
-        for i, (key, kind) in enumerate(figures.TASK_NAMES.items()):
-            if seconds := figures.task_seconds(row, key):
-                words = f"{label}: {kind} {number(seconds)} s"
-                data.append({"cell": label, "kind": kind, "value": seconds, "order": i, "tooltip": words})
+    for row in rows[: vega.MOST_CELLS]:
+        data += [
+            datum(row, f"{kind} {number(seconds)} s", kind=kind, value=seconds, order=i)
+            for i, (key, kind) in enumerate(figures.TASK_NAMES.items())
+            if (seconds := figures.task_seconds(row, key))
+        ]
     colours = [*vega.COLOURS[: len(figures.TASK_NAMES) - 1], vega.GREY]
     spec = vega.row_chart(
         data,
         mark={"type": "bar", "height": 14},
-        params=[{"name": "alone", "select": {"type": "point", "fields": ["kind"]}, "bind": "legend"}],
+        **vega.alone_in_legend("kind"),
         encoding={
             "x": vega.quantity("seconds; overlapping time counts for each task", zero=True),
             "color": vega.category("kind", dict(zip(figures.TASK_NAMES.values(), colours, strict=True))),
@@ -191,15 +188,15 @@ def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
 
 def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
     """Predicted against measured throughput, with the line of equality; None without a prediction."""
-    rows = [r for r in rows if r.median and r.predicted_tok_s and not r.simulated]
+    rows = [r for r in rows if r.median and r.predicted_tok_s and r.kind != "simulated"]
     if not rows:
         return None
     data = [
-        {"cell": label, "measured": r.median, "value": r.predicted_tok_s,
-         "tooltip": f"{label}: predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s"}
-        for r, label in vega.labelled(rows, len(rows))
+        datum(r, f"predicted {number(r.predicted_tok_s or 0)}, measured {number(r.median or 0)} tok/s",
+              measured=r.median, value=r.predicted_tok_s)
+        for r in rows
     ]  # fmt: skip
-    both = [v for d in data for v in (d["measured"], d["value"]) if isinstance(v, float)]
+    both = [d[axis] for d in data for axis in ("measured", "value")]
     ends = [min(both) * 0.8, max(both) * 1.25]
     scale = {"type": "log", "domain": ends, "nice": False}
     line = [{"measured": v, "value": v, "tooltip": "prediction equals measurement"} for v in ends]
@@ -208,9 +205,9 @@ def predicted_panel(rows: Sequence[CellSummary]) -> Panel | None:
         320,
         encoding={"x": x | {"scale": scale}, "y": y | {"scale": scale}},
         layer=[
-            {"data": {"values": line}, "mark": {"type": "line", "color": vega.SOFT, "strokeDash": [4, 3]}},
-            {"data": {"values": data}, "mark": {"type": "point", "filled": True, "size": 70, "color": vega.BLUE,
-             "opacity": 0.8}, "encoding": vega.tooltip()},
+            layer({"type": "line", "color": vega.SOFT, "strokeDash": [4, 3]}, data=line),
+            layer({"type": "point", "filled": True, "size": 70, "color": vega.BLUE, "opacity": 0.8}, data=data,
+                  **vega.tooltip()),
         ],
     )  # fmt: skip
     note = (
@@ -226,9 +223,8 @@ def _repeats_table(rows: Sequence[CellSummary]) -> Table:
     lines = []
     for row in rows[:MOST_ROWS]:
         interval = interval_of(row.throughput)
-        texts = columns_of([row.median, *row.throughput])
-        none = Cell(MISSING, why="needs two repeats")
-        shown = [Cell(" to ".join(columns_of(interval))) if interval else none]
-        missing = [Cell(MISSING, why="not run, or not ok")] * (count - len(row.throughput))
-        lines.append([name_cell(row), Cell(texts[0]), *shown, *map(Cell, texts[1:]), *missing])
+        middle, *speeds = columns_of([row.median, *row.throughput])
+        shown = Cell(span(*interval)) if interval else Cell(MISSING, why="needs two repeats")
+        missing = [Cell(MISSING, why="not run, or not ok")] * (count - len(speeds))
+        lines.append([name_cell(row), Cell(middle), shown, *map(Cell, speeds), *missing])
     return plain_table("", columns, lines)

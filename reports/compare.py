@@ -4,8 +4,9 @@ The unit is a launch. A regression needs a Hodges-Lehmann ratio whose bootstrap 
 max(3 %, twice the A/A noise floor), and an exact Mann-Whitney p below alpha after Holm's correction over the cells.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from harness.api import HarnessError
@@ -15,7 +16,7 @@ from reports.records import Runs, name_of, read_runs, workload_of
 from reports.samples import THROUGHPUT, Sample, changed_cell, pairs_of, samples_of, unit_of, value_of
 from reports.stats import ALPHA, hodges_lehmann, holm, launches_needed, mann_whitney, noise_floor, ratio_of, smallest_p
 from reports.summary import DISTURBED, other_cpu_share
-from reports.text import median, one_line, plural
+from reports.text import grouped, median, one_line, plural
 from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Comparison, Verdict
 
 #: The verdicts of a comparison of engines, where a slower engine is no regression.
@@ -23,75 +24,64 @@ _BETWEEN_ENGINES: dict[Verdict, Verdict] = {"regression": "behind", "improvement
 
 
 @dataclass(frozen=True)
-class _Rules:
-    """How to judge cells: the metric, the A/A run's samples, environment items that may differ, levels, engines."""
+class Rules:
+    """How to judge cells.
 
-    metric: str
-    aa: Mapping[str, Sample] | None
-    allow: Sequence[str]
-    alpha: float
-    margin: float
+    `allow`: environment items that may differ, such as `packages.torch`. `alpha`: the level over all cells. `margin`:
+    the slowdown that "no change" must exclude. `again`: another run of the base, whose difference from it is noise
+    (A/A). `engines`: whether the sides are engines of one run.
+    """
+
+    metric: str = THROUGHPUT
+    allow: Sequence[str] = ()
+    alpha: float = ALPHA
+    margin: float = MARGIN
+    again: Runs | None = None
     engines: bool = False
 
+    @cached_property
+    def aa(self) -> dict[str, Sample]:
+        """The samples of the A/A run; none without one."""
+        return samples_of(self.again.launches, self.metric) if self.again else {}
 
-def compare_runs(
-    base: Path,
-    heads: Sequence[Path],
-    metric: str = THROUGHPUT,
-    again: Path | None = None,
-    allow: Sequence[str] = (),
-    alpha: float = ALPHA,
-    margin: float = MARGIN,
-) -> list[Comparison]:
+
+DEFAULT = Rules()
+
+
+def compare_runs(base: Path, heads: Sequence[Path], rules: Rules = DEFAULT) -> list[Comparison]:
     """Compares each of `heads` with `base`; all are run directories.
 
-    `again`: another run of the base, whose difference from it is noise (A/A). `allow`: environment items that may
-    differ, such as `packages.torch`. `alpha`: the level over all cells. `margin`: the slowdown that "no change" must
-    exclude. Raises HarnessError for directories without records and unknown metrics.
+    Raises HarnessError for directories without records and unknown metrics.
     """
-    before, second_base = read_runs([base]), read_runs([again]) if again else None
+    before = read_runs([base])
     base_label, *labels = _labels([base, *heads])
     comparisons = []
     for label, folder in zip(labels, heads, strict=True):
-        compared = compare_records(before, read_runs([folder]), metric, second_base, allow, alpha, margin)
+        compared = compare_records(before, read_runs([folder]), rules)
         comparisons.append(replace(compared, base=base_label, head=label))
     return comparisons
 
 
-def compare_records(
-    before: Runs,
-    after: Runs,
-    metric: str = THROUGHPUT,
-    again: Runs | None = None,
-    allow: Sequence[str] = (),
-    alpha: float = ALPHA,
-    margin: float = MARGIN,
-) -> Comparison:
+def compare_records(before: Runs, after: Runs, rules: Rules = DEFAULT) -> Comparison:
     """As `compare_runs`, for runs that are already read."""
-    unit = unit_of(metric, [*before.records, *after.records])
-    cells = pairs_of(samples_of(before.launches, metric), samples_of(after.launches, metric))
-    aa = None if again is None else samples_of(again.launches, metric)
-    verdicts = _judge(cells, _Rules(metric, aa, allow, alpha, margin))
+    unit = unit_of(rules.metric, [*before.records, *after.records])
+    cells = pairs_of(samples_of(before.launches, rules.metric), samples_of(after.launches, rules.metric))
     notes = (*before.notes, *after.notes, *_order_notes(before, after))
-    return Comparison("base", "head", metric, unit, alpha, tuple(verdicts), notes)
+    return Comparison("base", "head", rules.metric, unit, rules.alpha, tuple(_judge(cells, rules)), notes)
 
 
-def compare_engines(
-    runs: Sequence[Path], against: str, metric: str = THROUGHPUT, alpha: float = ALPHA, margin: float = MARGIN
-) -> list[Comparison]:
+def compare_engines(runs: Sequence[Path], against: str, rules: Rules = DEFAULT) -> list[Comparison]:
     """Compares the cells of each workload of each run with the cell named `against`, or with that engine's fastest one.
 
     Excludes simulated and projected cells, and references other than one that `against` names. Holm's correction covers
     a workload. Raises HarnessError where no workload has such a cell and another one.
     """
-    comparisons, engines = [], set()
+    comparisons, engines = [], set[str]()
     for run in map(read_runs, ([folder] for folder in runs)):
-        unit = unit_of(metric, run.records)
-        groups: dict[str, list[Sample]] = {}
-        for sample in samples_of(run.records, metric).values():
-            engines.add(one_line(sample.spec.engine))
-            if not sample.virtual:
-                groups.setdefault(workload_of(sample.records[-1]), []).append(sample)
+        unit = unit_of(rules.metric, run.records)
+        samples = samples_of(run.records, rules.metric).values()
+        engines |= {one_line(s.spec.engine) for s in samples}
+        groups = grouped((s for s in samples if not s.virtual), lambda s: workload_of(s.records[-1]))
         for workload, cells in groups.items():
             named = [s for s in cells if s.speeds and against == s.spec.name]
             named = named or [s for s in cells if s.speeds and against == s.spec.engine and not s.spec.reference]
@@ -100,16 +90,16 @@ def compare_engines(
             base = max(named, key=lambda s: median(s.speeds) or 0)
             others = [s for s in cells if s is not base and not s.spec.reference]
             if others:
-                verdicts = _judge([(base, s) for s in others], _Rules(metric, None, (), alpha, margin, engines=True))
-                label = one_line(base.spec.name)
-                comparisons.append(Comparison(label, workload, metric, unit, alpha, tuple(verdicts), run.notes))
+                verdicts = _judge([(base, s) for s in others], replace(rules, engines=True))
+                comparisons.append(Comparison(one_line(base.spec.name), workload, rules.metric, unit, rules.alpha,
+                                              tuple(verdicts), run.notes))  # fmt: skip
     if not comparisons:
         known = ", ".join(sorted(engines))
         raise HarnessError(f"no measured cell or engine named {against!r} with others to compare; engines: {known}")
     return comparisons
 
 
-def _judge(pairs: Sequence[tuple[Sample | None, Sample | None]], rules: _Rules) -> list[CellVerdict]:
+def _judge(pairs: Sequence[tuple[Sample | None, Sample | None]], rules: Rules) -> list[CellVerdict]:
     """The verdict of each (base, head) pair; Holm's correction covers the pairs that need a test."""
     untested = [_without_test(a, b, rules) for a, b in pairs]
     tested = [(a, b) for (a, b), known in zip(pairs, untested, strict=True) if not known and a and b and not a.virtual]
@@ -146,7 +136,7 @@ def _decided(verdict: CellVerdict, kind: Verdict, reason: str) -> CellVerdict:
     return replace(verdict, verdict=kind, reason=reason)
 
 
-def _without_test(a: Sample | None, b: Sample | None, rules: _Rules) -> tuple[Verdict, str] | None:
+def _without_test(a: Sample | None, b: Sample | None, rules: Rules) -> tuple[Verdict, str] | None:
     """A verdict that needs no statistics, with its reason; None where the figures must be compared."""
     if a is None:
         return "new", "not in the base"
@@ -209,10 +199,10 @@ def _simulated(verdict: CellVerdict, a: Sample, b: Sample) -> CellVerdict:
     return _decided(verdict, "regression" if ratio < 1 else "improvement", f"simulated: {_times(ratio)}")
 
 
-def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, rules: _Rules) -> CellVerdict:
+def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, rules: Rules) -> CellVerdict:
     """The verdict on measured figures of both sides; `p` is adjusted for `tests` tests."""
     ratio, alpha, margin = ratio_of(a.speeds, b.speeds), rules.alpha, rules.margin
-    floor = _noise_floor(a, b, rules.aa)
+    floor = _noise_floor(a, b, rules)
     threshold = max(LEAST_EFFECT, 2 * (floor or 0.0))
     verdict = replace(verdict, ratio=ratio.ratio, low=ratio.low, high=ratio.high, p=p, noise_floor=floor,
                       threshold=threshold)  # fmt: skip
@@ -232,19 +222,19 @@ def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, ru
     return _decided(verdict, "no change", f"{effect}; a slowdown of {margin:.0%} is excluded")
 
 
-def _noise_floor(a: Sample, b: Sample, aa: Mapping[str, Sample] | None) -> float | None:
+def _noise_floor(a: Sample, b: Sample, rules: Rules) -> float | None:
     """A/A noise: between halves of each side and, where the base ran twice, between both runs."""
     halves = noise_floor(a.speeds, b.speeds)
-    again = _again(a, aa)
+    again = _again(a, rules)
     if again is None:
         return halves
     ratio = hodges_lehmann(a.speeds, again.speeds)
     return max(halves or 0.0, max(ratio, 1 / ratio) - 1)
 
 
-def _again(a: Sample, aa: Mapping[str, Sample] | None) -> Sample | None:
+def _again(a: Sample, rules: Rules) -> Sample | None:
     """The cell's sample in the second run of the base; None without figures or in another environment."""
-    again = (aa or {}).get(a.records[-1].fingerprint)
+    again = rules.aa.get(a.records[-1].fingerprint)
     return again if again and again.speeds and not differing(a.records, again.records) else None
 
 
@@ -252,7 +242,7 @@ def _times(ratio: float) -> str:
     return f"{abs(ratio - 1):.1%} {'slower' if ratio < 1 else 'faster'}"
 
 
-def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: _Rules) -> CellVerdict:
+def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: Rules) -> CellVerdict:
     """Adds a loss of accuracy, failures, different answers and limits, and disturbances to a verdict."""
     sides = (("base", a), ("head", b))
     remarks = []
@@ -270,7 +260,7 @@ def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: _Rules) -> 
         remarks.append(f"{changed} of {len(same)} answers differ from the base's")
     if rules.engines and a.spec.limits != b.spec.limits:
         remarks.append("other limits than the base's")
-    if rules.aa is not None and _again(a, rules.aa) is None:
+    if rules.again and _again(a, rules) is None:
         remarks.append("the second run of the base has no comparable figures for this cell")
     for side, sample in sides:
         if (share := other_cpu_share(sample.ok)) > DISTURBED:

@@ -1,29 +1,24 @@
 """The figures of cells by table: how to compute each one, its unit, and why it may be missing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from harness.api import OffloadPolicy
 from reports.summary import CellSummary, measured_peak, measured_sum, metric, per_token
-from reports.tables import Figure
-from reports.text import MB, MIB, TIMES_SIGN, columns_of, finite, median
+from reports.tables import Figure, status_cell
+from reports.text import MB, MIB, TIMES_SIGN, finite, largest, median, quotient, span
 
 
 def allowed(row: CellSummary, resource: str) -> float | None:
     """The throughput (tokens/s) that one resource of the bound allows; None where the cell does not need it."""
-    rates = []
-    for bound in (r.bound for r in row.ok_records if r.bound):
-        seconds: float = getattr(bound, resource)
-        if seconds > 0:
-            rates.append(finite(bound.throughput_tok_s * bound.longest_s / seconds))
-    return median(rates)
+    timed = [(bound, getattr(bound, resource)) for bound in (r.bound for r in row.ok_records) if bound]
+    return median([finite(b.throughput_tok_s * b.longest_s / seconds) for b, seconds in timed if seconds > 0])
 
 
 def _range(row: CellSummary) -> str | None:
     """The throughputs of the slowest and the fastest repeat."""
-    if len(row.throughput) < 2:
-        return None
-    return " to ".join(columns_of([min(row.throughput), max(row.throughput)]))
+    return span(min(row.throughput), max(row.throughput)) if len(row.throughput) > 1 else None
 
 
 def _read(row: CellSummary) -> float | None:
@@ -33,9 +28,9 @@ def _read(row: CellSummary) -> float | None:
 
 
 def _ratio_interval(row: CellSummary) -> str | None:
-    if row.ratio is None or row.ratio.low is None:
+    if row.ratio is None or row.ratio.low is None or row.ratio.high is None:
         return None
-    return " to ".join(columns_of([row.ratio.low, row.ratio.high]))
+    return span(row.ratio.low, row.ratio.high)
 
 
 def _agreement(row: CellSummary) -> str | None:
@@ -43,22 +38,17 @@ def _agreement(row: CellSummary) -> str | None:
 
 
 def _memory(row: CellSummary, name: str) -> float | None:
-    values = [getattr(r.memory, name) for r in row.records if r.memory]
-    return max((v for v in values if v is not None), default=None)
+    return largest(getattr(r.memory, name) for r in row.records if r.memory)
 
 
 def _real_share(row: CellSummary) -> float | None:
     """The median share of computed positions that are not padding."""
-    shares = []
-    for record in row.ok_records:
-        real, padded = (finite(record.metrics.get(f"{name}_throughput_tok_s")) for name in ("total", "padded"))
-        if real is not None and padded:
-            shares.append(real / padded)
-    return median(shares)
+    names = ("total_throughput_tok_s", "padded_throughput_tok_s")
+    return median([quotient(*(finite(r.metrics.get(name)) for name in names)) for r in row.ok_records])
 
 
 def _peak(row: CellSummary, name: str) -> float | None:
-    return max((v for r in row.records if (v := measured_peak(r, name)) is not None), default=None)
+    return largest(measured_peak(r, name) for r in row.records)
 
 
 def _method(row: CellSummary) -> str | None:
@@ -81,24 +71,20 @@ def task_seconds(row: CellSummary, task: str, predicted: bool = False) -> float 
     return seconds if task == "waiting" else seconds or None
 
 
-def _placed(read: Callable[[OffloadPolicy], float | str | None]) -> Callable[[CellSummary], float | str | None]:
-    """A function from a cell to a value of the policy as the engine realised it; None for engines without placement."""
-
-    def get(row: CellSummary) -> float | str | None:
-        policies = [r.load.policy for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
-        return read(policies[-1]) if policies else None
-
-    return get
+def realised_policy(row: CellSummary) -> OffloadPolicy | None:
+    """The policy as the engine realised it; None for engines without placement."""
+    policies = [r.load.policy for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
+    return policies[-1] if policies else None
 
 
-def _in_tiers(kind: str, *tiers: int) -> Callable[[CellSummary], float | str | None]:
+def _placed(row: CellSummary, name: str) -> Any:
+    return getattr(realised_policy(row), name, None)
+
+
+def _in_tiers(row: CellSummary, kind: str, tiers: Sequence[int]) -> float | None:
     """The share of a policy's weights or KV cache that lies in some of device, host and disk."""
-
-    def share(policy: OffloadPolicy) -> float | None:
-        fractions = getattr(policy, kind)
-        return None if fractions is None else sum(fractions[tier] for tier in tiers)
-
-    return _placed(share)
+    fractions = _placed(row, kind)
+    return None if fractions is None else sum(fractions[tier] for tier in tiers)
 
 
 _UNRANKED = "not ranked: a reference, incomplete, or without a rival"
@@ -111,6 +97,7 @@ _NO_FORECAST = "no performance model covers this cell"
 _NO_COUNTER = "this machine has no counter for it"
 
 SUMMARY = (
+    Figure("Status", "", status_cell, "", numeric=False),
     Figure("Batch", "", lambda r: r.batch, "the batch search chose none"),
     Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
@@ -209,11 +196,11 @@ TASKS = tuple(
 
 #: Placement and storage of weights and KV cache; memory is device and host memory.
 PLACEMENT = (
-    Figure("Weights in memory", "%", _in_tiers("weights", 0, 1), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights on disk", "%", _in_tiers("weights", 2), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache in memory", "%", _in_tiers("cache", 0, 1), _NO_PLACEMENT, scale=0.01),
-    Figure("Cache on disk", "%", _in_tiers("cache", 2), _NO_PLACEMENT, scale=0.01),
-    Figure("Weights", "bits", _placed(lambda p: p.weight_bits), _NO_PLACEMENT),
-    Figure("Cache", "bits", _placed(lambda p: p.kv_bits), _NO_PLACEMENT),
-    Figure("Schedule", "", _placed(lambda p: p.schedule), _NO_PLACEMENT, numeric=False),
+    Figure("Weights in memory", "%", partial(_in_tiers, kind="weights", tiers=(0, 1)), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights on disk", "%", partial(_in_tiers, kind="weights", tiers=(2,)), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache in memory", "%", partial(_in_tiers, kind="cache", tiers=(0, 1)), _NO_PLACEMENT, scale=0.01),
+    Figure("Cache on disk", "%", partial(_in_tiers, kind="cache", tiers=(2,)), _NO_PLACEMENT, scale=0.01),
+    Figure("Weights", "bits", partial(_placed, name="weight_bits"), _NO_PLACEMENT),
+    Figure("Cache", "bits", partial(_placed, name="kv_bits"), _NO_PLACEMENT),
+    Figure("Schedule", "", partial(_placed, name="schedule"), _NO_PLACEMENT, numeric=False),
 )

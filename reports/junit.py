@@ -1,6 +1,7 @@
 """JUnit XML for CI servers."""
 
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,11 +28,9 @@ def junit(suites: Mapping[str, Sequence[Case]]) -> str:
     """JUnit XML of test suites by name."""
     root = ET.Element("testsuites")
     for name, cases in suites.items():
-        counts = {o: str(sum(c.outcome == o for c in cases)) for o in ("failed", "skipped")}
-        suite = ET.SubElement(
-            root, "testsuite", name=_xml(name), tests=str(len(cases)), failures=counts["failed"], errors="0",
-            skipped=counts["skipped"],
-        )  # fmt: skip
+        counts = Counter(case.outcome for case in cases)
+        numbers = {"tests": len(cases), "failures": counts["failed"], "errors": 0, "skipped": counts["skipped"]}
+        suite = ET.SubElement(root, "testsuite", {"name": _xml(name)} | {k: str(n) for k, n in numbers.items()})
         for case in cases:
             element = ET.SubElement(suite, "testcase", classname=_xml(case.group), name=_xml(case.name))
             message = _xml(case.message)

@@ -8,7 +8,7 @@ from reports import vega
 from reports.summary import CellSummary, metric
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import columns_of, finite, median, number
-from reports.vega import Datum, Panel
+from reports.vega import Datum, Panel, layer
 
 #: Points of a cumulative curve.
 _QUANTILES = 60
@@ -31,10 +31,10 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
         return None
     front = pareto_front([(latency, r.median or 0.0) for r, latency in points if not r.reference])
     data: list[Datum] = []
-    for (row, label), (_, latency) in zip(vega.labelled((r for r, _ in points), len(points)), points, strict=True):
+    for row, latency in points:
         engine = "reference" if row.reference else row.engine
-        words = f"{label}: {number(row.median or 0)} tok/s, {number(latency)} s a request"
-        data.append({"name": label, "engine": engine, "latency": latency, "value": row.median, "tooltip": words})
+        words = f"{row.label}: {number(row.median or 0)} tok/s, {number(latency)} s a request"
+        data.append({"name": row.label, "engine": engine, "latency": latency, "value": row.median, "tooltip": words})
     line = [{"latency": latency, "value": value, "tooltip": "Pareto front"} for latency, value in front]
     engines = sorted({str(d["engine"]) for d in data})
     spec = vega.chart(
@@ -43,18 +43,13 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
                        | {"scale": _scale(latency for _, latency in points)},
                   "y": vega.quantity("generated tok/s") | {"scale": _scale(r.median or 0.0 for r, _ in points)}},
         layer=[
-            {"data": {"values": line}, "mark": {"type": "line", "interpolate": "step-after", "color": vega.SOFT,
-             "strokeDash": [4, 3]}},
-            {"data": {"values": data}, "params": [
-                {"name": "alone", "select": {"type": "point", "fields": ["engine"]}, "bind": "legend"}],
-             "mark": {"type": "point", "filled": True, "size": 90},
-             "encoding": {
-                **vega.distinct("engine", engines),
-                "opacity": {"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()}},
-            {"data": {"values": data if len(data) <= _MOST_NAMES else []},
-             "mark": {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": vega.SOFT,
-             "limit": 180},
-             "encoding": {"text": {"field": "name"}}},
+            layer({"type": "line", "interpolate": "step-after", "color": vega.SOFT, "strokeDash": [4, 3]}, data=line),
+            vega.alone_in_legend("engine") | layer(
+                {"type": "point", "filled": True, "size": 90}, data=data, **vega.distinct("engine", engines),
+                opacity={"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()),
+            layer(
+                {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": vega.SOFT, "limit": 180},
+                data=data if len(data) <= _MOST_NAMES else [], text={"field": "name"}),
         ],
     )  # fmt: skip
     optimal = set(front)
@@ -90,10 +85,9 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
         if not curves:
             continue
         shown = curves[:_MOST_CURVES]
-        labels = [label for _, label in vega.labelled((r for r, _ in curves), _MOST_CURVES)]
-        data = [{"cell": label} | _cumulative(times) for label, (_, times) in zip(labels, shown, strict=True)]
+        data = [{"cell": row.label} | _cumulative(times) for row, times in shown]
         largest, smallest = max(times[-1] for _, times in shown), min(times[0] for _, times in shown)
-        by_cell = vega.distinct("cell", labels)
+        by_cell = vega.distinct("cell", [row.label for row, _ in shown])
         spec = vega.chart(
             280,
             data={"values": data},
@@ -109,10 +103,8 @@ def spread_panels(rows: Sequence[CellSummary]) -> list[Panel]:
                 "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.1},
             },
             layer=[
-                {"params": [{"name": "alone", "select": {"type": "point", "fields": ["cell"]}, "bind": "legend"}],
-                 "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2}},
-                {"mark": {"type": "point", "filled": True, "size": 24},
-                 "encoding": vega.tooltip() | {"shape": by_cell["shape"]}},
+                vega.alone_in_legend("cell") | layer({"type": "line", "interpolate": "step-after", "strokeWidth": 2}),
+                layer({"type": "point", "filled": True, "size": 24}, shape=by_cell["shape"], **vega.tooltip()),
             ],
         )  # fmt: skip
         note = "Requests of all repeats. Click a cell in the legend to highlight it."
@@ -153,11 +145,8 @@ def _first_token_times(record: RunRecord) -> list[float]:
 
 
 def _token_times(record: RunRecord) -> list[float]:
-    return _valid(
-        (t.token_times_s[-1] - t.token_times_s[0]) / (len(t.token_times_s) - 1)
-        for t in record.requests
-        if len(t.token_times_s) > 1
-    )
+    times = (t.token_times_s for t in record.requests if len(t.token_times_s) > 1)
+    return _valid((t[-1] - t[0]) / (len(t) - 1) for t in times)
 
 
 def _valid(seconds: Iterable[float]) -> list[float]:

@@ -14,7 +14,7 @@ from reports.published import published_table
 from reports.records import Runs
 from reports.summary import DISTURBED, CellSummary, by_workload, headline, other_cpu_share, summary_rows
 from reports.tables import MOST_ROWS, cell_table
-from reports.text import median, number, one_line, plural
+from reports.text import grouped, median, number, one_line, plural
 from reports.timeline import utilisation_panel
 from reports.vega import Panel
 
@@ -22,7 +22,7 @@ from reports.vega import Panel
 def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
     """The values of the templates report.html and report.md: the report on `runs`, with the trends of their cells."""
     rows = summary_rows(runs.records)
-    suites = list(dict.fromkeys(row.suite for row in rows if row.suite))
+    suites = list(dict.fromkeys(filter(None, (one_line(row.spec.suite) for row in rows))))
     facts = {"Started": sections.period(runs.records), "Commit": sections.commit(runs.records)}
     return {
         "title": _title(suites),
@@ -63,8 +63,8 @@ def _workload(title: str, rows: Sequence[CellSummary], runs: Runs) -> dict[str, 
         "title": title,
         "headline": headline(rows),
         "remarks": _remarks(rows),
-        "summary": cell_table("Summary, fastest first", rows, figures.SUMMARY, status=True),
-        "summary_short": cell_table("Summary, fastest first", rows[:MOST_ROWS], figures.SUMMARY_SHORT, status=True),
+        "summary": cell_table("Summary, fastest first", rows, figures.SUMMARY),
+        "summary_short": cell_table("Summary, fastest first", rows[:MOST_ROWS], figures.SUMMARY_SHORT),
         "accuracy": [table.first() for table in answers],
         "published": published_table(rows, runs.reproduces),
         "panels": [replace(p, table=p.table.first() if p.table else None) for p in panels if p],
@@ -81,7 +81,7 @@ def _mixed(runs: Runs) -> list[str]:
 
 def _log_tail(row: CellSummary, runs: Runs) -> str:
     """The end of the log of the last repeat that failed unexpectedly."""
-    failed = (r for r in reversed(row.records) if r.status not in ("ok", row.expect))
+    failed = (r for r in reversed(row.records) if r.status not in ("ok", row.spec.expect))
     return next((tail for r in failed if (tail := runs.log_tail(r))), "")
 
 
@@ -93,13 +93,14 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         if r.reference and r.median is not None
     ]
     competitors = [r for r in rows if not r.reference and r.median is not None]
-    if len({r.records[-1].spec.limits for r in competitors}) > 1:
+    if len({r.spec.limits for r in competitors}) > 1:
         remarks.append("The limits differ between these cells: compare the memory columns too.")
     if any(r.fewer_requests for r in competitors):
         remarks.append("Not all cells completed the same number of requests; cells with fewer are marked.")
     if any(r.kind != "measured" for r in rows):
         remarks.append("Simulated and projected cells are not measurements and never rank above measured cells.")
-    if errors := sorted(abs(r.prediction_error) for r in rows if r.prediction_error is not None and not r.simulated):
+    errors = sorted(abs(r.prediction_error) for r in rows if r.kind != "simulated" and r.prediction_error is not None)
+    if errors:
         middle = number(100 * (median(errors) or 0.0))
         remarks.append(f"The performance model's median error over {plural(len(errors), 'cell')} is {middle} %, its "
                        f"largest {number(100 * errors[-1])} %; harness plan --explain breaks them down.")  # fmt: skip
@@ -107,17 +108,17 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         names = ", ".join(disturbed)
         remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU during these cells: {names}.")
     remarks += accuracy_remarks(rows)
-    if any(len(r.throughput) < 3 and not r.simulated for r in competitors):
+    if any(len(r.throughput) < 3 and r.kind != "simulated" for r in competitors):
         remarks.append("Some cells have fewer than three finished repeats, too few to judge small differences.")
     return remarks
 
 
 def _outcome(rows: Sequence[CellSummary]) -> str:
     """One sentence: how many cells ended with which status."""
+    surprises = [r for r in rows if not r.as_expected]
     # for a simulated machine, that a cell does not fit is a result and not a failure
-    answers = [r for r in rows if r.simulated and not r.as_expected and r.status in ("infeasible", "skipped")]
-    answered = {id(r) for r in answers}
-    unexpected = [r for r in rows if not r.as_expected and id(r) not in answered]
+    is_answer = grouped(surprises, lambda r: r.kind == "simulated" and r.status in ("infeasible", "skipped"))
+    answers, unexpected = is_answer.get(True, []), is_answer.get(False, [])
     expected = sum(r.expected_failure for r in rows)
     ok = sum(r.status == "ok" and r.as_expected for r in rows)
     parts = [f"{ok} ok", *(f"{n} {status}" for status, n in Counter(r.status for r in answers).items())]

@@ -35,7 +35,7 @@ def published_table(rows: Sequence[CellSummary], reproduces: Collection[str]) ->
 
 
 def _has_workload(row: dict[str, str], cell: CellSummary, prompt_len: int | None) -> bool:
-    spec = cell.records[-1].spec
+    spec = cell.spec
     if spec.workload.kind != "synthetic":
         return False
     prompt_len = int(row["prompt_len"]) if prompt_len is None else prompt_len

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harness.api import HarnessError, RunRecord, RunSpec
 from reports.records import settings_of
-from reports.summary import throughput
+from reports.summary import kind_of, throughput
 from reports.text import finite, grouped, one_line, positive
 
 THROUGHPUT = "throughput"
@@ -46,7 +46,7 @@ class Sample:
     @property
     def virtual(self) -> bool:
         """Whether its figures are simulated or projected."""
-        return any(r.simulated or r.projected for r in self.records)
+        return kind_of(self.records) != "measured"
 
 
 def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:

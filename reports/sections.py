@@ -25,16 +25,15 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
     for row in rows:
         failed = (record for record in row.records if record.status != "ok")
         for (status, reason), records in grouped(failed, lambda r: (r.status, one_line(r.reason))).items():
-            expected = status == row.expect
-            lines.append(
-                (
-                    name_cell(row),
-                    Cell(status, badges=("expected",) * expected, tone="muted" if expected else "bad"),
-                    Cell(f"{len(records)} of {len(row.statuses)}"),
-                    Cell(reason or MISSING, why="" if reason else "no reason recorded"),
-                    Cell(records[-1].log or MISSING, why="" if records[-1].log else "no log kept"),
-                )
-            )
+            expected = status == row.spec.expect
+            log = records[-1].log
+            lines.append([
+                name_cell(row),
+                Cell(status, badges=("expected",) * expected, tone="muted" if expected else "bad"),
+                Cell(f"{len(records)} of {len(row.statuses)}"),
+                Cell(reason or MISSING, why="" if reason else "no reason recorded"),
+                Cell(log or MISSING, why="" if log else "no log kept"),
+            ])  # fmt: skip
     titles = ("Cell", "Status", "Repeats", "Reason", "Log")
     columns = [Column(t, numeric=t == "Repeats", wide=t in {"Reason", "Log"}) for t in titles]
     return plain_table("Cells that did not end ok", columns, lines) if lines else None
@@ -70,7 +69,7 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
     """Disk, copy and GEMM rates of all machine probes of the run; None without a probe."""
     by_time = sorted(records, key=lambda r: r.started_at)
     probes = {r.machine.measured_at or str(i): r.machine for i, r in enumerate(by_time) if r.machine}
-    measured: list[tuple[str, str, list[float]]] = []  # (rate, unit, a probe's finite samples)
+    measured: dict[tuple[str, str], list[list[float]]] = {}  # by (rate, unit): the finite samples of each probe
     shapes = set()
     for probe in probes.values():
         kinds = [("Disk read", "GB/s", probe.disk_read), ("Copies to the device", "GB/s", probe.h2d)]
@@ -78,14 +77,15 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
         for dtype, by_rows in probe.gemm_flops.items():
             for count, samples in by_rows.items():
                 kinds.append((f"GEMM {place}{dtype}, {count} {'row' if count == '1' else 'rows'}", "GFLOP/s", samples))
-        measured += [(name, unit, finite_samples) for name, unit, samples in kinds
-                     if (finite_samples := [v / 1e9 for v in samples if finite(v) is not None])]  # fmt: skip
+        for name, unit, samples in kinds:
+            if finite_samples := [v / 1e9 for v in samples if finite(v) is not None]:
+                measured.setdefault((name, unit), []).append(finite_samples)
         if probe.gemm_shape and probe.gemm_flops:
             shapes.add("x".join(map(str, probe.gemm_shape)))
     lines = []
-    for (name, unit), group in grouped(sorted(measured, key=lambda m: _natural(m[0])), lambda m: m[:2]).items():
-        rates = [v for _, _, samples in group for v in samples]
-        medians = [statistics.median(samples) for _, _, samples in group]
+    for (name, unit), probed in sorted(measured.items(), key=lambda rate: _natural(rate[0][0])):
+        rates = [v for samples in probed for v in samples]
+        medians = [statistics.median(samples) for samples in probed]
         low, mid, high = columns_of([min(rates), statistics.median(medians), max(rates)])
         lines.append((*map(Cell, (name, unit, mid, low, high, str(len(medians)))), _spark_cell(medians)))
     if not lines:

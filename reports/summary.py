@@ -1,19 +1,22 @@
 """Summarises records as one row a cell (medians, ratio to the best rival, fraction of the bound) and in a sentence."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from harness.api import RunRecord, Status
+from harness.api import RunRecord, RunSpec, Status
 from reports.rates import with_rates_around
 from reports.records import name_of, workload_of
 from reports.stats import Ratio, hodges_lehmann, ratio_of
-from reports.text import TIMES_SIGN, columns_of, finite, grouped, median, number, one_line, positive
+from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, quotient, span
 
 #: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
 _MOST_INTERVALS = 200
 #: The share of CPU time of other processes above which a figure is marked as disturbed.
 DISTURBED = 0.05
+
+Kind = Literal["measured", "simulated", "projected"]
 
 
 @dataclass(frozen=True)
@@ -21,26 +24,24 @@ class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
     Figures cover the repeats that ended ok and are medians; the memory figures are maxima. `ratio` is the
-    Hodges-Lehmann ratio to `rival`: the fastest ranked cell of another engine in the same workload, or of the same
-    engine where only one engine is ranked.
+    Hodges-Lehmann ratio to the cell's rival: the fastest ranked cell of another engine in the same workload, or of the
+    same engine where only one engine is ranked. `label` is the name in charts, with a number where several cells of the
+    workload have the same name, and with the qualifiers.
     """
 
     fingerprint: str
-    suite: str
     name: str
     engine: str
     workload: str
     statuses: tuple[Status, ...]
-    expect: Status
     reference: bool
-    simulated: bool
-    projected: bool
+    kind: Kind
+    label: str = ""
     batch: int | None = None
     compute_dtype: str | None = None
     throughput: tuple[float, ...] = ()
     median: float | None = None
     ratio: Ratio | None = None
-    rival: str | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
     limited_by: str | None = None
@@ -51,8 +52,12 @@ class CellSummary:
     most_requests: int | None = None
     equal_outputs: int | None = None
     compared_outputs: int | None = None
-    compared_with: str | None = None
     records: tuple[RunRecord, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def spec(self) -> RunSpec:
+        """The spec of the last repeat."""
+        return self.records[-1].spec
 
     @property
     def status(self) -> Status:
@@ -68,12 +73,7 @@ class CellSummary:
     @property
     def qualifiers(self) -> tuple[str, ...]:
         """`reference`, `simulated` and `projected`, where they apply."""
-        return tuple(name for name in ("reference", "simulated", "projected") if getattr(self, name))
-
-    @property
-    def kind(self) -> str:
-        """Whether its figures are `simulated`, `projected` or `measured`."""
-        return "simulated" if self.simulated else "projected" if self.projected else "measured"
+        return ("reference",) * self.reference + (self.kind,) * (self.kind != "measured")
 
     @property
     def prediction_error(self) -> float | None:
@@ -83,12 +83,12 @@ class CellSummary:
     @property
     def expected_failure(self) -> bool:
         """Whether every repeat failed with the status that the suite expects."""
-        return self.expect != "ok" and self.as_expected
+        return self.spec.expect != "ok" and self.as_expected
 
     @property
     def as_expected(self) -> bool:
         """Whether every repeat ended with the status that the suite expects."""
-        return all(s == self.expect for s in self.statuses)
+        return all(s == self.spec.expect for s in self.statuses)
 
     @property
     def ok_records(self) -> tuple[RunRecord, ...]:
@@ -98,14 +98,21 @@ class CellSummary:
     @property
     def fewer_requests(self) -> bool:
         """Whether another cell of the workload completed more requests."""
-        return (self.num_requests or 0) < (self.most_requests or 0) and self.num_requests is not None
+        return self.num_requests is not None and self.num_requests < (self.most_requests or 0)
 
 
 def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
     """One row a cell, grouped by workload: ranked cells, fastest first, then the others, then references."""
     cells = grouped(with_rates_around(records), lambda r: r.fingerprint)
     groups = by_workload([_cell(sorted(repeats, key=lambda r: r.repeat)) for repeats in cells.values()])
-    return [row for group in groups.values() for row in _relate(group)]
+    return [row for group in groups.values() for row in _labelled(_relate(group))]
+
+
+def kind_of(records: Sequence[RunRecord]) -> Kind:
+    """Whether a cell's figures are measured; a single simulated or projected record decides."""
+    if any(r.simulated for r in records):
+        return "simulated"
+    return "projected" if any(r.projected for r in records) else "measured"
 
 
 def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:
@@ -138,7 +145,7 @@ def other_cpu_share(records: Iterable[RunRecord]) -> float:
 
 def measured_peak(record: RunRecord, name: str) -> float | None:
     """The largest sample of a measurement over all phases."""
-    return max((s for m in record.measurements if m.name == name for v in m.samples if (s := finite(v))), default=None)
+    return largest(finite(v) for m in record.measurements if m.name == name for v in m.samples)
 
 
 def throughput(record: RunRecord) -> float | None:
@@ -154,12 +161,8 @@ def metric(records: Sequence[RunRecord], name: str) -> float | None:
 
 def per_token(records: Sequence[RunRecord], counter: str) -> float | None:
     """The median over records of a counter during generation / the generated tokens."""
-    ratios = []
-    for record in records:
-        total, tokens = measured_sum(record, counter, "generate"), finite(record.metrics.get("generated_tokens"))
-        if total is not None and tokens:
-            ratios.append(total / tokens)
-    return median(ratios)
+    totals = [(measured_sum(r, counter, "generate"), finite(r.metrics.get("generated_tokens"))) for r in records]
+    return median([quotient(total, tokens) for total, tokens in totals])
 
 
 def _cell(records: Sequence[RunRecord]) -> CellSummary:
@@ -173,57 +176,45 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
     requests, requested = metric(ok, "num_requests"), spec.policy.compute_dtype
     return CellSummary(
         fingerprint=last.fingerprint,
-        suite=one_line(spec.suite),
         name=name_of(last),
         engine=one_line(spec.engine),
         workload=workload_of(last),
         statuses=tuple(r.status for r in records),
-        expect=spec.expect,
         reference=spec.reference,
-        simulated=any(r.simulated for r in records),
-        projected=any(r.projected for r in records),
+        kind=kind_of(records),
         batch=loads[-1].block_size if loads else spec.policy.block_size if spec.tune == "none" else None,
         compute_dtype=loads[-1].compute_dtype if loads else None if requested == "auto" else requested,
         throughput=speeds,
         median=median(speeds),
         bound_tok_s=median([b.throughput_tok_s for b in bounds]),
-        bound_fraction=median([_bound_fraction(r) for r in ok]),
+        bound_fraction=median([quotient(throughput(r), finite(r.bound.throughput_tok_s)) for r in ok if r.bound]),
         limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
         predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
-        peak_bytes=max((m.peak_bytes for m in memories if m.peak_bytes is not None), default=None),
-        limit_bytes=max((m.limit_bytes for m in memories if m.limit_bytes is not None), default=None),
+        peak_bytes=largest(m.peak_bytes for m in memories),
+        limit_bytes=largest(m.limit_bytes for m in memories),
         num_requests=None if requests is None else int(requests),
         records=tuple(records),
     )
-
-
-def _bound_fraction(record: RunRecord) -> float | None:
-    achieved = throughput(record)
-    bound = finite(record.bound.throughput_tok_s) if record.bound else None
-    return achieved / bound if achieved is not None and bound else None
 
 
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     """Sorts the cells of a workload and adds each cell's ratio to its rival and its agreement with the reference."""
     order = ranked(group)
     rank = {r.fingerprint: i for i, r in enumerate(order)}
-    most = max((r.num_requests or 0 for r in group), default=0)
+    most = largest(r.num_requests for r in group)
     references = [r for r in group if r.reference and r.ok_records]
     # only these can be a rival: the fastest cell of each engine, and the second fastest of all
     candidates = [*{r.engine: r for r in reversed(order)}.values(), *order[:2]]
     candidates.sort(key=lambda r: rank[r.fingerprint])
     rows = []
     for row in group:
-        related = replace(row, most_requests=most or None)
-        rival = rival_of(row, candidates) if row.fingerprint in rank else None
-        if rival and rival.median and row.median is not None:
-            ratio = (
-                ratio_of(rival.throughput, row.throughput)
-                if rank[row.fingerprint] < _MOST_INTERVALS
-                else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
-            )
-            related = replace(related, ratio=ratio, rival=rival.name)
-        rows.append(_compare_outputs(related, references))
+        ratio = None
+        if row.fingerprint in rank and (rival := rival_of(row, candidates)):
+            if rank[row.fingerprint] < _MOST_INTERVALS:
+                ratio = ratio_of(rival.throughput, row.throughput)
+            else:
+                ratio = Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
+        rows.append(_compare_outputs(replace(row, most_requests=most, ratio=ratio), references))
     return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 
 
@@ -237,8 +228,7 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
     """Counts outputs equal to those of a reference with the same seed and, if possible, the same compute dtype."""
     if row.reference:
         return row
-    seed = row.records[-1].spec.seed
-    same = [r for r in references if r.records[-1].spec.seed == seed]
+    same = [r for r in references if r.spec.seed == row.spec.seed]
     reference = min(same, key=lambda r: r.compute_dtype != row.compute_dtype, default=None)
     if reference is None:
         return row
@@ -246,12 +236,15 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
     pairs = [(t.digest, expected[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in expected]
     if not pairs:
         return row
-    return replace(
-        row,
-        equal_outputs=sum(digest == other for digest, other in pairs),
-        compared_outputs=len(pairs),
-        compared_with=reference.name,
-    )
+    return replace(row, equal_outputs=sum(digest == other for digest, other in pairs), compared_outputs=len(pairs))
+
+
+def _labelled(rows: Iterable[CellSummary]) -> Iterator[CellSummary]:
+    uses: Counter[str] = Counter()
+    for row in rows:
+        uses[row.name] += 1
+        numbered = row.name if uses[row.name] == 1 else f"{row.name} ({uses[row.name]})"
+        yield replace(row, label=f"{numbered} ({', '.join(row.qualifiers)})" if row.qualifiers else numbered)
 
 
 def headline(rows: Sequence[CellSummary]) -> str:
@@ -264,9 +257,10 @@ def headline(rows: Sequence[CellSummary]) -> str:
     within = " within the limit" if best.limit_bytes else ""
     parts = []
     rival = rival_of(best, order)
-    if rival and rival.throughput:
+    if rival:
         role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
-        parts.append(f"{_times(ratio_of(rival.throughput, best.throughput), best.simulated)} {rival.name}, {role}")
+        times = _times(ratio_of(rival.throughput, best.throughput), exact=best.kind == "simulated")
+        parts.append(f"{times} {rival.name}, {role}")
     if best.bound_fraction is not None:
         parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
     speed = f"{number(best.median or 0)} tok/s{within}{kind}"
@@ -281,4 +275,4 @@ def _times(ratio: Ratio, exact: bool) -> str:
     if ratio.low is None or ratio.high is None:
         return f"{times} (too few launches for an interval)"
     caveat = "" if ratio.excludes_one else " (not significant: the interval includes 1)"
-    return f"{times} [{', '.join(columns_of([ratio.low, ratio.high]))}]{caveat}"
+    return f"{times} [{span(ratio.low, ratio.high, ', ')}]{caveat}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,12 +55,6 @@ class Table:
     columns: tuple[Column, ...]
     bodies: tuple[Body, ...]
 
-    @property
-    def without_sparklines(self) -> Table:
-        """The table without its columns of sparklines."""
-        first = next((row for body in self.bodies for row in body.rows), ())
-        return self._select({i for i, _ in enumerate(self.columns)} - {i for i, cell in enumerate(first) if cell.spark})
-
     def first(self, count: int = MOST_ROWS) -> Table:
         """The table with at most `count` rows; the caption says how many it omits."""
         total = sum(len(b.rows) for b in self.bodies)
@@ -74,15 +69,9 @@ class Table:
 
     def only(self, titles: Collection[str]) -> Table:
         """The table with only the columns of these titles."""
-        return self._select({i for i, column in enumerate(self.columns) if column.title in titles})
-
-    def _select(self, indices: Collection[int]) -> Table:
-        columns = tuple(c for i, c in enumerate(self.columns) if i in indices)
-        bodies = tuple(
-            replace(b, rows=tuple(tuple(c for i, c in enumerate(row) if i in indices) for row in b.rows))
-            for b in self.bodies
-        )
-        return Table(self.caption, columns, bodies)
+        kept = [column.title in titles for column in self.columns]
+        bodies = (replace(b, rows=tuple(tuple(itertools.compress(row, kept)) for row in b.rows)) for b in self.bodies)
+        return Table(self.caption, tuple(itertools.compress(self.columns, kept)), tuple(bodies))
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,7 @@ class Figure:
 
     title: str
     unit: str
-    get: Callable[[CellSummary], float | str | None]
+    get: Callable[[CellSummary], float | str | Cell | None]
     why: str
     scale: float = 1.0
     numeric: bool = True
@@ -100,19 +89,14 @@ class Figure:
 REFERENCES = "Reference: runs without the limit; shown for scale, never ranked"
 
 
-def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure], status: bool = False) -> Table:
+def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure]) -> Table:
     """A table with one row a cell and reference cells in a group of their own at the end."""
-    columns = [Column("Cell", numeric=False)] + ([Column("Status", numeric=False)] if status else [])
-    columns += [Column(f.title, f.unit, f.numeric) for f in figures]
-    by_figure = [_format(rows, figure) for figure in figures]
-    lines = [
-        (name_cell(row), *([status_cell(row)] if status else []), *(cells[i] for cells in by_figure))
-        for i, row in enumerate(rows)
-    ]
+    columns = (Column("Cell", numeric=False), *(Column(f.title, f.unit, f.numeric) for f in figures))
+    lines = list(zip(map(name_cell, rows), *(_format(rows, figure) for figure in figures), strict=True))
     competitors = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
     references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
-    bodies = [Body(competitors)] * bool(competitors) + [Body(references, REFERENCES, apart=True)] * bool(references)
-    return Table(caption, tuple(columns), tuple(bodies))
+    bodies = (Body(competitors), Body(references, REFERENCES, apart=True))
+    return Table(caption, columns, tuple(body for body in bodies if body.rows))
 
 
 def name_cell(row: CellSummary) -> Cell:
@@ -130,8 +114,8 @@ def status_cell(row: CellSummary) -> Cell:
         return Cell(row.status, badges=("expected",), tone="muted")
     parts = [f"ok {ok} of {len(row.statuses)}"] if 0 < ok < len(row.statuses) else []
     parts += sorted({s for s in row.statuses if s != "ok"})
-    if row.expect != "ok":
-        return Cell(", ".join(parts) or "ok", badges=(f"expected {row.expect}",), tone="bad")
+    if row.spec.expect != "ok":
+        return Cell(", ".join(parts) or "ok", badges=(f"expected {row.spec.expect}",), tone="bad")
     return Cell(", ".join(parts) or "ok", tone="bad" if parts else "good")
 
 
@@ -142,13 +126,13 @@ def plain_table(caption: str, columns: Iterable[Column], rows: Iterable[Sequence
 
 def _format(rows: Sequence[CellSummary], figure: Figure) -> list[Cell]:
     values = [figure.get(row) for row in rows]
-    texts = columns_of([None if isinstance(v, str) else v for v in values], figure.scale)
+    texts = columns_of([v if isinstance(v, int | float) else None for v in values], figure.scale)
     cells = []
     for row, value, text in zip(rows, values, texts, strict=True):
-        if isinstance(value, str):
-            cells.append(Cell(value))
-        elif value is None:
+        if value is None:
             cells.append(Cell(MISSING, why=figure.why if row.throughput else f"the cell did not finish: {row.status}"))
+        elif isinstance(value, Cell):
+            cells.append(value)
         else:
-            cells.append(Cell(text))
+            cells.append(Cell(value if isinstance(value, str) else text))
     return cells

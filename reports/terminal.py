@@ -15,7 +15,7 @@ from reports.summary import by_workload, headline, summary_rows
 from reports.tables import Cell, Table, cell_table
 from reports.text import clean
 
-_TITLES = {"Batch", "Throughput", "To best rival", "Of bound", "Peak memory", "Limit"}
+_TITLES = {"Status", "Batch", "Throughput", "To best rival", "Of bound", "Peak memory", "Limit"}
 _ACCURACY = {"Cell", "Figure", "Value", "Std. error", "Against exact", "95 % interval", "p"}
 _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
@@ -24,7 +24,7 @@ def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     """A headline and tables for each workload, as plain text of at most `width` columns."""
     parts: list[str | Table] = []
     for title, rows in by_workload(summary_rows(records)).items():
-        parts += [title, headline(rows), cell_table("", rows, _SHOWN, status=True)]
+        parts += [title, headline(rows), cell_table("", rows, _SHOWN)]
         if accuracy := accuracy_table(rows):
             parts += [accuracy.only(_ACCURACY), *accuracy_remarks(rows)]
     return plain_text(parts, width)

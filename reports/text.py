@@ -8,6 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+N = TypeVar("N", int, float)
 
 MISSING = "\u2013"
 TIMES_SIGN = "\u00d7"
@@ -77,6 +78,11 @@ def columns_of(values: Sequence[float | None], scale: float = 1.0) -> list[str]:
     return [MISSING if v is None else number(v, places) for v in scaled]
 
 
+def span(low: float, high: float, separator: str = " to ") -> str:
+    """A range, both ends with the same decimals."""
+    return separator.join(columns_of([low, high]))
+
+
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """The items by key, in order of first appearance."""
     groups: dict[K, list[T]] = {}
@@ -115,6 +121,16 @@ def positive(value: object) -> float | None:
     """`value` as a float between 1e-15 and 1e15, whose ratios are finite; else None."""
     number = finite(value)
     return number if number is not None and 1e-15 < number < 1e15 else None
+
+
+def quotient(value: float | None, divisor: float | None) -> float | None:
+    """`value` / `divisor`; None where one of them is missing, or the divisor 0."""
+    return value / divisor if value is not None and divisor else None
+
+
+def largest(values: Iterable[N | None]) -> N | None:
+    """The largest of the values that are not None; None without any."""
+    return max((v for v in values if v is not None), default=None)
 
 
 def median(values: Sequence[float | None]) -> float | None:

@@ -9,19 +9,7 @@ from harness.common.intervals import union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import grouped, number, one_line
-from reports.vega import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    Datum,
-    Panel,
-    category,
-    labelled,
-    quantity,
-    row_chart,
-    truncation_note,
-)
+from reports.vega import BLUE, GREEN, GREY, ORANGE, Datum, Panel, category, quantity, row_chart, truncation_note
 
 #: Equal parts of a pass, each with its utilisation.
 _BINS = 80
@@ -36,11 +24,10 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if not traced:
         return None
     data: list[Datum] = []
-    labels = labelled((row for row, _ in traced), _MOST_CELLS)
-    for (_, label), (_, events) in zip(labels, traced, strict=False):
+    for row, events in traced[:_MOST_CELLS]:
         end = _end(events)
         data += [
-            {"cell": f"{label}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
+            {"cell": f"{row.label}: {lane}", "lane": lane, "width": end / 1e6 / _BINS,
              "shares": [round(share, 3) for share in busy(lane_events, end)]}
             for lane, lane_events in _lanes(events).items()
         ]  # fmt: skip
@@ -65,9 +52,8 @@ def utilisation_panel(rows: Sequence[CellSummary]) -> Panel | None:
         },
     )  # fmt: skip
     note = "Darker is busier. The folder traces has the pass as a Chrome trace, for Perfetto."
-    return Panel(
-        "Utilisation by resource over one pass", note + truncation_note(traced, _MOST_CELLS), spec, _table(traced)
-    )
+    note += truncation_note(traced, _MOST_CELLS)
+    return Panel("Utilisation by resource over one pass", note, spec, _table(traced))
 
 
 def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[float]:
@@ -99,9 +85,7 @@ def _table(traced: Sequence[tuple[CellSummary, Sequence[TraceEvent]]]) -> Table:
     lines = []
     for row, events in traced:
         by_lane, end = _lanes(events), _end(events)
-        shares = [
-            union_length((e.ts, e.ts + e.dur) for e in by_lane.get(lane, ())) / end if end else 0.0 for lane in lanes
-        ]
+        shares = [busy(by_lane.get(lane, ()), end, bins=1)[0] for lane in lanes]
         lines.append([name_cell(row), Cell(number(end / 1e6)), *(Cell(number(100 * s)) for s in shares)])
     return plain_table("", columns, lines)
 

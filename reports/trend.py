@@ -1,7 +1,7 @@
 """A cell's throughput over commits: change points, chart and table."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,8 @@ from reports.history import Series
 from reports.optional import optional_packages
 from reports.stats import interval_of
 from reports.tables import Cell, Column, Table, plain_table
-from reports.text import MISSING, columns_of, median, number, one_line
-from reports.vega import BLUE, ORANGE, SOFT, Datum, Panel, chart, quantity, tooltip
+from reports.text import MISSING, columns_of, median, number, one_line, span
+from reports.vega import BLUE, ORANGE, SOFT, Datum, Panel, chart, layer, quantity, tooltip
 from reports.verdicts import LEAST_EFFECT
 
 #: The fewest commits in which we look for change points.
@@ -86,12 +86,11 @@ def trend_panel(series: Series) -> Panel | None:
         data={"values": data},
         encoding={"x": x, **tooltip()},
         layer=[
-            {"transform": [{"filter": "datum.changed"}], "mark": {"type": "rule", "color": ORANGE, "strokeDash": [4, 3],
-             "strokeWidth": 2}},
-            {"mark": {"type": "rule", "color": BLUE, "opacity": 0.4, "strokeWidth": 4},
-             "encoding": {"y": y | {"field": "low"}, "y2": {"field": "high"}}},
-            {"mark": {"type": "line", "color": SOFT, "strokeWidth": 1}, "encoding": {"y": y}},
-            {"mark": {"type": "point", "filled": True, "size": 50, "color": BLUE}, "encoding": {"y": y}},
+            layer({"type": "rule", "color": ORANGE, "strokeDash": [4, 3], "strokeWidth": 2}, "datum.changed"),
+            layer({"type": "rule", "color": BLUE, "opacity": 0.4, "strokeWidth": 4},
+                  y=y | {"field": "low"}, y2={"field": "high"}),
+            layer({"type": "line", "color": SOFT, "strokeWidth": 1}, y=y),
+            layer({"type": "point", "filled": True, "size": 50, "color": BLUE}, y=y),
         ],
     )  # fmt: skip
     note = f"{one_line(series.workload)}; machine {series.machine}. Dashed lines are change points."
@@ -104,14 +103,11 @@ def trend_table(series: Series, change_points: Iterable[Change]) -> Table:
     speeds = columns_of([median(p.speeds) for p in series.points])
     rows = []
     for point, speed in zip(series.points, speeds, strict=True):
-        interval = interval_of(point.speeds) if point.speeds else None
-        change = by_commit.get(point.commit)
+        interval, change = interval_of(point.speeds), by_commit.get(point.commit)
+        texts = (short(point.commit), point.started_at, speed, span(*interval) if interval else MISSING,
+                 str(len(point.speeds)), str(point.failed))  # fmt: skip
         words = f"{change.direction}: {change.ratio:.3f}" if change else ""
-        rows.append([
-            Cell(short(point.commit)), Cell(point.started_at), Cell(speed),
-            Cell(" to ".join(columns_of(interval)) if interval else MISSING), Cell(str(len(point.speeds))),
-            Cell(str(point.failed)), Cell(words, tone="bad" if change and change.ratio < 1 else "good"),
-        ])  # fmt: skip
+        rows.append([*map(Cell, texts), Cell(words, tone="bad" if change and change.ratio < 1 else "good")])
     columns = [Column("Commit", numeric=False), Column("First launch", numeric=False), Column("Median", "tok/s"),
                Column("95 % interval", "tok/s"), Column("Launches"), Column("Failed"),
                Column("Change", numeric=False)]  # fmt: skip
@@ -123,8 +119,3 @@ def short(commit: str) -> str:
     if " " in commit:
         return commit
     return commit[:10] + ("+" if commit.endswith("+") else "")
-
-
-def trend_panels(all_series: Sequence[Series]) -> list[Panel]:
-    """The panels of all series with at least two commits."""
-    return [panel for series in all_series if (panel := trend_panel(series))]

@@ -4,8 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -108,25 +107,24 @@ def quantity(title: str, field: str = "value", **scale: Any) -> dict[str, Any]:
             "scale": scale}  # fmt: skip
 
 
-def log_toggle(smallest: float, largest: float) -> dict[str, Any]:
-    """The logarithmic scale that the page's axis switch applies."""
-    return {
-        "toggle": {"label": "Logarithmic axis", "scale": {"type": "log", "domain": [smallest * 0.9, largest * 1.1]}}
+def alone_in_legend(field: str) -> dict[str, Any]:
+    """A parameter `alone`: the value of a field that the reader clicks in the legend."""
+    return {"params": [{"name": "alone", "select": {"type": "point", "fields": [field]}, "bind": "legend"}]}
+
+
+def datum(row: CellSummary, words: str, **fields: Any) -> Datum:
+    """A datum of a cell; its tooltip is the cell's label and `words`."""
+    return {"cell": row.label, "tooltip": f"{row.label}: {words}", **fields}
+
+
+def layer(mark: Spec, where: str = "", data: Sequence[Datum] | None = None, **encoding: Any) -> dict[str, Any]:
+    """A layer of a chart: a mark for each datum `where` an expression holds; by default for all of the chart's data."""
+    parts = {
+        "transform": [{"filter": where}] if where else None,
+        "data": None if data is None else {"values": data},
+        "encoding": encoding or None,
     }
-
-
-def labelled(rows: Iterable[CellSummary], most: int = MOST_CELLS) -> list[tuple[CellSummary, str]]:
-    """The first `most` cells, each with a label: its name, and reference, simulated or projected where it is.
-
-    Numbers cells of the same name.
-    """
-    labels: list[tuple[CellSummary, str]] = []
-    uses: Counter[str] = Counter()
-    for row in itertools.islice(rows, most):
-        uses[row.name] += 1
-        name = row.name if uses[row.name] == 1 else f"{row.name} ({uses[row.name]})"
-        labels.append((row, f"{name} ({', '.join(row.qualifiers)})" if row.qualifiers else name))
-    return labels
+    return {"mark": mark} | {name: part for name, part in parts.items() if part is not None}
 
 
 def truncation_note(rows: Sized, most: int = MOST_CELLS) -> str:
@@ -143,15 +141,14 @@ def library(cache: Path | None = None) -> Markup | None:
         bundled = version("vl-convert-python")
     except PackageNotFoundError:
         return None
-    file = cache / f"vega-{bundled}.js" if cache else None
-    if file is not None:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            return Markup(file.read_text(encoding="utf-8"))
-    code = _bundle()
-    if file is not None:
-        with contextlib.suppress(HarnessError):  # without a writable cache the next report bundles again
-            write(file, code)
-    return Markup(code)
+    if cache is None:
+        return Markup(_bundle())
+    file = cache / f"vega-{bundled}.js"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return Markup(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(HarnessError):  # without a writable cache the next report bundles again
+        write(file, _bundle())
+    return Markup(_bundle())
 
 
 @functools.cache

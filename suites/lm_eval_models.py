@@ -14,10 +14,11 @@ from lm_eval.api.registry import register_model
 
 from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.services import LmEvalModel, OpenModel
-from harness.api.task import Pair
+from harness.api.task import Circumstances, Pair
 from harness.common.files import os_errors
-from suites.tasks import lm_eval_bridge
-from suites.tasks.lm_eval_bridge import TokenModel
+from suites.tasks.lm_eval_bridge import TokenModel, write_local
+
+__all__ = ["register", "run", "write_local"]  # implements harness.api.services.LmEval
 
 Q = TypeVar("Q")
 
@@ -41,11 +42,6 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_local(data: Path, into: Path) -> None:
-    """Writes task files that read the folder `data`; see lm_eval_bridge.write_local."""
-    lm_eval_bridge.write_local(data, into)
-
-
 def register(name: str, load: OpenModel, cache: Path) -> None:
     """Registers an engine with lm-eval by its name; the folder `cache` keeps its answers for the next run."""
     register_model(name)(_model_class(load, cache))
@@ -56,7 +52,7 @@ def _model_class(load: OpenModel, cache: Path) -> type[TokenModel]:
         """An engine behind lm-eval's interface."""
 
         def __init__(self, model: LmEvalModel) -> None:
-            super().__init__(model.tokens, model.context, 0)
+            super().__init__(Circumstances(model.tokens, model.context))
             self._engine = model
             self._cache = AnswerCache(cache / f"{model.fingerprint}.jsonl")
 

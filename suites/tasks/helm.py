@@ -40,25 +40,19 @@ Splits = tuple[Sequence[Instance], Sequence[Instance]]
 
 @dataclass(frozen=True)
 class Helm(PromptTask):
-    """A scenario. `read` makes its instances from files, `fetch` from the hub.
+    """A scenario. `splits` makes its instances from files, or without them from the hub.
 
     `num_instances`: how many instances are evaluated; None for all, in order. `before_answer`: the text between a
     question and its answer.
     """
 
-    name: str
-    read: Callable[[Data], Splits] | None
-    fetch: Callable[[], Splits] | None
+    splits: Callable[[Data | None], Splits]
     shots: int
-    max_tokens: int
     metrics: tuple[str, ...]
     instructions: str = ""
     num_instances: int | None = None
-    stop: tuple[str, ...] = ("\n",)
-    temperature: float = 0.0
     trials: int = 3
     before_answer: str = " "
-    outputs: int = 1
     note: str = ""
 
     @property
@@ -68,23 +62,16 @@ class Helm(PromptTask):
 
     def material(self, folder: Path | None) -> Material:
         """The same questions in each trial, with other worked examples."""
-        if folder is None:
-            if self.fetch is None:
-                raise HarnessError(f"task {self.name}: its data is not on the hub; name its folder with --data-dir")
-            return Material(self._examples(self.fetch()))
-        if self.read is None:
-            raise HarnessError(f"task {self.name}: it reads no files; leave out --data-dir to use the hub")
-        data = Data(folder)
-        examples = self._examples(self.read(data))
-        return Material(examples, data.digests)
+        data = None if folder is None else Data(folder)
+        examples = self._examples(*self.splits(data))
+        return Material(examples, data.digests if data else {})
 
     def evaluate(self, examples: Sequence[Example], answers: Sequence[Sequence[str]]) -> Judged:
         """Means of HELM's metrics over questions; the trials of a question are averaged first."""
         keys = [example.key for example in examples]
         return by_name(self.metrics, [example.answers for example in examples], answers, keys)
 
-    def _examples(self, splits: Splits) -> list[Example]:
-        train, pool = splits
+    def _examples(self, train: Sequence[Instance], pool: Sequence[Instance]) -> list[Example]:
         instances = [pool[i] for i in _drawn(len(pool), self.num_instances)]
         examples = []
         for trial in range(self.trials):
@@ -136,6 +123,8 @@ _LETTERS = "ABCD"
 _SUMMARIES = 518
 #: Words of an article in a prompt, and the word range of a worked example, as in HELM's SummarizationScenario.
 _ARTICLE, _WORKED = 512, (50, 150)
+#: Splits that the hub names differently.
+_ON_HUB = {"val": "validation", "valid": "validation"}
 
 
 def _choice(question: str, choices: Sequence[str], letter: str) -> Instance:
@@ -144,55 +133,46 @@ def _choice(question: str, choices: Sequence[str], letter: str) -> Instance:
 
 
 def _mmlu(subject: str) -> Helm:
-    def read(data: Data) -> Splits:
-        def split(name: str) -> list[Instance]:
-            file = f"mmlu/{subject}_{name}.csv"
-            instances = []
-            for question, *choices, letter in data.bare_rows(file, 6):
-                if letter not in tuple(_LETTERS):
-                    raise HarnessError(f"{file}: the answer {letter!r} is not a letter from A to D")
-                instances.append(_choice(question, choices, letter))
-            return instances
-
-        return split("dev"), [*split("val"), *split("test")]
-
-    def fetch() -> Splits:
-        def split(name: str) -> list[Instance]:
-            rows = from_hub("cais/mmlu", subject, name)
+    def split(data: Data | None, name: str) -> list[Instance]:
+        if data is None:
+            rows = from_hub("cais/mmlu", subject, _ON_HUB.get(name, name))
             return [_choice(row["question"], row["choices"], _LETTERS[row["answer"]]) for row in rows]
+        file = f"mmlu/{subject}_{name}.csv"
+        instances = []
+        for question, *choices, letter in data.bare_rows(file, 6):
+            if letter not in tuple(_LETTERS):
+                raise HarnessError(f"{file}: the answer {letter!r} is not a letter from A to D")
+            instances.append(_choice(question, choices, letter))
+        return instances
 
-        return split("dev"), [*split("validation"), *split("test")]
+    def splits(data: Data | None) -> Splits:
+        return split(data, "dev"), [*split(data, "val"), *split(data, "test")]
 
     words = subject.replace("_", " ")
     return Helm(
-        f"helm_mmlu_{subject}", read, fetch, 5, 1, ("exact_match",), num_instances=100, stop=(),
+        f"helm_mmlu_{subject}", 1, splits, 5, ("exact_match",), num_instances=100, stop=(),
         instructions=f"The following are multiple choice questions (with answers) about {words}.\n\n",
         note="; 100 questions, without augmentation",
     )  # fmt: skip
 
 
 def _reasoning(
-    kind: str, config: str, shape: Callable[[str], str], shots: int, max_tokens: int, metrics: tuple[str, ...],
+    kind: str, hub: tuple[str, str], shape: Callable[[str], str], shots: int, max_tokens: int, metrics: tuple[str, ...],
     before_answer: str = " ",
 ) -> Helm:  # fmt: skip
-    def read(data: Data) -> Splits:
-        def split(name: str) -> list[Instance]:
+    def split(data: Data | None, name: str) -> list[Instance]:
+        if data is None:
+            pairs = [(row["input"], row["target"]) for row in from_hub(*hub, _ON_HUB.get(name, name))]
+        else:
             lines = data.objects(f"helm_synthetic_reasoning_{kind}/{name}.jsonl", ("input", "output"))
-            return [Instance(shape(line["input"]), line["output"], line["output"]) for line in lines]
+            pairs = [(line["input"], line["output"]) for line in lines]
+        return [Instance(shape(text), answer, answer) for text, answer in pairs]
 
-        return split("train"), [*split("valid"), *split("test")]
-
-    def fetch() -> Splits:
-        path, name = config.split(":")
-
-        def split(part: str) -> list[Instance]:
-            rows = from_hub(path, name, part)
-            return [Instance(shape(row["input"]), row["target"], row["target"]) for row in rows]
-
-        return split("train"), [*split("validation"), *split("test")]
+    def splits(data: Data | None) -> Splits:
+        return split(data, "train"), [*split(data, "valid"), *split(data, "test")]
 
     return Helm(
-        f"helm_synthetic_reasoning_{kind}", read, fetch, shots, max_tokens, metrics, num_instances=515,
+        f"helm_synthetic_reasoning_{kind}", max_tokens, splits, shots, metrics, num_instances=515,
         instructions="Please solve the following problem.\n\n", before_answer=before_answer,
     )  # fmt: skip
 
@@ -203,40 +183,40 @@ def _summaries(name: str) -> Helm:
         question = f"###\nArticle: {words}\n\nSummarize the above article in 1 sentence."
         return Instance(question, summary, summary)
 
-    def split(train: Sequence[tuple[str, str]], test: Sequence[tuple[str, str]]) -> Splits:
+    def splits(data: Data | None) -> Splits:
+        if data is None:
+            train, test = (
+                [(row["document"], row["summary"]) for row in from_hub("EdinburghNLP/xsum", None, part)]
+                for part in ("train[:2000]", "test")
+            )
+        else:
+            lines = data.objects("xsum_sample/dev.jsonl", ("dialogue", "summary"))
+            pairs = [(line["dialogue"], line["summary"]) for line in lines]
+            train, test = pairs[_SUMMARIES:], pairs[:_SUMMARIES]
         worked = [pair for pair in train if _WORKED[0] <= len(pair[0].split()) <= _WORKED[1]]
         return [shape(*pair) for pair in worked], [shape(*pair) for pair in test]
 
-    def read(data: Data) -> Splits:
-        lines = data.objects("xsum_sample/dev.jsonl", ("dialogue", "summary"))
-        pairs = [(line["dialogue"], line["summary"]) for line in lines]
-        return split(pairs[_SUMMARIES:], pairs[:_SUMMARIES])
-
-    def fetch() -> Splits:
-        train, test = (
-            [(row["document"], row["summary"]) for row in from_hub("EdinburghNLP/xsum", None, part)]
-            for part in ("train[:2000]", "test")
-        )
-        return split(train, test)
-
-    return Helm(name, read, fetch, 5, 64, ("rouge_2",), num_instances=_SUMMARIES, stop=("###",), temperature=0.3,
+    return Helm(name, 64, splits, 5, ("rouge_2",), num_instances=_SUMMARIES, stop=("###",), temperature=0.3,
                 trials=1, before_answer="\n",
                 note="; a substitute for HELM's sample of XSum, with worked examples from its rest")  # fmt: skip
 
 
 def _wikifact(subject: str) -> Helm:
-    def fetch() -> Splits:
-        def split(part: str) -> list[Instance]:
-            instances = []
-            for row in from_hub("lighteval/wikifact", subject, part):
-                golds = tuple(map(str, row["references"]))
-                instances.append(Instance(row["question"], golds[0], golds[0], golds))
-            return instances
+    name = f"helm_wikifact_{subject}"
 
+    def split(part: str) -> list[Instance]:
+        instances = []
+        for row in from_hub("lighteval/wikifact", subject, part):
+            golds = tuple(map(str, row["references"]))
+            instances.append(Instance(row["question"], golds[0], golds[0], golds))
+        return instances
+
+    def splits(data: Data | None) -> Splits:
+        if data is not None:
+            raise HarnessError(f"task {name}: it reads no files; leave out --data-dir to use the hub")
         return split("train"), split("test")
 
-    return Helm(f"helm_wikifact_{subject}", None, fetch, 5, 8, ("quasi_exact_match", "quasi_exact_match@5"),
-                temperature=1.0, outputs=5)  # fmt: skip
+    return Helm(name, 8, splits, 5, ("quasi_exact_match", "quasi_exact_match@5"), temperature=1.0, outputs=5)
 
 
 _MATCHES = ("exact_match", "quasi_exact_match", "prefix_exact_match", "quasi_prefix_exact_match")
@@ -247,9 +227,9 @@ TASKS = (
     _wikifact("instance_of"),
     _mmlu("abstract_algebra"),
     _mmlu("us_foreign_policy"),
-    _reasoning("pattern_match", "lighteval/synthetic_reasoning:pattern_match", lambda text: f"{text}\nTarget:",
+    _reasoning("pattern_match", ("lighteval/synthetic_reasoning", "pattern_match"), lambda text: f"{text}\nTarget:",
                shots=5, max_tokens=50, metrics=_MATCHES),
-    _reasoning("natural_easy", "lighteval/synthetic_reasoning_natural:easy", lambda text: f"Rules:\n{text}\n",
+    _reasoning("natural_easy", ("lighteval/synthetic_reasoning_natural", "easy"), lambda text: f"Rules:\n{text}\n",
                shots=3, max_tokens=20, before_answer="", metrics=_SETS),
     _summaries("helm_summarization_xsum"),
 )  # fmt: skip

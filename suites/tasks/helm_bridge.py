@@ -16,7 +16,7 @@ from typing import Any
 from harness.api import GenerationRequest, HarnessError, SamplingParams
 from harness.api.task import Answers, Circumstances, Judged, Questions, Report
 from suites.tasks.measures import judged
-from suites.tasks.prompts import request_seed
+from suites.tasks.prompts import request_seed, room_beside
 
 #: The interpreter of an environment with crfm-helm.
 PYTHON = "HARNESS_HELM_PYTHON"
@@ -53,10 +53,7 @@ class HelmRun:
         report(1, 1)
         prompts, truncated = [], 0
         for i, request in enumerate(requests):
-            room = given.context - int(request["max_tokens"])
-            if room < 1:
-                raise HarnessError(f"{self.name} needs {request['max_tokens']} new tokens, which leave no room for a "
-                                   f"prompt in the model's context of {given.context}")  # fmt: skip
+            room = room_beside(int(request["max_tokens"]), given.context, self.name)
             ids = given.tokens.encode(str(request["prompt"]))
             truncated += len(ids) > room
             completions = range(int(request["num_completions"]))

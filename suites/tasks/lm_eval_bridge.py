@@ -25,9 +25,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score, first_line
-from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report, Tokens
+from harness.api.task import Answers, Circumstances, Judged, Pair, Questions, Report
 from suites.tasks.data import Data
-from suites.tasks.prompts import request_seed
+from suites.tasks.prompts import request_seed, room_beside
 
 #: Maximum tokens of an answer where the task sets none, as in lm-eval's models.
 _MAX_TOKENS = 256
@@ -38,8 +38,8 @@ _LOCAL: Mapping[str, tuple[str, str, str]] = {
     "lambada_openai": ("lambada/lambada_openai.yaml", "lambada_openai/lambada_test.jsonl", "text"),
     "wikitext": ("wikitext/wikitext.yaml", "wikitext2_raw/wiki.test.pages.jsonl", "page"),
 }
-#: The suffix of a standard error's name.
-_ERROR = "_stderr"
+#: Values by figure, one an example.
+Outcomes = dict[str, tuple[float, ...]]
 
 
 class LmEvalTask:
@@ -61,7 +61,7 @@ class LmEvalTask:
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
         """Records lm-eval's requests for the task. Raises HarnessError for an unknown task and for damaged data."""
-        model = _RecordingModel(given.tokens, given.context, given.seed)
+        model = _RecordingModel(given)
         report(0, 1)
         evaluation = self._evaluate(model, given, 0)
         report(1, 1)
@@ -70,13 +70,14 @@ class LmEvalTask:
 
     def judge(self, given: Circumstances, answers: Answers) -> Judged:
         """lm-eval's metrics of the answers."""
-        model = _ReplayingModel(given.tokens, given.context, given.seed, answers)
+        model = _ReplayingModel(given, answers)
         evaluation = self._evaluate(model, given, _BOOTSTRAP)
         results, by_task = evaluation["results"], evaluation["samples"]
-        figures: dict[str, float] = {}
-        for task, metrics in results.items():
-            prefix = "" if len(results) == 1 else f"{task}/"
-            figures |= {prefix + name: value for name, value in _figures(metrics)}
+        figures = {
+            name if len(results) == 1 else f"{task}/{name}": value
+            for task, metrics in results.items()
+            for name, value in _figures(metrics)
+        }
         samples = [sample for task_samples in by_task.values() for sample in task_samples]
         outcomes, weights = _outcomes(samples) if len(by_task) == 1 else ({}, {})
         return Judged(figures, outcomes, weights, version=_version(evaluation, samples))
@@ -92,8 +93,6 @@ class LmEvalTask:
             raise
         except Exception as exc:  # lm-eval, its tasks' code and the hub client raise anything
             raise HarnessError(f"lm-eval cannot evaluate {self._task}: {first_line(exc)}") from exc
-        if evaluation is None:
-            raise HarnessError(f"lm-eval cannot evaluate {self._task}: it returned no results")
         return dict(evaluation)
 
     def _manager(self, data: Path | None, into: Path) -> TaskManager:
@@ -113,22 +112,19 @@ def write_local(folder: Path, into: Path) -> dict[str, str]:
 
     Returns the SHA-256 of the data by task. Raises HarnessError for damaged data, and where the folder has none.
     """
-    digests = {}
+    digests, data = {}, Data(folder)
     for task, (task_file, file, field) in _LOCAL.items():
-        data = Data(folder)
         if not data.has(file):
             continue
         data.objects(file, (field,))
         digests[task] = data.digests[file]
+        test = str((folder / file).resolve())
         content = {
             "include": str(Path(lm_eval.__file__).parent / "tasks" / task_file),
             "task": task,
             "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {
-                "data_files": {"test": str((folder / file).resolve())},
-                "cache_dir": str(into / "cache"),
-            },
+            "dataset_kwargs": {"data_files": {"test": test}, "cache_dir": str(into / "cache")},
             "training_split": None,
             "validation_split": None,
         }
@@ -152,11 +148,9 @@ class TokenModel(TemplateLM):
     `truncated` counts the requests that lost their beginning.
     """
 
-    def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
+    def __init__(self, given: Circumstances) -> None:
         super().__init__()
-        self._tokens = tokens
-        self._context = context
-        self._seed = seed
+        self._tokens, self._context, self._seed = given.tokens, given.context, given.seed
         self.truncated = self._num_prompts = 0
 
     @abstractmethod
@@ -205,9 +199,8 @@ class TokenModel(TemplateLM):
 
     def _windows(self, text: str) -> list[Pair]:
         windows = utils.get_rolling_token_windows(
-            token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self._context,
-            context_len=1,
-        )  # fmt: skip
+            self.tok_encode(text), self.prefix_token_id, max_seq_len=self._context, context_len=1
+        )
         return [self._pair(*pair) for pair in map(utils.make_disjoint_window, windows)]
 
     def _pair(self, context: list[int], continuation: list[int]) -> Pair:
@@ -225,16 +218,13 @@ class TokenModel(TemplateLM):
         options = dict(generation_options)
         until = options.pop("until", [])
         stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-        max_tokens = int(options.pop("max_new_tokens", _MAX_TOKENS))
-        max_tokens = int(options.pop("max_gen_toks", max_tokens))
+        max_tokens = int(options.pop("max_gen_toks", options.pop("max_new_tokens", _MAX_TOKENS)))
         temperature = float(options.pop("temperature", 0.0))
         temperature = temperature if options.pop("do_sample", temperature > 0) else 0.0
         top_p, top_k = float(options.pop("top_p", 1.0)), int(options.pop("top_k", 0))
         if options:
             raise HarnessError(f"the task sets the generation options {', '.join(options)}, which engines do not have")
-        if (room := self._context - max_tokens) < 1:
-            raise HarnessError(f"the task needs {max_tokens} new tokens, which leave no room for a prompt in the "
-                               f"model's context of {self._context}")  # fmt: skip
+        room = room_beside(max_tokens, self._context, "the task")
         ids = tuple(self.tok_encode(context))
         self.truncated += len(ids) > room
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop,
@@ -246,8 +236,8 @@ class TokenModel(TemplateLM):
 class _RecordingModel(TokenModel):
     """Records all requests. Scores every token with probability 1/2, and generates empty texts."""
 
-    def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
-        super().__init__(tokens, context, seed)
+    def __init__(self, given: Circumstances) -> None:
+        super().__init__(given)
         self.pairs: list[Pair] = []
         self.prompts: list[GenerationRequest] = []
 
@@ -263,8 +253,8 @@ class _RecordingModel(TokenModel):
 class _ReplayingModel(TokenModel):
     """Returns an engine's answers to the recorded requests, in order."""
 
-    def __init__(self, tokens: Tokens, context: int, seed: int, answers: Answers) -> None:
-        super().__init__(tokens, context, seed)
+    def __init__(self, given: Circumstances, answers: Answers) -> None:
+        super().__init__(given)
         self._scores, self._texts = iter(answers.scores), iter(answers.texts)
 
     def scores(self, pairs: Sequence[Pair]) -> Sequence[Score]:
@@ -284,19 +274,17 @@ def _figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _figure_name(metric: str, answer_filter: str) -> str:
     """`metric`, `metric,filter`, or either with the suffix of a standard error."""
-    bare = metric.removesuffix(_ERROR)
+    bare = metric.removesuffix("_stderr")
     name = bare if answer_filter in ("", "none") else f"{bare},{answer_filter}"
-    return name + (_ERROR if metric != bare else "")
+    return name if metric == bare else f"{name}_stderr"
 
 
-def _outcomes(
-    samples: Sequence[Mapping[str, Any]],
-) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
-    """The outcomes by figure, one an example, and their weights.
+def _outcomes(samples: Sequence[Mapping[str, Any]]) -> tuple[Outcomes, Outcomes]:
+    """The outcomes and their weights.
 
     For a perplexity lm-eval gives a sum and its weight. lm-eval repeats the samples for each answer filter.
     """
-    outcomes, weights = {}, {}
+    outcomes, weights = Outcomes(), Outcomes()
     for answer_filter in dict.fromkeys(str(sample.get("filter", "")) for sample in samples):
         filtered = [s for s in samples if str(s.get("filter", "")) == answer_filter]
         filtered.sort(key=lambda s: int(s["doc_id"]))

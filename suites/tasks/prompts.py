@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams
@@ -29,6 +29,7 @@ class Material:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class PromptTask(ABC):
     """A task whose examples are prompts to complete.
 
@@ -37,9 +38,10 @@ class PromptTask(ABC):
 
     name: str
     max_tokens: int
-    stop: tuple[str, ...]
-    temperature: float
-    outputs: int
+    _: KW_ONLY
+    stop: tuple[str, ...] = ("\n",)
+    temperature: float = 0.0
+    outputs: int = 1
 
     @abstractmethod
     def material(self, folder: Path | None) -> Material:
@@ -54,10 +56,7 @@ class PromptTask(ABC):
 
     def questions(self, given: Circumstances, report: Report) -> Questions:
         """See harness.api.task.Task. A prompt that is too long loses worked examples first, then its beginning."""
-        room = given.context - self.max_tokens
-        if room < 1:
-            raise HarnessError(f"task {self.name}: the model's context of {given.context} tokens leaves no room for a "
-                               f"prompt beside {self.max_tokens} new tokens")  # fmt: skip
+        room = room_beside(self.max_tokens, given.context, self.name)
         material = self.material(given.folder)
         examples = material.examples[: given.count]
         prompts: list[GenerationRequest] = []
@@ -83,6 +82,14 @@ class PromptTask(ABC):
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, stop=self.stop,
                                   seed=request_seed(seed, example, answer))  # fmt: skip
         return GenerationRequest(f"e{example:06d}.{answer}", ids, sampling)
+
+
+def room_beside(max_tokens: int, context: int, task: str) -> int:
+    """The most tokens of a prompt to which `max_tokens` are added. Raises HarnessError where none are left."""
+    if max_tokens >= context:
+        raise HarnessError(f"{task} needs {max_tokens} new tokens, which leave no room for a prompt in the model's "
+                           f"context of {context}")  # fmt: skip
+    return context - max_tokens
 
 
 def request_seed(seed: int, *indices: int) -> int:

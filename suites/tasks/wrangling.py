@@ -24,16 +24,11 @@ YES, NO = "Yes", "No"
 class Wrangling(PromptTask):
     """A data wrangling task: how a row of its table becomes a question and an answer."""
 
-    name: str
-    max_tokens: int
     columns: tuple[str, ...]
     question: Callable[[Row], str]
     answer: Callable[[Row], str]
     table: str = "test.csv"
     judged_by_start: bool = False
-    stop: tuple[str, ...] = ("\n",)
-    temperature: float = 0.0
-    outputs: int = 1
     protocol: str = "worked examples of Narayan et al. 2022 by hand; the answer up to the first newline, in lower case"
 
     def material(self, folder: Path | None) -> Material:

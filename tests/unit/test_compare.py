@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.api import Accuracy, HarnessError, OffloadPolicy, RunRecord
-from reports.compare import compare_engines, compare_records, compare_runs, more_failures
+from reports.compare import Rules, compare_engines, compare_records, compare_runs, more_failures
 from reports.compare_formats import FORMATS
 from reports.records import Runs
 from reports.samples import Sample
@@ -28,7 +28,7 @@ def slower(part: float, speeds: Sequence[float] = SPEEDS) -> list[float]:
 
 
 def compared(base: Sequence[RunRecord], head: Sequence[RunRecord], **options: Any) -> Comparison:
-    return compare_records(Runs(tuple(base)), Runs(tuple(head)), **options)
+    return compare_records(Runs(tuple(base)), Runs(tuple(head)), Rules(**options))
 
 
 def verdict(base: Sequence[RunRecord], head: Sequence[RunRecord], **options: Any) -> tuple[str, str]:

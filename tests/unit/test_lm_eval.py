@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lm_eval", reason="needs lm-eval")
 
 from harness.api import GenerationRequest, HarnessError, SamplingParams, Score
-from harness.api.task import Pair
+from harness.api.task import Circumstances, Pair
 from suites.lm_eval_models import AnswerCache, _model_class
 from suites.tasks.lm_eval_bridge import _figures, _outcomes, _RecordingModel
 
@@ -47,18 +47,18 @@ class Plain(Words):
     ],
 )
 def test_a_beginning_is_added_where_the_tokenizer_does_so_and_never_twice(tokens, text, added, expected):
-    assert _RecordingModel(tokens, 64, 0).tok_encode(text, added) == expected
+    assert _RecordingModel(Circumstances(tokens, 64)).tok_encode(text, added) == expected
 
 
 def test_pairs_begin_as_the_tokenizer_begins_a_text():
-    model = _RecordingModel(Words(), 64, 0)
+    model = _RecordingModel(Circumstances(Words(), 64))
     context, continuation = model._encode_pair("a bb", " ccc")
     assert (context, continuation) == ([1, 11, 12], [13])
     assert model._windows("a bb") == [((1,), (1, 11, 12))]  # as lm-eval's own model: once as prefix, once as added
 
 
 def test_prompts_are_asked_as_they_are_scored():
-    model = _RecordingModel(Words(), 64, 0)
+    model = _RecordingModel(Circumstances(Words(), 64))
     assert model._prompt("a", {"until": ["."], "max_gen_toks": 4}).prompt == (1, 11)
     assert model._prompt("<s> a", {"max_new_tokens": 3}).prompt == (1, 11)
     assert model._prompt("a", {"max_new_tokens": 3}).sampling.max_tokens == 3

@@ -24,68 +24,50 @@ _BETWEEN_ENGINES: dict[Verdict, Verdict] = {"regression": "behind", "improvement
 
 
 @dataclass(frozen=True)
-class _Rules:
-    """How to judge cells: the metric, the A/A run's samples, environment items that may differ, levels, engines."""
+class Rules:
+    """How to judge cells. `allow`: environment items that may differ, such as `packages.torch`. `alpha`: the level over
+    all cells. `margin`: the slowdown that "no change" must exclude. `aa`: samples of another run of the base, whose
+    difference from it is noise (A/A). `engines`: whether engines are compared, not runs.
+    """
 
-    metric: str
-    aa: Mapping[str, Sample] | None
-    allow: Sequence[str]
-    alpha: float
-    margin: float
+    metric: str = THROUGHPUT
+    allow: Sequence[str] = ()
+    alpha: float = ALPHA
+    margin: float = MARGIN
+    aa: Mapping[str, Sample] | None = None
     engines: bool = False
 
 
-def compare_runs(
-    base: Path,
-    heads: Sequence[Path],
-    metric: str = THROUGHPUT,
-    again: Path | None = None,
-    allow: Sequence[str] = (),
-    alpha: float = ALPHA,
-    margin: float = MARGIN,
-) -> list[Comparison]:
-    """Compares each of `heads` with `base`; all are run directories.
-
-    `again`: another run of the base, whose difference from it is noise (A/A). `allow`: environment items that may
-    differ, such as `packages.torch`. `alpha`: the level over all cells. `margin`: the slowdown that "no change" must
-    exclude. Raises HarnessError for directories without records and unknown metrics.
+def compare_runs(base: Path, heads: Sequence[Path], rules: Rules, again: Path | None = None) -> list[Comparison]:
+    """Compares each of `heads` with `base`, and takes noise also from `again`, another run of the base; all are run
+    directories. Raises HarnessError for directories without records and unknown metrics.
     """
     before, second_base = read_runs([base]), read_runs([again]) if again else None
     base_label, *labels = _labels([base, *heads])
     comparisons = []
     for label, folder in zip(labels, heads, strict=True):
-        compared = compare_records(before, read_runs([folder]), metric, second_base, allow, alpha, margin)
+        compared = compare_records(before, read_runs([folder]), rules, second_base)
         comparisons.append(replace(compared, base=base_label, head=label))
     return comparisons
 
 
-def compare_records(
-    before: Runs,
-    after: Runs,
-    metric: str = THROUGHPUT,
-    again: Runs | None = None,
-    allow: Sequence[str] = (),
-    alpha: float = ALPHA,
-    margin: float = MARGIN,
-) -> Comparison:
+def compare_records(before: Runs, after: Runs, rules: Rules, again: Runs | None = None) -> Comparison:
     """As `compare_runs`, for runs that are already read."""
+    metric = rules.metric
     unit = unit_of(metric, [*before.records, *after.records])
     cells = pairs_of(samples_of(before.launches, metric), samples_of(after.launches, metric))
-    aa = None if again is None else samples_of(again.launches, metric)
-    verdicts = _judge(cells, _Rules(metric, aa, allow, alpha, margin))
+    verdicts = _judge(cells, replace(rules, aa=samples_of(again.launches, metric)) if again else rules)
     notes = (*before.notes, *after.notes, *_order_notes(before, after))
-    return Comparison("base", "head", metric, unit, alpha, tuple(verdicts), notes)
+    return Comparison("base", "head", metric, unit, rules.alpha, tuple(verdicts), notes)
 
 
-def compare_engines(
-    runs: Sequence[Path], against: str, metric: str = THROUGHPUT, alpha: float = ALPHA, margin: float = MARGIN
-) -> list[Comparison]:
+def compare_engines(runs: Sequence[Path], against: str, rules: Rules) -> list[Comparison]:
     """Compares the cells of each workload of each run with the cell named `against`, or with that engine's fastest one.
 
     Excludes simulated and projected cells, and references other than one that `against` names. Holm's correction covers
     a workload. Raises HarnessError where no workload has such a cell and another one.
     """
-    comparisons, engines = [], set()
+    comparisons, engines, metric = [], set(), rules.metric
     for run in map(read_runs, ([folder] for folder in runs)):
         unit = unit_of(metric, run.records)
         groups: dict[str, list[Sample]] = {}
@@ -101,16 +83,16 @@ def compare_engines(
             base = max(named, key=lambda s: median(s.speeds) or 0)
             others = [s for s in cells if s is not base and not s.spec.reference]
             if others:
-                verdicts = _judge([(base, s) for s in others], _Rules(metric, None, (), alpha, margin, engines=True))
+                verdicts = tuple(_judge([(base, s) for s in others], replace(rules, engines=True)))
                 label = one_line(base.spec.name)
-                comparisons.append(Comparison(label, workload, metric, unit, alpha, tuple(verdicts), run.notes))
+                comparisons.append(Comparison(label, workload, metric, unit, rules.alpha, verdicts, run.notes))
     if not comparisons:
         known = ", ".join(sorted(engines))
         raise HarnessError(f"no measured cell or engine named {against!r} with others to compare; engines: {known}")
     return comparisons
 
 
-def _judge(pairs: Sequence[tuple[Sample | None, Sample | None]], rules: _Rules) -> list[CellVerdict]:
+def _judge(pairs: Sequence[tuple[Sample | None, Sample | None]], rules: Rules) -> list[CellVerdict]:
     """The verdict of each (base, head) pair; Holm's correction covers the pairs that need a test."""
     untested = [_without_test(a, b, rules) for a, b in pairs]
     tested = [(a, b) for (a, b), known in zip(pairs, untested, strict=True) if not known and a and b and not a.virtual]
@@ -147,7 +129,7 @@ def _decided(verdict: CellVerdict, kind: Verdict, reason: str) -> CellVerdict:
     return replace(verdict, verdict=kind, reason=reason)
 
 
-def _without_test(a: Sample | None, b: Sample | None, rules: _Rules) -> tuple[Verdict, str] | None:
+def _without_test(a: Sample | None, b: Sample | None, rules: Rules) -> tuple[Verdict, str] | None:
     """A verdict that needs no statistics, with its reason; None where the figures must be compared."""
     if a is None:
         return "new", "not in the base"
@@ -210,7 +192,7 @@ def _simulated(verdict: CellVerdict, a: Sample, b: Sample) -> CellVerdict:
     return _decided(verdict, "regression" if ratio < 1 else "improvement", f"simulated: {_times(ratio)}")
 
 
-def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, rules: _Rules) -> CellVerdict:
+def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, rules: Rules) -> CellVerdict:
     """The verdict on measured figures of both sides; `p` is adjusted for `tests` tests."""
     ratio, alpha, margin = ratio_of(a.speeds, b.speeds), rules.alpha, rules.margin
     floor = _noise_floor(a, b, rules.aa)
@@ -253,7 +235,7 @@ def _times(ratio: float) -> str:
     return f"{abs(ratio - 1):.1%} {'slower' if ratio < 1 else 'faster'}"
 
 
-def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: _Rules) -> CellVerdict:
+def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: Rules) -> CellVerdict:
     """Adds a loss of accuracy, failures, different answers and limits, and disturbances to a verdict."""
     sides = (("base", a), ("head", b))
     remarks = []

@@ -1,13 +1,12 @@
 """Renders templates as HTML and Markdown that show every value literally, and writes files atomically."""
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from harness.api import HarnessError
+from harness.common.files import replace_with
 from reports.text import clean, markdown
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -28,17 +27,9 @@ def write(path: Path, text: str) -> None:
     """Replaces a file atomically. Raises HarnessError for a path that cannot be written."""
     if is_folder(path) or not path.name:
         raise HarnessError(f"cannot write {path}: it is a folder; name a file with --out")
-    path = Path(os.path.realpath(path))  # writes through a link instead of replacing it
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        if os.path.lexists(path) and not path.is_file():
-            raise HarnessError(f"cannot write {path}: it is not a regular file; choose another place with --out")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        temporary.replace(path)
+        replace_with(path, text)
     except OSError as exc:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise HarnessError(f"cannot write {path}: {exc.strerror or exc}; choose another place with --out") from exc
 
 

@@ -21,7 +21,7 @@ class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
     Figures cover the repeats that ended ok and are medians; the memory figures are maxima. `ratio` is the
-    Hodges-Lehmann ratio to `rival`: the fastest ranked cell of another engine in the same workload, or of the same
+    Hodges-Lehmann ratio to the rival: the fastest ranked cell of another engine in the same workload, or of the same
     engine where only one engine is ranked.
     """
 
@@ -40,7 +40,6 @@ class CellSummary:
     throughput: tuple[float, ...] = ()
     median: float | None = None
     ratio: Ratio | None = None
-    rival: str | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
     limited_by: str | None = None
@@ -51,7 +50,6 @@ class CellSummary:
     most_requests: int | None = None
     equal_outputs: int | None = None
     compared_outputs: int | None = None
-    compared_with: str | None = None
     records: tuple[RunRecord, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -222,7 +220,7 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
                 if rank[row.fingerprint] < _MOST_INTERVALS
                 else Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
             )
-            related = replace(related, ratio=ratio, rival=rival.name)
+            related = replace(related, ratio=ratio)
         rows.append(_compare_outputs(related, references))
     return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 
@@ -246,12 +244,8 @@ def _compare_outputs(row: CellSummary, references: Sequence[CellSummary]) -> Cel
     pairs = [(t.digest, expected[t.id]) for r in row.ok_records for t in r.requests if t.digest and t.id in expected]
     if not pairs:
         return row
-    return replace(
-        row,
-        equal_outputs=sum(digest == other for digest, other in pairs),
-        compared_outputs=len(pairs),
-        compared_with=reference.name,
-    )
+    equal = sum(digest == other for digest, other in pairs)
+    return replace(row, equal_outputs=equal, compared_outputs=len(pairs))
 
 
 def headline(rows: Sequence[CellSummary]) -> str:

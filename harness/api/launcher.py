@@ -63,15 +63,12 @@ class PrepareModel:
 
 @dataclass(frozen=True)
 class MeasureMachine:
-    """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n). Gives `MachineRates`.
-
-    `rows` and `dtypes` of the products; on `threads` of the CPU, or on the device with `gpu`.
-    """
+    """Measure the disk that `folder` is on, and products of `gemm_shape` (k, n) in `dtypes`, on `threads` of the CPU or
+    on the device with `gpu`. Gives `MachineRates`."""
 
     kind: ClassVar[str] = "machine"
     folder: Path
     gemm_shape: tuple[int, int]
-    rows: tuple[int, ...]
     dtypes: tuple[str, ...]
     threads: int | None = None
     gpu: bool = False

@@ -35,7 +35,9 @@ def _fraction(context: click.Context, option: click.Parameter, value: float) -> 
               help="Two-sided significance level for a whole suite.")  # fmt: skip
 @click.option("--margin", type=float, callback=_fraction, default=0.10, show_default=True,
               help="`no change` means that a slowdown of this size is excluded.")  # fmt: skip
-def compare(dirs: tuple[Path, ...], form: str, out: Path | None, against: str | None, **options: Any) -> None:
+def compare(
+    dirs: tuple[Path, ...], form: str, out: Path | None, again: Path | None, against: str | None, **options: Any
+) -> None:
     """Compare each run directory HEAD with BASE, and say which cells became slower.
 
     A regression needs a Hodges-Lehmann ratio whose bootstrap interval excludes 1, an effect above max(3 %, twice the
@@ -52,18 +54,19 @@ def compare(dirs: tuple[Path, ...], form: str, out: Path | None, against: str | 
     decided (inconclusive, or not comparable). With --against a slower cell is not a regression, and 1 is not used.
     """
     from harness.api import HarnessError
-    from reports.compare import compare_engines, compare_runs
+    from reports.compare import Rules, compare_engines, compare_runs
     from reports.compare_formats import FORMATS
     from reports.render import write
 
+    rules = Rules(**options)
     if against is not None:
-        if options.pop("again") or options.pop("allow"):
+        if again or rules.allow:
             raise HarnessError("--aa and --allow go with BASE and HEAD, not with --against")
-        comparisons = compare_engines(dirs, against, **options)
+        comparisons = compare_engines(dirs, against, rules)
     else:
         if len(dirs) < 2:
             raise HarnessError("name BASE and at least one HEAD, or --against an engine of one run")
-        comparisons = compare_runs(dirs[0], dirs[1:], **options)
+        comparisons = compare_runs(dirs[0], dirs[1:], rules, again)
     text = FORMATS[form](comparisons)
     if out is None:
         say(text.rstrip("\n"))

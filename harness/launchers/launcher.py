@@ -161,18 +161,13 @@ class CellLauncher:
         return self._help(LocalModel, work, exchange, "the model could not be prepared")
 
     def measure_machine(
-        self,
-        model: LocalModel,
-        rows: tuple[int, ...],
-        dtypes: Iterable[str],
-        limits: HardwareLimits,
-        exchange: Exchange,
+        self, model: LocalModel, dtypes: Iterable[str], limits: HardwareLimits, exchange: Exchange
     ) -> MachineRates:
         """Disk bandwidth on the model's files, and GEMM rates at its shape on the threads or the device of `limits`, as
         they are now; empty where they cannot be measured."""
         kinds = tuple(sorted({"float32", model.dtype, *dtypes} - {"auto"}))
         shape, gpu = (model.shape.hidden, model.shape.ffn), limits.gpu
-        work = MeasureMachine(Path(model.path), shape, rows, kinds, limits.threads, gpu)
+        work = MeasureMachine(Path(model.path), shape, kinds, limits.threads, gpu)
         exchange = replace(exchange, on_event=ignore_events)
         request = WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=limits.threads, gpu=gpu)
         result = self._helper.run(request).result

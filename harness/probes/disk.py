@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.common.buffers import direct_buffer
 
 
-def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 << 20) -> list[float]:
+def sequential_read_rates(folder: Path, seconds: float = 0.5) -> list[float]:
     """Bytes/s of two sequential direct reads of the largest file below `folder`; empty if O_DIRECT is refused.
 
     Direct I/O bypasses the page cache, so the rates are the device's. Each read starts at the beginning of the file
@@ -23,7 +23,7 @@ def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 <<
         descriptor = os.open(largest, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return []
-    buffer = direct_buffer(block)
+    buffer = direct_buffer(16 << 20)
     try:
         return [rate for _ in range(2) if (rate := _read_rate(descriptor, buffer, seconds))]
     except OSError:

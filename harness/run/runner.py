@@ -43,8 +43,6 @@ _NO_MEMORY = ("oom_host", "oom_device")
 #: A cell whose batch search failed is not repeated either, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
-#: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
-_PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 class Runner:
@@ -286,7 +284,7 @@ class Runner:
                 registry.model_store().evict(model.path)
             dtypes = {c.policy.compute_dtype for c in self._suite.cells}
             exchange = self._exchange(cell, "machine")
-            rates = self._launcher.measure_machine(model, _PROBED_ROWS, dtypes, cell.limits, exchange)
+            rates = self._launcher.measure_machine(model, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)
         return rates
 

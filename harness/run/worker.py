@@ -66,6 +66,8 @@ from harness.run.accuracy import answers_of, ask, judge, read_questions
 from harness.run.answers import check, generate, score
 
 _EVENT_PERIOD_S = 0.2
+#: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
+_PROBED_ROWS = (1, 4, 16, 64, 256, 1024)
 
 
 class Events:
@@ -136,9 +138,9 @@ def _measure_machine(work: MeasureMachine) -> MachineRates:
     disk, rates = tuple(sequential_read_rates(work.folder)), registry.machine_rates()
     copies: Sequence[float] = ()
     if work.gpu:
-        flops, copies = rates.device_rates(work.dtypes, work.rows, *work.gemm_shape)
+        flops, copies = rates.device_rates(work.dtypes, _PROBED_ROWS, *work.gemm_shape)
     else:
-        flops = rates.gemm_rates(work.dtypes, work.rows, *work.gemm_shape, work.threads)
+        flops = rates.gemm_rates(work.dtypes, _PROBED_ROWS, *work.gemm_shape, work.threads)
     samples = {dtype: {rows: tuple(each) for rows, each in curve.items()} for dtype, curve in flops.items()}
     return MachineRates(disk, work.gemm_shape, samples, h2d=tuple(copies))
 

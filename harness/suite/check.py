@@ -151,7 +151,7 @@ def policy(node: Node) -> OffloadPolicy:
     return checked
 
 
-def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
+def run_spec(node: Node) -> RunSpec:
     """The cell in `node`, before its suite and final name are set. Raises HarnessError with a line for each problem."""
     spec = _typed(_RUN_SPEC, node, "cell")
     raise_all(_out_of_range(spec, node, _CELL_RANGES))
@@ -160,7 +160,7 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     except HarnessError as exc:
         field = re.search(r"(?<=policy\.)\w+", str(exc))
         raise node.find(("policy", field[0] if field else "")).error(str(exc)) from None
-    _require_known(spec, node, engines)
+    _require_known(spec, node)
     if spec.latency_s is not None and not spec.tune.startswith("search"):
         raise node.find(("latency_s",)).error(
             "latency goes with `policy: search` or `search_bits`: only a search can keep to a latency"
@@ -186,9 +186,9 @@ def run_spec(node: Node, engines: Collection[str]) -> RunSpec:
     return spec
 
 
-def _require_known(spec: RunSpec, node: Node, engines: Collection[str]) -> None:
+def _require_known(spec: RunSpec, node: Node) -> None:
     """Raises HarnessError for an engine, launcher or task that is unknown, or a plug-in whose name clashes."""
-    if spec.engine not in engines:
+    if spec.engine not in (engines := registry.engines()):
         raise node.find(("engine",)).error(f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}")
     if spec.launcher not in (launchers := registry.launchers()):
         raise node.find(("launcher",)).error(

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, get_args
 
-from harness import registry
 from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec, Tune
 from harness.common.units import parse_duration, parse_size
 from harness.suite import check as suite_check
@@ -40,10 +39,8 @@ CELL_KEYS = ("name", "limits", *_DEFAULTS)
 SUITE_KEYS = ("name", "description", "reproduces", "hardware", "machine_probe", "matrix", *_DEFAULTS)
 
 
-def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[str] | None = None) -> SuiteSpec:
+def load_suite(path: Path, overrides: Sequence[str] = ()) -> SuiteSpec:
     """The expanded suite in `path`, with each `key=value` of `overrides` applied to every cell.
-
-    `engines`: the engine names that cells may use; by default those of the registry.
 
     Cells are ordered by workload, then model, then the order of the matrix (its first axis outermost), so that
     engines to compare are neighbours.
@@ -68,7 +65,7 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
 
     header = suite_check.header(_header(root, hardware))
     base = replace(root.only(*_DEFAULTS).merged(hardware.only("limits")), at=root.at)
-    cells = _expand(base, root.only("matrix"), suite_check.each(_override, overrides), engines or registry.engines())
+    cells = _expand(base, root.only("matrix"), suite_check.each(_override, overrides))
     launches = sum(cell.spec.repeats for cell in cells)
     if launches > MAX_LAUNCHES:
         raise root.error(f"{len(cells):,} cells make {launches:,} launches; at most {MAX_LAUNCHES:,} are allowed")
@@ -82,7 +79,7 @@ def load_suite(path: Path, overrides: Sequence[str] = (), engines: Collection[st
 def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
     """One cell from `settings`, written as in a suite, under `overrides`. Raises HarnessError as `load_suite` does."""
     cell = _layer(yaml_source.parse(json.dumps(settings, ensure_ascii=False), "settings", positions=False))
-    return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell), registry.engines())
+    return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell))
 
 
 def _header(root: Node, hardware: Node) -> Node:
@@ -95,7 +92,7 @@ def _header(root: Node, hardware: Node) -> Node:
 # --------------------------------------------------------------------------- from layers to cells
 
 
-def _expand(base: Node, suite: Node, overrides: Sequence[_Override], engines: Collection[str]) -> list[Cell]:
+def _expand(base: Node, suite: Node, overrides: Sequence[_Override]) -> list[Cell]:
     """All cells, checked. The product of the axes is counted before any cell is built."""
     axes = [[base.without("workload", "model")]]
     axes += [_axis(key, base.entries[key]) for key in ("workload", "model") if key in base.entries]
@@ -119,7 +116,7 @@ def _expand(base: Node, suite: Node, overrides: Sequence[_Override], engines: Co
 
     def checked(item: tuple[Node, tuple[str, ...]]) -> Cell:
         cell, layers = item
-        return Cell(suite_check.run_spec(cell, engines), layers, layers[inputs:])
+        return Cell(suite_check.run_spec(cell), layers, layers[inputs:])
 
     return suite_check.each(checked, merged)
 

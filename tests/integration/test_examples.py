@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.registry import ENGINES
 from harness.suite.config import load_suite
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,7 +27,7 @@ def test_every_example_has_a_test_and_a_line_in_the_readme():
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
 def test_suites_are_valid(suite):
-    loaded = load_suite(suite, (), ENGINES)
+    loaded = load_suite(suite)
     assert loaded.name == suite.stem
     assert loaded.cells
 
@@ -39,7 +38,7 @@ def test_suites_are_valid(suite):
 def test_suites_end_as_they_expect(cli, suite):
     cli.run(suite, "--set", "repeats=1", "--data-dir", EXAMPLES / "data")
     assert {record.status for record in cli.records()} <= {"ok", "infeasible"}
-    assert len(cli.records()) == len(load_suite(suite, (), ENGINES).cells)
+    assert len(cli.records()) == len(load_suite(suite).cells)
 
 
 @pytest.mark.slow
@@ -74,7 +73,5 @@ def test_the_notebook_runs(capsys, monkeypatch):
 
 
 def python(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, EXAMPLES / name, *map(str, arguments)], cwd=EXAMPLES.parent, capture_output=True, text=True,
-        check=True, env=None,
-    )  # fmt: skip
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=True)

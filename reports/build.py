@@ -47,10 +47,11 @@ def build(
 def _trends(runs: Runs, url: str) -> list[Panel]:
     with optional_packages("--history"):
         from reports.history import open_history
-        from reports.trend import trend_panels
+        from reports.trend import trend_panel
 
     history = open_history(url)
     try:
-        return trend_panels(history.series({r.fingerprint for r in runs.records}))
+        series = history.series({r.fingerprint for r in runs.records})
+        return [panel for each in series if (panel := trend_panel(each))]
     finally:
         history.close()

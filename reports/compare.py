@@ -4,7 +4,6 @@ The unit is a launch. A regression needs a Hodges-Lehmann ratio whose bootstrap 
 max(3 %, twice the A/A noise floor), and an exact Mann-Whitney p below alpha after Holm's correction over the cells.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,10 +176,10 @@ def _by_failures(a: Sample, b: Sample, alpha: float, engines: bool) -> tuple[Ver
 
 def more_failures(a: Sample, b: Sample) -> float:
     """One-sided p of Fisher's exact test that the head `b` fails more often than the base `a`."""
-    failed, launches = len(a.failed) + len(b.failed), len(a.ended) + len(b.ended)
-    ways = math.comb(launches, len(b.ended))
-    tail = range(len(b.failed), min(failed, len(b.ended)) + 1)
-    return sum(math.comb(failed, k) * math.comb(launches - failed, len(b.ended) - k) for k in tail) / ways
+    from scipy.stats import fisher_exact
+
+    counts = [[len(side.failed), len(side.ended) - len(side.failed)] for side in (b, a)]
+    return float(fisher_exact(counts, alternative="greater").pvalue)
 
 
 def _simulated(verdict: CellVerdict, a: Sample, b: Sample) -> CellVerdict:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
@@ -202,19 +202,15 @@ def paired(old: Sequence[float], new: Sequence[float], weights: Sequence[float] 
 
 def mcnemar(better: int, worse: int) -> float:
     """The exact two-sided p for `better` and `worse` examples, each right on one side only (McNemar 1947, binomial)."""
-    n, k = better + worse, min(better, worse)
-    if not n:
-        return 1.0
-    tail = math.fsum(math.exp(_log_choose(n, i) - n * math.log(2)) for i in range(k + 1))
-    return min(1.0, 2 * tail)
+    from scipy.stats import binomtest
+
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def detectable(differences: Sequence[float]) -> float:
     """The true difference that pairs of this spread show with a power of 80 %, by the normal approximation."""
-    n = len(differences)
-    middle = fmean(differences)
-    spread = math.sqrt(math.fsum((d - middle) ** 2 for d in differences) / max(1, n - 1))
-    normal = NormalDist()
+    n, normal = len(differences), NormalDist()
+    spread = stdev(differences) if n > 1 else 0.0
     return (normal.inv_cdf(1 - PAIRED_LEVEL / 2) + normal.inv_cdf(POWER)) * spread / math.sqrt(n)
 
 
@@ -237,7 +233,3 @@ def _interval_of_mean(differences: Sequence[float]) -> tuple[float, float]:
     means = [float(rng.choice(nonzero, size=k).sum()) / n for k in draws]
     low, high = np.quantile(means, [PAIRED_LEVEL / 2, 1 - PAIRED_LEVEL / 2])
     return float(low), float(high)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

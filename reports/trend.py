@@ -1,7 +1,7 @@
 """A cell's throughput over commits: change points, chart and table."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +123,3 @@ def short(commit: str) -> str:
     if " " in commit:
         return commit
     return commit[:10] + ("+" if commit.endswith("+") else "")
-
-
-def trend_panels(all_series: Sequence[Series]) -> list[Panel]:
-    """The panels of all series with at least two commits."""
-    return [panel for series in all_series if (panel := trend_panel(series))]

@@ -1,6 +1,5 @@
 """The lines of a batch job: requests in OpenAI's batch format or as plain prompts, and the answers to them."""
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
+from harness.common.words import nearest
 
 #: OpenAI's limits on `n` and `top_logprobs`.
 _MAX_SAMPLES, _MAX_ALTERNATIVES = 128, 20
@@ -168,10 +168,7 @@ def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
     key = str(error["loc"][0])
     path = where + (".".join(map(str, error["loc"])) if error["type"] != "union" else key)
     if error["type"] == "extra_forbidden":
-        known = list(kind.model_fields)
-        near = difflib.get_close_matches(key, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise LineError(f"{path} is not a known setting; {hint}")
+        raise LineError(f"{path} is not a known setting; {nearest(key, kind.model_fields)}")
     if error["type"] == "missing":
         raise LineError(f"{path} is missing")
     if key in ("prompt", "stop"):

@@ -18,18 +18,24 @@ def check_model(as_json: bool) -> None:
     Example:
       harness check-model
     """
-    from harness.planning.check_model import errors_by_group, published_cells
+    from harness import hardware, registry
 
-    cells = published_cells()
+    cells = registry.published_figures().table({name: hardware.load(name) for name in hardware.names()})
     if as_json:
         click.echo(json.dumps(cells))
         return
     print_rows([{**cell, "error": _signed(cell["error"])} for cell in cells])
     click.echo()
+    # absolute relative errors: of cells that no constant was fitted on, and of those that one was
+    groups: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    for cell in cells:
+        unseen, fitted = groups.setdefault((cell["hardware"], cell["engine"]), ([], []))
+        if cell["error"] is not None and not cell["repeated"]:
+            (fitted if cell["fitted"] else unseen).append(abs(cell["error"]))
     print_rows(
         [
             {
-                "hardware": hardware,
+                "hardware": machine,
                 "engine": engine,
                 "cells not fitted": len(unseen),
                 "median error": f"{median(unseen):.1%}",
@@ -38,7 +44,7 @@ def check_model(as_json: bool) -> None:
                 "their median": f"{median(fitted):.1%}" if fitted else "",
                 "their largest": f"{max(fitted):.1%}" if fitted else "",
             }
-            for (hardware, engine), (unseen, fitted) in errors_by_group(cells).items()
+            for (machine, engine), (unseen, fitted) in groups.items()
         ]
     )
 

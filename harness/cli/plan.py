@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,9 +130,8 @@ def _duration(seconds: float) -> str:
 
 def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> None:
     """Prints a line for each launch and the median error, or one JSON object."""
-    from harness.planning.explain import median_error
-
-    median = median_error(explanations)
+    errors = [abs(e.error) for e in explanations]
+    median = statistics.median(errors)
     if as_json:
         launches = [dataclasses.asdict(e) | {"error": e.error} for e in explanations]
         click.echo(json.dumps({"launches": launches, "median_absolute_error": median}))
@@ -148,6 +148,5 @@ def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> No
             for e in explanations
         ]
     )
-    errors = [abs(e.error) for e in explanations]
     inside = sum(error <= 0.15 for error in errors)
     click.echo(f"\nmedian error {median:.1%}, largest {max(errors):.1%}; {inside} of {len(errors)} within 15 %")

@@ -1,1 +1,1 @@
-"""What `harness plan`, `plan --explain` and `check-model` compute."""
+"""What `harness plan` and its `--explain` compute."""

@@ -1,8 +1,7 @@
 """`harness plan --explain`: where a run's time differs from its prediction, and by how much."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,11 +68,6 @@ def explain(path: Path, profile: str, cache: Path) -> list[Explanation]:
     if not explanations:
         raise HarnessError(f"{path}: no launch can be explained: {problem}")
     return explanations
-
-
-def median_error(explanations: Sequence[Explanation]) -> float:
-    """The median of their absolute errors."""
-    return statistics.median(abs(e.error) for e in explanations)
 
 
 def _has_figures(record: RunRecord) -> bool:

@@ -73,6 +73,11 @@ class Cli:
         """Runs `harness` with these arguments; it must end with `code` (None: with any) and without a traceback."""
         return self.execute(self.command(*arguments), code, **options)
 
+    def refused(self, *arguments: object, **options) -> str:
+        """The one line that `harness` says where it refuses these arguments."""
+        (line,) = self(*arguments, code=2, **options).stderr.strip().splitlines()
+        return line
+
     def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
         return self("run", suite, "--out", self.out, *arguments, **options)
 

@@ -15,7 +15,7 @@ from reports.records import Runs, name_of, read_runs, workload_of
 from reports.samples import THROUGHPUT, Sample, changed_cell, pairs_of, samples_of, unit_of, value_of
 from reports.stats import ALPHA, hodges_lehmann, holm, launches_needed, mann_whitney, noise_floor, ratio_of, smallest_p
 from reports.summary import DISTURBED, other_cpu_share
-from reports.text import median, one_line, plural
+from reports.text import grouped, median, one_line, plural
 from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Comparison, Verdict
 
 #: The verdicts of a comparison of engines, where a slower engine is no regression.
@@ -66,15 +66,14 @@ def compare_engines(runs: Sequence[Path], against: str, rules: Rules) -> list[Co
     Excludes simulated and projected cells, and references other than one that `against` names. Holm's correction covers
     a workload. Raises HarnessError where no workload has such a cell and another one.
     """
-    comparisons, engines, metric = [], set(), rules.metric
+    comparisons, metric = [], rules.metric
+    engines: set[str] = set()
     for run in map(read_runs, ([folder] for folder in runs)):
         unit = unit_of(metric, run.records)
-        groups: dict[str, list[Sample]] = {}
-        for sample in samples_of(run.records, metric).values():
-            engines.add(one_line(sample.spec.engine))
-            if not sample.virtual:
-                groups.setdefault(workload_of(sample.records[-1]), []).append(sample)
-        for workload, cells in groups.items():
+        samples = samples_of(run.records, metric).values()
+        engines |= {one_line(sample.spec.engine) for sample in samples}
+        measured = (sample for sample in samples if not sample.virtual)
+        for workload, cells in grouped(measured, lambda sample: workload_of(sample.records[-1])).items():
             named = [s for s in cells if s.speeds and against == s.spec.name]
             named = named or [s for s in cells if s.speeds and against == s.spec.engine and not s.spec.reference]
             if not named:

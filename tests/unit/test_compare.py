@@ -116,6 +116,7 @@ STOPPED = [failed(cell(), "interrupted", "", i) for i in range(7)]
 LACKING = [*BASE[:5], *(replace(r, metrics={}) for r in BASE[5:])]
 AT_ANOTHER_COMMIT = under(git={"commit": "f" * 40, "dirty": True})
 ELSEWHERE = under(machine=PROVENANCE["machine"] | {"cpu": "AMD EPYC"})
+MIXED = [*BASE[:6], ELSEWHERE[6]]
 ONE_THREAD, TWO_THREADS = (under(settings={"OMP_NUM_THREADS": threads}) for threads in ("1", "2"))
 LARGER = repeats(cell(policy=OffloadPolicy(gpu_batch_size=16)), SPEEDS)
 FIRST_FAIL = ("regression", "1 of 7 launches newly fail, oom_host: killed at its limit")
@@ -142,15 +143,14 @@ VERDICTS: dict[str, tuple[list[RunRecord], list[RunRecord], tuple[str, ...]]] = 
     "launches without the figure": (BASE, LACKING, ("not comparable", "2 of 7 launches of the head lack this figure")),
     "another commit is what comparisons are for": (BASE, AT_ANOTHER_COMMIT, ("no change",)),
     "another machine": (BASE, ELSEWHERE, environment(f"machine.cpu was {INTEL}, is AMD EPYC")),
-    "some of another machine": ([*BASE[:6], ELSEWHERE[6]], BASE,
-                                environment(f"machine.cpu was AMD EPYC or {INTEL}, is {INTEL}")),
+    "two machines in the base": (MIXED, BASE, environment(f"machine.cpu was AMD EPYC or {INTEL}, is {INTEL}")),
     "another setting": (TWO_THREADS, ONE_THREAD, environment("settings.OMP_NUM_THREADS was 2, is 1")),
     "a setting of one side": (BASE, ONE_THREAD, environment("settings.OMP_NUM_THREADS was unknown, is 1")),
     "a changed cell of the same name": (BASE, LARGER, CHANGED),
     "simulations are exact": (simulated(10.0), simulated(9.9), ("no change",)),
     "a slower simulation": (simulated(10.0), simulated(9.0), ("regression",)),
     "a simulation and a measurement": (simulated(10.0), [record(cell(), 0, 9.0)], ("not comparable",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("base", "head", "expected"), VERDICTS.values(), ids=VERDICTS)

@@ -58,13 +58,13 @@ class Table:
     def first(self, count: int = MOST_ROWS) -> Table:
         """The table with at most `count` rows; the caption says how many it omits."""
         total = sum(len(b.rows) for b in self.bodies)
-        if total <= count:
+        if total <= MOST_ROWS:
             return self
-        left, bodies = count, []
+        left, bodies = MOST_ROWS, []
         for body in self.bodies:
             bodies.append(replace(body, rows=body.rows[:left]))
             left -= len(bodies[-1].rows)
-        caption = f"{self.caption}; the first {count} of {total:,} rows, report.csv has all".lstrip("; ")
+        caption = f"{self.caption}; the first {MOST_ROWS} of {total:,} rows, report.csv has all".lstrip("; ")
         return Table(caption, self.columns, tuple(b for b in bodies if b.rows))
 
     def only(self, titles: Collection[str]) -> Table:

@@ -16,7 +16,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,23 +25,11 @@ import requests
 
 #: Not the official name: an engine that was there before keeps what the tests leave.
 BASE_IMAGE = "offload-harness-tests/python:3.11"
-_PACKAGES = (
-    "g++",
-    "libaio-dev",
-    "dash",
-    "bash",
-    "coreutils",
-    "grep",
-    "sed",
-    "tar",
-    "gzip",
-    "findutils",
-    "passwd",
-    "procps",
-)
+_COMPILER = ("g++", "libaio-dev")
+_TOOLS = ("dash", "bash", "coreutils", "grep", "sed", "tar", "gzip", "findutils", "passwd", "procps")
 _LINKED = ("bin", "sbin", "lib", "lib64")  # into /usr
 _SKIPPED = {"site-packages", "test", "idlelib", "tkinter", "turtledemo", "__pycache__"}
-_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_SETTINGS = ["passwd", "group", "nsswitch.conf", "hosts", "alternatives", "ssl/certs/ca-certificates.crt"]  # in /etc
 
 
 @contextlib.contextmanager
@@ -119,40 +107,19 @@ def write_root(target: BinaryIO) -> None:
                 names.add(name)
                 tar.add(source, name, recursive=False)
 
-        for name in (
-            "usr/local/bin",
-            "etc",
-            "var",
-            "proc",
-            "sys",
-            "dev",
-            "root",
-            "run",
-            *(f"usr/{n}" for n in _LINKED),
-        ):
+        for name in ("usr/local/bin", "etc", "var", "proc", "sys", "dev", "root", "run"):
             folder(name)
         folder("tmp", 0o1777)
         for name in _LINKED:
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{name}"
-            tar.addfile(entry)
-        for path in _files_of(_closure(_PACKAGES)):
+            folder(f"usr/{name}")
+            _link(tar, name, f"usr/{name}")
+        paths = [f"/etc/{name}" for name in _SETTINGS]
+        paths += map(str, sorted(Path("/etc/alternatives").glob("*")))
+        links = (path for path in Path("/usr/bin").iterdir() if path.is_symlink())
+        paths += [str(path) for path in links if str(path.readlink()).startswith("/etc/alternatives/")]
+        for path in (*_files_of(_closure((*_COMPILER, *_TOOLS))), *paths):
             if not path.startswith(("/usr/share/doc", "/usr/share/man", "/usr/share/locale", "/proc", "/sys", "/dev")):
                 add(path, path)
-        for path in (
-            "/etc/passwd",
-            "/etc/group",
-            "/etc/nsswitch.conf",
-            "/etc/hosts",
-            "/etc/alternatives",
-            _CERTIFICATES,
-        ):
-            add(path, path)
-        for path in sorted(Path("/etc/alternatives").glob("*")):
-            add(str(path), str(path))
-        for path in (p for p in Path("/usr/bin").iterdir() if p.is_symlink()):
-            if str(path.readlink()).startswith("/etc/alternatives/"):
-                add(str(path), str(path))
         _add_python(tar, add)
         libraries = io.BytesIO(b"/usr/local/lib\n/usr/lib/x86_64-linux-gnu\n/lib/x86_64-linux-gnu\n")
         entry = tarfile.TarInfo("etc/ld.so.conf")
@@ -160,14 +127,18 @@ def write_root(target: BinaryIO) -> None:
         tar.addfile(entry, libraries)
 
 
+def _link(tar: tarfile.TarFile, name: str, target: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    tar.addfile(entry)
+
+
 def _add_python(tar: tarfile.TarFile, add: Callable[[str, str], None]) -> None:
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     program = Path(os.path.realpath(Path(sys.base_prefix) / "bin" / f"python{version}"))
     add(str(program), f"usr/local/bin/python{version}")
     for name in ("python", "python3"):
-        entry = tarfile.TarInfo(f"usr/local/bin/{name}")
-        entry.type, entry.linkname = tarfile.SYMTYPE, f"python{version}"
-        tar.addfile(entry)
+        _link(tar, f"usr/local/bin/{name}", f"python{version}")
     needing = [program]
     library = Path(sysconfig.get_path("stdlib", vars={"base": sys.base_prefix, "installed_base": sys.base_prefix}))
     for folder, inner, files in os.walk(library):
@@ -191,7 +162,7 @@ def _libraries(binary: Path) -> list[str]:
     return [w[2] for w in words if len(w) > 2 and w[1] == "=>" and w[2].startswith("/")]
 
 
-def _closure(packages: tuple[str, ...]) -> list[str]:
+def _closure(packages: Sequence[str]) -> list[str]:
     """The packages and all that they depend on."""
     known = subprocess.run(["dpkg-query", "-W", "-f", "${Package}\n"], capture_output=True, text=True, check=True)
     missing = [p for p in packages if p not in known.stdout.split()]

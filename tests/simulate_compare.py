@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.api import ModelSpec, RunRecord, RunSpec, WorkloadSpec
-from reports.compare import compare_records
+from reports.compare import Rules, compare_records
 from reports.records import Runs
 from reports.verdicts import Comparison
 
@@ -63,7 +63,7 @@ def pair(case: Case, rng: np.random.Generator) -> Comparison:
             if side == 1 and cell == 0:
                 speed *= 1 - case.slowdown
             sides[side].append(_record(cell, repeat, speed))
-    return compare_records(Runs(tuple(sides[0])), Runs(tuple(sides[1])))
+    return compare_records(Runs(tuple(sides[0])), Runs(tuple(sides[1])), Rules())
 
 
 def rate(case: Case, pairs: int, hit: Callable[[Comparison], bool], seed: int = 0) -> float:

@@ -157,4 +157,3 @@ class LmEval(Protocol):
 
     def register(self, name: str, load: OpenModel, cache: Path) -> None:
         """Makes an engine known by its name; its answers are kept in the folder `cache`."""
-        ...

@@ -28,6 +28,12 @@ def check_model(as_json: bool) -> None:
         return
     print_rows([{**cell, "error": _signed(cell["error"])} for cell in cells])
     click.echo()
+    # absolute relative errors: of cells that no constant was fitted on, and of those that one was
+    groups: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    for cell in cells:
+        unseen, fitted = groups.setdefault((cell["hardware"], cell["engine"]), ([], []))
+        if cell["error"] is not None and not cell["repeated"]:
+            (fitted if cell["fitted"] else unseen).append(abs(cell["error"]))
     print_rows(
         [
             {

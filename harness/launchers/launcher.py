@@ -201,18 +201,10 @@ class CellLauncher:
         Refusal for an engine that cannot run even a negligible model.
         """
         spec, model = request.spec, request.model
-        engine = [
-            spec.launcher,
-            spec.image,
-            spec.engine,
-            to_json(spec.options),
-            spec.policy.compute_dtype,
-            spec.policy.weight_bits,
-            spec.policy.kv_bits,
-            spec.limits.threads,
-            spec.limits.gpu,
-        ]
-        key = json.dumps([*engine, model.dtype, model.shape.family])
+        place = [spec.launcher, spec.image, spec.limits.threads, spec.limits.gpu]
+        engine = [spec.engine, to_json(spec.options), model.dtype, model.shape.family]
+        kernels = [spec.policy.compute_dtype, spec.policy.weight_bits, spec.policy.kv_bits]
+        key = json.dumps([*place, *engine, *kernels])
         if key not in self._idle:
             exchange = replace(request.exchange, on_event=ignore_events)
             tiny = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.common.buffers import direct_buffer
 
 
-def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 << 20) -> list[float]:
+def sequential_read_rates(folder: Path, seconds: float = 0.5) -> list[float]:
     """Bytes/s of two sequential direct reads of the largest file below `folder`; empty if O_DIRECT is refused.
 
     Direct I/O bypasses the page cache, so the rates are the device's. Each read starts at the beginning of the file
@@ -22,7 +22,7 @@ def sequential_read_rates(folder: Path, seconds: float = 0.5, block: int = 16 <<
         return []
     largest = max(files, key=lambda p: p.stat().st_size)
     direct = os.O_RDONLY | os.O_DIRECT
-    with suppress(OSError), direct_buffer(block) as buffer, os.fdopen(os.open(largest, direct), "rb", 0) as file:
+    with suppress(OSError), direct_buffer(16 << 20) as buffer, os.fdopen(os.open(largest, direct), "rb", 0) as file:
         return [rate for _ in range(2) if (rate := _read_rate(file, buffer, seconds))]
     return []
 

@@ -1,9 +1,8 @@
 """The registry of accuracy tasks by name."""
 
-import difflib
-
 from harness.api import HarnessError
 from harness.api.task import Task
+from harness.common.words import nearest
 from suites.tasks import helm, wikitext, wrangling
 from suites.tasks.helm_bridge import HelmRun
 
@@ -34,9 +33,7 @@ def task(name: str) -> Task:
     if name.startswith(LM_EVAL):
         return _of_lm_eval(name.removeprefix(LM_EVAL))
     if name not in _TASKS:
-        near = difflib.get_close_matches(name, _TASKS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise HarnessError(f"no task {name!r}{hint} (known: {', '.join(_TASKS)})")
+        raise HarnessError(f"no task {name!r}; {nearest(name, _TASKS)}")
     return _TASKS[name]
 
 

@@ -9,7 +9,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from harness.api import HarnessError
@@ -28,9 +28,8 @@ def judged(values: Mapping[str, Sequence[float]], **others: float) -> Judged:
 
 def mean(name: str, values: Sequence[float]) -> dict[str, float]:
     """A mean and its standard error (sample standard deviation / sqrt(n)), keyed `name` and `name_stderr`."""
-    middle = math.fsum(values) / len(values)
-    spread = math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1) if len(values) > 1 else 0.0
-    return {name: middle, f"{name}_stderr": math.sqrt(spread / len(values))}
+    spread = variance(values) if len(values) > 1 else 0.0
+    return {name: fmean(values), f"{name}_stderr": math.sqrt(spread / len(values))}
 
 
 def f1(positive: Sequence[bool], correct: Sequence[bool]) -> float:

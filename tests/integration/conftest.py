@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines.models import checkpoints
-from harness.api import ModelSpec, RunRecord
+from harness.api import ModelSpec, RunRecord, to_json
 from harness.run.store import Store
 
 #: Seeds of tests that end a run at random moments; all but one in the slow lane.
@@ -26,6 +27,18 @@ workload: {kind: synthetic, prompt_len: 8, gen_len: 4}
 machine_probe: false
 warmup: 0
 timeout: 20s
+"""
+#: Cells that end in the ways that every launcher tells apart.
+ENDS = """
+  - {name: fine, engine: fake}
+  - {name: exception, engine: fake, options: {crash: exception}, expect: error}
+  - {name: killed, engine: fake, options: {crash: sigkill}, expect: error}
+  - {name: exits, engine: fake, options: {crash: exit}, expect: error}
+  - {name: full, engine: fake, options: {crash: enospc}, expect: disk_full}
+  - {name: refuses, engine: fake, options: {crash: unsupported}, expect: unsupported}
+  - {name: eats, engine: fake, options: {eat_bytes: 400000000}, limits: {host_memory: 100MiB}, expect: oom_host}
+  - {name: eats-little, engine: fake, options: {eat_bytes: 30000000}, limits: {host_memory: 100MiB}}
+  - {name: hangs, engine: fake, options: {hang: true}, timeout: 3s, expect: timeout}
 """
 
 
@@ -59,6 +72,11 @@ class Cli:
     def __call__(self, *arguments: object, code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
         """Runs `harness` with these arguments; it must end with `code` (None: with any) and without a traceback."""
         return self.execute(self.command(*arguments), code, **options)
+
+    def refused(self, *arguments: object, **options) -> str:
+        """The one line that `harness` says where it refuses these arguments."""
+        (line,) = self(*arguments, code=2, **options).stderr.strip().splitlines()
+        return line
 
     def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
         return self("run", suite, "--out", self.out, *arguments, **options)
@@ -97,6 +115,20 @@ class Cli:
 
     def by_name(self) -> dict[str, RunRecord]:
         return {record.spec.name: record for record in self.records()}
+
+    def ends(self, more: str, **changes: object) -> dict[str, RunRecord]:
+        """Runs `ENDS` and more cells, all of which must end as they expect; the records by cell."""
+        self.run(self.suite(ENDS + more, repeats=1, **changes))
+        found = self.by_name()
+        assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}
+        assert "SIGKILL" in found["killed"].reason
+        assert "exited with" in found["exits"].reason
+        assert "Error" in found["exception"].reason
+        assert "its limit of" in found["eats"].reason
+        assert found["eats"].memory.limit_bytes == found["eats"].memory.idle_bytes + (100 << 20)
+        for record in found.values():
+            assert str(self.folder) not in json.dumps(to_json(record)), "records name no folder of this machine"
+        return found
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:

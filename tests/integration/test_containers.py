@@ -1,6 +1,5 @@
 """Cells in real containers: how they end, what they may do, and what is left when something dies."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 import docker
 import pytest
 
-from harness.api import to_json
 from harness.launchers.owners import OWNER
 from tests import container_engine
 from tests.integration.conftest import end, wait_for
@@ -54,40 +52,17 @@ def images(engine):
 
 
 def test_every_way_to_end_is_told_apart(cli, images, client):
-    suite = cli.suite(
-        """
-  - {name: fine, engine: fake}
-  - {name: exception, engine: fake, options: {crash: exception}, expect: error}
-  - {name: killed, engine: fake, options: {crash: sigkill}, expect: error}
-  - {name: exits, engine: fake, options: {crash: exit}, expect: error}
-  - {name: full, engine: fake, options: {crash: enospc}, expect: disk_full}
-  - {name: refuses, engine: fake, options: {crash: unsupported}, expect: unsupported}
-  - {name: eats, engine: fake, options: {eat_bytes: 400000000}, limits: {host_memory: 100MiB}, expect: oom_host}
-  - {name: eats-little, engine: fake, options: {eat_bytes: 30000000}, limits: {host_memory: 100MiB}}
-  - {name: hangs, engine: fake, options: {hang: true}, timeout: 3s, expect: timeout}
+    found = cli.ends("""
   - {name: no-image, engine: fake, image: "offload-harness/nothing", expect: error}
   - {name: other-image, engine: fake, image: "offload-harness-tests/python:3.11", expect: error}
   - {name: odd-image, engine: fake, image: "Not A Name", expect: error}
-""",
-        repeats=1,
-        launcher="docker",
-    )
-    cli.run(suite)
-    found = cli.by_name()
-    assert {n: (r.status, r.reason) for n, r in found.items() if r.status != r.spec.expect} == {}
-    assert "SIGKILL" in found["killed"].reason
-    assert "exited with" in found["exits"].reason
-    assert found["eats"].memory.limit_bytes == found["eats"].memory.idle_bytes + (100 << 20)
-    assert "its limit of" in found["eats"].reason
+""", launcher="docker")  # fmt: skip
     assert found["eats-little"].memory.method.startswith("container")
     assert found["fine"].provenance["image"] == "offload-harness/harness"
     assert found["fine"].provenance["image_digest"].startswith("sha256:")
     assert "no image offload-harness/nothing" in found["no-image"].reason
     assert "no worker of this harness" in found["other-image"].reason
     assert "no image Not A Name" in found["odd-image"].reason
-    for record in found.values():
-        assert str(cli.folder) not in json.dumps(to_json(record)), "records name no folder of this machine"
-    assert "Error" in found["exception"].reason
     assert client.containers.list(all=True, filters={"label": OWNER}) == []
 
 
@@ -122,8 +97,7 @@ def test_containers_of_a_killed_harness_are_removed_by_the_next(cli, images, cli
 
 
 def test_a_results_folder_that_cannot_be_written_is_told_in_one_line(cli, images):
-    done = cli("run", cli.suite(repeats=1, launcher="docker"), "--out", "/proc/no", code=2)
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert cli.refused("run", cli.suite(repeats=1, launcher="docker"), "--out", "/proc/no")
 
 
 def test_no_engine_is_told_with_the_remedy(cli, images, monkeypatch):
@@ -175,9 +149,8 @@ def compose() -> list[str]:
 
 @pytest.mark.parametrize("profile", ["gpu", "cpu"])
 def test_compose_s_file_is_valid(profile):
-    done = subprocess.run(
-        [*compose(), "--profile", profile, "config", "-q"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [*compose(), "--profile", profile, "config", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -94,9 +94,7 @@ def test_the_block_runs(text, checkout, request):
         "HARNESS_CACHE": str(checkout / "cache"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=checkout, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

@@ -73,7 +73,5 @@ def test_the_notebook_runs(capsys, monkeypatch):
 
 
 def python(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, EXAMPLES / name, *map(str, arguments)], cwd=EXAMPLES.parent, capture_output=True, text=True,
-        check=True, env=None,
-    )  # fmt: skip
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
+    return subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=True)

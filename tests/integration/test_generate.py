@@ -6,6 +6,7 @@ import resource
 import signal
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -251,17 +252,11 @@ def test_options_that_cannot_be(files, more, code, words):
     assert words in done.stderr
 
 
-def test_one_job_at_a_time_writes_an_output(files):
-    files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(50)))
-    process = files.start("--set", "options.sleep_s=0.1")
-    assert "is being written by another harness" in files.refused()
-    end(process)
-
-
-def test_a_job_whose_output_is_moved_ends(files):
+def test_one_job_at_a_time_writes_an_output_and_ends_where_it_is_moved(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(100)))
-    process = files.start("--set", "options.sleep_s=0.05")
-    assert "is being written by another harness" in files.refused("--fresh")
+    process = files.start("--set", "options.sleep_s=0.1")
+    for more in ((), ("--fresh",)):
+        assert "is being written by another harness" in files.refused(*more)
     files.output.rename(files.output.with_name("moved.jsonl"))
     assert "was moved or removed while the job was running" in process.communicate(timeout=20)[1]
     assert process.returncode == 2
@@ -298,17 +293,17 @@ def test_lines_too_long_for_the_memory_are_refused_and_the_others_run(files):
     assert "4 from an earlier run, 0 of them refused; 3 answered" in done.stdout
 
 
-class Notes:
-    """A progress display that keeps what it is told."""
+@pytest.fixture
+def run_without_planner(files, monkeypatch):
+    """Runs a job on an engine that has memory for so many tokens of a sequence, and cannot tell before it is loaded."""
+    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], longest=""))
 
-    def __init__(self):
-        self.said = []
+    def go(limit, progress):
+        longest, cache = f"options.longest={limit}", files.cli.folder / "cache"
+        job = BatchJob("fake", "fake", "1GiB", (longest,), files.source, files.output, cache, max_tokens=10)
+        return run(job, progress)
 
-    def note(self, text):
-        self.said.append(text)
-
-    def advance(self, phase, done, total, tokens=0):
-        pass
+    return go
 
 
 @pytest.mark.parametrize(
@@ -321,15 +316,12 @@ class Notes:
     ],
 )
 def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for(
-    files, monkeypatch, prompts, limit, loads
+    files, run_without_planner, prompts, limit, loads
 ):
-    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], longest=""))
     files.write(*({"prompt": "x" * n, "max_tokens": 10} for n in prompts))
-    cache = files.cli.folder / "cache"
-    longest = f"options.longest={limit}"
-    job = BatchJob("fake", "fake", "1GiB", (longest,), files.source, files.output, cache, max_tokens=10)
-    progress = Notes()
-    lines = run(job, progress)
+    progress = Mock()
+    lines = run_without_planner(limit, progress)
+    said = [call.args[0] for call in progress.note.call_args_list]
     too_long = {number: n + 10 for number, n in enumerate(prompts, 1) if n + 10 > limit}
     assert {n: row["error"]["message"] for n, row in files.answers().items() if row["error"]} == {
         number: f"{tokens} tokens (prompt and new) are too long for the memory limit: engine fake holds {limit} tokens "
@@ -338,19 +330,16 @@ def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for
     }
     assert sorted(files.answers()) == list(range(1, len(prompts) + 1))
     assert (len(lines.ready), len(lines.refused)) == (len(prompts) - len(too_long), len(too_long))
-    said = [f"loading fake in fake for sequences of up to {tokens} tokens" for tokens in loads]
-    assert [text for text in progress.said if "loading" in text] == said
-    assert len([text for text in progress.said if "too long" in text]) == min(20, len(too_long))
-    assert list(cache.iterdir()) == [], "no load leaves its scratch folder"
+    loading = [f"loading fake in fake for sequences of up to {tokens} tokens" for tokens in loads]
+    assert [text for text in said if "loading" in text] == loading
+    assert len([text for text in said if "too long" in text]) == min(20, len(too_long))
+    assert list((files.cli.folder / "cache").iterdir()) == [], "no load leaves its scratch folder"
 
 
-def test_an_engine_without_a_planner_that_has_no_memory_for_any_line_ends_the_job(files, monkeypatch):
-    monkeypatch.setitem(ENGINES, "fake", replace(ENGINES["fake"], longest=""))
+def test_an_engine_without_a_planner_that_has_no_memory_for_any_line_ends_the_job(files, run_without_planner):
     files.write({"prompt": "xx", "max_tokens": 2}, {"prompt": "x", "max_tokens": 2})
-    overrides = ("options.longest=2",)
-    job = BatchJob("fake", "fake", "1GiB", overrides, files.source, files.output, files.cli.folder, max_tokens=10)
     with pytest.raises(InfeasibleError, match="cannot run 2 lines of up to 4 tokens: engine fake holds 2 tokens"):
-        run(job, Notes())
+        run_without_planner(2, Mock())
     assert files.output.read_bytes() == b""
 
 

@@ -15,24 +15,20 @@ EXAMPLE = ROOT / "examples" / "plugin_engine"
 GUIDE = ROOT / "docs" / "developer" / "add-an-engine.md"
 
 
-def distribution(folder: Path, name: str, entries: str, code: str = "") -> Path:
-    """A folder as pip's --target leaves it: a module of the same name, and what its distribution declares."""
+def install(folder: Path, name: str, entries: str, code: str = "") -> None:
+    """Into a folder, as pip's --target does: a module of the same name, and what its distribution declares."""
     about = folder / f"{name}-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nSummary: of a test\n")
     (about / "entry_points.txt").write_text(textwrap.dedent(entries))
     (folder / f"{name}.py").write_text(textwrap.dedent(code))
-    return folder
 
 
 @pytest.fixture
-def installed(monkeypatch):
-    """Puts folders on the path of the commands that a test runs."""
-
-    def install(*folders: Path) -> None:
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, *folders))))
-
-    return install
+def site(tmp_path, monkeypatch):
+    """A folder on the path of the commands that a test runs."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path / 'site'}")
+    return tmp_path / "site"
 
 
 def test_the_guide_shows_the_example_as_it_is():
@@ -45,12 +41,10 @@ def test_the_guide_shows_the_example_as_it_is():
         assert text == (ROOT / name).read_text(), name
 
 
-def test_an_engine_from_another_folder_runs_in_a_suite(cli, installed, tmp_path):
-    site = tmp_path / "site"
+def test_an_engine_from_another_folder_runs_in_a_suite(cli, site, tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     copy = shutil.copytree(EXAMPLE, tmp_path / "source")  # a build leaves files beside the sources
     subprocess.run([*command, "--target", str(site), str(copy)], check=True)
-    installed(site)
     cli.run(EXAMPLE / "suite.yaml")
     (record,) = cli.records()
     assert (record.status, record.spec.engine) == ("ok", "echo")
@@ -82,9 +76,8 @@ TASK = """
 """
 
 
-def test_a_task_of_another_distribution_is_asked_and_judged(cli, installed, tmp_path):
-    entry = "[offload_harness.tasks]\nlengths = lengths_task:Lengths\n"
-    installed(distribution(tmp_path / "site", "lengths_task", entry, TASK))
+def test_a_task_of_another_distribution_is_asked_and_judged(cli, site):
+    install(site, "lengths_task", "[offload_harness.tasks]\nlengths = lengths_task:Lengths\n", TASK)
     cli.run(cli.suite(repeats=1, workload="{kind: task, task: lengths}"))
     (record,) = cli.records()
     assert record.accuracy.task == "lengths" and record.accuracy.examples == 2
@@ -109,8 +102,8 @@ LAUNCHER = """
 """
 
 
-def test_a_launcher_of_another_distribution_runs_cells(cli, installed, tmp_path):
-    installed(distribution(tmp_path / "site", "kind", "[offload_harness.launchers]\nother = kind:Launcher\n", LAUNCHER))
+def test_a_launcher_of_another_distribution_runs_cells(cli, site):
+    install(site, "kind", "[offload_harness.launchers]\nother = kind:Launcher\n", LAUNCHER)
     done = cli.run(cli.suite("  - {engine: fake}", repeats=1), "--launcher", "other")
     (record,) = cli.records()
     assert record.spec.launcher == "other" and record.provenance["environment"] == "of another kind"
@@ -127,9 +120,8 @@ def test_a_launcher_of_another_distribution_runs_cells(cli, installed, tmp_path)
         ("broken:Engine", "Engine = 3", "is no class"),
     ],
 )
-def test_an_engine_that_is_none_is_told_in_one_line(installed, tmp_path, target, code, words):
-    entries = f"[offload_harness.engines]\nbad = {target}\n"
-    installed(distribution(tmp_path / "site", "broken", entries, code))
+def test_an_engine_that_is_none_is_told_in_one_line(site, target, code, words):
+    install(site, "broken", f"[offload_harness.engines]\nbad = {target}\n", code)
     script = (
         "from harness import registry; from harness.api import HarnessError\n"
         "try: registry.make_engine('bad', {})\n"
@@ -148,17 +140,16 @@ def test_an_engine_that_is_none_is_told_in_one_line(installed, tmp_path, target,
         ("launchers", "process", "engine: fake, launcher: process"),
     ],
 )
-def test_a_name_of_ours_is_not_taken(cli, installed, tmp_path, kind, target, cell):
-    installed(distribution(tmp_path / "site", "thief", f"[offload_harness.{kind}]\n{target} = thief:X\n"))
+def test_a_name_of_ours_is_not_taken(cli, site, kind, target, cell):
+    install(site, "thief", f"[offload_harness.{kind}]\n{target} = thief:X\n")
     changes = {"workload": "{}"} if kind == "tasks" else {}
     done = cli.run(cli.suite(f"  - {{{cell}}}", repeats=1, **changes), code=2)
     (line,) = (line for line in done.stderr.splitlines() if "plug-in" in line)
     assert f"plug-in '{target}' of thief 1.0 has the name of one of the harness itself: uninstall one of them" in line
 
 
-def test_two_plug_ins_of_one_name_are_refused(cli, installed, tmp_path):
+def test_two_plug_ins_of_one_name_are_refused(cli, site):
     for name in ("first", "second"):
-        distribution(tmp_path / name, name, f"[offload_harness.engines]\nshared = {name}:Engine\n")
-    installed(tmp_path / "first", tmp_path / "second")
+        install(site, name, f"[offload_harness.engines]\nshared = {name}:Engine\n")
     done = cli("validate", cli.suite("  - {engine: shared}"), code=2)
     assert "plug-in 'shared' of first 1.0 has the name of one of second 1.0: uninstall one of them" in done.stderr

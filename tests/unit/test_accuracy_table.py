@@ -48,40 +48,31 @@ def test_answers_are_compared_in_pairs_with_the_exact_ones():
 
 def test_perplexities_are_compared_as_ratios():
     exact = record("exact", 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
-    found = lines(exact, record("four", 4, [1.0, 0.0] * 6, [-3.1, -5.1] * 6))
+    same = record("8", 8, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
+    found = lines(exact, same, record("four", 4, [1.0, 0.0] * 6, [-3.1, -5.1] * 6))
     *_, against, interval, largest, p, verdict = found["four", "word_perplexity"]
     assert against == f"+{100 * math.expm1(0.1):.2f}%"
     assert interval == f"{against} to {against}"
     assert (largest, p, verdict[:6]) == ("0.1", MISSING, "a loss")
+    assert found["8", "word_perplexity"][-1] == "the same answers"
+    assert "the test detects 0.658 with" in found["8", "acc"][-1]
 
 
 def test_exact_answers_are_compared_with_a_reference_by_their_largest_difference():
     ours = record("ours", 16, [1.0, 0.0], [-3.0, -5.0])
     other = record("reference", 16, [1.0, 0.0], [-3.0, -5.0001], reference=True)
-    found = lines(ours, other)
-    assert found["ours", "word_perplexity"][6] in ("0.0001", "1e-04")
-    assert found["ours", "word_perplexity"][-1] == ""
+    *_, largest, _, verdict = lines(ours, other)["ours", "word_perplexity"]
+    assert largest in ("0.0001", "1e-04") and verdict == ""
 
 
-def test_the_provenance_names_the_hash_of_each_data_file():
+def test_a_quantized_file_gets_a_remark_and_the_provenance_names_the_hash_of_each_data_file():
     one = record("exact", 16, [1.0], [-1.0])
+    (remark,) = accuracy_remarks(summary_rows([one]))
+    assert "(Q4_1)" in remark and "only indicate" in remark
     told = provenance([replace(one, accuracy=replace(one.accuracy, files={"a/b.csv": "0f" * 32}))])
     assert ["sha256.a/b.csv", "0f" * 32] in [[cell.text for cell in row] for row in told.bodies[0].rows]
-
-
-def test_a_quantized_file_gets_a_remark():
-    rows = summary_rows([record("exact", 16, [1.0], [-1.0])])
-    (remark,) = accuracy_remarks(rows)
-    assert "(Q4_1)" in remark
-    assert "only indicate" in remark
 
 
 def test_few_examples_are_not_judged():
     exact, few = record("exact", 16, [1.0] * 9, [-3.0] * 9), record("four", 4, [0.0] * 9, [-9.0] * 9)
     assert lines(exact, few)["four", "acc"][-1] == "fewer than 10 examples: too few to judge"
-
-
-def test_the_same_answers_are_told_as_such():
-    exact, few = record("exact", 16, [1.0, 0.0] * 6, [-3.0, -5.0] * 6), record("8", 8, [1.0, 0.0] * 6, [-3.0, -5.0] * 6)
-    assert lines(exact, few)["8", "word_perplexity"][-1] == "the same answers"
-    assert "the test detects 0.658 with" in lines(exact, few)["8", "acc"][-1]

@@ -11,11 +11,8 @@ from harness.api import HardwareLimits, HardwareRequirements, ModelSpec, Offload
 from harness.suite.config import CELL_KEYS, SUITE_KEYS, load_suite
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "engines/**/*.md")
-    for path in ROOT.glob(pattern)
-)  # fmt: skip
+FOLDERS = ("*.md", "docs/**/*.md", "examples/*.md", "engines/**/*.md")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 #: Files of the source tree that a page names in code font.
 NAMED = re.compile(
@@ -84,12 +81,8 @@ def test_every_field_and_no_other(title, kind):
     assert section(title) == {field.name for field in fields(kind)}
 
 
-def test_every_key_of_a_cell_and_of_a_suite():
+def test_every_key_of_a_cell_and_of_a_suite_and_every_limit():
     assert section("A cell") == set(CELL_KEYS)
     assert section("The suite") | section("A cell") == set(SUITE_KEYS) | {"limits"}
-
-
-def test_every_limit():
     text = PAGE.read_text()
-    for kind in (HardwareLimits, HardwareRequirements):
-        assert all(f"`{field.name}`" in text for field in fields(kind))
+    assert all(f"`{limit.name}`" in text for kind in (HardwareLimits, HardwareRequirements) for limit in fields(kind))

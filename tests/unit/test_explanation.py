@@ -70,12 +70,18 @@ def test_a_record_without_a_prediction_is_predicted_by_the_profile(tmp_path):
     assert one.predicted_tok_s > 0
 
 
-def test_records_that_cannot_be_explained_are_refused_with_the_reason(tmp_path):
-    out = write(tmp_path, [record(status="oom_host")])
-    with pytest.raises(HarnessError, match="no finished launch of an engine with a performance model on a host"):
-        explanation.explain(out, "laptop_cpu", tmp_path)
-    with pytest.raises(HarnessError, match="run `harness calibrate`"):
-        explanation.explain(write(tmp_path, [record()]), "local", tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "profile", "words"),
+    [
+        ({"status": "oom_host"}, "laptop_cpu", "no finished launch of an engine with a performance model on a host"),
+        ({}, "local", "run `harness calibrate`"),
+        ({}, "t4_gcp", "t4_gcp has a device"),
+    ],
+)
+def test_records_that_cannot_be_explained_are_refused_with_the_reason(tmp_path, changes, profile, words):
+    out = write(tmp_path, [record(**changes)])
+    with pytest.raises(HarnessError, match=words):
+        explanation.explain(out, profile, tmp_path)
 
 
 def test_a_forecast_is_of_the_same_job_within_the_same_limits():
@@ -105,15 +111,11 @@ def test_records_without_figures_are_left_out(tmp_path, figures):
     assert one.repeat == 0
 
 
-def measured_laptop(**changes):
-    """A laptop of which fewer threads were measured, and the product that is measured beside launches too."""
-    host = replace(LAPTOP.host, by_threads={"1": 1e11, "8": 8e11}, probed={"512": 2e11, "2048": 4e11}, **changes)
-    return replace(LAPTOP, host=host)
-
-
 def test_threads_that_a_launch_may_not_use_are_missing_once():
+    """On a laptop of which fewer threads were measured, and the product that is measured beside launches too."""
+    host = replace(LAPTOP.host, by_threads={"1": 1e11, "8": 8e11}, probed={"512": 2e11, "2048": 4e11})
+    known = replace(LAPTOP, host=host)
     hindered = record(limits=HardwareLimits(threads=1))
-    known = measured_laptop()
     slow, fast = forecast(hindered, known).throughput_tok_s, forecast(record(), known).throughput_tok_s
     assert fast / 8.5 < slow < fast / 2
     # the rates beside the launch are of its one thread: as measured, they say what the profile says
@@ -122,11 +124,6 @@ def test_threads_that_a_launch_may_not_use_are_missing_once():
     rates = MachineRates(gemm_shape=(hidden, 4 * hidden), gemm_flops={"float32": {"256": (probed,)}})
     beside = forecast(replace(hindered, machine=rates), known).throughput_tok_s
     assert beside == pytest.approx(slow, rel=0.01)
-
-
-def test_a_launch_without_a_device_is_not_predicted_by_a_machine_with_one(tmp_path):
-    with pytest.raises(HarnessError, match="t4_gcp has a device"):
-        explanation.explain(write(tmp_path, [record()]), "t4_gcp", tmp_path)
 
 
 def test_memory_is_taken_for_the_lengths_that_were_reserved():

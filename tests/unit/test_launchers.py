@@ -12,36 +12,17 @@ import pytest
 from engines.adapters.fake import MODEL
 from engines.environments.__main__ import wanted
 from harness import registry
-from harness.api import (
-    Exchange,
-    HarnessError,
-    ModelSpec,
-    Outcome,
-    RunCell,
-    RunSpec,
-    WorkerRequest,
-    WorkerResult,
-    WorkloadSpec,
-    to_json,
-)
+from harness.api import Exchange, HarnessError, Outcome, RunCell, WorkerRequest, WorkerResult, WorkloadSpec, to_json
 from harness.builtin import ENGINES
 from harness.hardware import provenance
 from harness.launchers import images, sandbox
-from harness.launchers.launcher import CellLauncher, judge, judge_helper
+from harness.launchers.launcher import CellLauncher, judge_helper
 from harness.launchers.process import ProcessSandbox
 from harness.launchers.venv import VirtualEnvironments, install_steps, pip_environment
 from harness.suite.config import load_cell
+from tests.records import FAKE as SPEC
 
 _ROOT = Path(__file__).parents[2]
-SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec())
-
-
-def test_a_cell_s_fingerprint_knows_its_launcher_and_is_what_it_was_for_processes():
-    prints = {
-        RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), launcher=kind).fingerprint() for kind in ("process", "venv")
-    }
-    assert len(prints) == 2
-    assert SPEC.fingerprint() == "09509b172a5db794", "as before there was a choice"
 
 
 def test_an_image_goes_with_a_container():
@@ -138,21 +119,14 @@ def test_a_result_that_is_not_the_worker_s_is_none(tmp_path, kind):
     assert not sandbox.watch(request, lambda: True)
 
 
-def test_an_end_by_a_signal_without_a_name_is_told():
-    refusal = judge(Outcome(None, -42), 1.0, None)
-    assert (refusal.status, refusal.reason) == ("error", "worker exited with -42; last log lines: (none)")
-
-
 def test_without_a_limit_of_device_memory_no_engine_sees_a_device():
     assert sandbox.settings(None, gpu=False)["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in sandbox.settings(None, gpu=True)
 
 
-def test_a_signal_that_ended_a_container_s_worker_is_told_by_its_name():
-    docker = pytest.importorskip("harness.launchers.docker")
-    assert docker.exit_code(137) == -9
-    assert docker.exit_code(73) == 73
-    assert docker.exit_code(255) == 255
+@pytest.mark.parametrize(("told", "code"), [(137, -9), (73, 73), (255, 255)])
+def test_a_container_s_exit_code_is_a_signal_s_number_as_of_a_process(told, code):
+    assert pytest.importorskip("harness.launchers.docker").exit_code(told) == code
 
 
 @pytest.mark.parametrize(
@@ -212,15 +186,11 @@ def test_pip_looks_nowhere_else(monkeypatch):
     assert "PYTHONPATH" not in found and "PIP_TARGET" not in found and found["PIP_INDEX_URL"] == "here"
 
 
-def test_settings_that_reach_an_engine_are_told(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert provenance.settings()["OMP_NUM_THREADS"] == "1"
-    assert "HOME" not in provenance.settings()
-
-
-def test_a_setting_that_the_cell_decides_is_not_the_environment_s(monkeypatch, tmp_path):
+def test_settings_that_reach_an_engine_are_told_but_for_those_that_the_cell_decides(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert provenance.settings()["OMP_NUM_THREADS"] == "1"
+    assert "HOME" not in provenance.settings()
     launcher, process = CellLauncher(tmp_path, {}), ProcessSandbox()
     inherited = launcher.inherited(SPEC, process)
     assert "CUDA_VISIBLE_DEVICES" not in inherited and "OMP_NUM_THREADS" in inherited

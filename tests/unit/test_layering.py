@@ -1,5 +1,7 @@
-"""The layering of architecture.md holds, and help and validation stay light."""
+"""The layering of architecture.md holds, help and validation stay light, and the registry's modules have what its
+protocols say: they are imported by name, so no type checker looks."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -9,6 +11,10 @@ from pathlib import Path
 
 import grimp
 import pytest
+
+from harness import registry
+from harness.api import services
+from harness.builtin import LAUNCHERS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -74,3 +80,42 @@ def test_a_reader_follows_a_request_through_few_files():
     assert steps[0] == "engine.py" and steps[-1] == "kernels/attention.py"
     assert len(steps) <= 12
     assert sum(len((folder / step).read_text().splitlines()) for step in steps) < 2000
+
+
+# -------------------------------------------------------------------------------- what is imported by name
+
+SERVICES = [
+    (services.ModelStore, registry.model_store),
+    (services.ModelShapes, registry.shapes),
+    (services.MachineRatesProbe, registry.machine_rates),
+    (services.Calibrator, registry.calibrator),
+    (services.Planner, registry.planner),
+    (services.Simulator, registry.simulator),
+    (services.Forecaster, registry.forecaster),
+    (services.PublishedFigures, registry.published_figures),
+    (services.TaskCatalogue, registry._tasks),
+    (services.LmEval, registry.lm_eval),
+]
+
+
+@pytest.mark.parametrize(("protocol", "module"), SERVICES, ids=[p.__name__ for p, _ in SERVICES])
+def test_a_module_has_the_functions_of_its_protocol(protocol, module):
+    if protocol is services.LmEval:
+        pytest.importorskip("lm_eval")
+    for name, member in vars(protocol).items():
+        if name.startswith("_"):
+            continue
+        there = getattr(module(), name)
+        if inspect.isfunction(member):
+            asked = [p for p in inspect.signature(member).parameters if p != "self"]
+            has = inspect.signature(there).parameters
+            assert asked == list(has)[: len(asked)], name
+            assert all(p.default is not p.empty for p in list(has.values())[len(asked) :]), name
+
+
+def test_every_built_in_name_is_there():
+    for entry in LAUNCHERS.values():
+        if not entry.missing():
+            assert registry.resolve(entry.target)
+    for name in ("fake", "transformers", "offload"):
+        assert registry.resolve(registry.engine_entry(name).target)

@@ -50,15 +50,10 @@ def test_a_beginning_is_added_where_the_tokenizer_does_so_and_never_twice(tokens
     assert _RecordingModel(Circumstances(tokens, 64)).tok_encode(text, added) == expected
 
 
-def test_pairs_begin_as_the_tokenizer_begins_a_text():
+def test_pairs_and_prompts_begin_as_the_tokenizer_begins_a_text():
     model = _RecordingModel(Circumstances(Words(), 64))
-    context, continuation = model._encode_pair("a bb", " ccc")
-    assert (context, continuation) == ([1, 11, 12], [13])
+    assert tuple(model._encode_pair("a bb", " ccc")) == ([1, 11, 12], [13])
     assert model._windows("a bb") == [((1,), (1, 11, 12))]  # as lm-eval's own model: once as prefix, once as added
-
-
-def test_prompts_are_asked_as_they_are_scored():
-    model = _RecordingModel(Circumstances(Words(), 64))
     assert model._prompt("a", {"until": ["."], "max_gen_toks": 4}).prompt == (1, 11)
     assert model._prompt("<s> a", {"max_new_tokens": 3}).prompt == (1, 11)
     assert model._prompt("a", {"max_new_tokens": 3}).sampling.max_tokens == 3
@@ -71,8 +66,8 @@ def sample(i: int, how: str, **metrics: Any) -> dict[str, Any]:
 def test_answers_through_two_filters_are_two_figures():
     given = {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1, "exact_match,none": 1, "alias": "x"}
     assert dict(_figures(given)) == {"exact_match,strict": 0.5, "exact_match,strict_stderr": 0.1, "exact_match": 1.0}
-    samples = [sample(1, "strict", exact_match=0), sample(0, "strict", exact_match=1), sample(0, "none", exact_match=1),
-               sample(1, "none", exact_match=1)]  # fmt: skip
+    worth = [(1, "strict", 0), (0, "strict", 1), (0, "none", 1), (1, "none", 1)]
+    samples = [sample(i, how, exact_match=value) for i, how, value in worth]
     assert _outcomes(samples)[0] == {"exact_match,strict": (1.0, 0.0), "exact_match": (1.0, 1.0)}
 
 
@@ -136,12 +131,10 @@ def test_a_killed_runs_half_line_costs_only_itself(tmp_path):
     model(Ready(), tmp_path).scores(PAIRS[:1])
     with path.open("a") as file:
         file.write('["half')
-    ready = Ready()
-    model(ready, tmp_path).scores(PAIRS)
-    assert ready.asked == [PAIRS[1]]
-    last = Ready()
-    model(last, tmp_path).scores(PAIRS)
-    assert last.asked == []
+    for asked in ([PAIRS[1]], []):
+        ready = Ready()
+        model(ready, tmp_path).scores(PAIRS)
+        assert ready.asked == asked
 
 
 def test_answers_that_cannot_be_read_or_written_are_refused(tmp_path):

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from harness.api import Accuracy, Forecast, HarnessError, ModelSpec, OffloadPolicy, RequestTrace, WorkloadSpec
+from harness.api import Accuracy, Forecast, ModelSpec, OffloadPolicy, RequestTrace, WorkloadSpec
 from reports.ablation import ablation_panel, ablations
 from reports.accuracy import accuracy_panel
 from reports.charts import bound_panel, memory_panel, predicted_panel, tasks_panel, throughput_panel, tiers_panel
@@ -184,11 +184,3 @@ def test_the_charts_code_is_made_once_and_kept(tmp_path):
     assert library(tmp_path) == "kept"
     (tmp_path / "file").write_text("")
     assert library(tmp_path / "file") == first  # a cache that cannot be written
-
-
-def test_a_suite_may_only_reproduce_what_there_is(tmp_path):
-    from harness.suite.config import load_suite
-
-    (tmp_path / "s.yaml").write_text("name: s\nreproduces: nothing\nengine: fake\nmodel: {id: fake}\nworkload: {}\n")
-    with pytest.raises(HarnessError, match="reproduces"):
-        load_suite(tmp_path / "s.yaml")

@@ -1,9 +1,11 @@
-"""Probes and provenance see what really happened, and records name no folder of this machine."""
+"""Probes and provenance see what really happened, on a device too; records name no folder of this machine."""
 
 import mmap
 import os
 import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from harness.hardware import provenance
 from harness.probes import counters
 from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
 from harness.probes.disk import sequential_read_rates
+from harness.probes.gpu import GpuProbe
 from harness.probes.memory import MemoryProbe
 
 
@@ -45,7 +48,7 @@ def test_read_rates_are_of_two_walks_or_none_where_there_is_nothing_to_read(tmp_
     assert all(rate > 1e6 for rate in rates)
 
 
-def test_energy_wraps_and_is_null_without_counters(tmp_path, monkeypatch):
+def test_energy_wraps_is_null_without_counters_and_zero_where_none_was_spent(tmp_path, monkeypatch):
     monkeypatch.setattr(counters, "POWERCAP", tmp_path)
     with EnergyProbe() as probe:
         pass
@@ -55,6 +58,9 @@ def test_energy_wraps_and_is_null_without_counters(tmp_path, monkeypatch):
     (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: counting it too would count twice
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("5")
     (zone / "energy_uj").write_text("9000000")
+    with EnergyProbe() as probe:
+        pass
+    assert figures(probe) == {"energy_j": ("J", (0.0,), "CPU packages (RAPL)")}, "the counter did not wrap"
     (zone / "max_energy_range_uj").write_text("10000000")
     with EnergyProbe() as probe:
         (zone / "energy_uj").write_text("1000000")
@@ -65,8 +71,7 @@ def test_energy_wraps_and_is_null_without_counters(tmp_path, monkeypatch):
 def test_scrub_never_leaves_a_known_folder(text):
     scrubbed = provenance.scrub(text.replace("a", "/srv/x/cache"), {"/srv/x/cache": "$CACHE", "/srv/x": "$OUT"})
     for token in scrubbed.replace("'", " ").split():
-        assert not token.startswith("/srv/x/cache/")
-        assert token != "/srv/x/cache"
+        assert not f"{token}/".startswith("/srv/x/cache/")
 
 
 def test_scrub_replaces_the_longest_folder_first_and_only_whole_names():
@@ -85,8 +90,7 @@ def test_git_state_tells_commit_and_changes(tmp_path):
     assert provenance.git_state(tmp_path)["dirty"] is False
     (tmp_path / "f").write_text("2")
     state = provenance.git_state(tmp_path)
-    assert state["dirty"] is True
-    assert len(state["commit"]) == 40
+    assert state["dirty"] is True and len(state["commit"]) == 40
 
 
 def test_machine_facts_are_there_and_stable():
@@ -159,10 +163,89 @@ def test_bytes_are_those_between_both_ends(monkeypatch):
     assert figures(probe) == {"read_bytes": ("bytes", (250.0,), ""), "write_bytes": ("bytes", (0.0,), "")}
 
 
-def test_energy_that_was_not_spent_is_zero_not_a_wrap(tmp_path, monkeypatch):
-    monkeypatch.setattr(counters, "POWERCAP", tmp_path)
-    (tmp_path / "intel-rapl:0").mkdir()
-    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("5")
-    with EnergyProbe() as probe:
+# ------------------------------------------------------------------------------------------------ a device
+
+
+class Nvml:
+    """A driver with one device, whose counters go on with every reading; of bytes it tells 32 bits, if `wraps`."""
+
+    NVML_FI_DEV_PCIE_COUNT_TX_BYTES, NVML_FI_DEV_PCIE_COUNT_RX_BYTES = 197, 198
+    NVML_VALUE_TYPE_UNSIGNED_INT = 1
+
+    def __init__(self, pid=None, counts=True, wraps=False):
+        self.pid, self.counts, self.wraps = pid, counts, wraps
+        self.reads = self.looked = 0
+        self.asked = None
+
+    def nvmlInit(self):
         pass
-    assert figures(probe) == {"energy_j": ("J", (0.0,), "CPU packages (RAPL)")}
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        self.asked = index
+        return "device"
+
+    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        self.looked += 1
+        if self.looked == 1:  # it has no context yet
+            return []
+        return [SimpleNamespace(pid=1, usedGpuMemory=7), SimpleNamespace(pid=self.pid, usedGpuMemory=3 << 30)]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=5 << 30)
+
+    def nvmlDeviceGetFieldValues(self, handle, fields):
+        self.reads += 1
+        found = []
+        for each in ({197: 1 << 30, 198: 3 << 30}[field] for field in fields):
+            whole = each * self.reads
+            value = SimpleNamespace(ullVal=whole, uiVal=whole % (1 << 32))
+            found.append(SimpleNamespace(nvmlReturn=0 if self.counts else 3, valueType=int(self.wraps), value=value))
+        return found
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return 2500 * self.reads
+
+
+def measured(monkeypatch, nvml):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with GpuProbe(period_s=0.01) as probe:
+        time.sleep(0.1)
+    return {m.name: m for m in probe.measurements("generate")}
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_it_tells_memory_bytes_and_energy(monkeypatch, wraps):
+    """Counters of 32 bits have wrapped several times by then."""
+    nvml = Nvml(pid=os.getpid(), wraps=wraps)
+    found = measured(monkeypatch, nvml)
+    rounds = nvml.reads - 1
+    assert rounds > 2
+    assert set(found["device_memory_bytes"].samples) == {float(3 << 30)}
+    assert found["device_memory_bytes"].note == "of this process"
+    assert found["device_received_bytes"].samples == (float(rounds * (3 << 30)),)
+    assert found["device_sent_bytes"].samples == (float(rounds << 30),)
+    assert found["device_energy_j"].samples == pytest.approx((2.5 * rounds,))
+
+
+def test_counters_the_driver_lacks_are_null_with_a_note(monkeypatch):
+    found = measured(monkeypatch, Nvml(pid=-1, counts=False))
+    assert set(found["device_memory_bytes"].samples) == {float(5 << 30)}
+    assert "of all processes" in found["device_memory_bytes"].note
+    assert found["device_sent_bytes"].samples == ()
+    assert found["device_sent_bytes"].note == "the driver does not count it"
+
+
+@pytest.mark.parametrize(("visible", "asked"), [("2,3", 2), ("GPU-12ab", "GPU-12ab"), ("", 0)])
+def test_it_watches_the_device_that_cuda_would_take(monkeypatch, visible, asked):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvml = Nvml(pid=os.getpid())
+    measured(monkeypatch, nvml)
+    assert nvml.asked == asked
+
+
+def test_without_nvml_everything_is_null(monkeypatch):
+    found = measured(monkeypatch, None)
+    assert len(found) == 4
+    assert all(not m.samples and "nvidia-ml-py" in m.note for m in found.values())

@@ -14,7 +14,6 @@ from harness.api import (
     LaunchResult,
     ModelSpec,
     OffloadPolicy,
-    RunSpec,
     SuiteSpec,
     Trial,
     WorkloadSpec,
@@ -50,8 +49,7 @@ class Launcher:
         return LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=CellResult(metrics=metrics))
 
 
-CELL = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(num_requests=8), OffloadPolicy(gpu_batch_size=8), suite="s",
-               name="cell", tune="max_batch")  # fmt: skip
+CELL = replace(FAKE, workload=WorkloadSpec(num_requests=8), policy=OffloadPolicy(8), name="cell", tune="max_batch")
 
 
 @pytest.fixture
@@ -122,8 +120,6 @@ def test_a_model_s_own_folder_is_in_no_record(run, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ the largest batch
 
-SPEC = replace(FAKE, tune="max_batch")
-
 
 @given(start=st.integers(1, 300), largest=st.integers(0, 2000), ceiling=st.integers(1, 3000))
 def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling):
@@ -158,30 +154,28 @@ def test_what_ends_the_search(ends, chosen):
     assert choose(trials) == chosen
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path):
-    (tmp_path / "file").write_text("")
-    Remembered(tmp_path / "file" / "max_batch.json", "m").put("key", [Trial(1, "ok", 1.0)])
-
-
 def test_the_fastest_survivor_is_chosen_not_the_largest():
     trials = [Trial(8, "ok", 2.0), Trial(16, "ok", 1.5), Trial(32, "timeout", None)]
     assert choose(trials) == 8
 
 
 def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):
-    memory = Remembered(tmp_path / "max_batch.json", "machine-a")
-    key = memory.key(SPEC, {"torch": "2"}, "model", "cgroup-v1")
+    def remembered(machine="a", torch="2", cap="cgroup-v1"):
+        memory = Remembered(tmp_path / "max_batch.json", machine)
+        return memory, memory.key(CELL, {"torch": torch}, "model", cap)
+
     trials = (Trial(4, "ok", 1.0), Trial(8, "oom_host", None, "killed"))
+    memory, key = remembered()
     memory.put(key, trials)
-    assert Remembered(tmp_path / "max_batch.json", "machine-a").get(key) == trials
-    other = Remembered(tmp_path / "max_batch.json", "machine-b")
-    assert other.get(other.key(SPEC, {"torch": "2"}, "model", "cgroup-v1")) is None
-    assert memory.get(memory.key(SPEC, {"torch": "3"}, "model", "cgroup-v1")) is None
-    assert memory.get(memory.key(SPEC, {"torch": "2"}, "model", "monitor")) is None
+    for changes in ({}, {"machine": "b"}, {"torch": "3"}, {"cap": "monitor"}):
+        memory, key = remembered(**changes)
+        assert memory.get(key) == (None if changes else trials)
 
 
 def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
     path = tmp_path / "max_batch.json"
+    path.write_text("")
+    Remembered(path / "below a file", "m").put("key", [Trial(1, "ok", 1.0)])
     memory = Remembered(path, "m")
     for damage in ("{half", "[]", '{"key": 3}', '{"key": [{"new": 1}]}', '{"key": [3]}'):
         path.write_text(damage)
@@ -190,12 +184,9 @@ def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
     assert memory.get("key")
 
 
-def test_the_first_trial_has_the_cells_own_timeout():
-    assert Patience(1800).seconds(8) == 1800
-
-
 def test_a_trial_that_thrashes_is_ended_early_and_an_honest_one_is_not():
     patience = Patience(1800)
+    assert patience.seconds(8) == 1800  # the first trial has the cell's own timeout
     patience.learn(8, 100)
     assert 200 < patience.seconds(16) < 2 * 200  # twice the batch at the same speed, and hardly twice that
     assert patience.seconds(4) == patience.seconds(8) > 100  # a smaller one is mostly start-up

@@ -7,14 +7,15 @@ import os
 
 import pytest
 
-from harness.api import SCHEMA_VERSION, HarnessError, ModelSpec, RunRecord, RunSpec, WorkloadSpec, parse_record, to_json
+from harness.api import SCHEMA_VERSION, HarnessError, RunRecord, parse_record, to_json
 from harness.run.store import Store, is_done
+from tests.records import FAKE
 
-SPEC = RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), name="cell")
+SPEC = dataclasses.replace(FAKE, name="cell")
 
 
-def record(repeat=0, status="ok", spec=SPEC):
-    return RunRecord(spec, spec.fingerprint(), repeat, status)
+def record(repeat=0, status="ok"):
+    return RunRecord(SPEC, SPEC.fingerprint(), repeat, status)
 
 
 @pytest.fixture
@@ -62,16 +63,14 @@ def test_blank_lines_are_passed_over(store):
         ("disk_full", "ok", False),
         ("error", "ok", False),
         ("error", "error", True),
+        ("timeout", "ok", True),
     ],
 )
 def test_which_records_count_as_done(status, expect, done):
-    assert is_done(record(0, status), dataclasses.replace(SPEC, expect=expect)) is done
-
-
-def test_a_launch_that_ran_out_of_time_is_done_until_there_is_more():
-    late = record(0, "timeout")
-    assert is_done(late, SPEC)
-    assert not is_done(late, dataclasses.replace(SPEC, timeout_s=SPEC.timeout_s + 1))
+    asked = dataclasses.replace(SPEC, expect=expect)
+    assert is_done(record(0, status), asked) is done
+    with_more_time = dataclasses.replace(asked, timeout_s=SPEC.timeout_s + 1)
+    assert is_done(record(0, status), with_more_time) is (done and status != "timeout")
 
 
 def test_a_full_disk_leaves_no_half_record(store, monkeypatch):

@@ -3,7 +3,7 @@
 Keys have a few columns many times as large as the rest, and these would set the scale of their groups. After an
 orthogonal rotation all columns are about equally large. It changes nothing else: the dot product of two rotated vectors
 is that of the originals, and a weighted sum of rotated values is rotated back once. What a cache of few bits then costs
-a real model, tests/integration/test_smollm2_quantized.py holds. Source: QuaRot (Ashkboos et al. 2024), section 4, done
+a real model, tests/integration/test_smollm2.py holds. Source: QuaRot (Ashkboos et al. 2024), section 4, done
 at run time, without changing weights.
 """
 

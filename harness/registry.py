@@ -23,9 +23,6 @@ Kind = Literal["engine", "launcher", "task"]
 _WORKLOADS: Mapping[str, str] = {"synthetic": "suites.workloads:Synthetic", "trace": "suites.workloads:Traced"}
 
 
-# --------------------------------------------------------------------------- engines
-
-
 def engines() -> dict[str, EngineEntry]:
     """All engines by name, those of plug-ins first."""
     return {**_plugin_engines(), **ENGINES}
@@ -100,9 +97,6 @@ def _environments() -> Path:
     return Path(str(importlib.resources.files("engines") / "environments"))
 
 
-# --------------------------------------------------------------------------- launchers, tasks, workloads
-
-
 def launchers() -> list[str]:
     """The names of all launchers."""
     return list(dict.fromkeys([*LAUNCHERS, *plugins.plugins(plugins.LAUNCHERS)]))
@@ -158,9 +152,6 @@ def clash(kind: Kind, name: str) -> str:
     return plugins.clash(plugin, name in built_in)
 
 
-# --------------------------------------------------------------------------- models and their text
-
-
 def prepare_model(
     engine: str, model: ModelSpec, cache: Path, on_progress: services.OnProgress = lambda done, total: None
 ) -> LocalModel:
@@ -178,9 +169,6 @@ def identity(engine: str, model: LocalModel, cache: Path, on_progress: services.
 def text(engine: str, model: LocalModel) -> Text:
     """A model's tokenizer. Raises HarnessError where its folder has none."""
     return cast(Text, resolve(engine_entry(engine).builtin_text or "engines.common.text:Text")(model))
-
-
-# --------------------------------------------------------------------------- modules
 
 
 def _module(name: str) -> Callable[[], Any]:

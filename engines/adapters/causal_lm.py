@@ -15,21 +15,7 @@ from engines.common import sampling
 from engines.common.cuda_device import device_budget
 from engines.common.requests import batches, decoder, full_sequence, next_batch, special_tokens
 from engines.common.work_memory import refuse_disk_limit, working_bytes
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Dtype,
-    Engine,
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    HarnessError,
-    Job,
-    LoadReport,
-    LocalModel,
-    OffloadPolicy,
-    Score,
-)
+from harness import api
 
 
 @dataclass(frozen=True)
@@ -39,11 +25,11 @@ class PlacementRequest:
     `device_budget` is in bytes, beside the CUDA context; None where the cell has no device.
     """
 
-    model: LocalModel
-    dtype: Dtype
-    policy: OffloadPolicy
-    limits: HardwareLimits
-    job: Job
+    model: api.LocalModel
+    dtype: api.Dtype
+    policy: api.OffloadPolicy
+    limits: api.HardwareLimits
+    job: api.Job
     device_budget: int | None
 
     @property
@@ -54,7 +40,7 @@ class PlacementRequest:
     @property
     def dtype_bytes(self) -> int:
         """Bytes of a value in the compute dtype."""
-        return DTYPE_BYTES[self.dtype]
+        return api.DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
@@ -91,7 +77,7 @@ def from_checkpoint(request: PlacementRequest, **placement: Any) -> Any:
         **placement,
     )
     if missing := loading_info["missing_keys"]:
-        raise HarnessError(f"{request.model.path} lacks {min(missing)}, which the model's configuration requires")
+        raise api.HarnessError(f"{request.model.path} lacks {min(missing)}, which the model's configuration requires")
     return module
 
 
@@ -107,7 +93,7 @@ def _make_projection_inputs_contiguous(module: Any) -> None:
         head.register_forward_pre_hook(lambda _, args: tuple(a.contiguous() for a in args))
 
 
-class CausalLMEngine(Engine, ABC):
+class CausalLMEngine(api.Engine, ABC):
     """The Engine protocol on a transformers causal model; a subclass only places the weights (`_place`).
 
     Batching is static: requests of equal prompt length, in order of arrival, at most `policy.gpu_batch_size` in a
@@ -124,17 +110,19 @@ class CausalLMEngine(Engine, ABC):
     _generate_options: Mapping[str, Any] = {}
     _module: Any = None
     _device: str
-    _model: LocalModel
+    _model: api.LocalModel
     _block_size: int
 
     @abstractmethod
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> api.Capabilities: ...
 
     @abstractmethod
     def _place(self, request: PlacementRequest) -> Placement:
         """Loads the weights. Raises InfeasibleError when a budget is too small."""
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+    def load(
+        self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
+    ) -> api.LoadReport:
         policy.require_defaults_except(self.name, *self.honours)
         refuse_disk_limit(self.name, limits)
         if limits.threads is not None:
@@ -154,7 +142,7 @@ class CausalLMEngine(Engine, ABC):
         total = sum(placement.weights_by_tier)
         device, host, disk = (n / total for n in placement.weights_by_tier)
         compute_tier = (0.0, 1.0, 0.0) if self._device == "cpu" else (1.0, 0.0, 0.0)
-        return LoadReport(
+        return api.LoadReport(
             vocab=model.shape.vocab,
             max_context=model.shape.max_context,
             block_size=self._block_size,
@@ -170,7 +158,7 @@ class CausalLMEngine(Engine, ABC):
             notes=placement.notes,
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Validates all requests first; raises HarnessError naming the first that cannot run."""
         for request in requests:
             request.require_valid(self._model.shape)
@@ -179,14 +167,14 @@ class CausalLMEngine(Engine, ABC):
         formed = batches(requests, self._next_batch, began)
         return (result for batch in formed for result in self._run_batch(batch, decode, began))
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
         """Scores in float32, from the logits of the continuation's positions only.
 
         An empty context becomes the beginning-of-sequence token, or else the end-of-sequence token, as in lm-eval.
         Sequences of equal length share a batch. Raises HarnessError for a pair that cannot be scored.
         """
         sequences = self._sequences(pairs)
-        scores: dict[int, Score] = {}
+        scores: dict[int, api.Score] = {}
         by_length: dict[int, list[int]] = {}
         for i, sequence in enumerate(sequences):
             by_length.setdefault(len(sequence), []).append(i)
@@ -200,16 +188,14 @@ class CausalLMEngine(Engine, ABC):
     def close(self) -> None:
         self._module = None
 
-    # ----------------------------------------------------------------------- generation
-
-    def _next_batch(self, pending: Sequence[GenerationRequest], now_s: float) -> list[GenerationRequest]:
+    def _next_batch(self, pending: Sequence[api.GenerationRequest], now_s: float) -> list[api.GenerationRequest]:
         """Selects the next batch from the `pending` requests that have arrived by `now_s`."""
         return next_batch(pending, now_s, self._block_size)
 
     @torch.inference_mode()
     def _run_batch(
-        self, batch: list[GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
-    ) -> list[GenerationResult]:
+        self, batch: list[api.GenerationRequest], decode: Callable[[Sequence[int]], str] | None, began: float
+    ) -> list[api.GenerationResult]:
         rows = [r.sampling for r in batch]
         eos = self._eos()
         prompt_len = max(len(r.prompt) for r in batch)
@@ -232,7 +218,7 @@ class CausalLMEngine(Engine, ABC):
         tokens = output[:, prompt_len:].tolist()
         times = [t - began for t in clock.times]
         return [
-            GenerationResult(
+            api.GenerationResult(
                 id=request.id,
                 tokens=tuple(tokens[row][:length]),
                 start_s=start,
@@ -248,8 +234,6 @@ class CausalLMEngine(Engine, ABC):
     def _eos(self) -> tuple[int, ...]:
         return special_tokens(self._module.generation_config, self._model.shape.vocab)[0]
 
-    # ----------------------------------------------------------------------- scoring
-
     def _sequences(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
         """Context and continuation of each pair joined. Raises HarnessError for a pair that cannot be scored."""
         shape = self._model.shape
@@ -257,7 +241,7 @@ class CausalLMEngine(Engine, ABC):
         return [full_sequence(i, *pair, shape, begin) for i, pair in enumerate(pairs)]
 
     @torch.inference_mode()
-    def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[Score]:
+    def _score_batch(self, sequences: list[list[int]], lengths: list[int]) -> list[api.Score]:
         ids = torch.tensor(sequences, device=self._device)
         positions = max(lengths)
         truncates = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
@@ -269,5 +253,5 @@ class CausalLMEngine(Engine, ABC):
             # row by row: a float32 copy of all logits would double the largest tensor of this pass
             log_probs = torch.log_softmax(logits[row, -length:].float(), dim=-1)
             logprob = log_probs.gather(1, target[:, None]).double().sum().item()
-            scores.append(Score(logprob, bool((log_probs.argmax(dim=-1) == target).all())))
+            scores.append(api.Score(logprob, bool((log_probs.argmax(dim=-1) == target).all())))
         return scores

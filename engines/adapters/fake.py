@@ -11,28 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.api import (
-    Capabilities,
-    Engine,
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    InfeasibleError,
-    Job,
-    LoadReport,
-    LocalModel,
-    ModelShape,
-    OffloadPolicy,
-    RunSpec,
-    Score,
-    UnsupportedError,
-)
+from harness import api
 
 Crash = Literal["exception", "sigkill", "exit", "segv", "enospc", "oom_device", "memory_error"]
 Refusal = Literal["unsupported", "infeasible"]
 Nonsense = Literal["pad", "vocab", "times", "duplicate", "unknown"]
 
-SHAPE = ModelShape(
+SHAPE = api.ModelShape(
     family="fake",
     num_layers=2,
     hidden=8,
@@ -46,10 +31,10 @@ SHAPE = ModelShape(
     params_total=2 * (4 * 8 * 8 + 2 * 8 * 32) + 1000 * 8,
 )
 #: The model behind the id `fake`; it has no files.
-MODEL = LocalModel(path="", shape=SHAPE, weight_bytes=0, dtype="float32", digest="fake-0000000000000000")
+MODEL = api.LocalModel(path="", shape=SHAPE, weight_bytes=0, dtype="float32", digest="fake-0000000000000000")
 
 
-def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
+def longest_sequence(spec: api.RunSpec, model: api.LocalModel, shortest: int) -> int:
     """The option `longest`, or the model's context. Raises InfeasibleError where that is less than `shortest`."""
     limit: int | None = spec.options.get("longest")
     _require_length(limit, shortest)
@@ -58,7 +43,7 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int:
 
 def _require_length(limit: int | None, tokens: int) -> None:
     if limit is not None and tokens > limit:
-        raise InfeasibleError(f"engine fake holds {limit} tokens of a sequence, not {tokens}")
+        raise api.InfeasibleError(f"engine fake holds {limit} tokens of a sequence, not {tokens}")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -66,7 +51,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 @dataclass(kw_only=True, eq=False)
-class FakeEngine(Engine):
+class FakeEngine(api.Engine):
     """Tokens are a hash of (seed, prompt, position) and times come from a virtual clock, so results repeat exactly.
 
     A step of a block of n sequences takes n / `rate_tok_s` virtual seconds, and prefill is the step that gives the
@@ -95,24 +80,26 @@ class FakeEngine(Engine):
     max_batch: int | None = None
     longest: int | None = None
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(simulated=True)
+    def capabilities(self) -> api.Capabilities:
+        return api.Capabilities(simulated=True)
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+    def load(
+        self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
+    ) -> api.LoadReport:
         """Raises UnsupportedError or InfeasibleError for a `crash` of that kind, InfeasibleError above `longest`."""
         if self.crash == "unsupported":
-            raise UnsupportedError("engine fake was told to refuse this model")
+            raise api.UnsupportedError("engine fake was told to refuse this model")
         if self.crash == "infeasible":
-            raise InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
+            raise api.InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
         _require_length(self.longest, job.max_sequence)
         policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
         if limits.disk_bandwidth is not None:
-            raise UnsupportedError("engine fake does not read the disk: leave limits.disk_bandwidth out")
+            raise api.UnsupportedError("engine fake does not read the disk: leave limits.disk_bandwidth out")
         if self.spawn_child:
             subprocess.Popen(["sleep", "600"])
         self._eaten = b"\x01" * self.eat_bytes  # non-zero, to touch every page
         self._block_size = policy.block_size
-        return LoadReport(
+        return api.LoadReport(
             vocab=SHAPE.vocab,
             max_context=SHAPE.max_context,
             block_size=policy.block_size,
@@ -121,7 +108,7 @@ class FakeEngine(Engine):
             weights_by_tier=(0, model.weight_bytes, 0),
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         if self.hang:
             while True:
                 time.sleep(3600)
@@ -136,7 +123,7 @@ class FakeEngine(Engine):
             if not (self.lose_request and result.id == last):
                 yield from self._corrupt(result)
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
         """A log-likelihood between -8 and 0 a token; greedy when every token is the one that `generate` gives."""
         scores = []
         for context, continuation in pairs:
@@ -144,13 +131,13 @@ class FakeEngine(Engine):
             hashes = [_hash(0, full[:i], i) for i in range(len(context), len(full))]
             logprob = -sum(h % 8000 / 1000 for h in hashes)
             greedy = all(token == _token(0, context, i) for i, token in enumerate(continuation))
-            scores.append(Score(logprob, greedy))
+            scores.append(api.Score(logprob, greedy))
         return scores
 
     def close(self) -> None:
         self._eaten = b""
 
-    def _results(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def _results(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         clock, step_s = 0.0, 1 / self.rate_tok_s
         for first in range(0, len(requests), self._block_size):
             block = requests[first : first + self._block_size]
@@ -160,7 +147,7 @@ class FakeEngine(Engine):
             clock = times[-1]
             for request in block:
                 count = request.sampling.max_tokens
-                yield GenerationResult(
+                yield api.GenerationResult(
                     id=request.id,
                     tokens=tuple(_token(request.sampling.seed or 0, request.prompt, i) for i in range(count)),
                     start_s=start,
@@ -168,7 +155,7 @@ class FakeEngine(Engine):
                     prompt_tokens=len(request.prompt),
                 )
 
-    def _corrupt(self, result: GenerationResult) -> Iterator[GenerationResult]:
+    def _corrupt(self, result: api.GenerationResult) -> Iterator[api.GenerationResult]:
         if self.wrong_count:
             result = replace(result, tokens=result.tokens[:-1], token_times_s=result.token_times_s[:-1])
         match self.nonsense:
@@ -188,7 +175,7 @@ class FakeEngine(Engine):
 class FakeText:
     """The fake model's tokenizer: encodes text as bytes, and decodes an unprintable id as its number."""
 
-    def __init__(self, model: LocalModel) -> None: ...
+    def __init__(self, model: api.LocalModel) -> None: ...
 
     def problem(self) -> str:
         return ""

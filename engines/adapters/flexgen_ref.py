@@ -30,20 +30,7 @@ from engines.common.sampling import finish_reason
 from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
 from engines.models.checkpoints import content_digest, evict
 from engines.models.safetensors_file import read_shards, values
-from harness.api import (
-    Capabilities,
-    Engine,
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    Job,
-    LoadReport,
-    LocalModel,
-    ModelShape,
-    OffloadPolicy,
-    Score,
-    UnsupportedError,
-)
+from harness import api
 
 _Shares = tuple[float, float, float]  # of device, host, disk
 
@@ -54,7 +41,7 @@ _FLOAT16_BYTES = 2
 _GROUP = 64  # FlexGen's group size: along the outputs for weights, along the head for the KV cache
 
 
-class FlexGenEngine(Engine):
+class FlexGenEngine(api.Engine):
     """Takes no options. Honours placements, 4 bits, overlap, CPU attention and value sparsity.
 
     Where the policy leaves `weights` out, the fast tier gets as many weights as fit beside the KV cache, the disk the
@@ -65,13 +52,17 @@ class FlexGenEngine(Engine):
     _lm: Any = None
     _env: Any = None
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(device=True, packages=("torch", "transformers", "flexgen", "numpy"))
+    def capabilities(self) -> api.Capabilities:
+        return api.Capabilities(device=True, packages=("torch", "transformers", "flexgen", "numpy"))
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+    def load(
+        self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
+    ) -> api.LoadReport:
         policy.require_defaults_except(self.name, *_HONOURED)
         if policy.schedule == "sweep":
-            raise UnsupportedError("FlexGen's block schedule is row (one batch) or zigzag (several batches), not sweep")
+            raise api.UnsupportedError(
+                "FlexGen's block schedule is row (one batch) or zigzag (several batches), not sweep"
+            )
         _require_opt(model)
         refuse_disk_limit(self.name, limits)
         if limits.threads is not None:
@@ -123,7 +114,7 @@ class FlexGenEngine(Engine):
         self._model, self._block_size = model, policy.block_size
         weights, cache, activations = shares
         shim = () if on_device else ("no CUDA: a shim outside FlexGen's code makes its gpu a second CPU device",)
-        return LoadReport(
+        return api.LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=self._block_size,
@@ -133,7 +124,7 @@ class FlexGenEngine(Engine):
             notes=(*shim, f"--percent {' '.join(f'{percent:g}' for percent in percents)}"),
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Checks all requests before any work, then runs blocks of prompts of equal length in order of arrival."""
         for request in requests:
             request.require_valid(self._model.shape)
@@ -142,7 +133,7 @@ class FlexGenEngine(Engine):
         blocks = batches(requests, partial(next_batch, size=self._block_size), began)
         return (result for block in blocks for result in self._run_block(block, began))
 
-    def _run_block(self, block: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
+    def _run_block(self, block: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:
         rows = [list(r.prompt) for r in block]
         copies = self._block_size - len(rows)
         steps = max(r.sampling.max_tokens for r in block)
@@ -160,7 +151,7 @@ class FlexGenEngine(Engine):
             reasons = (finish_reason(request.sampling, tokens[:n], eos, None) for n in range(1, steps + 1))
             length, reason = next((n, reason) for n, reason in enumerate(reasons, 1) if reason)
             copied = copies * (prompt_len + steps) if row == len(block) - 1 else 0
-            yield GenerationResult(
+            yield api.GenerationResult(
                 id=request.id,
                 tokens=tuple(tokens[:length]),
                 start_s=start,
@@ -170,8 +161,8 @@ class FlexGenEngine(Engine):
                 finish_reason=reason,
             )
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        raise UnsupportedError("FlexGen does not return logits: it cannot score")
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
+        raise api.UnsupportedError("FlexGen does not return logits: it cannot score")
 
     def close(self) -> None:
         if self._env is not None:
@@ -182,7 +173,7 @@ class FlexGenEngine(Engine):
 
 
 def _placement(
-    shape: ModelShape, policy: OffloadPolicy, limits: HardwareLimits, job: Job, device: int | None
+    shape: api.ModelShape, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job, device: int | None
 ) -> tuple[_Shares, _Shares, _Shares]:
     """Shares of (device, host, disk) for weights, KV cache and activations; `device` is its budget in bytes.
 
@@ -193,16 +184,16 @@ def _placement(
     cache, activations = policy.cache or fast, policy.activations or fast
     for field, shares in (("weights", policy.weights), ("cache", cache), ("activations", activations)):
         if shares and shares[0] and not on_device:
-            raise UnsupportedError(f"policy.{field} has a share on a device, and the cell has none")
+            raise api.UnsupportedError(f"policy.{field} has a share on a device, and the cell has none")
     if activations[2] and not on_device:
-        raise UnsupportedError("policy.activations: without CUDA FlexGen hangs with activations on disk")
+        raise api.UnsupportedError("policy.activations: without CUDA FlexGen hangs with activations on disk")
     if policy.value_sparsity != 1.0 and not on_device:
-        raise UnsupportedError("policy.value_sparsity: FlexGen supports sparse values only on a device")
+        raise api.UnsupportedError("policy.value_sparsity: FlexGen supports sparse values only on a device")
     for field, bits in (("weight_bits", policy.weight_bits), ("kv_bits", policy.kv_bits)):
         if bits not in (16, 4):
-            raise UnsupportedError(f"policy.{field}: FlexGen stores 16 or 4 bits, not {bits}")
+            raise api.UnsupportedError(f"policy.{field}: FlexGen stores 16 or 4 bits, not {bits}")
         if bits == 4 and not on_device:
-            raise UnsupportedError(f"policy.{field}: FlexGen decompresses 4 bits only on a device")
+            raise api.UnsupportedError(f"policy.{field}: FlexGen decompresses 4 bits only on a device")
     if policy.weights is not None:
         return policy.weights, cache, activations
     kv, work = working_bytes(shape, policy.block_size, job.max_sequence, _FLOAT16_BYTES)
@@ -214,7 +205,7 @@ def _placement(
     return _largest_share(shape, free, policy.weight_bits, 0 if on_device else 1), cache, activations
 
 
-def _weights_by_tier(shape: ModelShape, shares: _Shares, bits: int) -> tuple[int, int, int]:
+def _weights_by_tier(shape: api.ModelShape, shares: _Shares, bits: int) -> tuple[int, int, int]:
     """Bytes of weights on (device, host, disk) for these shares, by FlexGen's rule (flex_opt.init_weight_list).
 
     In each half of a layer the first tensors go to disk, the next to the host and the last to the device. A tensor is
@@ -236,7 +227,7 @@ def _weights_by_tier(shape: ModelShape, shares: _Shares, bits: int) -> tuple[int
     return tiers[0], tiers[1], tiers[2]
 
 
-def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> _Shares:
+def _largest_share(shape: api.ModelShape, free: float, bits: int, tier: int) -> _Shares:
     """The shares, in whole percent, that put as many weights as fit `free` bytes on `tier` and the rest on disk."""
     for percent in range(100, -1, -1):
         share = percent / 100
@@ -246,16 +237,16 @@ def _largest_share(shape: ModelShape, free: float, bits: int, tier: int) -> _Sha
     return shares
 
 
-def _require_opt(model: LocalModel) -> None:
+def _require_opt(model: api.LocalModel) -> None:
     """Raises UnsupportedError for a model that FlexGen does not implement."""
     config = json.loads((Path(model.path) / "config.json").read_text())
     if model.shape.family != "opt":
-        raise UnsupportedError(f"FlexGen implements OPT, not {model.shape.family}")
+        raise api.UnsupportedError(f"FlexGen implements OPT, not {model.shape.family}")
     if config.get("word_embed_proj_dim", model.shape.hidden) != model.shape.hidden:
-        raise UnsupportedError("FlexGen does not implement OPT with projected embeddings (opt-350m)")
+        raise api.UnsupportedError("FlexGen does not implement OPT with projected embeddings (opt-350m)")
 
 
-def _weight_files(model: LocalModel, job: Job) -> Path:
+def _weight_files(model: api.LocalModel, job: api.Job) -> Path:
     """The parent of FlexGen's folder `<name>-np`, which holds each tensor as a float16 .npy file; written once."""
     folder = job.cache / "flexgen" / content_digest(model, job.cache, job.on_progress)
 

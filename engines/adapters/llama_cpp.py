@@ -24,28 +24,14 @@ import xllamacpp
 
 from engines.common.work_memory import refuse_disk_limit, require_memory
 from engines.models.gguf_writer import to_gguf
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Engine,
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    HarnessError,
-    Job,
-    LoadReport,
-    LocalModel,
-    OffloadPolicy,
-    Score,
-    UnsupportedError,
-)
+from harness import api
 
 #: Timeout of a response, in seconds: under a tight memory limit the first token may wait long for pages.
 _TIMEOUT_S = 7200.0
 _SLACK_BYTES = 64 << 20
 
 
-class LlamaCppEngine(Engine):
+class LlamaCppEngine(api.Engine):
     """Honours policy.gpu_batch_size (the server's parallel sequences) and policy.kv_bits (16 or 8). LLaMA and Qwen 2.
 
     `mmap`: maps the weights from disk (llama.cpp's default), or reads them into memory. `gpu_layers`: llama.cpp's -ngl;
@@ -59,13 +45,15 @@ class LlamaCppEngine(Engine):
     def __init__(self, *, mmap: bool = True, gpu_layers: int = 0) -> None:
         self._mmap, self._gpu_layers = mmap, gpu_layers
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(phased=False, device=True, packages=("xllamacpp", "gguf", "numpy"))
+    def capabilities(self) -> api.Capabilities:
+        return api.Capabilities(phased=False, device=True, packages=("xllamacpp", "gguf", "numpy"))
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+    def load(
+        self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
+    ) -> api.LoadReport:
         policy.require_defaults_except(self.name, "gpu_batch_size", "kv_bits")
         if policy.kv_bits not in (16, 8):
-            raise UnsupportedError(f"policy.kv_bits: engine llama_cpp stores 16 or 8 bits, not {policy.kv_bits}")
+            raise api.UnsupportedError(f"policy.kv_bits: engine llama_cpp stores 16 or 8 bits, not {policy.kv_bits}")
         refuse_disk_limit(self.name, limits)
         _check_device(self._gpu_layers, limits)
         shape, batch = model.shape, policy.gpu_batch_size
@@ -80,8 +68,8 @@ class LlamaCppEngine(Engine):
         self._address = urlsplit(self._server.listening_address)
         self._model, self._batch = model, batch
         stored, device_layers = model.weight_bytes, min(self._gpu_layers, shape.num_layers)
-        device = device_layers * shape.params_per_layer * DTYPE_BYTES[model.dtype]
-        return LoadReport(
+        device = device_layers * shape.params_per_layer * api.DTYPE_BYTES[model.dtype]
+        return api.LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=batch,
@@ -114,16 +102,16 @@ class LlamaCppEngine(Engine):
             settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_Q8_0
         return settings
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Checks all requests before any work, then runs as many at once as the server has sequences."""
         for request in requests:
             request.require_valid(self._model.shape)
             request.refuse_settings(self.name, "stop", "min_tokens", "logprobs")
         return self._results(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
-    def _results(self, requests: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
-        pending: queue.SimpleQueue[GenerationRequest | None] = queue.SimpleQueue()
-        results: queue.SimpleQueue[GenerationResult | Exception] = queue.SimpleQueue()
+    def _results(self, requests: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:
+        pending: queue.SimpleQueue[api.GenerationRequest | None] = queue.SimpleQueue()
+        results: queue.SimpleQueue[api.GenerationResult | Exception] = queue.SimpleQueue()
         for request in [*requests, *[None] * self._batch]:
             pending.put(request)
 
@@ -144,7 +132,7 @@ class LlamaCppEngine(Engine):
                 raise result
             yield result
 
-    def _complete(self, request: GenerationRequest, began: float) -> GenerationResult:
+    def _complete(self, request: api.GenerationRequest, began: float) -> api.GenerationResult:
         """Sends one request and reads its streamed completion."""
         sampling = request.sampling
         body = {
@@ -169,13 +157,13 @@ class LlamaCppEngine(Engine):
             connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise HarnessError(f"llama.cpp's server: {response.read(500).decode(errors='replace').strip()}")
+                raise api.HarnessError(f"llama.cpp's server: {response.read(500).decode(errors='replace').strip()}")
             for line in response:
                 if not line.startswith(b"data: "):
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise HarnessError(f"llama.cpp's server: {event['error']}")
+                    raise api.HarnessError(f"llama.cpp's server: {event['error']}")
                 if new_tokens := event.get("tokens", ()):
                     tokens += new_tokens
                     times += [time.perf_counter() - began] * len(new_tokens)
@@ -183,7 +171,7 @@ class LlamaCppEngine(Engine):
                     stopped = event.get("stop_type") == "eos"
         finally:
             connection.close()
-        return GenerationResult(
+        return api.GenerationResult(
             id=request.id,
             tokens=tuple(tokens),
             start_s=start,
@@ -192,17 +180,19 @@ class LlamaCppEngine(Engine):
             finish_reason="stop" if stopped else "length",
         )
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        raise UnsupportedError("llama.cpp's server returns no log-likelihoods of a given continuation: it cannot score")
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
+        raise api.UnsupportedError(
+            "llama.cpp's server returns no log-likelihoods of a given continuation: it cannot score"
+        )
 
     def close(self) -> None:
         self._server = None
 
 
-def _check_device(gpu_layers: int, limits: HardwareLimits) -> None:
+def _check_device(gpu_layers: int, limits: api.HardwareLimits) -> None:
     """Raises UnsupportedError where only one of gpu_layers and limits.device_memory is set, or there is no GPU."""
     if bool(gpu_layers) != (limits.device_memory is not None):
-        raise UnsupportedError("llama_cpp: set gpu_layers and limits.device_memory together")
+        raise api.UnsupportedError("llama_cpp: set gpu_layers and limits.device_memory together")
     accelerators = {device["type"] for device in xllamacpp.get_device_info()} - {xllamacpp.ggml_backend_dev_type(0)}
     if gpu_layers and not accelerators:
-        raise UnsupportedError("llama_cpp: gpu_layers needs a GPU, and a build of xllamacpp that supports it")
+        raise api.UnsupportedError("llama_cpp: gpu_layers needs a GPU, and a build of xllamacpp that supports it")

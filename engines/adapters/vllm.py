@@ -22,27 +22,13 @@ from vllm.sampling_params import RequestOutputKind
 from engines.common.cuda_device import device_budget
 from engines.common.requests import full_sequence, special_tokens
 from engines.common.work_memory import working_bytes
-from harness.api import (
-    DTYPE_BYTES,
-    Capabilities,
-    Engine,
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    InfeasibleError,
-    Job,
-    LoadReport,
-    LocalModel,
-    OffloadPolicy,
-    Score,
-    UnsupportedError,
-)
+from harness import api
 
 #: The fraction of device memory that vLLM plans with; CUDA graphs and the allocator take the rest.
 _UTILIZATION = 0.9
 
 
-class VllmEngine(Engine):
+class VllmEngine(api.Engine):
     """Honours policy.gpu_batch_size (the most concurrent sequences) and policy.compute_dtype.
 
     `cpu_offload`: bytes of weights in host memory; by default those that do not fit the device. `kv_tier`: bytes of
@@ -55,25 +41,27 @@ class VllmEngine(Engine):
     def __init__(self, *, cpu_offload: int | None = None, kv_tier: int | None = None) -> None:
         self._cpu_offload, self._kv_tier = cpu_offload, kv_tier
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(phased=False, device=True, packages=("torch", "transformers", "vllm"))
+    def capabilities(self) -> api.Capabilities:
+        return api.Capabilities(phased=False, device=True, packages=("torch", "transformers", "vllm"))
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+    def load(
+        self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
+    ) -> api.LoadReport:
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
         if limits.threads is not None or limits.disk_bandwidth is not None:
-            raise UnsupportedError("engine vllm does not support limits.threads or limits.disk_bandwidth")
+            raise api.UnsupportedError("engine vllm does not support limits.threads or limits.disk_bandwidth")
         if device_budget(limits) is None or limits.device_memory is None:
-            raise UnsupportedError("vLLM offloads from a CUDA device: it needs limits.device_memory")
+            raise api.UnsupportedError("vLLM offloads from a CUDA device: it needs limits.device_memory")
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
-        weights = shape.params_total * DTYPE_BYTES[dtype]
+        weights = shape.params_total * api.DTYPE_BYTES[dtype]
         whole = torch.cuda.get_device_properties(0).total_memory
         device = min(whole, limits.device_memory)
-        cache, work = working_bytes(shape, batch, job.max_sequence, DTYPE_BYTES[dtype])
+        cache, work = working_bytes(shape, batch, job.max_sequence, api.DTYPE_BYTES[dtype])
         weight_room = int(device * _UTILIZATION) - cache - work
         offload = max(0, weights - weight_room) if self._cpu_offload is None else self._cpu_offload
         if offload > weights or (limits.host_memory is not None and offload > limits.host_memory):
-            raise InfeasibleError(
+            raise api.InfeasibleError(
                 f"vllm would need {offload / 2**30:.1f} GiB of host memory for weights, of {weights / 2**30:.1f} GiB "
                 "in all: more than its weights or than limits.host_memory; use a smaller batch"
             )
@@ -94,7 +82,7 @@ class VllmEngine(Engine):
             **extra,
         )
         self._model = model
-        return LoadReport(
+        return api.LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=batch,
@@ -104,16 +92,16 @@ class VllmEngine(Engine):
             notes=(f"cpu_offload_gb {offload / 2**30:.2f}, host memory for the KV cache {kv_tier / 2**30:.2f} GiB",),
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Queues all requests in vLLM as they arrive. Raises HarnessError before any work for one that cannot run."""
         for request in requests:
             request.require_valid(self._model.shape)
             request.refuse_settings(self.name, "stop", "logprobs")
         return self._step_until_done(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
-    def _step_until_done(self, pending: list[GenerationRequest], began: float) -> Iterator[GenerationResult]:
+    def _step_until_done(self, pending: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:
         engine = self._llm.llm_engine
-        running: dict[str, tuple[GenerationRequest, float, list[int], list[float]]] = {}
+        running: dict[str, tuple[api.GenerationRequest, float, list[int], list[float]]] = {}
         while pending or running:
             now = time.perf_counter() - began
             while pending and pending[0].arrival_s <= now:
@@ -130,7 +118,7 @@ class VllmEngine(Engine):
                 times += [time.perf_counter() - began] * len(completion.token_ids)
                 if output.finished:
                     del running[request.id]
-                    yield GenerationResult(
+                    yield api.GenerationResult(
                         id=request.id,
                         tokens=tuple(tokens),
                         start_s=start,
@@ -139,7 +127,7 @@ class VllmEngine(Engine):
                         finish_reason="stop" if completion.finish_reason == "stop" else "length",
                     )
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
         """Scores with vLLM's prompt log-probabilities. An empty context becomes the beginning-of-sequence token, or
         else the end-of-sequence token. Raises HarnessError for a pair that cannot be scored."""
         config = self._llm.llm_engine.model_config.hf_config
@@ -151,14 +139,14 @@ class VllmEngine(Engine):
         for ids, (_, continuation), output in zip(full, pairs, outputs, strict=True):
             positions = range(len(ids) - len(continuation), len(ids))
             logprobs = [output.prompt_logprobs[i][ids[i]] for i in positions]
-            scores.append(Score(sum(p.logprob for p in logprobs), all(p.rank == 1 for p in logprobs)))
+            scores.append(api.Score(sum(p.logprob for p in logprobs), all(p.rank == 1 for p in logprobs)))
         return scores
 
     def close(self) -> None:
         self._llm = None
 
 
-def _sampling(request: GenerationRequest) -> Any:
+def _sampling(request: api.GenerationRequest) -> Any:
     sampling = request.sampling
     return vllm.SamplingParams(
         max_tokens=sampling.max_tokens,

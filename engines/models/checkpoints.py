@@ -85,9 +85,6 @@ def largest_tensor_bytes(path: str | Path) -> int:
     return max(tensor.nbytes for shard in read_shards(Path(path)) for tensor in shard.tensors)
 
 
-# --------------------------------------------------------------------------- the contents of a folder
-
-
 def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
     """Verifies and describes a checkpoint from its headers; with `shape` None the shape comes from its config."""
     config = json_object(folder / "config.json")
@@ -165,9 +162,6 @@ def _shape(config: Any, model: Any) -> ModelShape:
         params_total=sum(p.numel() for p in model.parameters()),
         params_idle=idle,
     )
-
-
-# --------------------------------------------------------------------------- the sources of a folder
 
 
 def _folder(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], None]) -> Path:

@@ -17,20 +17,7 @@ from engines.offload.loaded_model import EngineStats, LoadedModel
 from engines.offload.loader import load
 from engines.offload.model_runner import ModelRunner
 from engines.offload.sequence import Generation, Scoring
-from harness.api import (
-    Capabilities,
-    EngineTrace,
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    HarnessError,
-    Job,
-    LoadReport,
-    LocalModel,
-    OffloadPolicy,
-    Score,
-    UnsupportedError,
-)
+from harness import api
 
 
 class OffloadEngine:
@@ -47,15 +34,17 @@ class OffloadEngine:
         self._runner: ModelRunner | None = None
         self._resources = ExitStack()  # what `close` must end
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
+    def capabilities(self) -> api.Capabilities:
+        return api.Capabilities(
             phased=False,
             device=True,
             packages=("torch", "transformers", "safetensors", "accelerate", "greenlet", "numpy"),
-            batch_policy=OffloadPolicy(schedule="sweep", gpu_batch_size=256),
+            batch_policy=api.OffloadPolicy(schedule="sweep", gpu_batch_size=256),
         )
 
-    def load(self, model: LocalModel, policy: OffloadPolicy, limits: HardwareLimits, job: Job) -> LoadReport:
+    def load(
+        self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
+    ) -> api.LoadReport:
         """Plans the memory, converts the checkpoint on first use, starts the stream.
 
         Raises UnsupportedError for models and policies it cannot run and InfeasibleError for too small a budget,
@@ -64,7 +53,7 @@ class OffloadEngine:
         self.close()
         for field, schedule in (("num_gpu_batches", "zigzag"), ("nano_batches", "sweep")):
             if getattr(policy, field) > 1 and policy.schedule != schedule:
-                raise UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
+                raise api.UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
         request = LoadRequest(model, policy, limits, job)
         with ExitStack() as resources:  # a load that fails ends what it has started
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
@@ -76,7 +65,7 @@ class OffloadEngine:
             self._resources = resources.pop_all()
         return self.loaded.report
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+    def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
         runner = self._loaded_runner()
         model = runner.loaded.model
@@ -87,7 +76,7 @@ class OffloadEngine:
         sequences = [Generation(r, runner.loaded.meta_model.eos, decode) for r in requests]
         return (sequence.result() for sequence in runner.run(sequences))
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
         """Scores from the logits of the continuation's positions only; an empty context becomes the token that
         begins a sequence, or else the one that ends it."""
         runner = self._loaded_runner()
@@ -104,7 +93,7 @@ class OffloadEngine:
         scores = {sequence.index: sequence.result() for sequence in done}
         return [scores[i] for i in range(len(pairs))]
 
-    def trace(self) -> EngineTrace:
+    def trace(self) -> api.EngineTrace:
         trace = self.loaded.timeline.trace()
         return replace(trace, metrics={**trace.metrics, **self.loaded.device.memory()})
 
@@ -127,14 +116,18 @@ class OffloadEngine:
             resources.callback(accelerator.close)
             return CudaBackend(request, host_kernels, accelerator)
         if self._attention_units is not None:
-            raise UnsupportedError("options.attention_units: there is no device to part without limits.device_memory")
+            raise api.UnsupportedError(
+                "options.attention_units: there is no device to part without limits.device_memory"
+            )
         if request.policy.cpu_attention:
-            raise UnsupportedError("policy.cpu_attention: without a device all attention is the host's: leave it out")
+            raise api.UnsupportedError(
+                "policy.cpu_attention: without a device all attention is the host's: leave it out"
+            )
         host = HostDevice()
         resources.callback(host.close)
         return HostBackend(request, host_kernels, host)
 
     def _loaded_runner(self) -> ModelRunner:
         if self._runner is None:
-            raise HarnessError("engine offload has no model loaded")
+            raise api.HarnessError("engine offload has no model loaded")
         return self._runner

@@ -163,8 +163,6 @@ class Executor:
             requests.append(request)
         return requests
 
-    # ------------------------------------------------------------- called inside a batch's greenlet, which they stop
-
     def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [rows, columns] times the transpose of a matrix, plus `bias`."""
         return torch.as_tensor(getcurrent().parent.switch(GemmRequest(matrix, x, bias)))

@@ -18,20 +18,7 @@ from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, SearchSpace, search
 from engines.planning.threads import compute_threads, limited
 from engines.planning.workload import Lengths, model_weight_bytes
-from harness.api import (
-    DTYPE_BYTES,
-    Dtype,
-    HardwareProfile,
-    HarnessError,
-    InfeasibleError,
-    LoadReport,
-    LocalModel,
-    MemoryLimit,
-    OffloadPolicy,
-    RunRecord,
-    RunSpec,
-    Status,
-)
+from harness import api
 
 #: The largest batch that `tune: max_batch` tries, and the most requests that are simulated.
 _MAX_BATCH, _MAX_SIMULATED = 4096, 4096
@@ -39,7 +26,7 @@ _MAX_BATCH, _MAX_SIMULATED = 4096, 4096
 _RATIOS = ("rows_per_pass", "disk_hidden")
 
 
-def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]) -> RunRecord:
+def simulate(spec: api.RunSpec, profile: api.HardwareProfile, lengths: Sequence[tuple[int, int]]) -> api.RunRecord:
     """The prediction for one cell. `lengths`: prompt and generated tokens of its requests, if they differ.
 
     A cell without a performance model, or that the model does not take, is skipped with the reason.
@@ -49,21 +36,21 @@ def simulate(spec: RunSpec, profile: HardwareProfile, lengths: Sequence[tuple[in
         engine_cost_model(spec.engine)
         job = spec.workload
         if job.kind == "task":
-            raise HarnessError(f"task {job.task}: the lengths of its examples are not known before they are read")
+            raise api.HarnessError(f"task {job.task}: the lengths of its examples are not known before they are read")
         if job.prompt_len + job.gen_len > shape.max_context:
-            raise HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
+            raise api.HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
                                f"{shape.max_context}")  # fmt: skip
-        dtype: Dtype = "bfloat16" if spec.model.dtype == "auto" else spec.model.dtype
-        model = LocalModel(spec.model.id, shape, DTYPE_BYTES[dtype] * shape.params_total, dtype, "")
+        dtype: api.Dtype = "bfloat16" if spec.model.dtype == "auto" else spec.model.dtype
+        model = api.LocalModel(spec.model.id, shape, api.DTYPE_BYTES[dtype] * shape.params_total, dtype, "")
         return _Cell(spec, model, limited(profile, spec.limits), lengths).record()
-    except HarnessError as exc:
-        status: Status = "infeasible" if isinstance(exc, InfeasibleError) else "skipped"
-        return RunRecord(spec, "", 0, status, str(exc), simulated=True)
+    except api.HarnessError as exc:
+        status: api.Status = "infeasible" if isinstance(exc, api.InfeasibleError) else "skipped"
+        return api.RunRecord(spec, "", 0, status, str(exc), simulated=True)
 
 
 def search_policy(
-    spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]]
-) -> RunSpec:
+    spec: api.RunSpec, model: api.LocalModel, profile: api.HardwareProfile, lengths: Sequence[tuple[int, int]]
+) -> api.RunSpec:
     """The cell with the best policy for it. Our engine keeps deciding where weights go.
 
     Raises HarnessError for what cannot be planned, InfeasibleError if nothing fits.
@@ -71,9 +58,9 @@ def search_policy(
     dtype = spec.policy.compute_dtype
     if dtype not in ("auto", profile.host.dtype):
         # the rates stay those of the profile's dtype, which hardly changes what is best; memory is this dtype's
-        profile = replace(profile, host=replace(profile.host, dtype=cast(Dtype, dtype)))
+        profile = replace(profile, host=replace(profile.host, dtype=cast(api.Dtype, dtype)))
     if spec.limits.device_memory is not None and profile.device is None:
-        raise HarnessError(
+        raise api.HarnessError(
             f"hardware {profile.name} has no device to search for: run harness calibrate where there is one"
         )
     host_attention = profile.device is None or not _has_sliding_window(model)
@@ -85,7 +72,7 @@ def search_policy(
     return replace(spec, policy=best, tune="none")
 
 
-def _has_sliding_window(model: LocalModel) -> bool:
+def _has_sliding_window(model: api.LocalModel) -> bool:
     """Whether the model's configuration sets a sliding window, which the host's attention beside a device lacks."""
     config = Path(model.path) / "config.json"
     return bool(model.path) and bool(json.loads(config.read_text()).get("sliding_window"))
@@ -95,8 +82,8 @@ class _Cell:
     """One cell on one machine. `host_attention`: a search may let the host attend beside a device."""
 
     def __init__(
-        self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: Sequence[tuple[int, int]],
-        host_attention: bool = True,
+        self, spec: api.RunSpec, model: api.LocalModel, profile: api.HardwareProfile,
+        lengths: Sequence[tuple[int, int]], host_attention: bool = True,
     ) -> None:  # fmt: skip
         self._attention = (False, True) if host_attention else (False,)
         self._spec = spec
@@ -104,7 +91,7 @@ class _Cell:
         self._profile = profile
         stages = max(1, profile.devices)
         if stages > 1 and spec.policy.schedule == "sweep":
-            raise HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
+            raise api.HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
         workload = spec.workload
         # so many requests of a longer job tell how long the others take
         most = max(_MAX_SIMULATED, spec.policy.block_size * steady_blocks(spec.policy))
@@ -119,9 +106,9 @@ class _Cell:
         )
         self._planner = planner_for(self._job, profile, engine_cost_model(spec.engine), stages)
         if spec.policy.schedule not in self._planner.engine.schedules:
-            raise HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
+            raise api.HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
 
-    def record(self) -> RunRecord:
+    def record(self) -> api.RunRecord:
         """Raises InfeasibleError with the missing bytes."""
         spec = self._spec
         if spec.tune == "max_batch":
@@ -129,26 +116,26 @@ class _Cell:
         else:
             policy, prediction = self._predicted(self.best() if spec.tune.startswith("search") else spec.policy)
         budget = spec.limits.host_memory
-        return RunRecord(
+        return api.RunRecord(
             spec, "", 0, "ok",
             load=self._load(policy, prediction.together),
             metrics=self._metrics(policy, prediction),
-            memory=MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True),
+            memory=api.MemoryLimit("predicted", 0, budget, budget, round(prediction.peak.host), True),
             trace=prediction.trace.events if prediction.trace else (),
             bound=prediction.bound,
             model=self._model,
             simulated=True,
         )  # fmt: skip
 
-    def _predicted(self, policy: OffloadPolicy, note: str = "") -> tuple[OffloadPolicy, Prediction]:
+    def _predicted(self, policy: api.OffloadPolicy, note: str = "") -> tuple[api.OffloadPolicy, Prediction]:
         """The policy with all fractions, and its prediction. Raises InfeasibleError with the missing bytes."""
         policy = self._planner.with_fractions(policy)
         prediction = self._planner.predict(policy)
         if missing := self._planner.missing(prediction):
-            raise InfeasibleError(f"infeasible on {self._profile.name}{note}: {shortage(missing)}", missing)
+            raise api.InfeasibleError(f"infeasible on {self._profile.name}{note}: {shortage(missing)}", missing)
         return policy, prediction
 
-    def best(self) -> OffloadPolicy:
+    def best(self) -> api.OffloadPolicy:
         """The policy that the search finds for the cell's schedule. Raises InfeasibleError if none fits."""
         policy, latency_s = self._spec.policy, self._spec.latency_s
         requests = self._spec.workload.num_requests
@@ -164,24 +151,24 @@ class _Cell:
         best = search(self._planner, space).best
         if best is None:
             late = "" if latency_s is None else f", or ends within {latency_s:g} s"
-            raise InfeasibleError(f"infeasible on {self._profile.name}: no batch fits{late}")
+            raise api.InfeasibleError(f"infeasible on {self._profile.name}: no batch fits{late}")
         return best.policy
 
-    def _largest_batch(self) -> tuple[OffloadPolicy, Prediction]:
+    def _largest_batch(self) -> tuple[api.OffloadPolicy, Prediction]:
         """As _predicted, of the largest batch that fits, in steps of a quarter, as a measured search takes them."""
         size = 1
         fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size), " even at batch 1")
-        with suppress(InfeasibleError):
+        with suppress(api.InfeasibleError):
             while (size := size + max(1, size // 4)) <= _MAX_BATCH:
                 fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size))
         return fitting
 
-    def _load(self, policy: OffloadPolicy, together: int) -> LoadReport:
+    def _load(self, policy: api.OffloadPolicy, together: int) -> api.LoadReport:
         shape = self._model.shape
         assert policy.weights is not None
         total = model_weight_bytes(shape, policy)
         device, host, disk = (int(fraction * total) for fraction in policy.weights)
-        return LoadReport(
+        return api.LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=together,
@@ -191,7 +178,7 @@ class _Cell:
             notes=(f"predicted for {self._profile.name}",),
         )
 
-    def _metrics(self, policy: OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:
+    def _metrics(self, policy: api.OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:
         """Metrics of the job's requests; a sweep has no phases."""
         requests = self._spec.workload.num_requests
         count = prediction.together * steady_blocks(policy) if requests == "auto" else requests

@@ -19,9 +19,6 @@ def ignore_events(phase: str, done: int, total: int) -> None:
     """An event sink for a worker whose progress is not shown."""
 
 
-# --------------------------------------------------------------------------- what a worker is asked to do
-
-
 @dataclass(frozen=True)
 class RunCell:
     """Load the cell's engine, warm up, generate and score under probes. Gives a `CellResult`.
@@ -109,9 +106,6 @@ Work = RunCell | MeasureIdle | PrepareModel | MeasureMachine | CalibrateHost | A
 EngineWork = RunCell | MeasureIdle
 
 
-# --------------------------------------------------------------------------- what it gives back
-
-
 @dataclass(frozen=True)
 class CellResult:
     """What a worker measured of a cell: as far as it came, where it failed."""
@@ -152,9 +146,6 @@ class Outcome:
     counts_page_cache: bool = False
     log_tail: str = "(none)"
     refusal: Refusal | None = None
-
-
-# --------------------------------------------------------------------------- where it runs
 
 
 @dataclass(frozen=True)

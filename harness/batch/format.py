@@ -141,9 +141,6 @@ def refusal(number: int, id_: str | None, message: str) -> dict[str, Any]:
     return {"line": number, "custom_id": id_, "response": None, "error": error}
 
 
-# --------------------------------------------------------------------------- reading
-
-
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         data = json.loads(raw.decode("utf-8"))
@@ -211,9 +208,6 @@ def _line(
 
 def _plain(content: str | list[_Text]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-# --------------------------------------------------------------------------- writing
 
 
 def _completion_choice(

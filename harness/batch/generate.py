@@ -71,9 +71,6 @@ def _engine_errors(engine: str) -> Iterator[None]:
         raise HarnessError(f"engine {engine} failed ({refusal.status}): {refusal.reason}") from exc
 
 
-# --------------------------------------------------------------------------- what can be run
-
-
 def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
     """Refuses the lines that are longer than the engine's memory plan admits, if it has one; planning loads nothing.
 
@@ -132,9 +129,6 @@ def _report(refused: Sequence[Refused], source: Path, progress: Progress) -> Non
         progress.note(f"{source}:{item.number}: {item.reason}")
     if len(refused) > _REPORTED:
         progress.note(f"... and {len(refused) - _REPORTED} more lines that cannot be run")
-
-
-# --------------------------------------------------------------------------- from requests to answers
 
 
 def _generate(engine: Engine, lines: Lines, model: str, text: Text, output: AnswerFile, progress: Progress) -> None:

@@ -76,9 +76,6 @@ def plan(run: Path | None, as_json: bool, **options: Any) -> None:
         _print_plan(made)
 
 
-# --------------------------------------------------------------------------- a plan
-
-
 def _print_plan(plan: Mapping[str, Any]) -> None:
     from harness.api import RESOURCE_WORDS
 
@@ -122,9 +119,6 @@ def _duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 3600:.3g} h"
-
-
-# --------------------------------------------------------------------------- an explanation
 
 
 def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> None:

@@ -9,37 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from harness import registry
-from harness.api import (
-    Accuracy,
-    AskTask,
-    CalibrateHost,
-    CellResult,
-    Exchange,
-    HardwareLimits,
-    HarnessError,
-    JudgeTask,
-    Launcher,
-    LaunchRequest,
-    LaunchResult,
-    LocalModel,
-    MachineRates,
-    MeasureIdle,
-    MeasureMachine,
-    MemoryLimit,
-    ModelSpec,
-    Outcome,
-    PrepareModel,
-    Refusal,
-    RunCell,
-    RunSpec,
-    Sandbox,
-    Work,
-    WorkerRequest,
-    from_json,
-    ignore_events,
-    to_json,
-)
+from harness import api, registry
 from harness.common.classify import classify
 from harness.hardware import provenance
 from harness.launchers.kept import KeptAnswers
@@ -67,8 +37,8 @@ class CellLauncher:
         self._places = places
         self._idle: dict[str, int] = {}
         self._helper = ProcessSandbox()
-        self._launchers: dict[str, Launcher] = {}
-        self._sandboxes: dict[str, Sandbox] = {}
+        self._launchers: dict[str, api.Launcher] = {}
+        self._sandboxes: dict[str, api.Sandbox] = {}
         sweep_stale_groups()
 
     def ready(self, names: Iterable[str]) -> None:
@@ -76,71 +46,73 @@ class CellLauncher:
         for name in names:
             self._launchers[name] = registry.make_launcher(name, self._cache)
 
-    def environment(self, spec: RunSpec, exchange: Exchange) -> Mapping[str, str]:
+    def environment(self, spec: api.RunSpec, exchange: api.Exchange) -> Mapping[str, str]:
         """What identifies the packages that a cell's engine runs with. Raises Refusal where it has none."""
         sandbox = self._sandbox(spec, exchange)
         versions = sandbox.identity() or provenance.package_versions(registry.engine_entry(spec.engine).requires)
         return {**versions, **self.inherited(spec, sandbox)}
 
-    def inherited(self, spec: RunSpec, sandbox: Sandbox) -> Mapping[str, str]:
+    def inherited(self, spec: api.RunSpec, sandbox: api.Sandbox) -> Mapping[str, str]:
         """Settings that reach the engine from the user's environment and that the cell does not decide."""
         if not sandbox.inherits_environment:
             return {}
         ours = settings(spec.limits.threads, spec.limits.gpu)
         return {name: self.scrub(value) for name, value in provenance.settings().items() if name not in ours}
 
-    def _sandbox(self, spec: RunSpec, exchange: Exchange) -> Sandbox:
+    def _sandbox(self, spec: api.RunSpec, exchange: api.Exchange) -> api.Sandbox:
         """The sandbox of a cell's engine, made ready once."""
         key = f"{spec.launcher} {spec.image} {spec.engine}"
         if key not in self._sandboxes:
             try:
                 self._sandboxes[key] = self._launchers[spec.launcher].sandbox(spec, exchange)
-            except HarnessError as exc:
+            except api.HarnessError as exc:
                 raise self._scrubbed(classify(exc)) from exc
         return self._sandboxes[key]
 
-    def launch(self, request: LaunchRequest) -> LaunchResult:
+    def launch(self, request: api.LaunchRequest) -> api.LaunchResult:
         """How one launch ended, whatever the engine did. KeyboardInterrupt passes once the worker is gone."""
         started_at = provenance.now()
         try:
             sandbox = self._sandbox(request.spec, request.exchange)
             idle = self._idle_bytes(sandbox, request) if request.spec.limits.host_memory is not None else 0
             questions = self._questions(request) if request.spec.workload.kind == "task" else None
-        except Refusal as exc:
-            return LaunchResult(exc.status, exc.reason, started_at)
+        except api.Refusal as exc:
+            return api.LaunchResult(exc.status, exc.reason, started_at)
         kept = KeptAnswers(request, questions)
         launch = kept.read() or self._run(sandbox, request, questions, idle)
         if launch.status != "ok" or questions is None:
             return launch
         kept.write(launch)
-        judge_task = JudgeTask(self._task(request, questions), launch.measured.answers)
+        judge_task = api.JudgeTask(self._task(request, questions), launch.measured.answers)
         try:
-            accuracy = self._help(Accuracy, judge_task, request.exchange, "no judgement")
-        except Refusal as exc:
+            accuracy = self._help(api.Accuracy, judge_task, request.exchange, "no judgement")
+        except api.Refusal as exc:
             reason = f"its answers were not judged, and are kept until it runs again: {exc.reason}"
             return replace(launch, status=exc.status, reason=reason)
         kept.drop()
         return replace(launch, accuracy=accuracy)
 
-    def _run(self, sandbox: Sandbox, request: LaunchRequest, questions: Path | None, idle: int) -> LaunchResult:
+    def _run(
+        self, sandbox: api.Sandbox, request: api.LaunchRequest, questions: Path | None, idle: int
+    ) -> api.LaunchResult:
         """The launch itself, within the cell's limits."""
         spec, budget = request.spec, request.spec.limits.host_memory
         limit = None if budget is None else idle + budget
-        work = RunCell(spec, request.model, self._cache, time.time(), questions)
+        work = api.RunCell(spec, request.model, self._cache, time.time(), questions)
         started_at, start = provenance.now(), time.monotonic()
         outcome = sandbox.run(self._engine_request(work, request.exchange, spec.timeout_s, limit))
         wall_s = round(time.monotonic() - start, 3)
         refusal = judge(outcome, spec.timeout_s, limit)
-        measured = CellResult()
+        measured = api.CellResult()
         if outcome.result and outcome.result.value is not None:
-            measured = from_json(CellResult, outcome.result.value)
-        return LaunchResult(
+            measured = api.from_json(api.CellResult, outcome.result.value)
+        return api.LaunchResult(
             status=refusal.status if refusal else "ok",
             reason=self.scrub(refusal.reason) if refusal else "",
             started_at=started_at,
             wall_s=wall_s,
             measured=measured,
-            memory=MemoryLimit(
+            memory=api.MemoryLimit(
                 outcome.cap_method, idle, budget, limit, outcome.peak_bytes, outcome.counts_page_cache
             ),
             provenance={"packages": measured.packages, "settings": self.inherited(spec, sandbox)}
@@ -152,49 +124,51 @@ class CellLauncher:
         """`text` without the folders of this machine."""
         return provenance.scrub(text, self._places)
 
-    def _scrubbed(self, refusal: Refusal) -> Refusal:
-        return Refusal(refusal.status, self.scrub(refusal.reason))
+    def _scrubbed(self, refusal: api.Refusal) -> api.Refusal:
+        return api.Refusal(refusal.status, self.scrub(refusal.reason))
 
-    def prepare(self, engine: str, model: ModelSpec, exchange: Exchange) -> LocalModel:
+    def prepare(self, engine: str, model: api.ModelSpec, exchange: api.Exchange) -> api.LocalModel:
         """Makes a model ready, outside any limit and any timing. Raises Refusal where it cannot be."""
-        work = PrepareModel(engine, model, self._cache)
-        return self._help(LocalModel, work, exchange, "the model could not be prepared")
+        work = api.PrepareModel(engine, model, self._cache)
+        return self._help(api.LocalModel, work, exchange, "the model could not be prepared")
 
     def measure_machine(
-        self, model: LocalModel, dtypes: Iterable[str], limits: HardwareLimits, exchange: Exchange
-    ) -> MachineRates:
+        self, model: api.LocalModel, dtypes: Iterable[str], limits: api.HardwareLimits, exchange: api.Exchange
+    ) -> api.MachineRates:
         """Disk bandwidth on the model's files, and GEMM rates at its shape on the threads or the device of `limits`, as
         they are now; empty where they cannot be measured."""
         kinds = tuple(sorted({"float32", model.dtype, *dtypes} - {"auto"}))
         shape, gpu = (model.shape.hidden, model.shape.ffn), limits.gpu
-        work = MeasureMachine(Path(model.path), shape, kinds, limits.threads, gpu)
-        exchange = replace(exchange, on_event=ignore_events)
-        request = WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=limits.threads, gpu=gpu)
+        work = api.MeasureMachine(Path(model.path), shape, kinds, limits.threads, gpu)
+        exchange = replace(exchange, on_event=api.ignore_events)
+        request = api.WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=limits.threads, gpu=gpu)
         result = self._helper.run(request).result
-        rates = from_json(MachineRates, result.value) if result and result.value is not None else MachineRates()
+        rates = (
+            api.from_json(api.MachineRates, result.value) if result and result.value is not None else api.MachineRates()
+        )
         return replace(rates, measured_at=provenance.now())
 
-    def calibrate(self, exchange: Exchange) -> None:
+    def calibrate(self, exchange: api.Exchange) -> None:
         """Leaves a quick profile of this host in the cache. Raises Refusal where it cannot."""
-        request = WorkerRequest(CalibrateHost(self._cache), exchange, _HELPER_TIMEOUT_S)
+        request = api.WorkerRequest(api.CalibrateHost(self._cache), exchange, _HELPER_TIMEOUT_S)
         if refusal := judge(self._helper.run(request), _HELPER_TIMEOUT_S, None):
-            raise Refusal("error", f"this host could not be measured: {self.scrub(refusal.reason)}")
+            raise api.Refusal("error", f"this host could not be measured: {self.scrub(refusal.reason)}")
 
-    def _questions(self, request: LaunchRequest) -> Path:
+    def _questions(self, request: api.LaunchRequest) -> Path:
         """The file of a task's questions, made once for all cells that ask the same model the same."""
         spec, model = request.spec, request.model
-        key = json.dumps([to_json(spec.workload), spec.seed, model.digest, spec.engine, str(request.data)])
+        key = json.dumps([api.to_json(spec.workload), spec.seed, model.digest, spec.engine, str(request.data)])
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
         path = request.exchange.folder.parent / "questions" / name
         if not path.exists():
             self._help(type(None), self._task(request, path), request.exchange, "the task could not be read")
         return path
 
-    def _task(self, request: LaunchRequest, questions: Path) -> AskTask:
+    def _task(self, request: api.LaunchRequest, questions: Path) -> api.AskTask:
         data = None if request.data is None else request.data.resolve()
-        return AskTask(request.spec, request.model, self._cache, data, questions)
+        return api.AskTask(request.spec, request.model, self._cache, data, questions)
 
-    def _idle_bytes(self, sandbox: Sandbox, request: LaunchRequest) -> int:
+    def _idle_bytes(self, sandbox: api.Sandbox, request: api.LaunchRequest) -> int:
         """Anonymous memory of the engine's process after it ran a negligible model, measured once an engine.
 
         File-backed pages are left out: shared libraries that are cached already are not charged to the cell. Raises
@@ -202,49 +176,49 @@ class CellLauncher:
         """
         spec, model = request.spec, request.model
         place = [spec.launcher, spec.image, spec.limits.threads, spec.limits.gpu]
-        engine = [spec.engine, to_json(spec.options), model.dtype, model.shape.family]
+        engine = [spec.engine, api.to_json(spec.options), model.dtype, model.shape.family]
         kernels = [spec.policy.compute_dtype, spec.policy.weight_bits, spec.policy.kv_bits]
         key = json.dumps([*place, *engine, *kernels])
         if key not in self._idle:
-            exchange = replace(request.exchange, on_event=ignore_events)
+            exchange = replace(request.exchange, on_event=api.ignore_events)
             tiny = None
             if model.path:
-                small = ModelSpec(registry.shapes().tiny(model.shape.family), "dummy", model.dtype)
+                small = api.ModelSpec(registry.shapes().tiny(model.shape.family), "dummy", model.dtype)
                 tiny = self.prepare(spec.engine, small, exchange)
-            work = self._engine_request(MeasureIdle(spec, tiny, self._cache), exchange, _HELPER_TIMEOUT_S, None)
+            work = self._engine_request(api.MeasureIdle(spec, tiny, self._cache), exchange, _HELPER_TIMEOUT_S, None)
             self._idle[key] = self._value(int, sandbox, work, "its idle footprint could not be measured")
         return self._idle[key]
 
     @staticmethod
     def _engine_request(
-        work: RunCell | MeasureIdle, exchange: Exchange, timeout_s: float, limit: int | None
-    ) -> WorkerRequest:
+        work: api.RunCell | api.MeasureIdle, exchange: api.Exchange, timeout_s: float, limit: int | None
+    ) -> api.WorkerRequest:
         limits = work.spec.limits
-        return WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu)
+        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu)
 
-    def _help(self, kind: type[T], work: Work, exchange: Exchange, failed: str) -> T:
+    def _help(self, kind: type[T], work: api.Work, exchange: api.Exchange, failed: str) -> T:
         """What a helper's work gives, of type `kind`; see `_value`."""
-        return self._value(kind, self._helper, WorkerRequest(work, exchange, _PREPARE_TIMEOUT_S), failed)
+        return self._value(kind, self._helper, api.WorkerRequest(work, exchange, _PREPARE_TIMEOUT_S), failed)
 
-    def _value(self, kind: type[T], sandbox: Sandbox, request: WorkerRequest, failed: str) -> T:
+    def _value(self, kind: type[T], sandbox: api.Sandbox, request: api.WorkerRequest, failed: str) -> T:
         """What a worker gives, of type `kind`. Raises Refusal, its reason beginning with `failed` where the worker ran
         out of time or memory."""
         outcome = sandbox.run(request)
         if refusal := judge_helper(outcome, request.timeout_s, failed):
             raise self._scrubbed(refusal)
         assert outcome.result is not None
-        return from_json(kind, outcome.result.value)
+        return api.from_json(kind, outcome.result.value)
 
 
-def judge_helper(outcome: Outcome, timeout_s: float, failed: str) -> Refusal | None:
+def judge_helper(outcome: api.Outcome, timeout_s: float, failed: str) -> api.Refusal | None:
     """As `judge`. A helper that takes too long or too much says nothing about the cell, which may be tried again."""
     refusal = judge(outcome, timeout_s, None)
     if refusal and refusal.status in ("timeout", "oom_host", "oom_device"):
-        return Refusal("error", f"{failed}: {refusal.reason}")
+        return api.Refusal("error", f"{failed}: {refusal.reason}")
     return refusal
 
 
-def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> Refusal | None:
+def judge(outcome: api.Outcome, timeout_s: float, limit: int | None) -> api.Refusal | None:
     """Why an outcome is no success, None where it is one.
 
     From the evidence in this order: the kernel's count of OOM kills, the clock, the worker's word, its exit code.
@@ -254,14 +228,14 @@ def judge(outcome: Outcome, timeout_s: float, limit: int | None) -> Refusal | No
     result = outcome.result
     if outcome.oom_kills and (result is None or result.status != "ok"):
         where = "for want of memory outside the cell" if limit is None else f"at its limit of {limit / 2**20:.0f} MiB"
-        return Refusal("oom_host", f"killed {where} ({outcome.oom_kills} OOM kills)")
+        return api.Refusal("oom_host", f"killed {where} ({outcome.oom_kills} OOM kills)")
     if outcome.timed_out:
-        return Refusal("timeout", f"not done after {timeout_s:.0f} s")
+        return api.Refusal("timeout", f"not done after {timeout_s:.0f} s")
     if result is not None:
-        return None if result.status == "ok" else Refusal(result.status, result.reason)
+        return None if result.status == "ok" else api.Refusal(result.status, result.reason)
     if outcome.exit_code == EXIT_DISK_FULL:
-        return Refusal("disk_full", "no space left for the worker's result; free space where the cache is")
+        return api.Refusal("disk_full", "no space left for the worker's result; free space where the cache is")
     code = outcome.exit_code
     died = -code in {s.value for s in signal.Signals}
     end = f"died of {signal.Signals(-code).name}" if died else f"exited with {code}"
-    return Refusal("error", f"worker {end}; last log lines: {outcome.log_tail}")
+    return api.Refusal("error", f"worker {end}; last log lines: {outcome.log_tail}")

@@ -9,21 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import registry
-from harness.api import (
-    Exchange,
-    Forecast,
-    HardwareProfile,
-    HarnessError,
-    LaunchRequest,
-    LaunchResult,
-    LocalModel,
-    MachineRates,
-    ModelSpec,
-    Refusal,
-    RunRecord,
-    RunSpec,
-)
+from harness import api, registry
 from harness.common.classify import classify
 from harness.common.files import file_digest, is_there
 from harness.hardware import LocalProfile, provenance
@@ -62,22 +48,22 @@ class Runner:
         self._progress = progress
         self._data = data
         self._store = Store(out)
-        self._models: dict[tuple[str, ModelSpec], LocalModel | Refusal] = {}
+        self._models: dict[tuple[str, api.ModelSpec], api.LocalModel | api.Refusal] = {}
         self._digests: dict[str, str] = {}
-        self._machine: dict[tuple[str, int | None, bool], tuple[float, MachineRates | None]] = {}
+        self._machine: dict[tuple[str, int | None, bool], tuple[float, api.MachineRates | None]] = {}
         self._profile = LocalProfile(cache)
         self._places = self._named_places()
         self._records = RecordBuilder(selection.command, self._places)
         self._dropped: set[str] = set()
 
-    def run(self, fresh: bool = False) -> list[RunRecord]:
+    def run(self, fresh: bool = False) -> list[api.RunRecord]:
         """Runs what is not done yet and returns the last record of every launch of the cells.
 
         Raises HarnessError for what stops the whole run, KeyboardInterrupt after recording the cell in flight.
         """
         cells = self._selection.cells
         if twins := find_twins(cells):
-            raise HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
+            raise api.HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
         self._store.open(fresh)
         try:
             for kept in (self._out / "logs").glob("*.answers.json") if fresh else ():
@@ -132,10 +118,10 @@ class Runner:
         the models, wherever results go; named after the results folder, which no other harness has open."""
         return self._cache.resolve() / "work" / hashlib.sha256(os.fsencode(self._out.resolve())).hexdigest()[:12]
 
-    def _exchange(self, cell: RunSpec, name: str) -> Exchange:
-        return Exchange(self._work / name, self._out.resolve() / "logs" / f"{cell.name}.log", self._progress.event)
+    def _exchange(self, cell: api.RunSpec, name: str) -> api.Exchange:
+        return api.Exchange(self._work / name, self._out.resolve() / "logs" / f"{cell.name}.log", self._progress.event)
 
-    def _carry_over(self, cells: Sequence[RunSpec]) -> dict[tuple[str, int], RunRecord]:
+    def _carry_over(self, cells: Sequence[api.RunSpec]) -> dict[tuple[str, int], api.RunRecord]:
         """Records that settle launches of `cells`. Reports read records: one whose labels changed is written anew."""
         current = {c.fingerprint(): c for c in cells}
         done = {}
@@ -149,7 +135,7 @@ class Runner:
             done[key] = record
         return done
 
-    def _has_this_data(self, record: RunRecord) -> bool:
+    def _has_this_data(self, record: api.RunRecord) -> bool:
         """Whether the files that a task was made from are what the folder of data holds now."""
         if self._data is None or record.accuracy is None:
             return True
@@ -161,11 +147,11 @@ class Runner:
         draft = Draft(step.cell, step.repeat)
         try:
             record = self._measure(step, draft)
-        except Refusal as exc:
+        except api.Refusal as exc:
             record = self._records.refused(step.cell, draft, exc)
         except KeyboardInterrupt:
             self._append(
-                step, self._records.refused(step.cell, draft, Refusal("interrupted", "interrupted by the user"))
+                step, self._records.refused(step.cell, draft, api.Refusal("interrupted", "interrupted by the user"))
             )
             raise
         self._append(step, record)
@@ -175,25 +161,27 @@ class Runner:
             for repeated in again:
                 self._step(repeated)
 
-    def _drop_repeats(self, cell: RunSpec, later: Sequence[Step]) -> None:
+    def _drop_repeats(self, cell: api.RunSpec, later: Sequence[Step]) -> None:
         """Tells how much shorter the run became, if `cell` will not be repeated."""
         if cell.fingerprint() in self._dropped:
             for step in later:
                 if step.cell == cell:
                     self._progress.dropped(step)
 
-    def _append(self, step: Step, record: RunRecord) -> None:
+    def _append(self, step: Step, record: api.RunRecord) -> None:
         self._store.append(record)
         if record.status in _NOT_REPEATED:
             self._dropped.add(record.fingerprint)
         self._progress.finished(step, record)
 
-    def _measure(self, step: Step, draft: Draft) -> RunRecord:
+    def _measure(self, step: Step, draft: Draft) -> api.RunRecord:
         """Everything that leads to one record: model, batch, machine rates, launch, bound. Raises Refusal."""
         cell = step.cell
         model = self._model(step)
         if self._digests.get(cell.fingerprint(), model.digest) != model.digest:
-            raise HarnessError(f"model {cell.model.id} changed since {cell.name} was measured; --fresh measures it all")
+            raise api.HarnessError(
+                f"model {cell.model.id} changed since {cell.name} was measured; --fresh measures it all"
+            )
         draft.settled = self._searched(step, model)
         draft.model = model
         if draft.settled.tune != "none":
@@ -203,7 +191,7 @@ class Runner:
         launch = self._launch(draft.settled, step, model)
         return self._records.build(cell, draft, launch, partial(self._forecast, step))
 
-    def _searched(self, step: Step, model: LocalModel) -> RunSpec:
+    def _searched(self, step: Step, model: api.LocalModel) -> api.RunSpec:
         """The cell with the policy that its search finds; the cell itself where none is searched."""
         cell = step.cell
         if not cell.tune.startswith("search"):
@@ -211,10 +199,10 @@ class Runner:
         try:
             host = self._host(step)
             return registry.simulator().search_policy(cell, model, host, registry.lengths(cell.workload))
-        except HarnessError as exc:
+        except api.HarnessError as exc:
             raise classify(exc) from exc
 
-    def _settle_batch(self, step: Step, draft: Draft, model: LocalModel) -> None:
+    def _settle_batch(self, step: Step, draft: Draft, model: api.LocalModel) -> None:
         """Settles the largest batch. Raises Refusal where none survives."""
         searched = self._batches.settle(step, model, self._exchange(step.cell, "environment"))
         draft.tuning = searched.trials
@@ -224,9 +212,9 @@ class Runner:
         statuses = ", ".join(f"batch {t.gpu_batch_size}: {t.status}" for t in searched.trials)
         last = searched.trials[-1]
         status = last.status if last.status in (*_NO_MEMORY, *_NOT_REPEATED) else "skipped"
-        raise Refusal(status, f"no batch survives ({statuses}); {last.reason}")
+        raise api.Refusal(status, f"no batch survives ({statuses}); {last.reason}")
 
-    def _forecast(self, step: Step, record: RunRecord) -> Forecast | None:
+    def _forecast(self, step: Step, record: api.RunRecord) -> api.Forecast | None:
         """What the performance model says of a launch, by this host's profile."""
         if record.spec.workload.kind == "task" or not registry.engine_entry(record.spec.engine).predicted:
             return None
@@ -236,7 +224,7 @@ class Runner:
             self._progress.note(f"{record.spec.name}: not predicted: {exc}")
             return None
 
-    def _host(self, step: Step) -> HardwareProfile:
+    def _host(self, step: Step) -> api.HardwareProfile:
         """The profile of this host; measured, quickly, where there is none yet. Raises HarnessError."""
 
         def measure() -> None:
@@ -245,17 +233,17 @@ class Runner:
 
         return self._profile.get(measure)
 
-    def _launch(self, spec: RunSpec, step: Step, model: LocalModel) -> LaunchResult:
+    def _launch(self, spec: api.RunSpec, step: Step, model: api.LocalModel) -> api.LaunchResult:
         if model.path:
             try:
                 registry.model_store().evict(model.path)
             except OSError as exc:
                 reason = f"cannot read {exc.filename or 'the model'}: {exc.strerror}; make it readable"
-                return LaunchResult("error", self._launcher.scrub(reason), provenance.now())
+                return api.LaunchResult("error", self._launcher.scrub(reason), provenance.now())
         exchange = self._exchange(spec, f"{spec.name}-{step.repeat}")
-        return self._launcher.launch(LaunchRequest(spec, step.repeat, model, exchange, self._data))
+        return self._launcher.launch(api.LaunchRequest(spec, step.repeat, model, exchange, self._data))
 
-    def _model(self, step: Step) -> LocalModel:
+    def _model(self, step: Step) -> api.LocalModel:
         """The cell's model on this machine, made ready once. Raises Refusal, the same every time."""
         engine, spec = step.cell.engine, step.cell.model
         key = (registry.engine_entry(engine).builtin_model, spec)
@@ -263,14 +251,14 @@ class Runner:
             self._progress.started(step, f"preparing {spec.id}")
             try:
                 self._models[key] = self._launcher.prepare(engine, spec, self._exchange(step.cell, "prepare"))
-            except Refusal as exc:
+            except api.Refusal as exc:
                 self._models[key] = exc
         model = self._models[key]
-        if isinstance(model, Refusal):
+        if isinstance(model, api.Refusal):
             raise model
         return model
 
-    def _machine_rates(self, step: Step, model: LocalModel) -> MachineRates | None:
+    def _machine_rates(self, step: Step, model: api.LocalModel) -> api.MachineRates | None:
         """Rates measured at most a minute before the launch, so that they drift with what they bound."""
         if not self._suite.machine_probe or not model.path:
             return None

@@ -22,35 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import registry
-from harness.api import (
-    AskTask,
-    CalibrateHost,
-    Capabilities,
-    CellResult,
-    Engine,
-    GenerationRequest,
-    HardwareLimits,
-    HarnessError,
-    Job,
-    JudgeTask,
-    LoadReport,
-    MachineRates,
-    MeasureIdle,
-    MeasureMachine,
-    Measurement,
-    Phase,
-    PrepareModel,
-    Probe,
-    Refusal,
-    RunCell,
-    RunSpec,
-    Work,
-    WorkerResult,
-    WorkloadSpec,
-    from_json,
-    to_json,
-)
+from harness import api, registry
 from harness.api.machine import mean_cached_length
 from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
@@ -93,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     _end_with(request["parent"], request["longest_s"])
     result = _done(folder, request["kind"], request["work"])
     try:
-        replace_with(folder / RESULT, json.dumps(to_json(result), allow_nan=False))
+        replace_with(folder / RESULT, json.dumps(api.to_json(result), allow_nan=False))
     except OSError as exc:
         if exc.errno not in DISK_FULL:
             raise
@@ -110,7 +82,7 @@ def _end_with(parent: int, longest_s: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _idle(folder: Path, work: MeasureIdle) -> int:
+def _idle(folder: Path, work: api.MeasureIdle) -> int:
     """Bytes held by an engine's process after it has loaded, run and closed a negligible model.
 
     By then memory holds everything that is imported or set up on first use, but no weights.
@@ -122,17 +94,17 @@ def _idle(folder: Path, work: MeasureIdle) -> int:
         scratch = folder / "scratch"
         scratch.mkdir()
         policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the footprint must not depend on it
-        job = Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
-        limits = HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
+        job = api.Job(scratch, work.cache, max_sequence=8, mean_sequence=6)
+        limits = api.HardwareLimits(device_memory=spec.limits.device_memory, threads=spec.limits.threads)
         load = engine.load(work.model, policy, limits, job)
-        tiny = registry.workload(WorkloadSpec(prompt_len=4, gen_len=4))
+        tiny = registry.workload(api.WorkloadSpec(prompt_len=4, gen_len=4))
         list(engine.generate(tiny.requests(load.vocab, load.block_size, 0)))
         engine.close()
         gc.collect()
     return held_bytes()
 
 
-def _measure_machine(work: MeasureMachine) -> MachineRates:
+def _measure_machine(work: api.MeasureMachine) -> api.MachineRates:
     """Measures disk bandwidth and GEMM rates now."""
     disk, rates = tuple(sequential_read_rates(work.folder)), registry.machine_rates()
     copies: Sequence[float] = ()
@@ -141,41 +113,41 @@ def _measure_machine(work: MeasureMachine) -> MachineRates:
     else:
         flops = rates.gemm_rates(work.dtypes, _PROBED_ROWS, *work.gemm_shape, work.threads)
     samples = {dtype: {rows: tuple(each) for rows, each in curve.items()} for dtype, curve in flops.items()}
-    return MachineRates(disk, work.gemm_shape, samples, h2d=tuple(copies))
+    return api.MachineRates(disk, work.gemm_shape, samples, h2d=tuple(copies))
 
 
-def _done(folder: Path, kind: str, body: object) -> WorkerResult:
+def _done(folder: Path, kind: str, body: object) -> api.WorkerResult:
     """Does the work given as JSON; the result holds status and reason if the work ended in an error."""
     try:
-        work = from_json(WORK[kind], body)
-        if isinstance(work, RunCell):
+        work = api.from_json(WORK[kind], body)
+        if isinstance(work, api.RunCell):
             return _Run(folder, work).result()
-        return WorkerResult("ok", value=_help(folder, work))
+        return api.WorkerResult("ok", value=_help(folder, work))
     except Exception as exc:
-        if not isinstance(exc, HarnessError):
+        if not isinstance(exc, api.HarnessError):
             traceback.print_exc()
         refusal = classify(exc)
-        return WorkerResult(refusal.status, refusal.reason)
+        return api.WorkerResult(refusal.status, refusal.reason)
 
 
-def _help(folder: Path, work: Work) -> object:
+def _help(folder: Path, work: api.Work) -> object:
     """Does a helper's work and returns its value; see harness.api.launcher."""
     match work:
-        case MeasureIdle():
+        case api.MeasureIdle():
             return _idle(folder, work)
-        case PrepareModel():
+        case api.PrepareModel():
             show = partial(Events(folder).emit, "prepare")
             return registry.prepare_model(work.engine, work.model, work.cache, show)
-        case MeasureMachine():
+        case api.MeasureMachine():
             return _measure_machine(work)
-        case CalibrateHost():
+        case api.CalibrateHost():
             from harness.hardware import calibration  # imported here because no launch needs it
 
             events = Events(folder)
             calibration.calibrate(None, True, work.cache, lambda what: events.emit(f"measuring {what}"))
-        case AskTask():
+        case api.AskTask():
             ask(work, partial(Events(folder).emit, "reading the task"))
-        case JudgeTask():
+        case api.JudgeTask():
             return judge(work)
     return None
 
@@ -183,26 +155,30 @@ def _help(folder: Path, work: Work) -> object:
 class _Run:
     """One launch: load, warm up, generate and score under probes, check, and report how it ended."""
 
-    def __init__(self, folder: Path, work: RunCell) -> None:
+    def __init__(self, folder: Path, work: api.RunCell) -> None:
         self._folder = folder
         self._work = work
         self._spec = work.spec
         self._events = Events(folder)
-        self._measurements: list[Measurement] = []
-        self._measured = CellResult()
+        self._measurements: list[api.Measurement] = []
+        self._measured = api.CellResult()
 
-    def result(self) -> WorkerResult:
+    def result(self) -> api.WorkerResult:
         """Never raises for an engine's failure. A killed worker leaves no result, and the launcher classifies that."""
         refusal = None
         try:
             self._run()
         except KeyboardInterrupt:
-            refusal = Refusal("interrupted", "interrupted")
+            refusal = api.Refusal("interrupted", "interrupted")
         except Exception as exc:
             traceback.print_exc()
             refusal = classify(exc)
         measured = replace(self._measured, measurements=tuple(self._measurements))
-        return WorkerResult(refusal.status, refusal.reason, measured) if refusal else WorkerResult("ok", value=measured)
+        return (
+            api.WorkerResult(refusal.status, refusal.reason, measured)
+            if refusal
+            else api.WorkerResult("ok", value=measured)
+        )
 
     def _note(self, **measured: Any) -> None:
         """Adds to the measured result, which a later failure does not lose."""
@@ -242,7 +218,7 @@ class _Run:
             figures = scored_metrics(len(pairs), tokens, scored - generated, padding) | figures
         self._note(requests=tuple(traces), trace=trace.events, metrics=figures | dict(trace.metrics) | times)
 
-    def _load(self, engine: Engine, capabilities: Capabilities, questions: Questions | None) -> LoadReport:
+    def _load(self, engine: api.Engine, capabilities: api.Capabilities, questions: Questions | None) -> api.LoadReport:
         self._events.emit("load")
         spec = self._spec
         capabilities.require_device(spec)
@@ -253,24 +229,24 @@ class _Run:
         else:
             own = (spec.workload.prompt_len, spec.workload.gen_len)
             longest, mean = sum(own), mean_cached_length(registry.lengths(spec.workload) or [own])
-        job = Job(scratch, self._work.cache, longest, mean, partial(self._events.emit, "load"))
+        job = api.Job(scratch, self._work.cache, longest, mean, partial(self._events.emit, "load"))
         with self._probed("load"):
             load = engine.load(self._work.model, spec.policy, spec.limits, job)
         self._note(load=load)
         return load
 
-    def _warm_up(self, engine: Engine, load: LoadReport) -> None:
+    def _warm_up(self, engine: api.Engine, load: api.LoadReport) -> None:
         """Runs every layer and reads every weight once, by one short request per warm-up."""
         spec = self._spec
-        short = registry.workload(WorkloadSpec(prompt_len=min(8, spec.workload.prompt_len), gen_len=1))
+        short = registry.workload(api.WorkloadSpec(prompt_len=min(8, spec.workload.prompt_len), gen_len=1))
         for round_ in range(spec.warmup):
             self._events.emit("warmup", round_, spec.warmup)
             list(engine.generate(short.requests(load.vocab, 1, spec.seed + 1 + round_)))
 
     @contextmanager
-    def _probed(self, phase: Phase) -> Iterator[None]:
+    def _probed(self, phase: api.Phase) -> Iterator[None]:
         """Runs all probes around one phase; the device's only where the cell uses one."""
-        probes: list[Probe] = [EnergyProbe(), CpuProbe(), DiskProbe(), MemoryProbe()]
+        probes: list[api.Probe] = [EnergyProbe(), CpuProbe(), DiskProbe(), MemoryProbe()]
         probes += [GpuProbe()] if self._spec.limits.gpu else []
         with ExitStack() as running:
             for probe in probes:
@@ -278,17 +254,19 @@ class _Run:
                 running.enter_context(probe)
             start = time.perf_counter()
             running.callback(
-                lambda: self._measurements.append(Measurement("wall_s", "s", (time.perf_counter() - start,), phase))
+                lambda: self._measurements.append(api.Measurement("wall_s", "s", (time.perf_counter() - start,), phase))
             )
             yield
 
 
-def _requests(spec: RunSpec, load: LoadReport) -> list[GenerationRequest]:
+def _requests(spec: api.RunSpec, load: api.LoadReport) -> list[api.GenerationRequest]:
     """The requests of a workload: the cell's `num_requests`, or as many as a steady state takes with `auto`."""
     workload = spec.workload
     prompt, generated = workload.prompt_len, workload.gen_len
     if prompt + generated > load.max_context:
-        raise HarnessError(f"prompt {prompt} + {generated} new tokens exceed the model's context of {load.max_context}")
+        raise api.HarnessError(
+            f"prompt {prompt} + {generated} new tokens exceed the model's context of {load.max_context}"
+        )
     count = load.block_size * load.steady_blocks if workload.num_requests == "auto" else workload.num_requests
     return registry.workload(workload).requests(load.vocab, count, spec.seed)
 

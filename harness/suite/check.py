@@ -9,20 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness import registry
-from harness.api import (
-    Disk,
-    HardwareLimits,
-    HardwareProfile,
-    HardwareRequirements,
-    HarnessError,
-    Link,
-    ModelSpec,
-    OffloadPolicy,
-    Processor,
-    RunSpec,
-    WorkloadSpec,
-)
+from harness import api, registry
 from harness.common.published import PublishedTable
 from harness.common.units import MAX_SIZE
 from harness.common.words import nearest
@@ -50,19 +37,19 @@ _CELL_RANGES = {
     "limits.host_memory": (1, MAX_SIZE),
     "limits.disk_bandwidth": (1, MAX_SIZE),
 }
-_HEADER_RANGES = {f"requires.{field.name}": (0, MAX_SIZE) for field in fields(HardwareRequirements)}
+_HEADER_RANGES = {f"requires.{field.name}": (0, MAX_SIZE) for field in fields(api.HardwareRequirements)}
 
 _FIELDS = {
-    "model": ModelSpec,
-    "workload": WorkloadSpec,
-    "policy": OffloadPolicy,
-    "limits": HardwareLimits,
-    "requires": HardwareRequirements,
-    "hardware": HardwareProfile,
-    "device": Processor,
-    "host": Processor,
-    "link": Link,
-    "disk": Disk,
+    "model": api.ModelSpec,
+    "workload": api.WorkloadSpec,
+    "policy": api.OffloadPolicy,
+    "limits": api.HardwareLimits,
+    "requires": api.HardwareRequirements,
+    "hardware": api.HardwareProfile,
+    "device": api.Processor,
+    "host": api.Processor,
+    "link": api.Link,
+    "disk": api.Disk,
 }
 _FRACTIONS = "three fractions (device, host, disk)"
 _EXPECTED = {  # by pydantic's error type
@@ -86,15 +73,15 @@ class Header:
 
     name: str
     description: str = ""
-    requires: HardwareRequirements = HardwareRequirements()  # noqa: RUF009 - frozen
+    requires: api.HardwareRequirements = api.HardwareRequirements()  # noqa: RUF009 - frozen
     machine_probe: bool = True
     reproduces: PublishedTable | None = None  # a paper's table; reports show its figures beside the suite's
 
 
 _HEADER = TypeAdapter(Header)
-_RUN_SPEC = TypeAdapter(RunSpec)
-_HARDWARE = TypeAdapter(HardwareProfile)
-_POLICY = TypeAdapter(OffloadPolicy)
+_RUN_SPEC = TypeAdapter(api.RunSpec)
+_HARDWARE = TypeAdapter(api.HardwareProfile)
+_POLICY = TypeAdapter(api.OffloadPolicy)
 
 
 def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
@@ -103,7 +90,7 @@ def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
     for argument in arguments:
         try:
             results.append(function(argument))
-        except HarnessError as exc:
+        except api.HarnessError as exc:
             problems.update(dict.fromkeys(str(exc).splitlines()))
     raise_all(problems)
     return results
@@ -116,7 +103,7 @@ def raise_all(problems: Collection[str]) -> None:
     lines = list(problems)[:MAX_ERRORS]
     if more := len(problems) - len(lines):
         lines.append(f"... and {more} more")
-    raise HarnessError("\n".join(lines))
+    raise api.HarnessError("\n".join(lines))
 
 
 def refuse_unknown(node: Node, known: Collection[str], where: str) -> None:
@@ -137,27 +124,27 @@ def header(node: Node) -> Header:
     return checked
 
 
-def hardware(node: Node) -> HardwareProfile:
+def hardware(node: Node) -> api.HardwareProfile:
     """The profile in `node`, without a range check of its figures. Raises HarnessError with a line for each problem."""
     if not isinstance(node.value, dict):
         raise node.error(f"a hardware profile is a mapping of keys, got {shown(node.value)}")
     return _typed(_HARDWARE, node, "hardware")
 
 
-def policy(node: Node) -> OffloadPolicy:
+def policy(node: Node) -> api.OffloadPolicy:
     """The policy in `node`. Raises HarnessError with a line for each problem."""
     checked = _typed(_POLICY, node, "policy")
     checked.validate()
     return checked
 
 
-def run_spec(node: Node) -> RunSpec:
+def run_spec(node: Node) -> api.RunSpec:
     """The cell in `node`, before its suite and final name are set. Raises HarnessError with a line for each problem."""
     spec = _typed(_RUN_SPEC, node, "cell")
     raise_all(_out_of_range(spec, node, _CELL_RANGES))
     try:
         spec.policy.validate()
-    except HarnessError as exc:
+    except api.HarnessError as exc:
         field = re.search(r"(?<=policy\.)\w+", str(exc))
         raise node.find(("policy", field[0] if field else "")).error(str(exc)) from None
     raise_all([f"{node.find(path.split('.')).at}: {problem}" for path, problem in _problems(spec, node) if problem])
@@ -166,7 +153,7 @@ def run_spec(node: Node) -> RunSpec:
     return spec
 
 
-def _problems(spec: RunSpec, node: Node) -> Iterator[tuple[str, str]]:
+def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
     """Names in a cell that are unknown or clash, and settings that do not go together: the path of each, and why."""
     if spec.engine not in (engines := registry.engines()):
         yield "engine", f"unknown engine {shown(spec.engine)}; {nearest(spec.engine, engines)}"
@@ -234,7 +221,7 @@ def _typed(adapter: TypeAdapter[T], node: Node, where: str) -> T:
     for path, (value, options) in mismatches.items():
         expected = " or ".join(dict.fromkeys(options))
         problems.append(f"{value.at}: {path}: expected {expected}, got {shown(value.value)}")
-    raise HarnessError("\n".join(problems))
+    raise api.HarnessError("\n".join(problems))
 
 
 def _dotted(path: Iterable[int | str]) -> str:

@@ -89,9 +89,6 @@ def _header(root: Node, hardware: Node) -> Node:
     return Node(entries, root.at)
 
 
-# --------------------------------------------------------------------------- from layers to cells
-
-
 def _expand(base: Node, suite: Node, overrides: Sequence[_Override]) -> list[Cell]:
     """All cells, checked. The product of the axes is counted before any cell is built."""
     axes = [[base.without("workload", "model")]]
@@ -137,9 +134,6 @@ def _axis(key: str, values: Node) -> list[Node]:
 
 def _apply(cell: Node, override: _Override) -> Node:
     return cell.without(*override.replaced).merged(override.layer)
-
-
-# --------------------------------------------------------------------------- one layer
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,6 @@ def _drawn(population: int, count: int | None) -> list[int]:
     return [int(i) for i in np.random.RandomState(0).choice(population, count, replace=False)]
 
 
-# ------------------------------------------------------------------------------------------------- scenarios
-
 _LETTERS = "ABCD"
 #: Articles to summarise, as many as in HELM's sample.
 _SUMMARIES = 518

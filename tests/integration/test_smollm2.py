@@ -43,8 +43,6 @@ def test_smollm2_writes_what_it_writes_in_transformers(smollm2, reference, tmp_p
     assert "Paris" in written[PROMPTS[0]]
 
 
-# -------------------------------------------------------------------------------- WikiText perplexity by bits
-
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext2_raw" / "wiki.test.raw"
 #: Tokens of a window and windows: token-level perplexity, every window by itself.
 WINDOW, WINDOWS = 512, 4

@@ -9,21 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.api import (
-    SCHEMA_VERSION,
-    HardwareLimits,
-    HarnessError,
-    ModelShape,
-    ModelSpec,
-    OffloadPolicy,
-    RunRecord,
-    RunSpec,
-    UnsupportedError,
-    WorkloadSpec,
-    from_json,
-    parse_record,
-    to_json,
-)
+from harness import api
 from harness.schema import run_record_schema
 from tests.records import FAKE as SPEC
 
@@ -43,12 +29,12 @@ fractions = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(lambda ab: (min(ab),
 def test_specs_survive_json(batch, weights, options, memory, count):
     spec = dataclasses.replace(
         SPEC,
-        policy=OffloadPolicy(gpu_batch_size=batch, weights=weights),
+        policy=api.OffloadPolicy(gpu_batch_size=batch, weights=weights),
         options=options,
-        limits=HardwareLimits(host_memory=memory),
-        workload=WorkloadSpec(num_requests=count),
+        limits=api.HardwareLimits(host_memory=memory),
+        workload=api.WorkloadSpec(num_requests=count),
     )
-    again = from_json(RunSpec, json.loads(json.dumps(to_json(spec))))
+    again = api.from_json(api.RunSpec, json.loads(json.dumps(api.to_json(spec))))
     assert again == spec
     assert again.fingerprint() == spec.fingerprint()
 
@@ -56,13 +42,13 @@ def test_specs_survive_json(batch, weights, options, memory, count):
 #: Resuming an old run directory depends on this very value.
 FINGERPRINT = "09509b172a5db794"
 LABELS = {"suite": "s", "name": "n", "expect": "error", "reference": True, "repeats": 9, "timeout_s": 5.0}
-TRACED = WorkloadSpec("trace", trace="a.csv")
+TRACED = api.WorkloadSpec("trace", trace="a.csv")
 SETTINGS = {"engine": "x", "seed": 1, "options": {"a": 1}, "warmup": 0, "tune": "max_batch"}
 PARTS = {
-    "model": ModelSpec("y"),
-    "workload": WorkloadSpec(gen_len=1),
-    "policy": OffloadPolicy(schedule="sweep"),
-    "limits": HardwareLimits(threads=1),
+    "model": api.ModelSpec("y"),
+    "workload": api.WorkloadSpec(gen_len=1),
+    "policy": api.OffloadPolicy(schedule="sweep"),
+    "limits": api.HardwareLimits(threads=1),
     "launcher": "venv",
 }
 
@@ -91,13 +77,13 @@ def test_what_is_measured_changes_the_fingerprint(field, value):
     ],
 )
 def test_misfits_are_named(change, message):
-    with pytest.raises(HarnessError, match=message):
-        from_json(RunSpec, to_json(SPEC) | change)
+    with pytest.raises(api.HarnessError, match=message):
+        api.from_json(api.RunSpec, api.to_json(SPEC) | change)
 
 
 def test_absent_required_field_is_an_error():
-    with pytest.raises(HarnessError, match="engine"):
-        from_json(RunSpec, {"model": {"id": "x"}, "workload": {}})
+    with pytest.raises(api.HarnessError, match="engine"):
+        api.from_json(api.RunSpec, {"model": {"id": "x"}, "workload": {}})
 
 
 NUMBERS = {"gpu_batch_size": 0, "num_gpu_batches": -1, "prefill_chunk": 0, "value_sparsity": 0.0}
@@ -106,30 +92,30 @@ FRACTIONS = {"weights": (0.5, 0.5, 0.5), "cache": (1.5, -0.5, 0.0)}
 
 @pytest.mark.parametrize(("field", "value"), [*NUMBERS.items(), *FRACTIONS.items()])
 def test_policies_out_of_range_are_refused(field, value):
-    with pytest.raises(HarnessError, match=f"policy.{field}"):
-        OffloadPolicy(**{field: value}).validate()
+    with pytest.raises(api.HarnessError, match=f"policy.{field}"):
+        api.OffloadPolicy(**{field: value}).validate()
 
 
 def test_an_engine_refuses_policy_fields_it_cannot_honour():
-    policy = OffloadPolicy(gpu_batch_size=4, weight_bits=4)
+    policy = api.OffloadPolicy(gpu_batch_size=4, weight_bits=4)
     policy.require_defaults_except("x", "gpu_batch_size", "weight_bits")
-    with pytest.raises(UnsupportedError, match=r"policy\.weight_bits"):
+    with pytest.raises(api.UnsupportedError, match=r"policy\.weight_bits"):
         policy.require_defaults_except("x", "gpu_batch_size")
 
 
 def test_flops_of_a_dense_layer_are_two_per_weight_and_token():
-    shape = ModelShape("x", 3, 8, 32, 2, 2, 4, 100, 64, params_per_layer=768, params_total=0)
+    shape = api.ModelShape("x", 3, 8, 32, 2, 2, 4, 100, 64, params_per_layer=768, params_total=0)
     assert shape.flops(5, 0, 0) == 2 * 5 * 768 * 3
     assert shape.flops(1, 10, 1) - shape.flops(1, 0, 0) == 4 * 10 * 8 * 3 + 2 * 8 * 100
     assert shape.kv_bytes_per_token(2) == 2 * 3 * 8 * 2
 
 
-@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
+@pytest.mark.parametrize("version", range(1, api.SCHEMA_VERSION + 1))
 def test_records_of_every_version_still_load(version):
     path = GOLDEN / f"record_v{version}.jsonl"
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        record = parse_record(line, f"{path.name}:{number}")
-        assert isinstance(record, RunRecord)
+        record = api.parse_record(line, f"{path.name}:{number}")
+        assert isinstance(record, api.RunRecord)
         assert record.requests
 
 

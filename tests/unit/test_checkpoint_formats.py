@@ -36,9 +36,6 @@ def tensors_of(path):
     return found
 
 
-# ------------------------------------------------------------------------------------------------ GGUF
-
-
 def permuted(weight, heads):
     """The order of rows in which llama.cpp keeps what is rotated: pairs side by side."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
@@ -209,9 +206,6 @@ def test_a_part_of_a_split_file_says_how_to_merge_it(tmp_path):
 def test_a_gguf_file_that_is_nowhere_is_named(tmp_path):
     with pytest.raises(HarnessError, match="neither an existing file nor a file on the hub"):
         prepare(tmp_path / "none.gguf")
-
-
-# ------------------------------------------------------------------------------------------------ pickle
 
 
 @pytest.fixture

@@ -139,9 +139,6 @@ def test_disk_full_is_seen_before_and_during_writing(tmp_path, monkeypatch) -> N
     assert not folders(tmp_path)
 
 
-# --------------------------------------------------------------------------- existing folders
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return Path(dummy(tmp_path / "cache").path)
@@ -222,9 +219,6 @@ def test_quantized_and_differently_stored_weights_are_refused(folder) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
     with pytest.raises(UnsupportedError, match="quantized"):
         prepare(folder)
-
-
-# --------------------------------------------------------------------------- the hub
 
 
 @pytest.mark.parametrize(

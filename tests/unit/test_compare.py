@@ -255,9 +255,6 @@ def test_sides_that_ran_one_after_the_other_are_told():
     assert not compared(BASE, between).notes
 
 
-# ------------------------------------------------------------------------------------------------ from files
-
-
 def test_many_heads(tmp_path):
     parts = {"base": 1.0, "one": 1.0, "two": 0.8}
     base, *heads = [write(tmp_path / name, repeats(cell(), slower(part))) for name, part in parts.items()]
@@ -330,9 +327,6 @@ def test_github_action_benchmark():
     entries = json.loads(FORMATS["gab"](comparisons()))
     assert [set(e) for e in entries] == [{"name", "unit", "value", "range", "extra"}] * 2
     assert entries[0]["value"] == pytest.approx(9.0) and entries[0]["unit"] == "tok/s"
-
-
-# ------------------------------------------------------------------------------------------------ simulated
 
 
 def test_the_simulated_noise_is_as_it_says():

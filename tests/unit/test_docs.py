@@ -62,8 +62,6 @@ def test_navigation_names_every_page():
     assert {page for page in there if not re.match(r"results/.+/", page)} <= named
 
 
-# ---------------------------------------------------------------------------------- the reference of suites
-
 PAGE = ROOT / "docs" / "reference" / "suites.md"
 
 

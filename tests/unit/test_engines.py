@@ -62,9 +62,6 @@ def greedy(reference, prompt, count):
     return choose(reference, prompt, count, min_new_tokens=count)
 
 
-# --------------------------------------------------------------------------- greedy generation
-
-
 def test_ragged_batches_give_transformers_own_greedy_tokens(engine, reference) -> None:
     requests = ragged_requests(max_tokens=8, ignore_eos=True)
     results = {r.id: r for r in engine.generate(requests)}
@@ -134,9 +131,6 @@ def test_next_batch_waits_for_nobody() -> None:
     assert [r.id for r in next_batch(pending, 1.0, 2)] == ["0", "2"]
 
 
-# --------------------------------------------------------------------------- sampling
-
-
 def test_a_seed_gives_the_same_sample_in_any_batch(engine) -> None:
     def sample(prompts, seed):
         sampling = SamplingParams(8, temperature=1.0, top_p=0.9, top_k=20, seed=seed, ignore_eos=True)
@@ -158,9 +152,6 @@ def test_samples_follow_the_distribution(engine, reference) -> None:
     assert set(drawn) <= set(expected)
     for token, probability in expected.items():
         assert drawn.count(token) / count == pytest.approx(probability, abs=0.08)  # 4 standard errors at 0.5
-
-
-# --------------------------------------------------------------------------- scoring
 
 
 def test_scores_equal_a_float64_reference(engine, reference) -> None:
@@ -200,9 +191,6 @@ def test_the_engines_own_tokens_score_as_greedy(engine, reference) -> None:
     assert engine.score([((5, 6, 7), tokens)])[0].is_greedy
 
 
-# --------------------------------------------------------------------------- loading
-
-
 def test_load_reports_what_was_loaded(model, tmp_path, load) -> None:
     _, report = load(model, tmp_path, engine=TransformersEngine(), gpu_batch_size=2, compute_dtype="bfloat16")
     assert (report.vocab, report.max_context, report.block_size) == (VOCAB, CONTEXT, 2)
@@ -226,9 +214,6 @@ def test_a_budget_below_the_weights_is_infeasible_when_resident(model, tmp_path,
         load(model, tmp_path, engine=TransformersEngine(), budget=1000, compute_dtype="float32")
 
 
-# --------------------------------------------------------------------------- the vocabulary projection
-
-
 def test_the_projection_gets_contiguous_rows() -> None:
     head, seen = torch.nn.Linear(4, 7, bias=False), []
     _make_projection_inputs_contiguous(SimpleNamespace(get_output_embeddings=lambda: head))
@@ -242,9 +227,6 @@ def test_the_projection_gets_contiguous_rows() -> None:
 
 def test_a_model_without_a_projection_is_unchanged() -> None:
     _make_projection_inputs_contiguous(torch.nn.ReLU())
-
-
-# --------------------------------------------------------------------------- Accelerate
 
 
 @pytest.mark.parametrize("options", [{"disk_only": True}, {"cpu_memory": 60_000}, {}])
@@ -315,9 +297,6 @@ def test_accelerate_gives_weights_what_the_cache_leaves(model, tmp_path, load) -
     assert f"max_memory cpu = {budget - kv - activations - passing - SLACK_BYTES} bytes" in report.notes[0]
     with pytest.raises(TypeError):
         AccelerateEngine(disk_only=True, cpu_memory=1)
-
-
-# --------------------------------------------------------------------------- calibration
 
 
 def test_gemm_rates_keep_every_sample_and_the_thread_count() -> None:

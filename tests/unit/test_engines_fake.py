@@ -8,28 +8,19 @@ from pathlib import Path
 import pytest
 
 from engines.adapters.fake import MODEL, SHAPE, FakeEngine
-from harness.api import (
-    GenerationRequest,
-    GenerationResult,
-    HardwareLimits,
-    InfeasibleError,
-    Job,
-    OffloadPolicy,
-    SamplingParams,
-    UnsupportedError,
-)
+from harness import api
 
-JOB = Job(Path("unused"), Path("unused"), 64, 32)
+JOB = api.Job(Path("unused"), Path("unused"), 64, 32)
 
 
 def loaded(policy=None, **options):
     engine = FakeEngine(**options)
-    engine.load(MODEL, policy or OffloadPolicy(), HardwareLimits(), JOB)
+    engine.load(MODEL, policy or api.OffloadPolicy(), api.HardwareLimits(), JOB)
     return engine
 
 
 def requests(count, max_tokens=4, seed=None):
-    return [GenerationRequest(f"r{i}", (i, i + 1), SamplingParams(max_tokens, seed=seed)) for i in range(count)]
+    return [api.GenerationRequest(f"r{i}", (i, i + 1), api.SamplingParams(max_tokens, seed=seed)) for i in range(count)]
 
 
 def test_results_repeat_and_depend_on_seed_and_prompt():
@@ -42,7 +33,7 @@ def test_results_repeat_and_depend_on_seed_and_prompt():
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_virtual_clock_gives_the_stated_rate_at_any_batch(batch):
-    results = list(loaded(OffloadPolicy(gpu_batch_size=batch), rate_tok_s=500).generate(requests(8)))
+    results = list(loaded(api.OffloadPolicy(gpu_batch_size=batch), rate_tok_s=500).generate(requests(8)))
     end = max(r.token_times_s[-1] for r in results)
     assert sum(len(r.tokens) for r in results) / end == pytest.approx(500)
     assert len({r.start_s for r in results}) == 8 // batch
@@ -64,9 +55,9 @@ def test_unknown_option_is_a_type_error():
 @pytest.mark.parametrize(
     ("asked", "kind", "words"),
     [
-        ({"policy": OffloadPolicy(schedule="zigzag")}, UnsupportedError, "schedule"),
-        ({"crash": "unsupported"}, UnsupportedError, None),
-        ({"crash": "infeasible"}, InfeasibleError, None),
+        ({"policy": api.OffloadPolicy(schedule="zigzag")}, api.UnsupportedError, "schedule"),
+        ({"crash": "unsupported"}, api.UnsupportedError, None),
+        ({"crash": "infeasible"}, api.InfeasibleError, None),
     ],
 )
 def test_refusals_happen_in_load(asked, kind, words):
@@ -103,7 +94,7 @@ def test_deaths_take_the_process(crash, status):
 def test_wrong_results():
     right = list(loaded().generate(requests(3)))
 
-    def wrong(**options) -> list[GenerationResult]:
+    def wrong(**options) -> list[api.GenerationResult]:
         return list(loaded(**options).generate(requests(3)))
 
     assert [r.id for r in wrong(lose_request=True)] == ["r0", "r1"]
@@ -116,9 +107,9 @@ def test_wrong_results():
 
 
 def test_max_batch_is_the_largest_that_survives():
-    assert list(loaded(OffloadPolicy(gpu_batch_size=2), max_batch=4).generate(requests(2)))
+    assert list(loaded(api.OffloadPolicy(gpu_batch_size=2), max_batch=4).generate(requests(2)))
     with pytest.raises(MemoryError):
-        list(loaded(OffloadPolicy(gpu_batch_size=3, num_gpu_batches=2), max_batch=4).generate(requests(2)))
+        list(loaded(api.OffloadPolicy(gpu_batch_size=3, num_gpu_batches=2), max_batch=4).generate(requests(2)))
 
 
 def test_eaten_memory_is_touched_and_freed():

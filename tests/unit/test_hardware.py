@@ -63,8 +63,6 @@ def test_an_unknown_profile_has_a_nearest_name():
         hardware.load("t4_gpc")
 
 
-# ------------------------------------------------------------------------------------------------ this host
-
 LAPTOP = hardware.load("laptop_cpu")
 
 

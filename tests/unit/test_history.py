@@ -104,9 +104,6 @@ def test_a_newer_database_is_refused(tmp_path, url):
         History(url)
 
 
-# ------------------------------------------------------------------------------------------------ changes
-
-
 def series_of(*levels: float, each: int, noise: float = 0.01, seed: int = 0) -> Series:
     """So many commits at each level, five launches a commit."""
     rng = random.Random(seed)

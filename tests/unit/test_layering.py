@@ -82,8 +82,6 @@ def test_a_reader_follows_a_request_through_few_files():
     assert sum(len((folder / step).read_text().splitlines()) for step in steps) < 2000
 
 
-# -------------------------------------------------------------------------------- what is imported by name
-
 SERVICES = [
     (services.ModelStore, registry.model_store),
     (services.ModelShapes, registry.shapes),

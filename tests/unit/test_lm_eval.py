@@ -79,9 +79,6 @@ def test_only_perplexities_have_sums_and_weights():
     assert _outcomes(samples) == ({"word_perplexity": (-2.0, -0.5)}, {"word_perplexity": (3.0, 4.0)})
 
 
-# ------------------------------------------------------------------------------------------------ answers that are kept
-
-
 class Ready:
     """Scores by length and counts what it is asked."""
 

@@ -6,17 +6,7 @@ import pytest
 import torch
 
 from engines.planning.longest import longest_sequence
-from harness import registry
-from harness.api import (
-    HardwareLimits,
-    InfeasibleError,
-    LocalModel,
-    ModelShape,
-    ModelSpec,
-    OffloadPolicy,
-    RunSpec,
-    WorkloadSpec,
-)
+from harness import api, registry
 from tests.offload import load, tiny
 
 MIB, CONTEXT = 1 << 20, 1 << 16
@@ -31,8 +21,12 @@ def model(request, tmp_path_factory):
 
 
 def spec(policy, budget=BUDGET, **limits):
-    return RunSpec(
-        "offload", ModelSpec("m"), WorkloadSpec(), policy, limits=HardwareLimits(host_memory=budget, **limits)
+    return api.RunSpec(
+        "offload",
+        api.ModelSpec("m"),
+        api.WorkloadSpec(),
+        policy,
+        limits=api.HardwareLimits(host_memory=budget, **limits),
     )
 
 
@@ -46,17 +40,17 @@ def spec(policy, budget=BUDGET, **limits):
     ids=["sweep", "row", "zigzag"],
 )
 def test_load_takes_what_the_planner_admits_and_little_more(model, policy, tmp_path):
-    longest = longest_sequence(spec(OffloadPolicy(**policy)), model, 1)
+    longest = longest_sequence(spec(api.OffloadPolicy(**policy)), model, 1)
     assert 1000 < longest < CONTEXT, "the budget is what limits it"
     engine, _ = load(model, tmp_path, budget=BUDGET, max_sequence=longest, **policy)
     engine.close()
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(api.InfeasibleError):
         load(model, tmp_path, budget=BUDGET, max_sequence=int(1.25 * longest), **policy)
 
 
 def test_more_memory_and_smaller_batches_admit_more():
-    model = LocalModel("", registry.shapes().CATALOGUE["facebook/opt-6.7b"], 0, "float16", "")
-    policy = OffloadPolicy(schedule="row", gpu_batch_size=8)
+    model = api.LocalModel("", registry.shapes().CATALOGUE["facebook/opt-6.7b"], 0, "float16", "")
+    policy = api.OffloadPolicy(schedule="row", gpu_batch_size=8)
     device = {"device_memory": 3000 * MIB}
     for limits in ({}, device):
         small, large = (longest_sequence(spec(policy, n * MIB, **limits), model, 1) for n in (1500, 3000))
@@ -66,12 +60,12 @@ def test_more_memory_and_smaller_batches_admit_more():
 
 
 def test_what_not_even_the_shortest_fits_is_refused_with_the_numbers():
-    shape = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
-    with pytest.raises(InfeasibleError, match=r"sequences of 20 tokens .* the budget is 32 MiB") as caught:
-        longest_sequence(spec(OffloadPolicy(), 32 * MIB), LocalModel("", shape, 0, "float32", ""), 20)
+    shape = api.ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
+    with pytest.raises(api.InfeasibleError, match=r"sequences of 20 tokens .* the budget is 32 MiB") as caught:
+        longest_sequence(spec(api.OffloadPolicy(), 32 * MIB), api.LocalModel("", shape, 0, "float32", ""), 20)
     assert caught.value.lacking["host"] > 0
 
 
 def test_an_engine_without_a_planner_gives_no_answer():
-    model = LocalModel("", registry.shapes().CATALOGUE["facebook/opt-125m"], 0, "float32", "")
-    assert registry.longest_sequence(replace(spec(OffloadPolicy()), engine="transformers"), model, 1) is None
+    model = api.LocalModel("", registry.shapes().CATALOGUE["facebook/opt-125m"], 0, "float32", "")
+    assert registry.longest_sequence(replace(spec(api.OffloadPolicy()), engine="transformers"), model, 1) is None

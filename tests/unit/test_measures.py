@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.api import (
-    HardwareLimits,
-    LoadReport,
-    MachineRates,
-    ModelSpec,
-    OffloadPolicy,
-    RequestTrace,
-    RunSpec,
-    WorkloadSpec,
-)
+from harness import api
 from harness.common.intervals import union_length
 from harness.common.roofline import bound_of, rate_at, roofline
 from harness.probes.latency import metrics, percentile
@@ -25,7 +16,7 @@ from tests.records import SMALL, SMALL_MODEL, rates, record
 
 
 def trace(name, start, times, prompt=4, padding=0):
-    return RequestTrace(name, prompt, len(times), padding, start, tuple(times), "length", "")
+    return api.RequestTrace(name, prompt, len(times), padding, start, tuple(times), "length", "")
 
 
 def test_one_block_by_hand():
@@ -73,13 +64,13 @@ def test_percentile_lies_between_neighbours(values, q):
     assert low - 1e-6 <= percentile(values, q) <= high + 1e-6
 
 
-EXACT = OffloadPolicy()
-SHORT, TEN = (WorkloadSpec(prompt_len=8, gen_len=tokens) for tokens in (2, 10))
+EXACT = api.OffloadPolicy()
+SHORT, TEN = (api.WorkloadSpec(prompt_len=8, gen_len=tokens) for tokens in (2, 10))
 
 
 def bound(workload, batch, budget, machine, dtype="float32", model=SMALL_MODEL, policy=EXACT, disk=None):
-    limits = HardwareLimits(host_memory=budget, disk_bandwidth=disk)
-    return roofline(model, RunSpec("e", ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
+    limits = api.HardwareLimits(host_memory=budget, disk_bandwidth=disk)
+    return roofline(model, api.RunSpec("e", api.ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
 
 
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
@@ -89,7 +80,7 @@ def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     assert found.limited_by == "disk"
     assert found.disk_s == pytest.approx(disk_s)
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
-    packed = OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
+    packed = api.OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
     found = bound(TEN, 4, 100_000, rates(flops=1e15), policy=packed)
     weights = 300_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
     assert found.disk_s == pytest.approx(10 * (weights + cache * 8.5 / 16) / 1e6)
@@ -112,19 +103,19 @@ def test_a_fast_disk_bounds_by_arithmetic():
 
 
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
-    few = WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
+    few = api.WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
     assert bound(few, 64, None, rates()) == bound(few, 3, None, rates())
 
 
 def test_no_disk_term_without_a_limit_and_no_bound_without_rates():
     assert bound(SHORT, 1, None, rates()).disk_s == 0
     assert bound(SHORT, 1, None, rates(), "bfloat16") is None
-    assert bound(SHORT, 1, 1, MachineRates((), None, rates().gemm_flops)) is None
+    assert bound(SHORT, 1, 1, api.MachineRates((), None, rates().gemm_flops)) is None
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(1e5, 1e9))
 def test_the_bound_never_falls_with_a_faster_machine_or_more_memory(batch, gen, disk, budget):
-    workload = WorkloadSpec(prompt_len=16, gen_len=gen)
+    workload = api.WorkloadSpec(prompt_len=16, gen_len=gen)
     slow = bound(workload, batch, int(budget), rates(1e9, disk))
     fast = bound(workload, batch, int(budget) * 2, rates(2e9, 2 * disk))
     assert fast.throughput_tok_s >= slow.throughput_tok_s * (1 - 1e-9)
@@ -140,8 +131,8 @@ def test_rates_between_measured_rows():
 
 def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     """They cross the link in every pass; keys and values may be attended to where they are."""
-    limits = HardwareLimits(device_memory=100_000, host_memory=10**9)
-    spec = RunSpec("e", ModelSpec("m"), TEN, EXACT, limits=limits)
+    limits = api.HardwareLimits(device_memory=100_000, host_memory=10**9)
+    spec = api.RunSpec("e", api.ModelSpec("m"), TEN, EXACT, limits=limits)
     machine = replace(rates(flops=1e15), h2d=(1e6, 9e5))
     found = roofline(SMALL_MODEL, spec, 4, "float32", machine)
     assert found.limited_by == "link"
@@ -153,10 +144,8 @@ def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     assert bound(TEN, 4, None, machine) is None
 
 
-# ---------------------------------------------------------------------------------- rates before and after a launch
-
-LOAD = LoadReport(1000, 2048, 4, OffloadPolicy(), "float32", (0, 0, 0))
-SPEC = RunSpec("e", ModelSpec("m"), TEN, limits=HardwareLimits(host_memory=100_000))
+LOAD = api.LoadReport(1000, 2048, 4, api.OffloadPolicy(), "float32", (0, 0, 0))
+SPEC = api.RunSpec("e", api.ModelSpec("m"), TEN, limits=api.HardwareLimits(host_memory=100_000))
 
 
 def bound_on(machine):
@@ -182,7 +171,7 @@ def test_a_launch_is_held_to_the_mean_of_the_probes_before_and_after_it():
 
 
 def test_the_best_samples_of_a_probe_count():
-    noisy = MachineRates((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
+    noisy = api.MachineRates((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
     found = bounds(launch(0, noisy), launch(1, rates(1e9, 1e6), start="10:01:30"))
     assert found[0] == pytest.approx(bound_on(rates(1e9, 2e6)).throughput_tok_s)
 
@@ -200,11 +189,11 @@ def test_records_without_a_probe_stay_as_they_are():
 
 
 def test_a_bound_is_of_the_policy_that_was_found_and_of_the_lengths_that_were_asked_for():
-    found = LoadReport(1000, 2048, 4, OffloadPolicy(weight_bits=4, kv_bits=4), "float32", (0, 0, 0))
+    found = api.LoadReport(1000, 2048, 4, api.OffloadPolicy(weight_bits=4, kv_bits=4), "float32", (0, 0, 0))
     machine = rates(1e15, 1e6)  # the disk is the bound
     chosen = bound_of(replace(launch(0, machine), load=found), machine)
     assert chosen == roofline(SMALL_MODEL, replace(SPEC, policy=found.policy), 4, "float32", machine)
     assert chosen.throughput_tok_s > 1.5 * bound_on(machine).throughput_tok_s
-    traced = replace(SPEC, workload=WorkloadSpec("trace", 100, 50, trace="t.csv"))
-    requests = tuple(RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
+    traced = replace(SPEC, workload=api.WorkloadSpec("trace", 100, 50, trace="t.csv"))
+    requests = tuple(api.RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
     assert bound_of(replace(launch(0, machine), spec=traced, requests=requests), machine) == bound_on(machine)

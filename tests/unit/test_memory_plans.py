@@ -21,23 +21,10 @@ from engines.offload.memory.pinned_pieces import packed, pinned_bytes
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Grouped, Plain
 from engines.planning.simulated import search_policy
-from harness import hardware
-from harness.api import (
-    HardwareLimits,
-    InfeasibleError,
-    LocalModel,
-    ModelShape,
-    ModelSpec,
-    OffloadPolicy,
-    RunSpec,
-    UnsupportedError,
-    WorkloadSpec,
-)
+from harness import api, hardware
 from harness.suite import config
 
 GIB, MIB = 1 << 30, 1 << 20
-
-# ------------------------------------------------------------------------------------------------ device and pinned
 
 
 @settings(deadline=None)
@@ -90,11 +77,11 @@ def demand(model="facebook/opt-30b", stored=None, cache=None, prompt=512, new=32
 
 def search_for(name, device_memory, host_memory, profile, **policy):
     """What a search finds for a model in 16 bits."""
-    limits = HardwareLimits(device_memory=device_memory, host_memory=host_memory)
-    spec = RunSpec("offload", ModelSpec(name, "dummy"), WorkloadSpec("synthetic", 512, 32, "auto"),
-                   OffloadPolicy(1, **policy), tune="search", limits=limits)  # fmt: skip
+    limits = api.HardwareLimits(device_memory=device_memory, host_memory=host_memory)
+    spec = api.RunSpec("offload", api.ModelSpec(name, "dummy"), api.WorkloadSpec("synthetic", 512, 32, "auto"),
+                   api.OffloadPolicy(1, **policy), tune="search", limits=limits)  # fmt: skip
     shape = shapes.shape(name)
-    return search_policy(spec, LocalModel("", shape, 2 * shape.params_total, "float16", ""), profile, [])
+    return search_policy(spec, api.LocalModel("", shape, 2 * shape.params_total, "float16", ""), profile, [])
 
 
 def bytes_of(one, plan):
@@ -122,10 +109,10 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
     batches = batches if schedule == "zigzag" else 1
     stored, cached = (Grouped(4, 64), Grouped(4, 64)) if bits == 4 else (None, None)
     one = demand(stored=stored, cache=cached)
-    policy = OffloadPolicy(batch, batches, schedule, weights, cache)
+    policy = api.OffloadPolicy(batch, batches, schedule, weights, cache)
     try:
         plan = plan_device_memory(one, policy, device * GIB, host * GIB)
-    except InfeasibleError as refusal:
+    except api.InfeasibleError as refusal:
         assert "device memory" in str(refusal)
         return
     on_device, pinned = bytes_of(one, plan)
@@ -145,30 +132,30 @@ def test_a_plan_keeps_within_both_limits(schedule, batch, batches, weights, cach
 
 def test_weights_that_the_policy_leaves_open_fill_the_device_then_pinned_memory():
     one = demand()
-    plan = plan_device_memory(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
+    plan = plan_device_memory(one, api.OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 100 * GIB)
     resident, pinned = (sum(one.tiles[i].nbytes for i in chosen) for chosen in (plan.resident, plan.pinned))
     assert plan.host_kv_blocks == 0
     assert resident > 4 * GIB
     assert resident + pinned == sum(b.nbytes for b in one.tiles), "100 GiB have room for all of the rest"
-    tight = plan_device_memory(one, OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 20 * GIB)
+    tight = plan_device_memory(one, api.OffloadPolicy(gpu_batch_size=8, schedule="row"), 16 * GIB, 20 * GIB)
     assert 17 * GIB < sum(one.tiles[i].nbytes for i in tight.pinned) < 20 * GIB
 
 
 def test_a_block_that_the_device_cannot_cache_is_cached_in_host_memory():
     one = demand()
-    plan = plan_device_memory(one, OffloadPolicy(32, 4, "zigzag"), 16 * GIB, 200 * GIB)
+    plan = plan_device_memory(one, api.OffloadPolicy(32, 4, "zigzag"), 16 * GIB, 200 * GIB)
     assert plan.host_kv_blocks > plan.kv_blocks > 0
     assert plan.kv_blocks + plan.host_kv_blocks == 128 * blocks_for(544)
 
 
 def test_refusals_say_what_would_fit():
     one = demand()
-    with pytest.raises(InfeasibleError, match=r"for 640 sequences of 544 tokens .*; gpu_batch_size \d+ would fit"):
-        plan_device_memory(one, OffloadPolicy(64, 10, "zigzag"), 16 * GIB, 64 * GIB)
-    with pytest.raises(InfeasibleError, match="use larger limits"):
-        plan_device_memory(one, OffloadPolicy(), 700 * MIB, 64 * GIB)
-    with pytest.raises(UnsupportedError, match=r"policy.cache: .* not on disk"):
-        plan_device_memory(one, OffloadPolicy(cache=(0.5, 0.0, 0.5)), 16 * GIB, 64 * GIB)
+    with pytest.raises(api.InfeasibleError, match=r"for 640 sequences of 544 tokens .*; gpu_batch_size \d+ would fit"):
+        plan_device_memory(one, api.OffloadPolicy(64, 10, "zigzag"), 16 * GIB, 64 * GIB)
+    with pytest.raises(api.InfeasibleError, match="use larger limits"):
+        plan_device_memory(one, api.OffloadPolicy(), 700 * MIB, 64 * GIB)
+    with pytest.raises(api.UnsupportedError, match=r"policy.cache: .* not on disk"):
+        plan_device_memory(one, api.OffloadPolicy(cache=(0.5, 0.0, 0.5)), 16 * GIB, 64 * GIB)
 
 
 @pytest.mark.parametrize("name", ["gpu_16g", "gpu_4g"])
@@ -199,13 +186,11 @@ def test_the_engine_has_room_for_what_a_search_finds(name, schedule):
 def test_a_search_leaves_out_what_the_disk_cannot_hold():
     job, profile = ("facebook/opt-30b", 12 * GIB, 24 * GIB), hardware.load("t4_gcp")
     assert search_for(*job, profile).tune == "none"
-    with pytest.raises(InfeasibleError, match="no batch fits"):
+    with pytest.raises(api.InfeasibleError, match="no batch fits"):
         search_for(*job, replace(profile, disk=replace(profile.disk, capacity=8e9)))
 
 
-# ------------------------------------------------------------------------------------------------ host
-
-SHAPE = ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
+SHAPE = api.ModelShape("opt", 2, 64, 256, 4, 4, 16, 512, 128, params_per_layer=49152, params_total=131072)
 
 
 def small_demand(**changes):
@@ -224,11 +209,11 @@ def small_demand(**changes):
 def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
     weights = None if share is None else (0.0, share, 1.0 - share)
     batches = batches if schedule == "zigzag" else 1
-    policy = OffloadPolicy(schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, weights=weights)
+    policy = api.OffloadPolicy(schedule=schedule, gpu_batch_size=size, num_gpu_batches=batches, weights=weights)
     wanted = small_demand()
     try:
         plan = plan_host_memory(wanted, policy, mib * MIB)
-    except InfeasibleError as exc:
+    except api.InfeasibleError as exc:
         assert "the budget is" in str(exc)
         if schedule == "sweep":
             assert mib < 80, "one sequence fits in little"
@@ -252,19 +237,19 @@ def test_a_plan_never_exceeds_its_budget(mib, schedule, size, batches, share):
 
 
 def test_a_budget_below_what_is_needed_is_refused_with_numbers_and_the_nearest_policy():
-    policy = OffloadPolicy(schedule="zigzag", gpu_batch_size=2000, num_gpu_batches=2)
-    with pytest.raises(InfeasibleError, match=r"needs \d+ MiB for 4000 sequences of 48 tokens") as caught:
+    policy = api.OffloadPolicy(schedule="zigzag", gpu_batch_size=2000, num_gpu_batches=2)
+    with pytest.raises(api.InfeasibleError, match=r"needs \d+ MiB for 4000 sequences of 48 tokens") as caught:
         plan_host_memory(small_demand(), policy, 120 * MIB)
     size = int(re.search(r"gpu_batch_size (\d+) would fit", str(caught.value))[1])
     plan_host_memory(small_demand(), replace(policy, gpu_batch_size=size), 120 * MIB)
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(api.InfeasibleError):
         plan_host_memory(small_demand(), replace(policy, gpu_batch_size=size + 1), 120 * MIB)
-    with pytest.raises(InfeasibleError, match="use a larger budget"):
+    with pytest.raises(api.InfeasibleError, match="use a larger budget"):
         plan_host_memory(small_demand(), policy, 10 * MIB)
 
 
 def test_rows_that_are_scored_together_share_the_memory_of_all_batches():
-    one, four = (plan_host_memory(small_demand(), OffloadPolicy(4, batches, "zigzag"), None) for batches in (1, 4))
+    one, four = (plan_host_memory(small_demand(), api.OffloadPolicy(4, batches, "zigzag"), None) for batches in (1, 4))
     assert four.chunk_limits(1.0) == one.chunk_limits(1.0)
 
 
@@ -282,14 +267,14 @@ def test_the_part_of_the_weights_in_memory_is_the_one_asked_for_to_a_point(sizes
     matrices = [Matrix(f"{i}.{j}", *size, f"layer-{i}") for i in range(layers) for j, size in enumerate(square)]
     matrices.append(Matrix("head", vocab, hidden, "outside"))
     tiles = tiles_of(matrices, [stored] * (len(matrices) - 1) + [Plain("bfloat16")])
-    plan = plan_host_memory(small_demand(tiles=tiles), OffloadPolicy(weights=(0.0, share, 1 - share)), None)
+    plan = plan_host_memory(small_demand(tiles=tiles), api.OffloadPolicy(weights=(0.0, share, 1 - share)), None)
     total = sum(b.nbytes for b in tiles)
     assert abs(sum(tiles[i].nbytes for i in plan.resident) / total - share) <= 0.01
 
 
 @given(st.floats(0, 1), st.integers(72, 400), st.sampled_from(["row", "sweep"]))
 def test_the_part_of_the_cache_on_disk_is_the_one_asked_for_to_a_page(share, mib, schedule):
-    policy = OffloadPolicy(schedule=schedule, gpu_batch_size=8, cache=(0.0, 1 - share, share))
+    policy = api.OffloadPolicy(schedule=schedule, gpu_batch_size=8, cache=(0.0, 1 - share, share))
     plan = plan_host_memory(small_demand(), policy, mib * MIB)
     blocks = plan.kv_blocks + plan.disk_kv_blocks
     assert abs(plan.disk_kv_blocks - share * blocks) <= 1
@@ -298,11 +283,11 @@ def test_the_part_of_the_cache_on_disk_is_the_one_asked_for_to_a_page(share, mib
 
 def test_without_a_device_its_tier_is_memory_too():
     both, host = (
-        plan_host_memory(small_demand(), OffloadPolicy(weights=w), None) for w in ((0.25, 0.25, 0.5), (0, 0.5, 0.5))
+        plan_host_memory(small_demand(), api.OffloadPolicy(weights=w), None) for w in ((0.25, 0.25, 0.5), (0, 0.5, 0.5))
     )
     assert both.resident == host.resident
 
 
 def test_resident_blocks_are_spread_over_the_pass():
-    plan = plan_host_memory(small_demand(), OffloadPolicy(weights=(0, 0.5, 0.5)), None)
+    plan = plan_host_memory(small_demand(), api.OffloadPolicy(weights=(0, 0.5, 0.5)), None)
     assert sorted(plan.resident) == list(range(1, 20, 2))

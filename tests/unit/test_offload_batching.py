@@ -136,9 +136,6 @@ def test_closing_a_scheduler_frees_every_block():
     assert cache.num_free_blocks == 40
 
 
-# ------------------------------------------------------------------------------------------------ rehearsal
-
-
 def work(pairs):
     return [((next(_others),) * prompt, steps) for prompt, steps in pairs]
 
@@ -161,9 +158,6 @@ def test_a_long_job_lets_prompts_in_one_after_the_other_and_a_short_one_at_once(
     """At 32 + 64 tokens in 648 blocks: in step 54 sequences fit, of mixed ages 80."""
     long, short = (search_prefill_budget(work([(32, 64)] * n), 648, 96, 80, 165, 512) for n in (1000, 54))
     assert long.balance < short.balance == 165
-
-
-# ------------------------------------------------------------------------------------------------ shared beginnings
 
 
 def prompts(draw, count):

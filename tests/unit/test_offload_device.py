@@ -13,20 +13,7 @@ from engines.offload.engine import OffloadEngine
 from engines.offload.kernels import DeviceKernels
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.planning.simulated import search_policy
-from harness import hardware
-from harness.api import (
-    Disk,
-    HardwareLimits,
-    HardwareProfile,
-    InfeasibleError,
-    Job,
-    ModelSpec,
-    OffloadPolicy,
-    Processor,
-    RunSpec,
-    UnsupportedError,
-    WorkloadSpec,
-)
+from harness import api, hardware
 from tests import pretend
 from tests.offload import OTHERS, all_greedy, answers, load_and_answer, requests_of, tiny
 
@@ -40,8 +27,8 @@ def load(model, cache, /, device=96 * MIB, host=96 * MIB, **policy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engines.offload.engine.opened", lambda limits, units: there)
         patch.setattr("engines.offload.backend.cuda.DeviceKernels", lambda: DeviceKernels(triton=False))
-        limits = HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
-        report = engine.load(model, OffloadPolicy(**policy), limits, Job(cache, cache, 64, 64))
+        limits = api.HardwareLimits(device_memory=CONTEXT_BYTES + device, host_memory=host)
+        report = engine.load(model, api.OffloadPolicy(**policy), limits, api.Job(cache, cache, 64, 64))
     return engine, report, there
 
 
@@ -132,8 +119,8 @@ def test_a_device_is_measured_for_plans(monkeypatch):
     processor, link, samples = calibrate_device.measure(
         device, "pretended", 1 << 30, DeviceKernels(False), 2, "float32"
     )
-    profile = HardwareProfile(
-        "local", "", Processor("host", 1e9, 1e9, {"1": 1e9}), Disk(1e9, 1e9, 1e9), processor, link, devices=1,
+    profile = api.HardwareProfile(
+        "local", "", api.Processor("host", 1e9, 1e9, {"1": 1e9}), api.Disk(1e9, 1e9, 1e9), processor, link, devices=1,
         spread={path: (min(found), max(found)) for path, found in samples.items()},
     )  # fmt: skip
     profile.validate()
@@ -151,15 +138,15 @@ def test_a_device_is_measured_for_plans(monkeypatch):
     ],
 )
 def test_what_is_not_there_with_a_device_is_refused(model, cache, policy, words):
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(api.UnsupportedError, match=words):
         load(model, cache, **policy)
 
 
 @pytest.mark.parametrize(("schedule", "device", "host"), [("row", 88, 72), ("zigzag", 90, 90), ("sweep", 88, 96)])
 def test_a_searched_policy_can_be_run(model, cache, schedule, device, host):
-    limits = HardwareLimits(device_memory=CONTEXT_BYTES + device * MIB, host_memory=host * MIB)
-    spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
-                   OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
+    limits = api.HardwareLimits(device_memory=CONTEXT_BYTES + device * MIB, host_memory=host * MIB)
+    spec = api.RunSpec("offload", api.ModelSpec(model.path), api.WorkloadSpec("synthetic", 60, 4, 24),
+                   api.OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
     found = search_policy(spec, model, hardware.load("t4_gcp"), [])
     engine, report, _ = load(model, cache, device * MIB, host * MIB, **asdict(found.policy))
     requests = requests_of(3, found.policy.block_size, eos=False)
@@ -175,9 +162,9 @@ def test_a_search_leaves_attention_to_windows_on_the_device(tmp_path):
     # a device so slow at attention that the host's would always be the better
     profile = hardware.load("t4_gcp")
     device = replace(profile.device, bandwidth=1e6)
-    limits = HardwareLimits(device_memory=CONTEXT_BYTES + 120 * MIB, host_memory=96 * MIB)
-    spec = RunSpec("offload", ModelSpec(model.path), WorkloadSpec("synthetic", 60, 4, 24),
-                   OffloadPolicy(1, schedule="zigzag"), tune="search", limits=limits)  # fmt: skip
+    limits = api.HardwareLimits(device_memory=CONTEXT_BYTES + 120 * MIB, host_memory=96 * MIB)
+    spec = api.RunSpec("offload", api.ModelSpec(model.path), api.WorkloadSpec("synthetic", 60, 4, 24),
+                   api.OffloadPolicy(1, schedule="zigzag"), tune="search", limits=limits)  # fmt: skip
     plain = replace(model, path="")
     answers = [search_policy(spec, one, replace(profile, device=device), []).policy for one in (model, plain)]
     assert [policy.cpu_attention for policy in answers] == [False, True]
@@ -185,7 +172,7 @@ def test_a_search_leaves_attention_to_windows_on_the_device(tmp_path):
 
 def test_attention_by_the_host_is_refused_where_a_layer_has_a_window(tmp_path, cache):
     model = tiny(tmp_path / "m", "gemma2", **OTHERS["gemma2"])
-    with pytest.raises(UnsupportedError, match="window attend on the device: leave it out"):
+    with pytest.raises(api.UnsupportedError, match="window attend on the device: leave it out"):
         load(model, cache, cpu_attention=True)
 
 
@@ -200,7 +187,7 @@ def test_a_device_is_given_back_also_when_loading_fails(model, cache):
     engine, _, device = load(model, cache)
     engine.close()
     assert device.closed
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(api.InfeasibleError):
         load(model, cache, device=1)
     assert pretend.pretend.device.closed
 

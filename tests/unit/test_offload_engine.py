@@ -26,17 +26,7 @@ from engines.offload.memory.storage import Plain
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, convert
-from harness.api import (
-    DiskFullError,
-    GenerationRequest,
-    HardwareLimits,
-    HarnessError,
-    InfeasibleError,
-    Job,
-    OffloadPolicy,
-    SamplingParams,
-    UnsupportedError,
-)
+from harness import api
 from tests.offload import (
     COMMON,
     CONFIGS,
@@ -57,8 +47,6 @@ from tests.offload import (
     words,
 )
 from tests.stories import stories260k, vocabulary
-
-# ------------------------------------------------------------------------------------------------ right answers
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -89,7 +77,7 @@ def test_the_end_of_a_sequence_ends_it(model, reference, cache, schedule, load):
     third = greedy(reference, prompt, 5, min_new_tokens=5)[2]
     engine, _ = load(model, cache, schedule=schedule, gpu_batch_size=2)
     engine.loaded.meta_model.eos = (third,)
-    [result] = engine.generate([GenerationRequest("a", prompt, SamplingParams(max_tokens=20))])
+    [result] = engine.generate([api.GenerationRequest("a", prompt, api.SamplingParams(max_tokens=20))])
     assert result.finish_reason == "stop"
     assert result.tokens[-1] == third
     assert len(result.tokens) <= 3
@@ -110,7 +98,7 @@ def test_sixteen_bit_weights_give_the_same_on_every_schedule(kind, tmp_path, cac
 
 def test_sampling_does_not_depend_on_who_shares_the_pass(model, cache):
     requests = [
-        GenerationRequest(f"s{i}", (9, 10 + i, 11), SamplingParams(8, temperature=0.8, top_k=40, seed=i))
+        api.GenerationRequest(f"s{i}", (9, 10 + i, 11), api.SamplingParams(8, temperature=0.8, top_k=40, seed=i))
         for i in range(6)
     ]
     found = [
@@ -152,11 +140,8 @@ def test_a_packed_pass_computes_no_padding(model, cache, monkeypatch, load):
     assert sum(rows) == sum(len(r.prompt) + r.sampling.max_tokens - 1 for r in requests)
 
 
-# ------------------------------------------------------------------------------------------------ bytes and memory
-
-
 def test_zigzag_reads_a_quarter_of_what_row_reads(model, cache, load):
-    requests = [GenerationRequest(f"r{i}", (5, 6, 7), SamplingParams(6, ignore_eos=True)) for i in range(8)]
+    requests = [api.GenerationRequest(f"r{i}", (5, 6, 7), api.SamplingParams(6, ignore_eos=True)) for i in range(8)]
     read = {}
     for schedule, batches in (("row", 1), ("zigzag", 4)):
         engine, report = load(
@@ -256,7 +241,7 @@ def test_closing_frees_what_was_resident(model, cache, load):
 def test_a_limit_on_threads_ends_with_the_engine(model, cache, load):
     before = torch.get_num_threads()
     engine = OffloadEngine()
-    engine.load(model, OffloadPolicy(), HardwareLimits(threads=1), Job(cache, cache, 64, 64))
+    engine.load(model, api.OffloadPolicy(), api.HardwareLimits(threads=1), api.Job(cache, cache, 64, 64))
     assert torch.get_num_threads() == 1
     engine.close()
     assert torch.get_num_threads() == before
@@ -264,7 +249,7 @@ def test_a_limit_on_threads_ends_with_the_engine(model, cache, load):
 
 def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, cache, load):
     for schedule in ("row", "zigzag", "sweep"):
-        with pytest.raises(InfeasibleError, match=r"offload needs \d+ MiB .*the budget is 1 MiB"):
+        with pytest.raises(api.InfeasibleError, match=r"offload needs \d+ MiB .*the budget is 1 MiB"):
             load(model, cache / "never", budget=1 << 20, schedule=schedule)
     assert not (cache / "never" / "offload").exists()
 
@@ -274,11 +259,8 @@ def test_a_budget_that_cannot_hold_a_sequence_is_refused_before_loading(model, c
     [{"cpu_attention": True}, {"nano_batches": 2}, {"num_gpu_batches": 2}, {"weight_bits": 4, "group_size": 48}],
 )
 def test_policies_it_cannot_honour_are_refused(model, cache, policy, load):
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(api.UnsupportedError):
         load(model, cache, **policy)
-
-
-# ------------------------------------------------------------------------------------------------ conversion
 
 
 def meta_model(model):
@@ -348,7 +330,7 @@ def test_a_full_disk_during_conversion_is_told_and_leaves_nothing(model, tmp_pat
     def full(done, total):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(DiskFullError, match=r"disk full while writing \d+ bytes of converted weights"):
+    with pytest.raises(api.DiskFullError, match=r"disk full while writing \d+ bytes of converted weights"):
         convert_into(model, tmp_path, full)
     assert not [p for p in (tmp_path / "offload").iterdir() if p.is_dir()]
 
@@ -359,27 +341,24 @@ def test_nan_weights_are_refused_by_name(tmp_path, cache, load):
     with torch.no_grad():
         module.model.decoder.layers[1].fc1.weight[3, 3] = torch.nan
     module.save_pretrained(folder)
-    with pytest.raises(HarnessError, match=r"NaN or infinity in model.decoder.layers.1.fc1.weight"):
+    with pytest.raises(api.HarnessError, match=r"NaN or infinity in model.decoder.layers.1.fc1.weight"):
         load(prepare(folder), tmp_path / "cache")
 
 
 def test_a_tensor_that_is_not_there_is_named(tmp_path, load):
     folder = save(tmp_path / "m", "llama")
     drop_tensor(folder, "model.layers.2.mlp.up_proj.weight")
-    with pytest.raises(HarnessError, match=r"no tensor for model.layers.2.mlp.up_proj.weight"):
+    with pytest.raises(api.HarnessError, match=r"no tensor for model.layers.2.mlp.up_proj.weight"):
         load(prepare(folder), tmp_path / "cache")
 
 
 def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_path, load):
     engine, _ = load(model, tmp_path, weights=(0.0, 0.0, 1.0), schedule="sweep")
-    requests = [GenerationRequest("a", (5, 6), SamplingParams(50, ignore_eos=True))]
+    requests = [api.GenerationRequest("a", (5, 6), api.SamplingParams(50, ignore_eos=True))]
     for path in (tmp_path / "offload").glob("*/layer-00001.bin"):
         os.truncate(path, 4096)
-    with pytest.raises(HarnessError, match=r"layer-00001.bin ends at byte 4096"):
+    with pytest.raises(api.HarnessError, match=r"layer-00001.bin ends at byte 4096"):
         list(engine.generate(requests))
-
-
-# ------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -393,7 +372,7 @@ def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_pat
 )  # fmt: skip
 def test_unsupported_architectures_are_refused_before_loading(kind, config, reason, tmp_path, load):
     model = tiny(tmp_path / kind, kind, **config)
-    with pytest.raises(UnsupportedError, match=reason):
+    with pytest.raises(api.UnsupportedError, match=reason):
         load(model, tmp_path / "cache")
     assert not (tmp_path / "cache" / "offload").exists()
 
@@ -403,16 +382,13 @@ def test_unsupported_architectures_are_refused_before_loading(kind, config, reas
 )
 def test_requests_that_cannot_be_run_are_named_before_any_work(model, cache, prompt, new, words, load):
     engine, _ = load(model, cache, schedule="sweep", max_sequence=32)
-    good = GenerationRequest("good", (5, 6), SamplingParams(2))
-    with pytest.raises(HarnessError, match=rf"request bad: .*{words}"):
-        engine.generate([good, GenerationRequest("bad", prompt, SamplingParams(new))])
+    good = api.GenerationRequest("good", (5, 6), api.SamplingParams(2))
+    with pytest.raises(api.HarnessError, match=rf"request bad: .*{words}"):
+        engine.generate([good, api.GenerationRequest("bad", prompt, api.SamplingParams(new))])
     assert engine.stats().passes == 0
 
 
-# ------------------------------------------------------------------------------------------------ use and misuse
-
-
-GOOD = [GenerationRequest(f"g{i}", (5 + i, 6, 7), SamplingParams(6, ignore_eos=True)) for i in range(5)]
+GOOD = [api.GenerationRequest(f"g{i}", (5 + i, 6, 7), api.SamplingParams(6, ignore_eos=True)) for i in range(5)]
 
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
@@ -421,7 +397,7 @@ def test_a_generation_that_is_given_up_leaves_the_engine_as_it_was(model, cache,
     expected = answers(engine, GOOD)
     begun = engine.generate(GOOD)
     next(begun)
-    with pytest.raises(HarnessError, match="one generation at a time"):
+    with pytest.raises(api.HarnessError, match="one generation at a time"):
         next(engine.generate(GOOD))
     del begun
     assert answers(engine, GOOD) == expected
@@ -452,7 +428,7 @@ def test_an_engine_that_is_closed_says_so(model, cache, load):
     engine, _ = load(model, cache)
     engine.close()
     engine.close()
-    with pytest.raises(HarnessError, match="no model loaded"):
+    with pytest.raises(api.HarnessError, match="no model loaded"):
         engine.generate(GOOD)
     OffloadEngine().close()
 
@@ -466,9 +442,6 @@ def test_scores_do_not_depend_on_how_prompts_are_cut(model, cache, load):
         found.append([s.logprob for s in engine.score(pairs)])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------ kinds of checkpoints
 
 
 def test_shards_a_bare_prefix_and_either_of_two_tied_tensors_are_found(model, reference, tmp_path, cache, load):
@@ -522,11 +495,8 @@ def test_a_table_that_was_cut_is_seen_at_load(model, tmp_path, load):
     engine.close()
     table = next((tmp_path / "offload").glob("*/*.table"))
     os.truncate(table, 100)
-    with pytest.raises(HarnessError, match=r"\.table has 100 of \d+ bytes"):
+    with pytest.raises(api.HarnessError, match=r"\.table has 100 of \d+ bytes"):
         load(model, tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------ real models
 
 
 def test_stories260k_tells_the_story_that_transformers_tells(tmp_path, cache):
@@ -534,7 +504,8 @@ def test_stories260k_tells_the_story_that_transformers_tells(tmp_path, cache):
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     pieces = vocabulary()
     requests = [
-        GenerationRequest(f"p{i}", p, SamplingParams(max_tokens=120)) for i, p in enumerate([(1,), (1, 403), (1, 410)])
+        api.GenerationRequest(f"p{i}", p, api.SamplingParams(max_tokens=120))
+        for i, p in enumerate([(1,), (1, 403), (1, 410)])
     ]
     results, _ = load_and_answer(prepare(folder), cache, requests, schedule="sweep", gpu_batch_size=3, max_sequence=128)
     texts = []

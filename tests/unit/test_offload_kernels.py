@@ -96,9 +96,6 @@ def test_nan_in_a_weight_is_not_hidden(cache):
     assert out.isnan().sum() == 8
 
 
-# ------------------------------------------------------------------------------------------------ attention
-
-
 @pytest.fixture(scope="module")
 def compiled(cache):
     return compiled_attention(Plain("float32"), cache, threads=2)

@@ -123,9 +123,6 @@ def test_blocks_are_allocated_in_the_proportion_that_was_asked_for(share):
         assert len(set(held)) == len(held)
 
 
-# ------------------------------------------------------------------------------------------------ in the engine
-
-
 @pytest.mark.parametrize(("share", "policy"), [(0.4, {}), (1.0, {"kv_bits": 4})], ids=str)
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
 def test_where_the_cache_lies_changes_nothing(model, cache, load, schedule, policy, share):

@@ -15,8 +15,6 @@ from engines.offload.pass_ops import ALL, attention_overlaps, pass_ops
 from engines.offload.timeline import Timeline
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 
-# ------------------------------------------------------------------------------------------------ products
-
 
 def test_a_product_in_many_blocks_is_rounded_as_one():
     """In bfloat16: a sum that is rounded after each of 32 tiles of columns is four times as far from the truth."""
@@ -31,9 +29,6 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
         return (found.double() - exact).pow(2).mean().sqrt()
 
     assert off(torch.cat(joint.parts)) < 1.6 * off(torch.addmm(bias, x, weight.T))
-
-
-# ------------------------------------------------------------------------------------------------ layout
 
 
 @given(
@@ -58,9 +53,6 @@ def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_
         assert tile.offset % ALIGN == 0
         assert tile.offset >= ends.get(tile.file, 0)
         ends[tile.file] = tile.offset + tile.nbytes
-
-
-# ------------------------------------------------------------------------------------------------ schedule
 
 
 def order(ops, kind, tile, batch):
@@ -151,9 +143,6 @@ def test_batches_overlap_attention_with_the_products_of_others(layers, sizes, ba
             beside = [o for o in ops[i + 1 : resumed] if o.kind == "multiply"]
             assert all(o.batch != op.batch for o in beside), "what runs beside an attention is the others'"
     assert most_slots(ops, batches) <= slots
-
-
-# ------------------------------------------------------------------------------------------------ timeline
 
 
 def test_the_time_of_overlapping_loads_counts_once():

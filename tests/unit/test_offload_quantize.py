@@ -106,9 +106,6 @@ def test_there_are_no_other_bits_and_groups(bits, group):
         Grouped(bits, group)
 
 
-# ------------------------------------------------------------------------------------------------ rotation
-
-
 @pytest.mark.parametrize(("columns", "size"), [(1, 1), (7, 1), (24, 8), (64, 64), (80, 16), (128, 128)])
 def test_a_rotation_is_a_hadamard_matrix_in_parts(columns, size):
     x = torch.randn(3, 5, columns)

@@ -64,9 +64,6 @@ def median(outcomes: list[published.Outcome]) -> float:
     return statistics.median(abs(o.error or 0.0) for o in outcomes)
 
 
-# ------------------------------------------------------------------------------------------------ published figures
-
-
 def test_errors_on_cells_that_nothing_was_fitted_on(outcomes: list[published.Outcome]) -> None:
     for engine, limit in (("flexgen_ref", 0.15), ("accelerate", 0.30), ("deepspeed_zero", 0.30)):
         assert median(unseen(outcomes, "t4_gcp", engine)) <= limit
@@ -152,8 +149,6 @@ def test_nanoflows_table_and_optimum() -> None:
     assert max(abs(published.error_of(mine, figure)) for _, figure, mine in estimates) < 0.10
     assert round(optimal_tok_s(devices, 70e9) - 0.5) == 17828
 
-
-# ------------------------------------------------------------------------------------------------ invariants
 
 machines = st.sampled_from(["t4_gcp", "a100_40g"])
 fractions = st.sampled_from([(1.0, 0.0, 0.0), (0.2, 0.8, 0.0), (0.0, 1.0, 0.0), (0.0, 0.5, 0.5), (0.0, 0.0, 1.0)])
@@ -250,9 +245,6 @@ def test_whole_matrices_go_where_their_middles_fall() -> None:
     assert by_whole_matrices(attention, (0.2, 0.8, 0.0)) == (0.25, 0.75, 0.0)
     assert by_whole_matrices(forward, (0.2, 0.8, 0.0)) == (0.0, 1.0, 0.0)
     assert by_whole_matrices(attention, (0.0, 0.5, 0.5)) == (0.0, 0.5, 0.5)
-
-
-# ------------------------------------------------------------------------------------------------ search and plans
 
 
 @pytest.mark.parametrize("engine", ["offload", "flexgen_ref"])

@@ -163,9 +163,6 @@ def test_bytes_are_those_between_both_ends(monkeypatch):
     assert figures(probe) == {"read_bytes": ("bytes", (250.0,), ""), "write_bytes": ("bytes", (0.0,), "")}
 
 
-# ------------------------------------------------------------------------------------------------ a device
-
-
 class Nvml:
     """A driver with one device, whose counters go on with every reading; of bytes it tells 32 bits, if `wraps`."""
 

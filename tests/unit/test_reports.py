@@ -47,9 +47,6 @@ def by_name(records: Iterable[RunRecord]) -> dict[str, CellSummary]:
     return {row.name: row for row in summary_rows(records)}
 
 
-# ------------------------------------------------------------------------------------------------ figures
-
-
 def test_figures_of_a_cell():
     row = by_name(demo())["accelerate-float32"]
     assert (row.throughput, row.median) == ((2.0, 2.2, 1.9), 2.0)
@@ -183,9 +180,6 @@ def test_busy_shares_are_of_each_part_and_count_overlaps_once():
     assert busy(events, 40.0, 4) == [1.0, 1.0, 0.0, 0.1]
 
 
-# ------------------------------------------------------------------------------------------------ writing
-
-
 class _Page(HTMLParser):
     """Collects what a browser would make of a page."""
 
@@ -299,9 +293,6 @@ def test_terminal_summary():
     assert max(map(len, shown.splitlines())) <= 100
 
 
-# ------------------------------------------------------------------------------------------------ small parts
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(0, "0"), (1.416, "1.42"), (0.0542, "0.0542"), (12.34, "12.3"), (15432.1, "15,432"), (3, "3"), (1e-7, "1e-07")],
@@ -328,9 +319,6 @@ def test_junit_has_a_case_for_each_cell(tmp_path):
     assert cases["stopped"].find("skipped") is not None
     assert "2 tok/s, 3 launches" in "".join(cases["fine"].itertext())
     assert cases["awaited"].find("failure") is None
-
-
-# ------------------------------------------------------------------------------------------------ reading and writing
 
 
 def test_a_truncated_last_line_is_left_out_with_a_note(tmp_path):

@@ -8,16 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.adapters.fake import MODEL
-from harness.api import (
-    CellResult,
-    HarnessError,
-    LaunchResult,
-    ModelSpec,
-    OffloadPolicy,
-    SuiteSpec,
-    Trial,
-    WorkloadSpec,
-)
+from harness import api
 from harness.run import runner
 from harness.run.options import Selection
 from harness.run.store import Store
@@ -46,10 +37,12 @@ class Launcher:
         self.launched.append(batch)
         status = self.survives(batch, self.launched.count(batch))
         metrics = {"generation_throughput_tok_s": float(batch)} if status == "ok" else {}
-        return LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=CellResult(metrics=metrics))
+        return api.LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=api.CellResult(metrics=metrics))
 
 
-CELL = replace(FAKE, workload=WorkloadSpec(num_requests=8), policy=OffloadPolicy(8), name="cell", tune="max_batch")
+CELL = replace(
+    FAKE, workload=api.WorkloadSpec(num_requests=8), policy=api.OffloadPolicy(8), name="cell", tune="max_batch"
+)
 
 
 @pytest.fixture
@@ -61,7 +54,7 @@ def run(tmp_path, monkeypatch):
     def go(launcher, *cells, out="out"):
         monkeypatch.setattr(runner, "CellLauncher", lambda cache, places: launcher)
         progress = Mock()
-        made = SuiteSpec("s", "", cells, machine_probe=False)
+        made = api.SuiteSpec("s", "", cells, machine_probe=False)
         selection = Selection(made, suite, list(cells), "c")
         return runner.Runner(selection, tmp_path / out, tmp_path / "cache", progress).run(), progress
 
@@ -106,19 +99,16 @@ def test_only_infeasible_searches_are_remembered(run, status, searches):
 def test_a_model_that_changed_since_the_first_repeat_is_told(run, tmp_path):
     cell = replace(CELL, tune="none", repeats=1)
     run(Launcher(lambda *_: "ok", "old"), cell)
-    with pytest.raises(HarnessError, match=r"^model fake changed since cell was measured; --fresh"):
+    with pytest.raises(api.HarnessError, match=r"^model fake changed since cell was measured; --fresh"):
         run(Launcher(lambda *_: "ok", "new"), replace(cell, repeats=2))
 
 
 def test_a_model_s_own_folder_is_in_no_record(run, tmp_path):
     folder = tmp_path / "models" / "mine"
     folder.mkdir(parents=True)
-    cell = replace(CELL, model=ModelSpec(str(folder)), tune="none", repeats=1)
+    cell = replace(CELL, model=api.ModelSpec(str(folder)), tune="none", repeats=1)
     (record,), _ = run(Launcher(lambda *_: "ok"), cell)
     assert record.spec.model.id == "$MODELS/mine"
-
-
-# ------------------------------------------------------------------------------------------------ the largest batch
 
 
 @given(start=st.integers(1, 300), largest=st.integers(0, 2000), ceiling=st.integers(1, 3000))
@@ -127,7 +117,7 @@ def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling
 
     def attempt(batch):
         tried.append(batch)
-        return Trial(batch, "ok" if batch <= largest else "oom_host", float(batch))
+        return api.Trial(batch, "ok" if batch <= largest else "oom_host", float(batch))
 
     found = choose(search_max_batch(start, attempt, ceiling))
     largest = min(largest, ceiling)
@@ -149,13 +139,13 @@ def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling
     ids=["a failure that is not about size", "a full disk during the bisection", "a larger batch that is slower"],
 )
 def test_what_ends_the_search(ends, chosen):
-    trials = search_max_batch(8, lambda batch: Trial(batch, *ends[batch]))
+    trials = search_max_batch(8, lambda batch: api.Trial(batch, *ends[batch]))
     assert [t.gpu_batch_size for t in trials] == list(ends)
     assert choose(trials) == chosen
 
 
 def test_the_fastest_survivor_is_chosen_not_the_largest():
-    trials = [Trial(8, "ok", 2.0), Trial(16, "ok", 1.5), Trial(32, "timeout", None)]
+    trials = [api.Trial(8, "ok", 2.0), api.Trial(16, "ok", 1.5), api.Trial(32, "timeout", None)]
     assert choose(trials) == 8
 
 
@@ -164,7 +154,7 @@ def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):
         memory = Remembered(tmp_path / "max_batch.json", machine)
         return memory, memory.key(CELL, {"torch": torch}, "model", cap)
 
-    trials = (Trial(4, "ok", 1.0), Trial(8, "oom_host", None, "killed"))
+    trials = (api.Trial(4, "ok", 1.0), api.Trial(8, "oom_host", None, "killed"))
     memory, key = remembered()
     memory.put(key, trials)
     for changes in ({}, {"machine": "b"}, {"torch": "3"}, {"cap": "monitor"}):
@@ -175,12 +165,12 @@ def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):
 def test_damaged_memory_costs_a_search_not_a_run(tmp_path):
     path = tmp_path / "max_batch.json"
     path.write_text("")
-    Remembered(path / "below a file", "m").put("key", [Trial(1, "ok", 1.0)])
+    Remembered(path / "below a file", "m").put("key", [api.Trial(1, "ok", 1.0)])
     memory = Remembered(path, "m")
     for damage in ("{half", "[]", '{"key": 3}', '{"key": [{"new": 1}]}', '{"key": [3]}'):
         path.write_text(damage)
         assert memory.get("key") is None
-    memory.put("key", [Trial(1, "ok", 1.0)])
+    memory.put("key", [api.Trial(1, "ok", 1.0)])
     assert memory.get("key")
 
 

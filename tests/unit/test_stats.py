@@ -156,9 +156,6 @@ def test_the_noise_floor_is_the_median_over_splits():
     assert noise_floor([1.0] * 30) == 0.0
 
 
-# ------------------------------------------------------------------------------------------------ pairs
-
-
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_mcnemar_is_the_binomial_test(better, worse):
     pairs = better + worse

@@ -133,9 +133,6 @@ def test_worked_examples_are_of_every_class_and_differ_by_trial():
     assert len(sampled(train[:3], 5, 0)) == 3
 
 
-# ------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("table", "words"),
     [

@@ -8,17 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from harness.api import (
-    DiskFullError,
-    GenerationRequest,
-    GenerationResult,
-    HarnessError,
-    InfeasibleError,
-    Outcome,
-    SamplingParams,
-    UnsupportedError,
-    WorkerResult,
-)
+from harness import api
 from harness.common.classify import classify
 from harness.launchers.launcher import judge
 from harness.launchers.protocol import EXIT_DISK_FULL
@@ -26,8 +16,10 @@ from harness.run import worker
 from harness.run.answers import check
 from suites.workloads import Synthetic
 
-REQUESTS = [GenerationRequest(f"r{i}", (7, 8, 9), SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(2)]
-RESULTS = [GenerationResult(r.id, (1, 2), 0.0, (0.5, 1.0), 3) for r in REQUESTS]
+REQUESTS = [
+    api.GenerationRequest(f"r{i}", (7, 8, 9), api.SamplingParams(max_tokens=2, ignore_eos=True)) for i in range(2)
+]
+RESULTS = [api.GenerationResult(r.id, (1, 2), 0.0, (0.5, 1.0), 3) for r in REQUESTS]
 
 
 def test_honest_answers_become_traces_in_the_order_asked():
@@ -56,14 +48,14 @@ def test_honest_answers_become_traces_in_the_order_asked():
 )
 def test_dishonest_answers_are_refused(change, words):
     first = [] if change is None else [dataclasses.replace(RESULTS[0], **change)]
-    with pytest.raises(HarnessError, match=words):
+    with pytest.raises(api.HarnessError, match=words):
         check(REQUESTS, [*first, RESULTS[1]], vocab=10)
 
 
 def test_times_that_the_clock_does_not_bear_out_are_refused():
     assert check(REQUESTS, RESULTS, 10, elapsed_s=1.2)
     for elapsed in (0.5, 60.0):
-        with pytest.raises(HarnessError, match=r"end at 1.00 s, but the work took"):
+        with pytest.raises(api.HarnessError, match=r"end at 1.00 s, but the work took"):
             check(REQUESTS, RESULTS, 10, elapsed_s=elapsed)
 
 
@@ -71,7 +63,7 @@ def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
     request = {"kind": "PrepareModel", "work": {}, "parent": os.getppid(), "longest_s": 60}
     (tmp_path / worker.REQUEST).write_text(json.dumps(request))
     monkeypatch.setattr(worker, "_end_with", lambda parent, longest_s: None)
-    monkeypatch.setattr(worker, "_done", lambda *_: WorkerResult("ok"))
+    monkeypatch.setattr(worker, "_done", lambda *_: api.WorkerResult("ok"))
 
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("pathlib.Path.write_text", Mock(side_effect=full))
@@ -92,10 +84,10 @@ def wrapped(inner):
 @pytest.mark.parametrize(
     ("exc", "status"),
     [
-        (InfeasibleError("x"), "infeasible"),
-        (UnsupportedError("x"), "unsupported"),
-        (DiskFullError("x"), "disk_full"),
-        (HarnessError("x"), "error"),
+        (api.InfeasibleError("x"), "infeasible"),
+        (api.UnsupportedError("x"), "unsupported"),
+        (api.DiskFullError("x"), "disk_full"),
+        (api.HarnessError("x"), "error"),
         (OutOfMemoryError("CUDA out of memory"), "oom_device"),
         (MemoryError(), "oom_host"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), "oom_host"),
@@ -114,7 +106,7 @@ def test_exceptions_have_a_status_and_one_line(exc, status):
 
 
 def outcome(**changes):
-    base = Outcome(WorkerResult("ok"), 0, False, 0, 1, "cgroup-v1", True, "(none)")
+    base = api.Outcome(api.WorkerResult("ok"), 0, False, 0, 1, "cgroup-v1", True, "(none)")
     return dataclasses.replace(base, **changes)
 
 
@@ -123,7 +115,7 @@ def outcome(**changes):
     [
         (outcome(), "ok", ""),
         (outcome(result=None, exit_code=-9, oom_kills=1), "oom_host", "at its limit of 1 MiB"),
-        (outcome(result=WorkerResult("error", "child died"), oom_kills=1), "oom_host", "OOM"),
+        (outcome(result=api.WorkerResult("error", "child died"), oom_kills=1), "oom_host", "OOM"),
         (outcome(oom_kills=1), "ok", ""),  # a helper of the engine died and the engine coped
         (outcome(result=None, exit_code=-9), "error", "SIGKILL"),  # exit 137 alone is no evidence of memory
         (outcome(result=None, exit_code=-9, timed_out=True), "timeout", "after 5 s"),

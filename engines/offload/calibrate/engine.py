@@ -13,17 +13,7 @@ from transformers.utils import logging
 
 from engines.models.checkpoints import prepare
 from engines.offload.engine import OffloadEngine
-from harness.api import (
-    Bits,
-    Dtype,
-    GenerationRequest,
-    HardwareLimits,
-    Job,
-    LocalModel,
-    ModelSpec,
-    OffloadPolicy,
-    SamplingParams,
-)
+from harness import api
 
 _LAYERS, _HIDDEN, _VOCAB = 4, 2048, 512
 #: Prompt tokens of a pass, as under a limit of a few GiB.
@@ -34,7 +24,7 @@ _SHORT, _LONG, _FEW = (8, 64, 1), (1, 512, 1), (8, 8, 17)
 _LEAST_S = 1e-6
 
 
-def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> dict[str, list[float]]:
+def measure(cache: Path, dtype: api.Dtype, kinds: Sequence[api.Bits], rounds: int) -> dict[str, list[float]]:
     """Samples of the host's rates by their path in a profile, for KV caches of `kinds` bits, computing in `dtype`.
 
     Scratch files and kernels go under `cache`.
@@ -56,7 +46,7 @@ def measure(cache: Path, dtype: Dtype, kinds: Sequence[Bits], rounds: int) -> di
     return dict(samples)
 
 
-def _beside_disk(model: LocalModel, folder: Path, dtype: Dtype, rounds: int) -> list[float]:
+def _beside_disk(model: api.LocalModel, folder: Path, dtype: api.Dtype, rounds: int) -> list[float]:
     """Share of the products' rate that is left while weights stream from disk; both are measured alternately."""
     held, streamed = _policy(16, dtype), replace(_policy(16, dtype), weights=(0.0, 0.0, 1.0))
     shares = []
@@ -70,7 +60,7 @@ def _beside_disk(model: LocalModel, folder: Path, dtype: Dtype, rounds: int) -> 
     return shares
 
 
-def _rounds(engine: OffloadEngine, bits: Bits, rounds: int) -> Iterator[dict[str, float]]:
+def _rounds(engine: OffloadEngine, bits: api.Bits, rounds: int) -> Iterator[dict[str, float]]:
     """By round: FLOP/s of prefill attention, values/s cached, values/s between products, seconds a layer and pass."""
     _run(engine, _SHORT)  # warms up
     for _ in range(rounds):
@@ -93,14 +83,14 @@ def _rounds(engine: OffloadEngine, bits: Bits, rounds: int) -> Iterator[dict[str
 
 def _run(engine: OffloadEngine, job: tuple[int, int, int]) -> Mapping[str, float]:
     count, prompt, generated = job
-    sampling = SamplingParams(max_tokens=generated, ignore_eos=True)
+    sampling = api.SamplingParams(max_tokens=generated, ignore_eos=True)
     ids = torch.randint(8, _VOCAB, (count, prompt)).tolist()  # new ones each time: the engine caches prefixes
-    requests = [GenerationRequest(f"r{i}", tuple(one), sampling) for i, one in enumerate(ids)]
+    requests = [api.GenerationRequest(f"r{i}", tuple(one), sampling) for i, one in enumerate(ids)]
     list(engine.generate(requests))
     return engine.trace().metrics
 
 
-def _model(folder: Path) -> LocalModel:
+def _model(folder: Path) -> api.LocalModel:
     """Four layers of opt-1.3b's size with random weights."""
     config = OPTConfig(
         vocab_size=_VOCAB, hidden_size=_HIDDEN, word_embed_proj_dim=_HIDDEN, ffn_dim=4 * _HIDDEN,
@@ -109,15 +99,15 @@ def _model(folder: Path) -> LocalModel:
     logging.disable_progress_bar()
     module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     module.save_pretrained(folder / "model")
-    return prepare(ModelSpec(str(folder / "model")), folder / "cache")
+    return prepare(api.ModelSpec(str(folder / "model")), folder / "cache")
 
 
-def _policy(bits: Bits, dtype: Dtype) -> OffloadPolicy:
-    return OffloadPolicy(16, schedule="row", kv_bits=bits, prefill_chunk=_CHUNK, compute_dtype=dtype)
+def _policy(bits: api.Bits, dtype: api.Dtype) -> api.OffloadPolicy:
+    return api.OffloadPolicy(16, schedule="row", kv_bits=bits, prefill_chunk=_CHUNK, compute_dtype=dtype)
 
 
 @contextmanager
-def _loaded(model: LocalModel, folder: Path, policy: OffloadPolicy) -> Iterator[OffloadEngine]:
+def _loaded(model: api.LocalModel, folder: Path, policy: api.OffloadPolicy) -> Iterator[OffloadEngine]:
     with tempfile.TemporaryDirectory(dir=folder) as scratch, closing(OffloadEngine()) as engine:
-        engine.load(model, policy, HardwareLimits(), Job(Path(scratch), folder / "cache", 1024, 512))
+        engine.load(model, policy, api.HardwareLimits(), api.Job(Path(scratch), folder / "cache", 1024, 512))
         yield engine

@@ -23,17 +23,7 @@ from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights import gemm
-from harness.api import (
-    DTYPE_BYTES,
-    Bits,
-    Disk,
-    DiskFullError,
-    Dtype,
-    HardwareProfile,
-    HarnessError,
-    Processor,
-    first_line,
-)
+from harness import api
 from harness.common.buffers import direct_buffer
 
 #: Rows of a pass at which products are measured.
@@ -50,7 +40,7 @@ _BITS: Mapping[str, Storage] = {
 _ATTENTION = (32, 32, 32, 512)
 
 
-def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> HardwareProfile:
+def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None]) -> api.HardwareProfile:
     """A profile of this host, in a few minutes, or under one if `quick`.
 
     Disk rates are those of `folder`. `report` receives what is being measured. Raises DiskFullError or HarnessError if
@@ -78,7 +68,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         for count in _counts(threads):
             samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
     report("the engine beside its products")
-    kinds: Sequence[Bits] = (16, 4) if quick else (16, 8, 4, 3)
+    kinds: Sequence[api.Bits] = (16, 4) if quick else (16, 8, 4, 3)
     with _in_words(cache, "run a small model"):
         samples |= calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
     report("disk")
@@ -93,21 +83,21 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
             processor, link, of_device = calibrate_device.measure(device, name, room, DeviceKernels(), rounds)
             samples |= of_device
         except RuntimeError as exc:  # out of memory or broken: the host's rates still hold
-            report(f"the device cannot be measured: {first_line(exc)}")
+            report(f"the device cannot be measured: {api.first_line(exc)}")
         finally:
             device.close()
     rates = {path: statistics.median(found) for path, found in samples.items()}
-    return HardwareProfile(
+    return api.HardwareProfile(
         name="local",
         description=f"measured {time.strftime('%Y-%m-%d')}, products by {product.name} in {product.dtype}",
-        host=Processor(
+        host=api.Processor(
             name=platform.processor() or platform.machine(),
             memory=float(psutil.virtual_memory().total),
             cores=threads,
             dtype=product.dtype,
             **calibrate_device.rates_of("host", rates),
         ),
-        disk=Disk(float(psutil.disk_usage(str(folder)).free), **calibrate_device.rates_of("disk", rates)),
+        disk=api.Disk(float(psutil.disk_usage(str(folder)).free), **calibrate_device.rates_of("disk", rates)),
         device=processor,
         link=link,
         devices=0 if processor is None else 1,  # the engine uses one
@@ -122,7 +112,7 @@ def _in_words(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        short = DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else HarnessError
+        short = api.DiskFullError if exc.errno in (errno.ENOSPC, errno.EDQUOT) else api.HarnessError
         raise short(f"{folder}: cannot {what}: {exc.strerror}; free space, or give another folder by "
                     "--cache-dir") from None  # fmt: skip
 
@@ -141,7 +131,7 @@ def _copies(rounds: int) -> list[float]:
 
 def _chosen(kernels: HostKernels) -> gemm.GemmBackend:
     """How the engine would multiply 16-bit weights here."""
-    dtypes: Sequence[Dtype] = ("bfloat16", "float32")
+    dtypes: Sequence[api.Dtype] = ("bfloat16", "float32")
     return gemm.choose_gemm(Plain("bfloat16"), _WIDTH, dtypes, kernels)
 
 
@@ -156,7 +146,7 @@ def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: Host
     height = TILE_VALUES // _WIDTH
     raw = kernels.quantizer(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
     tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
-    counted = padded_rows(rows, DTYPE_BYTES[way.dtype])
+    counted = padded_rows(rows, api.DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
     out = gemm.padded_output(counted, height, x)
     turns = itertools.cycle(tiles)

@@ -140,8 +140,6 @@ class MetaModel:
         )
         return torch.as_tensor(output.logits[0])
 
-    # ------------------------------------------------------------------- what replaces the module's own weights
-
     def _replace_linear(self, module: Any, name: str, shape: tuple[int, ...]) -> Matrix:
         transposed = isinstance(module, Conv1D)
         rows, columns = shape[::-1] if transposed else shape
@@ -207,8 +205,6 @@ class MetaModel:
         if not isinstance(tensor, EmbeddingTable):
             bound = nn.Parameter(tensor.to(self.dtype), requires_grad=False)
         module._parameters[leaf] = bound
-
-    # ------------------------------------------------------------------- the dry pass
 
     @torch.inference_mode()
     def _dry_pass(self, matrices: Mapping[str, Matrix]) -> DryPass:

@@ -107,18 +107,18 @@ class LmEvalTask:
         return TaskManager(include_path=str(into))
 
 
-def write_local(folder: Path, into: Path) -> dict[str, str]:
-    """Writes task files for `TaskManager(include_path=...)`, for each task whose data is in `folder`.
+def write_local(data: Path, into: Path) -> dict[str, str]:
+    """Writes task files for `TaskManager(include_path=...)`, for each task whose data is in the folder `data`.
 
     Returns the SHA-256 of the data by task. Raises HarnessError for damaged data, and where the folder has none.
     """
-    digests, data = {}, Data(folder)
+    digests, files = {}, Data(data)
     for task, (task_file, file, field) in _LOCAL.items():
-        if not data.has(file):
+        if not files.has(file):
             continue
-        data.objects(file, (field,))
-        digests[task] = data.digests[file]
-        test = str((folder / file).resolve())
+        files.objects(file, (field,))
+        digests[task] = files.digests[file]
+        test = str((data / file).resolve())
         content = {
             "include": str(Path(lm_eval.__file__).parent / "tasks" / task_file),
             "task": task,
@@ -131,7 +131,7 @@ def write_local(folder: Path, into: Path) -> dict[str, str]:
         (into / f"{task}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     if not digests:
         names = ", ".join(file for _, file, _ in _LOCAL.values())
-        raise HarnessError(f"{folder} has none of {names}: name a folder that has one, or leave out --data-dir")
+        raise HarnessError(f"{data} has none of {names}: name a folder that has one, or leave out --data-dir")
     return digests
 
 

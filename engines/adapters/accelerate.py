@@ -21,7 +21,7 @@ from typing import Any
 
 import accelerate  # noqa: F401  (imported with the engine, so that it counts as idle footprint and not as budget)
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
+from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest, from_checkpoint
 from engines.common.work_memory import SLACK_BYTES, require_memory
 from engines.models import checkpoints
 from harness.api import DTYPE_BYTES, Capabilities, InfeasibleError
@@ -57,7 +57,7 @@ class AccelerateEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "accelerate"))
 
-    def _place(self, request: PlacementRequest) -> Placement:
+    def _place(self, request: PlacementRequest) -> PlacedModule:
         max_memory, note = self._max_memory(request)
         _return_freed_memory()
         module = from_checkpoint(
@@ -67,7 +67,7 @@ class AccelerateEngine(CausalLMEngine):
             for parameter in module.parameters():
                 if parameter.device.type == "cpu":
                     parameter.data = parameter.data.clone()
-        return Placement(module, weights_by_tier(module, DTYPE_BYTES[request.model.dtype]), (note,))
+        return PlacedModule(module, weights_by_tier(module, DTYPE_BYTES[request.model.dtype]), (note,))
 
     def _max_memory(self, request: PlacementRequest) -> tuple[dict[int | str, int] | None, str]:
         """Accelerate's `max_memory` for weights (None: Accelerate decides) and a note that derives it. Raises

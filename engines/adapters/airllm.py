@@ -12,7 +12,7 @@ import airllm
 import torch
 from airllm.airllm_base import AirLLMBaseModel
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest
+from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest
 from engines.common.work_memory import require_memory
 from engines.models.checkpoints import evict
 from harness.api import Capabilities, UnsupportedError
@@ -30,7 +30,7 @@ class AirLlmEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "accelerate", "airllm"))
 
-    def _place(self, request: PlacementRequest) -> Placement:
+    def _place(self, request: PlacementRequest) -> PlacedModule:
         shape, scratch = request.model.shape, request.job.scratch
         if shape.family not in _FAMILIES:
             raise UnsupportedError(f"engine airllm runs {', '.join(_FAMILIES)}, not {shape.family}")
@@ -46,7 +46,7 @@ class AirLlmEngine(CausalLMEngine):
         )
         evict(scratch)  # AirLLM has just written the layers' files there
         notes = ("streamed layer by layer from one file a layer",)
-        return Placement(self._streamed.model, (0, 0, request.weight_bytes), notes)
+        return PlacedModule(self._streamed.model, (0, 0, request.weight_bytes), notes)
 
     def close(self) -> None:
         super().close()

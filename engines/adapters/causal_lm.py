@@ -54,7 +54,7 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedModule:
     """A loaded module, its weight bytes by tier (device, host, disk), and notes for the record."""
 
     module: Any
@@ -117,7 +117,7 @@ class CausalLMEngine(api.Engine, ABC):
     def capabilities(self) -> api.Capabilities: ...
 
     @abstractmethod
-    def _place(self, request: PlacementRequest) -> Placement:
+    def _place(self, request: PlacementRequest) -> PlacedModule:
         """Loads the weights. Raises InfeasibleError when a budget is too small."""
 
     def load(

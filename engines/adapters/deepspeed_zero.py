@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers.integrations import HfDeepSpeedConfig
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
+from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest, from_checkpoint
 from engines.common.work_memory import SLACK_BYTES, require_memory
 from harness.api import Capabilities, HarnessError, ModelShape, UnsupportedError, first_line
 
@@ -56,7 +56,7 @@ class DeepSpeedZeroEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "deepspeed"))
 
-    def _place(self, request: PlacementRequest) -> Placement:
+    def _place(self, request: PlacementRequest) -> PlacedModule:
         dtype, device, bits = request.dtype, request.device, request.policy.weight_bits
         if bits not in (16, 4):
             raise UnsupportedError(f"engine {self.name} stores weights in 16 or 4 bits, not {bits}")
@@ -82,7 +82,7 @@ class DeepSpeedZeroEngine(CausalLMEngine):
 
             module = _init_group_wise_weight_quantization(module, config | _four_bit_config(request.policy.group_size))
         self._engine = deepspeed.initialize(model=module, config_params=config)[0]
-        return Placement(self._engine.module, (0, 0, stored) if on_disk else (0, stored, 0), (note,))
+        return PlacedModule(self._engine.module, (0, 0, stored) if on_disk else (0, stored, 0), (note,))
 
     def _tier(self, request: PlacementRequest, stored: int) -> tuple[bool, str]:
         """Whether parameters of `stored` bytes go to disk, and a note that says why.

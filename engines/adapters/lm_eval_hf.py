@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from engines.adapters.accelerate import AccelerateEngine
-from engines.adapters.causal_lm import Placement, PlacementRequest
+from engines.adapters.causal_lm import PlacedModule, PlacementRequest
 from engines.adapters.transformers import resident
 from harness.api import Capabilities, EngineTrace, GenerationRequest, Score
 
@@ -45,7 +45,7 @@ class LmEvalHfEngine(AccelerateEngine):
         super().close()
         self._hf = None
 
-    def _place(self, request: PlacementRequest) -> Placement:
+    def _place(self, request: PlacementRequest) -> PlacedModule:
         budget = request.limits.host_memory
         fits = budget is None or request.weight_bytes + sum(self._working_bytes(request)) <= budget
         placement = resident(request) if fits else super()._place(request)

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from engines.adapters.causal_lm import CausalLMEngine, Placement, PlacementRequest, from_checkpoint
+from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest, from_checkpoint
 from engines.common.work_memory import require_memory
 from harness.api import Capabilities, HarnessError, OffloadPolicy, UnsupportedError
 
@@ -29,7 +29,7 @@ class TransformersEngine(CausalLMEngine):
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors"))
 
-    def _place(self, request: PlacementRequest) -> Placement:
+    def _place(self, request: PlacementRequest) -> PlacedModule:
         if self._offload_cache and request.device_budget is None:
             raise UnsupportedError("offload_cache moves the KV cache off a device: it needs limits.device_memory")
         if request.policy.kv_bits != 16:
@@ -40,7 +40,7 @@ class TransformersEngine(CausalLMEngine):
         require_memory(self.name, request.weight_bytes + WORK_BYTES, budget, purpose)
         if on_host:
             return resident(request)
-        return Placement(from_checkpoint(request).to("cuda"), (request.weight_bytes, 0, 0))
+        return PlacedModule(from_checkpoint(request).to("cuda"), (request.weight_bytes, 0, 0))
 
     def _quantize_cache(self, policy: OffloadPolicy) -> None:
         if policy.kv_bits == 3:
@@ -54,6 +54,6 @@ class TransformersEngine(CausalLMEngine):
         self._generate_options = {"cache_implementation": "quantized", "cache_config": config}
 
 
-def resident(request: PlacementRequest) -> Placement:
+def resident(request: PlacementRequest) -> PlacedModule:
     """Loads all weights into host memory."""
-    return Placement(from_checkpoint(request), (0, request.weight_bytes, 0))
+    return PlacedModule(from_checkpoint(request), (0, request.weight_bytes, 0))

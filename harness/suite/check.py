@@ -4,7 +4,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -73,7 +73,7 @@ class Header:
 
     name: str
     description: str = ""
-    requires: api.HardwareRequirements = api.HardwareRequirements()  # noqa: RUF009 - frozen
+    requires: api.HardwareRequirements = field(default_factory=api.HardwareRequirements)
     machine_probe: bool = True
     reproduces: PublishedTable | None = None  # a paper's table; reports show its figures beside the suite's
 

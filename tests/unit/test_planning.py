@@ -1,6 +1,7 @@
 """Plans against published figures, brute force and what must hold on any machine."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from engines.models.shapes import CATALOGUE, shape
-from engines.offload.memory.layout import matrices_of
+from engines.offload.memory.layout import matrices_of, model_tiles
+from engines.offload.memory.storage import Plain
 from engines.planning import fit, nanoflow, published
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import FILE, engine_cost_model
@@ -270,6 +272,18 @@ def test_a_block_has_no_room_for_more_than_the_job() -> None:
     for schedule in ("row", "zigzag", "sweep"):
         found = best(plans, SearchSpace([schedule], cpu_attention=(False,), requests=33))
         assert found.policy.block_size < 33 + found.policy.num_gpu_batches
+
+
+def test_what_a_job_asks_of_the_memory_planner() -> None:
+    model, stored = shape("facebook/opt-1.3b"), Plain("float16")
+    tiles = model_tiles(matrices_of(model), stored, stored)
+    job = PlannedJob(model, [Lengths(64, 8), Lengths(32, 16)])
+    asked = job.memory_request(tiles, stored, "float32", cast_bytes=4, margin_bytes=10)
+    assert (asked.max_sequence, asked.mean_sequence) == (72, 54)
+    assert asked.compute_bytes == 4
+    assert asked.cast_bytes == 4 * max(math.prod(tile.shape) for tile in tiles)
+    assert asked.small_bytes == 16 * 2048 * 24 * 4 + 10  # norms and biases of 24 layers, and the margin
+    assert replace(job, reserved=100).max_sequence == 100
 
 
 def test_a_latency_is_kept() -> None:

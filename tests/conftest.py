@@ -20,6 +20,7 @@ settings.load_profile("untimed")
 WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """With `--dist loadgroup` the tests of a file stay together, and so do those that need the whole machine."""
     for item in items:

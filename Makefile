@@ -14,14 +14,14 @@ quickstart: $(STAMP)
 
 # A process for each core, and one thread in each: small tensors gain nothing from more, and threads that spin cost much
 test: $(STAMP) $(VENV)/.triton
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8
 
 # Beside real models and the browser: the engines that we are compared with, each in an environment of its own (-m peers;
 # needs libaio-dev and a C++ compiler), and a real container engine (-m containers): one that answers, or as root on
 # Debian one that is started for the tests
 test-full: test $(VENV)/.models $(HELM)/.installed
 	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
-	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 --dist loadgroup -rs --durations 15
+	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 -rs --durations 15
 
 # On any host with PyTorch and a CUDA device, without a network: PARTS="tests gpu_4g", WHEELS=FOLDER, PYTHON=...
 gpu-check:

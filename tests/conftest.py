@@ -20,12 +20,18 @@ settings.load_profile("untimed")
 WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """With `--dist loadgroup` the tests of a file stay together, and so do those that need the whole machine."""
-    for item in items:
-        group = "whole-machine" if item.path.stem in WHOLE_MACHINE else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of a file stay together, and so do those that need the whole machine: loadgroup does not work with
+    pytest 9.2 (pytest-xdist 3.8 marks node ids that nothing reads any more)."""
+    from xdist.scheduler import LoadFileScheduling  # only where it is installed
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "whole machine" if Path(file).stem in WHOLE_MACHINE else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="module", params=["opt", "llama"])

@@ -117,6 +117,12 @@ def test_a_fast_disk_bounds_by_arithmetic():
     assert found.compute_s == pytest.approx(by_hand)
 
 
+def test_where_many_rows_are_far_faster_a_block_in_step_is():
+    machine = replace(rates(), gemm_flops={"float32": {"1": (1e9,), "16": (1e9,), "32": (1e12,)}})
+    prefill, decode = SMALL.block_flops(4, 8, 2)
+    assert bound(SHORT, 4, None, machine).compute_s == pytest.approx(prefill / 1e12 + decode / 1e9)
+
+
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
     few = api.WorkloadSpec(prompt_len=8, gen_len=2, num_requests=3)
     assert bound(few, 64, None, rates()) == bound(few, 3, None, rates())
@@ -155,6 +161,8 @@ def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     assert found.throughput_tok_s == pytest.approx(40 / found.link_s)
     slow = roofline(SMALL_MODEL, spec, 4, "float32", replace(rates(flops=1e6), h2d=(1e9,)))
     assert slow.limited_by == "compute"
+    whole = replace(spec, limits=replace(limits, device_memory=MATRICES))
+    assert roofline(SMALL_MODEL, whole, 4, "float32", machine).link_s == 0
     assert roofline(SMALL_MODEL, spec, 4, "float32", rates()) is None, "its rates are another processor's"
     assert bound(TEN, 4, None, machine) is None
 
@@ -210,6 +218,24 @@ def test_no_batch_is_bounded_above_the_job(batch, gen, disk, budget):
     job = job_roofline(SMALL_MODEL, spec, 80, "float32", rates(1e9, disk))
     own = roofline(SMALL_MODEL, spec, batch, "float32", rates(1e9, disk))
     assert own.throughput_tok_s <= job.throughput_tok_s * 1.02
+
+
+@pytest.mark.parametrize(
+    ("curve", "best"), [({"1": 1e9, "3": 3e9}, 3), ({"1": 9e9, "2": 1e9}, 1), ({"1": 1e9, "2": 9e9, "3": 1e9}, 2)]
+)
+def test_the_job_s_bound_is_that_of_its_best_batch(curve, best):
+    machine = replace(rates(), gemm_flops={"float32": {rows: (rate,) for rows, rate in curve.items()}})
+    spec = replace(SPEC, workload=api.WorkloadSpec(prompt_len=1, gen_len=10), limits=api.HardwareLimits())
+    found = job_roofline(SMALL_MODEL, spec, 3, "float32", machine)
+    assert found == roofline(SMALL_MODEL, spec, best, "float32", machine)
+    assert all(
+        found.throughput_tok_s >= roofline(SMALL_MODEL, spec, n, "float32", machine).throughput_tok_s for n in (1, 2, 3)
+    )
+
+
+def test_a_task_has_no_bounds():
+    task = replace(SPEC, workload=api.WorkloadSpec("task", task="t"))
+    assert bounds_of(replace(launch(0, rates()), spec=task), rates()) == (None, None)
 
 
 def test_cells_of_one_workload_have_the_bound_of_one_job():

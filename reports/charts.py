@@ -90,7 +90,8 @@ def bound_panel(rows: Sequence[CellSummary]) -> Panel | None:
         },
     )
     slowest = "slowest of compute, disk and copies to the device" if links else "slower of compute and disk"
-    note = f"The bound is the {slowest} at rates measured around each launch.{vega.truncation_note(rows)}"
+    note = f"The bound for a cell's batch is the {slowest} at rates measured around each launch."
+    note += vega.truncation_note(rows)
     table = cell_table("", rows, figures.BOUND_OF_DEVICE if links else figures.BOUND)
     return Panel("What the machine allows", note, spec, table)
 

@@ -96,6 +96,9 @@ _NO_PLACEMENT = "the engine does not report its placement"
 _NO_FORECAST = "no performance model covers this cell"
 _NO_COUNTER = "this machine has no counter for it"
 
+_OF_JOB = Figure("Of job's bound", "%", lambda r: r.job_fraction, _NO_BOUND, scale=0.01)
+_OF_BATCH = Figure("Of batch's bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01)
+
 SUMMARY = (
     Figure("Status", "", status_cell, "", numeric=False),
     Figure("Batch", "", lambda r: r.batch, "the batch search chose none"),
@@ -104,7 +107,8 @@ SUMMARY = (
     Figure("Range", "tok/s", _range, "needs two repeats"),
     Figure("To best rival", TIMES_SIGN, lambda r: r.ratio.ratio if r.ratio else None, _UNRANKED),
     Figure("95 % interval", TIMES_SIGN, _ratio_interval, _NO_INTERVAL),
-    Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
+    _OF_JOB,
+    _OF_BATCH,
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
     Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not measured", scale=MIB),
     Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
@@ -156,9 +160,11 @@ BOUND = (
     Figure("Measured", "tok/s", lambda r: r.median, "not recorded"),
     Figure("Compute allows", "tok/s", lambda r: allowed(r, "compute_s"), "the bound has no compute time"),
     Figure("Disk allows", "tok/s", lambda r: allowed(r, "disk_s"), "the budget holds all weights"),
-    Figure("Bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
-    Figure("Of bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01),
+    Figure("Batch's bound", "tok/s", lambda r: r.bound_tok_s, _NO_BOUND),
+    _OF_BATCH,
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+    Figure("Job's bound", "tok/s", lambda r: r.job_bound_tok_s, _NO_BOUND),
+    _OF_JOB,
     Figure("Rows a pass", "", _of("rows_per_pass"), _NO_TIMELINE),
     Figure("Disk hidden", "%", _of("disk_hidden"), _NO_TIMELINE, scale=0.01),
 )

@@ -77,6 +77,7 @@ def _line(record: RunRecord) -> dict[str, object]:
         "bound_compute_s": bound.compute_s if bound else None,
         "bound_disk_s": bound.disk_s if bound else None,
         "bound_limited_by": bound.limited_by if bound else None,
+        "job_bound_tok_s": record.job_bound.throughput_tok_s if record.job_bound else None,
         **{f"memory_{name}": getattr(memory, name, None) for name in _MEMORY},
         "rss_anon_peak_bytes": measured_peak(record, "rss_anon_bytes"),
         "rss_file_peak_bytes": measured_peak(record, "rss_file_bytes"),

@@ -2,57 +2,38 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 
 from harness.api import MachineRates, RunRecord
-from harness.common.roofline import bound_of
+from harness.common.roofline import bounds_of, merged
+from reports.records import workload_of
 from reports.text import grouped
-
-#: The longest gap between a launch and a later probe that still applies to it, seconds.
-_MAX_GAP_S = 180.0
 
 
 def with_rates_around(records: Iterable[RunRecord]) -> list[RunRecord]:
-    """The same records, with each bound recomputed from the probes before and after its launch.
+    """The same records, with both bounds recomputed from the probes before and after the launch, whose best samples
+    count: noise only slows a probe down.
 
-    A probe precedes every launch, so the probe after a launch belongs to the next one. The best sample of a probe
-    counts, since noise only slows it down; of two probes, their mean. A launch without a timely later probe on the same
-    machine, with the same GEMM shape and threads, keeps its own bound.
+    A record without a probe after its launch takes that before the next launch on the same machine, with the same GEMM
+    shape and threads. Cells of one workload stand for one job, of as many requests as the largest of them had.
     """
     records = list(records)
+    requests = {job: max(len(r.requests) for r in alike) for job, alike in grouped(records, workload_of).items()}
     probed = [(start, r) for r in records if r.machine and (start := _start_s(r)) is not None]
     probed.sort(key=lambda launch: launch[0])
-    after: dict[int, MachineRates] = {}
+    following: dict[int, MachineRates | None] = {}
     for by_time in grouped(probed, lambda launch: _probe_key(launch[1])).values():
-        for (start, record), (next_start, following) in itertools.pairwise(by_time):
-            if following.machine and next_start - start - record.wall_s < _MAX_GAP_S:
-                after[id(record)] = following.machine
-    return [_rebound(record, after.get(id(record))) for record in records]
+        following |= {id(record): later.machine for (_, record), (_, later) in itertools.pairwise(by_time)}
+    return [_rebound(r, r.machine_after or following.get(id(r)), requests[workload_of(r)]) for r in records]
 
 
-def _rebound(record: RunRecord, after: MachineRates | None) -> RunRecord:
-    if not (record.machine and after and record.bound):
+def _rebound(record: RunRecord, after: MachineRates | None, requests: int) -> RunRecord:
+    if not (record.machine and record.bound):
         return record
-    return replace(record, bound=bound_of(record, _mean_rates(record.machine, after)) or record.bound)
-
-
-def _mean_rates(before: MachineRates, after: MachineRates) -> MachineRates:
-    """The mean of two probes' best samples; a rate that one of them lacks comes from the other."""
-    products = {
-        dtype: {
-            rows: _mean_of_best(samples, after.gemm_flops.get(dtype, {}).get(rows, ()))
-            for rows, samples in curve.items()
-        }
-        for dtype, curve in before.gemm_flops.items()
-    }
-    return MachineRates(_mean_of_best(before.disk_read, after.disk_read), before.gemm_shape, products)
-
-
-def _mean_of_best(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-    best = [max(samples) for samples in (a, b) if samples]
-    return (sum(best) / len(best),) if best else ()
+    bound, job = bounds_of(record, merged(record.machine, after) if after else record.machine, requests)
+    return replace(record, bound=bound or record.bound, job_bound=job or record.job_bound)
 
 
 def _start_s(record: RunRecord) -> float | None:

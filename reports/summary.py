@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from harness.api import RunRecord, RunSpec, Status
+from harness.api import Bound, RunRecord, RunSpec, Status
 from reports.rates import with_rates_around
 from reports.records import name_of, workload_of
 from reports.stats import Ratio, hodges_lehmann, ratio_of
@@ -44,6 +44,8 @@ class CellSummary:
     ratio: Ratio | None = None
     bound_tok_s: float | None = None
     bound_fraction: float | None = None
+    job_bound_tok_s: float | None = None
+    job_fraction: float | None = None
     limited_by: str | None = None
     predicted_tok_s: float | None = None
     peak_bytes: int | None = None
@@ -187,7 +189,9 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         throughput=speeds,
         median=median(speeds),
         bound_tok_s=median([b.throughput_tok_s for b in bounds]),
-        bound_fraction=median([quotient(throughput(r), finite(r.bound.throughput_tok_s)) for r in ok if r.bound]),
+        bound_fraction=_fraction([(r, r.bound) for r in ok]),
+        job_bound_tok_s=median([finite(r.job_bound.throughput_tok_s) for r in ok if r.job_bound]),
+        job_fraction=_fraction([(r, r.job_bound) for r in ok]),
         limited_by=Counter(b.limited_by for b in bounds).most_common(1)[0][0] if bounds else None,
         predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
         peak_bytes=largest(m.peak_bytes for m in memories),
@@ -195,6 +199,11 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         num_requests=None if requests is None else int(requests),
         records=tuple(records),
     )
+
+
+def _fraction(bounded: Iterable[tuple[RunRecord, Bound | None]]) -> float | None:
+    """The median share of their bounds that records reached."""
+    return median([quotient(throughput(r), finite(bound.throughput_tok_s)) for r, bound in bounded if bound])
 
 
 def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
@@ -261,8 +270,8 @@ def headline(rows: Sequence[CellSummary]) -> str:
         role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
         times = _times(ratio_of(rival.throughput, best.throughput), exact=best.kind == "simulated")
         parts.append(f"{times} {rival.name}, {role}")
-    if best.bound_fraction is not None:
-        parts.append(f"at {number(best.bound_fraction * 100)} % of the roofline ({best.limited_by})")
+    if best.job_fraction is not None:
+        parts.append(f"at {number(best.job_fraction * 100)} % of what this machine allows for the job")
     speed = f"{number(best.median or 0)} tok/s{within}{kind}"
     return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
 

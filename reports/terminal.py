@@ -15,7 +15,16 @@ from reports.summary import by_workload, headline, summary_rows
 from reports.tables import Cell, Table, cell_table
 from reports.text import clean
 
-_TITLES = {"Status", "Batch", "Throughput", "To best rival", "Of bound", "Peak memory", "Limit"}
+_TITLES = {
+    "Status",
+    "Batch",
+    "Throughput",
+    "To best rival",
+    "Of job's bound",
+    "Of batch's bound",
+    "Peak memory",
+    "Limit",
+}
 _ACCURACY = {"Cell", "Figure", "Value", "Std. error", "Against exact", "95 % interval", "p"}
 _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 

@@ -93,6 +93,7 @@ def record(
         ),
         memory=api.MemoryLimit("cgroup-v2", GIB // 2, GIB, 3 * GIB // 2, 5 * GIB // 4, True),
         bound=api.Bound(4.0, 6.4, 16.0, "disk"),
+        job_bound=api.Bound(5.0, 12.8, 16.0, "disk"),
         machine=api.MachineRates(
             (2.0e9, 2.1e9 + repeat * 1e8),
             (2048, 8192),
@@ -159,7 +160,7 @@ def quiet(done: int, total: int) -> None:
 def demo() -> list[api.RunRecord]:
     """A suite as it may come out: our engine, baselines, references, failures of both kinds."""
     unlimited: dict[str, Any] = {"limits": api.HardwareLimits(), "reference": True, "engine": "transformers"}
-    resident = {"bound": None, "memory": api.MemoryLimit("none", GIB // 2, None, None, 4 * GIB)}
+    resident = {"bound": None, "job_bound": None, "memory": api.MemoryLimit("none", GIB // 2, None, None, 4 * GIB)}
     oom = cell("transformers-within-limit", "transformers", expect="oom_host")
     broken = cell("flexgen-percent-50", "flexgen_ref")
     trials = (

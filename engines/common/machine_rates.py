@@ -3,11 +3,10 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-_Product = Callable[[torch.Tensor, torch.Tensor], object]
 
 _REPETITIONS = 5
 _POINT_S = 0.3
@@ -25,10 +24,11 @@ def gemm_rates(
 ) -> dict[str, dict[str, list[float]]]:
     """FLOP/s of x[rows, k] times the transpose of a weight [n, k]: `rates[dtype][str(rows)]`, one entry a sample.
 
-    Multiplies with torch and, in float32, with numpy too, since numpy brings another BLAS that may be faster. Each
-    point has one warm-up and at most five repetitions or 0.3 s; every sample is kept, and the reader takes the best.
-    After `seconds` the remaining points are skipped. The multiplications rotate over 256 MiB of copies of the weight,
-    so that none is in the CPU cache, as in a model's pass. A multiply-add counts as two operations.
+    Multiplies with torch, by weights as they are and in the layout that oneDNN prefers, and in float32 with numpy too,
+    since numpy brings another BLAS that may be faster. Each point has one warm-up and at most five repetitions or
+    0.3 s; every sample is kept, and the reader takes the best. After `seconds` the remaining points are skipped. The
+    multiplications rotate over up to 256 MiB of copies of the weight, so that none is in the CPU cache, as in a model's
+    pass. A multiply-add counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()
@@ -40,7 +40,7 @@ def gemm_rates(
             copies = max(1, _ROTATED_BYTES // (n * k * getattr(torch, dtype).itemsize))
             weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype))
             rates[dtype] = {
-                str(count): [s for product in _products(dtype) for s in _samples(product, weights, count)]
+                str(count): [s for way in _ways(dtype) for s in _samples(way, weights, count)]
                 for count in rows
                 if time.perf_counter() - began < seconds
             }
@@ -98,8 +98,23 @@ def _device_seconds(work: Callable[[], object]) -> list[float]:
     return seconds
 
 
-def _products(dtype: str) -> list[_Product]:
-    return [torch.nn.functional.linear, _by_numpy] if dtype == "float32" else [torch.nn.functional.linear]
+@dataclass(frozen=True)
+class _Way:
+    """A way to multiply on the CPU: with a weight [n, k], once it is prepared for so many rows."""
+
+    multiply: Callable[[torch.Tensor, torch.Tensor], object]
+    prepare: Callable[[torch.Tensor, int], torch.Tensor] = lambda weight, rows: weight
+
+
+def _ways(dtype: str) -> list[_Way]:
+    ways = [_Way(torch.nn.functional.linear)]
+    if torch._C._has_mkldnn:
+        ways.append(_Way(_by_onednn, torch.ops.mkldnn._reorder_linear_weight))
+    return [*ways, _Way(_by_numpy)] if dtype == "float32" else ways
+
+
+def _by_onednn(x: torch.Tensor, packed: torch.Tensor) -> object:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
 def _by_numpy(x: torch.Tensor, weight: torch.Tensor) -> object:
@@ -107,17 +122,17 @@ def _by_numpy(x: torch.Tensor, weight: torch.Tensor) -> object:
 
 
 @torch.inference_mode()
-def _samples(product: _Product, weights: torch.Tensor, rows: int) -> list[float]:
-    """FLOP/s of each repetition after a warm-up, at least one, in rotation over weights[copies, n, k]."""
-    _, n, k = weights.shape
+def _samples(way: _Way, weights: torch.Tensor, rows: int) -> list[float]:
+    """FLOP/s of each repetition after a warm-up, at least one, in rotation over weights [copies, n, k]."""
+    copies, n, k = weights.shape
     x = torch.full((rows, k), 0.01, dtype=weights.dtype)
-    rotation = itertools.cycle(weights)
-    product(x, next(rotation))
+    rotation = itertools.cycle([way.prepare(weight, rows) for weight in weights[: min(copies, _REPETITIONS + 1)]])
+    way.multiply(x, next(rotation))
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or (len(samples) < _REPETITIONS and time.perf_counter() - began < _POINT_S):
         weight = next(rotation)
         start = time.perf_counter()
-        product(x, weight)
+        way.multiply(x, weight)
         samples.append(2 * rows * k * n / (time.perf_counter() - start))
     return samples

@@ -149,7 +149,7 @@ def _report(
         compute_dtype=dtype,
         weights=(device, host, disk),
         cache=placement.cache,
-        activations=policy.activations or placement.activations,
+        activations=placement.activations,
         prefill_chunk=plan.chunk,
     )
     return LoadReport(

@@ -54,6 +54,13 @@ class ModelShape:
         """Elements of one layer's feed-forward matrices, unused experts included."""
         return self.forward_params + self.params_idle // self.num_layers
 
+    @property
+    def head_params(self) -> int:
+        """Elements of the matrix that gives logits; fewer than hidden * vocab where embeddings are narrower."""
+        return min(
+            self.hidden * self.vocab, self.params_total - self.params_idle - self.params_per_layer * self.num_layers
+        )
+
     def require_ids(self, where: str, ids: Sequence[int]) -> None:
         """Raises HarnessError naming `where` and the first token id outside the vocabulary."""
         for token in ids:
@@ -67,7 +74,7 @@ class ModelShape:
         """
         dense = 2 * new_tokens * self.params_per_layer * self.num_layers
         attention = 4 * new_tokens * context * self.num_heads * self.head_dim * self.num_layers
-        return dense + attention + 2.0 * logits * self.hidden * self.vocab
+        return dense + attention + 2.0 * logits * self.head_params
 
     def block_flops(self, sequences: int, prompt: int, generated: int) -> tuple[float, float]:
         """Floating-point operations of a block of sequences: of its prefill pass, and of all its decode passes."""

@@ -69,10 +69,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Bound:
-    """The best throughput this machine allowed for this cell's batch and dtype (generated tokens/s).
+    """The best throughput this machine allowed (generated tokens/s): for a batch and dtype, or for a whole job.
 
     `compute_s`, `disk_s` and, with a device, `link_s` (copies to it) are the least times one block needs from each
-    resource, at rates measured beside the run; `limited_by` names the longest one.
+    resource, at rates measured beside the run; `limited_by` names the longest one. A job's block is its best one.
     """
 
     throughput_tok_s: float
@@ -132,7 +132,11 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it."""
+    """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it.
+
+    `bound` is that of the batch that the engine loaded, `job_bound` that of all requests in the best batch of any size.
+    `machine` was measured before the launch, `machine_after` after it.
+    """
 
     spec: RunSpec
     fingerprint: str
@@ -147,9 +151,11 @@ class RunRecord:
     measurements: tuple[Measurement, ...] = ()
     memory: MemoryLimit | None = None
     bound: Bound | None = None
+    job_bound: Bound | None = None
     predicted: Forecast | None = None
     accuracy: Accuracy | None = None
     machine: MachineRates | None = None
+    machine_after: MachineRates | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
     trace: tuple[TraceEvent, ...] = ()

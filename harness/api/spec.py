@@ -119,6 +119,9 @@ class OffloadPolicy:
         for name in ("prefill_chunk", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise HarnessError(f"policy.{name} is {getattr(self, name)}; it must be at least 1, or left out")
+        if not self.nano_overlap and self.nano_batches == 1:
+            raise HarnessError("policy.nano_overlap is false and nano_batches is 1, of which nothing overlaps; set "
+                               "nano_batches to 2 or more")  # fmt: skip
         if not 0 < self.value_sparsity <= 1:
             raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
         for name in ("weights", "cache", "activations"):

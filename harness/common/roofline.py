@@ -1,14 +1,15 @@
-"""Upper bounds on throughput: the least time that compute, disk and link can take for one block of sequences.
+"""Upper bounds on throughput: the least time that compute, disk and link can take for sequences in step or mixed.
 
-`roofline` bounds a cell by the rates measured beside its launch. A block of B sequences (prompt s, generated n) needs
-B*(s + n - 1) rows: in step, one prefill pass of B*s rows and n - 1 decode passes of B; mixed, with a sequence entering
-whenever one ends, n passes of B*(s + n - 1)/n. A pass computes at the GEMM rate measured for its rows, so memory
-bandwidth limits small passes. The bound takes the faster of the two ways for every engine. In each pass the disk reads
-the part of the weights (without idle experts) and of the KV cache at its mean length that exceeds the memory budget.
+A block of B sequences (prompt s, generated n) needs B*(s + n - 1) rows: in step, one prefill pass of B*s rows and n - 1
+decode passes of B; mixed, with a sequence entering whenever one ends, n passes of B*(s + n - 1)/n. A pass computes at
+the GEMM rate measured for its rows, so memory bandwidth limits small passes. The bound takes the faster of the two ways
+for every engine. In each pass the disk reads the part of the weights (without idle experts and without tables that are
+only looked up) and of the KV cache at its mean length that exceeds the memory budget.
 
-The bound assumes perfect overlap and a budget filled with weights and cache. It uses the best sample of each rate,
-since noise only slows a machine. With a device, its GEMM rates count, its memory is full of weights, the remaining
-weights cross the link once per pass, and attention runs where the cache is.
+A cell has two bounds: that of the batch it loaded, and that of its job, under the best batch of any size. Both assume
+perfect overlap, a budget filled with weights and cache, and the best sample of each rate, since noise only slows a
+machine. With a device, its GEMM rates count, its memory is full of weights, the remaining weights cross the link once
+per pass, and attention runs where the cache is.
 
 The planner also bounds a profile by `block_bound`.
 """
@@ -25,6 +26,9 @@ from harness.api.record import Bound, RunRecord
 from harness.api.spec import RunSpec
 from harness.common.curve import interpolate
 
+#: From one batch that is tried to the next.
+_STEP = 1.02
+
 
 def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, machine: MachineRates) -> Bound | None:
     """The bound for whole blocks of `batch` sequences, or for all requests if they are fewer.
@@ -40,12 +44,10 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     shape = model.shape
     # the first of n passes reads no cache
     cached = batch * mean_cached_tokens(prompt, generated) * (generated - 1) / generated
-    in_layers = shape.params_per_layer * shape.num_layers
     plain = DTYPE_BYTES[model.dtype]
-    saved = plain - policy.value_bytes(policy.weight_bits, plain)
-    weights = model.weight_bytes * (1 - shape.params_idle / shape.params_total) - in_layers * saved
-    cached_value = policy.value_bytes(policy.kv_bits, plain)
-    needed = weights + cached * shape.kv_bytes_per_token(1) * cached_value
+    in_layers = shape.params_per_layer * shape.num_layers
+    weights = in_layers * policy.value_bytes(policy.weight_bits, plain) + shape.head_params * plain
+    needed = weights + cached * shape.kv_bytes_per_token(1) * policy.value_bytes(policy.kv_bits, plain)
     on_device = limits.device_memory or 0
     on_disk = 0 if limits.host_memory is None else max(0, needed - limits.host_memory - on_device)
     if not curve or (on_disk and not machine.disk_read) or bool(on_device) != bool(machine.h2d):
@@ -59,6 +61,18 @@ def roofline(model: LocalModel, spec: RunSpec, batch: int, compute_dtype: str, m
     return block_bound(batch * generated, compute_s, disk_s, link_s)
 
 
+def job_roofline(
+    model: LocalModel, spec: RunSpec, requests: int, compute_dtype: str, machine: MachineRates
+) -> Bound | None:
+    """The bound for `requests` requests, in the best batch of any size; None if a required rate was not measured."""
+    batches, batch = {requests}, 1.0
+    while batch < requests:
+        batches.add(int(batch))
+        batch = max(batch + 1, batch * _STEP)
+    bounds = [roofline(model, spec, batch, compute_dtype, machine) for batch in sorted(batches)]
+    return max((b for b in bounds if b), key=lambda b: b.throughput_tok_s, default=None)
+
+
 def block_bound(tokens: float, compute_s: float, disk_s: float, link_s: float = 0.0) -> Bound:
     """The bound for a block that generates `tokens` tokens and occupies each resource for the given seconds."""
     times: dict[Literal["compute", "disk", "link"], float] = {"compute": compute_s, "disk": disk_s, "link": link_s}
@@ -66,22 +80,56 @@ def block_bound(tokens: float, compute_s: float, disk_s: float, link_s: float = 
     return Bound(tokens / times[limited_by], compute_s, disk_s, limited_by, link_s)
 
 
-def bound_of(record: RunRecord, machine: MachineRates) -> Bound | None:
-    """The bound of a finished launch, for its loaded batch and policy and the mean lengths of its requests."""
+def bounds_of(
+    record: RunRecord, machine: MachineRates, requests: int | None = None
+) -> tuple[Bound | None, Bound | None]:
+    """The bounds of a finished launch for its loaded batch and for its job, by its policy and the mean lengths of its
+    requests.
+
+    The job has `requests` requests, or as many as the launch. Its bound takes the fastest dtype that was probed, since
+    an engine may choose it. What the launch itself read in a second counts among the disk's samples.
+    """
     spec, load, model = record.spec, record.load, record.model
     if load is None or model is None or spec.workload.kind == "task":
-        return None  # a task's examples share prefixes, which an engine may compute once
+        return None, None  # a task's examples share prefixes, which an engine may compute once
     workload = spec.workload
     if workload.kind == "trace" and record.requests:
         prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))
         generated = round(statistics.mean(r.generated_tokens for r in record.requests))
         workload = replace(workload, prompt_len=max(1, prompt), gen_len=max(1, generated))
     spec = replace(spec, workload=workload, policy=load.policy or spec.policy)
-    return roofline(model, spec, load.block_size, load.compute_dtype, machine)
+    machine = replace(machine, disk_read=(*machine.disk_read, *_read_rate(record)))
+    own = roofline(model, spec, load.block_size, load.compute_dtype, machine)
+    requests = max(requests or len(record.requests), load.block_size)
+    spec = replace(spec, workload=replace(workload, num_requests="auto"))
+    jobs = [b for dtype in machine.gemm_flops if (b := job_roofline(model, spec, requests, dtype, machine))]
+    return own, max(jobs, key=lambda b: b.throughput_tok_s, default=None)
+
+
+def _read_rate(record: RunRecord) -> tuple[float, ...]:
+    """Bytes/s that a launch read from the disk while it generated."""
+    samples = {m.name: sum(m.samples) for m in record.measurements if m.phase == "generate" and m.samples}
+    read, wall = samples.get("read_bytes", 0.0), samples.get("wall_s", 0.0)
+    return (read / wall,) if read and wall else ()
+
+
+def merged(before: MachineRates, after: MachineRates) -> MachineRates:
+    """The samples of two probes of one machine."""
+    dtypes = {**before.gemm_flops, **after.gemm_flops}
+    products = {
+        dtype: {
+            rows: (*before.gemm_flops.get(dtype, {}).get(rows, ()), *after.gemm_flops.get(dtype, {}).get(rows, ()))
+            for rows in {**before.gemm_flops.get(dtype, {}), **after.gemm_flops.get(dtype, {})}
+        }
+        for dtype in dtypes
+    }
+    return replace(
+        before, disk_read=before.disk_read + after.disk_read, gemm_flops=products, h2d=before.h2d + after.h2d
+    )
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], rows: float) -> float:
     """FLOP/s at `rows` from the best samples, log-log linear between measured rows and constant above them."""
-    best = {measured: max(samples) for measured, samples in curve.items()}
+    best = {measured: max(samples) for measured, samples in curve.items() if samples}
     # below the fewest measured rows, reading the weights is the limit: the rate falls in proportion to the rows
     return interpolate(best, rows) * min(1.0, rows / min(map(float, best)))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.api import Forecast, LaunchResult, LocalModel, MachineRates, Refusal, RunRecord, RunSpec, Trial
-from harness.common.roofline import bound_of
+from harness.common.roofline import bounds_of, merged
 from harness.hardware import provenance
 from harness.launchers.images import code_digest
 
@@ -23,6 +23,7 @@ class Draft:
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
     machine: MachineRates | None = None
+    machine_after: MachineRates | None = None
 
 
 class RecordBuilder:
@@ -43,7 +44,7 @@ class RecordBuilder:
         self, cell: RunSpec, draft: Draft, launch: LaunchResult,
         predict: Callable[[RunRecord], Forecast | None] = lambda record: None,
     ) -> RunRecord:  # fmt: skip
-        """The record of a launch of `cell`, with its bound and its prediction where it was successful."""
+        """The record of a launch of `cell`, with its bounds and its prediction where it was successful."""
         measured = launch.measured
         record = RunRecord(
             spec=draft.settled,
@@ -60,6 +61,7 @@ class RecordBuilder:
             memory=launch.memory,
             accuracy=launch.accuracy,
             machine=draft.machine,
+            machine_after=draft.machine_after,
             model=None if draft.model is None else replace(draft.model, path=Path(draft.model.path).name),
             tuning=draft.tuning,
             trace=measured.trace,
@@ -69,7 +71,9 @@ class RecordBuilder:
             simulated=measured.simulated,
         )
         if draft.machine and record.status == "ok":
-            record = replace(record, bound=bound_of(record, draft.machine), predicted=predict(record))
+            rates = merged(draft.machine, draft.machine_after) if draft.machine_after else draft.machine
+            bound, job_bound = bounds_of(record, rates)
+            record = replace(record, bound=bound, job_bound=job_bound, predicted=predict(record))
         return replace(record, spec=self.shareable(cell))
 
     def refused(self, cell: RunSpec, draft: Draft, refusal: Refusal) -> RunRecord:

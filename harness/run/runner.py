@@ -175,7 +175,7 @@ class Runner:
         self._progress.finished(step, record)
 
     def _measure(self, step: Step, draft: Draft) -> api.RunRecord:
-        """Everything that leads to one record: model, batch, machine rates, launch, bound. Raises Refusal."""
+        """Everything that leads to one record: model, batch, machine rates, launch, bounds. Raises Refusal."""
         cell = step.cell
         model = self._model(step)
         if self._digests.get(cell.fingerprint(), model.digest) != model.digest:
@@ -189,6 +189,8 @@ class Runner:
         draft.machine = self._machine_rates(step, model)
         self._progress.started(step, f"repeat {step.repeat + 1}/{cell.repeats}")
         launch = self._launch(draft.settled, step, model)
+        if launch.status == "ok":
+            draft.machine_after = self._machine_rates(step, model)
         return self._records.build(cell, draft, launch, partial(self._forecast, step))
 
     def _searched(self, step: Step, model: api.LocalModel) -> api.RunSpec:
@@ -259,7 +261,7 @@ class Runner:
         return model
 
     def _machine_rates(self, step: Step, model: api.LocalModel) -> api.MachineRates | None:
-        """Rates measured at most a minute before the launch, so that they drift with what they bound."""
+        """Rates measured at most a minute ago, so that they drift with what they bound."""
         if not self._suite.machine_probe or not model.path:
             return None
         cell = step.cell

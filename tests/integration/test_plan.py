@@ -138,7 +138,7 @@ def test_cells_without_a_performance_model_are_skipped_with_the_reason(cli):
 def test_a_calibrated_machine_is_planned_for(cli):
     done = cli("calibrate", "--quick")
     assert "disk.read" in done.stdout
-    path = cli.folder / "cache" / "hardware.yaml"
+    path = cli.folder / "cache" / "hardware-2.yaml"
     found = yaml.safe_load(path.read_text())
     assert all(low <= high for low, high in found["spread"].values())
 

@@ -103,8 +103,14 @@ def test_an_engine_refuses_policy_fields_it_cannot_honour():
         policy.require_defaults_except("x", "gpu_batch_size")
 
 
+def test_nano_batches_cannot_overlap_less_than_two():
+    with pytest.raises(api.HarnessError, match="set nano_batches to 2 or more"):
+        api.OffloadPolicy(nano_overlap=False).validate()
+    api.OffloadPolicy(nano_batches=2, nano_overlap=False).validate()
+
+
 def test_flops_of_a_dense_layer_are_two_per_weight_and_token():
-    shape = api.ModelShape("x", 3, 8, 32, 2, 2, 4, 100, 64, params_per_layer=768, params_total=0)
+    shape = api.ModelShape("x", 3, 8, 32, 2, 2, 4, 100, 64, params_per_layer=768, params_total=3 * 768 + 8 * 100)
     assert shape.flops(5, 0, 0) == 2 * 5 * 768 * 3
     assert shape.flops(1, 10, 1) - shape.flops(1, 0, 0) == 4 * 10 * 8 * 3 + 2 * 8 * 100
     assert shape.kv_bytes_per_token(2) == 2 * 3 * 8 * 2

@@ -1,7 +1,9 @@
 """Throughput, latency and the bound: small cases by hand and invariants by property."""
 
 import math
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 
 from harness import api
 from harness.common.intervals import union_length
-from harness.common.roofline import bound_of, rate_at, roofline
+from harness.common.roofline import bounds_of, job_roofline, rate_at, roofline
 from harness.probes.latency import metrics, percentile
 from reports.rates import with_rates_around
+from reports.records import load_records
+from reports.summary import throughput
 from tests.records import SMALL, SMALL_MODEL, rates, record
 
 
@@ -73,26 +77,37 @@ def bound(workload, batch, budget, machine, dtype="float32", model=SMALL_MODEL, 
     return roofline(model, api.RunSpec("e", api.ModelSpec("m"), workload, policy, limits=limits), batch, dtype, machine)
 
 
+#: Bytes of SMALL's matrices: two layers, and the head, whose table is also looked up.
+MATRICES = 2 * (2 * 49152 + 64 * 1000)
+
+
 def test_a_slow_disk_bounds_by_the_bytes_that_do_not_fit():
     found = bound(TEN, 4, 100_000, rates(flops=1e15))
     cache = 4 * (8 + 5) * 9 / 10 * SMALL.kv_bytes_per_token(2)  # its mean: in the first of ten passes none is needed
-    disk_s = 10 * (300_000 + cache) / 1e6
+    disk_s = 10 * (MATRICES - 100_000 + cache) / 1e6
     assert found.limited_by == "disk"
     assert found.disk_s == pytest.approx(disk_s)
     assert found.throughput_tok_s == pytest.approx(40 / disk_s)
     packed = api.OffloadPolicy(weight_bits=4, kv_bits=8, group_size=64)
     found = bound(TEN, 4, 100_000, rates(flops=1e15), policy=packed)
-    weights = 300_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
+    weights = MATRICES - 100_000 - 2 * 49152 * (16 - 4.5) / 8  # two layers, and a pair of float16 for every 64 values
     assert found.disk_s == pytest.approx(10 * (weights + cache * 8.5 / 16) / 1e6)
     throttled = bound(TEN, 4, 100_000, rates(flops=1e15), disk=500_000)
     assert throttled.disk_s == pytest.approx(2 * disk_s)
 
 
 def test_experts_that_nobody_asks_for_need_not_be_read():
-    mixture = replace(SMALL, params_idle=SMALL.params_total // 2)
-    dense = bound(TEN, 4, 100_000, rates(flops=1e15))
-    found = bound(TEN, 4, 100_000, rates(flops=1e15), model=replace(SMALL_MODEL, shape=mixture))
-    assert dense.disk_s - found.disk_s == pytest.approx(10 * 200_000 / 1e6)
+    mixture = replace(SMALL, params_idle=50_000, params_total=SMALL.params_total + 50_000)
+    model = replace(SMALL_MODEL, shape=mixture, weight_bytes=SMALL_MODEL.weight_bytes + 100_000)
+    assert bound(TEN, 4, 100_000, rates(flops=1e15), model=model) == bound(TEN, 4, 100_000, rates(flops=1e15))
+
+
+def test_tables_that_are_only_looked_up_need_not_be_read():
+    tables = replace(SMALL, params_total=SMALL.params_total + 70_000)
+    model = replace(SMALL_MODEL, shape=tables, weight_bytes=SMALL_MODEL.weight_bytes + 140_000)
+    assert bound(TEN, 4, 100_000, rates(flops=1e15), model=model) == bound(TEN, 4, 100_000, rates(flops=1e15))
+    narrow = replace(SMALL, params_total=SMALL.params_total - 32_000)  # as opt-350m's embeddings, half as wide
+    assert narrow.head_params == 32_000
 
 
 def test_a_fast_disk_bounds_by_arithmetic():
@@ -100,6 +115,12 @@ def test_a_fast_disk_bounds_by_arithmetic():
     by_hand = SMALL.flops(32, 4, 4) / 1e9 + SMALL.flops(4, 9, 4) / 1e9
     assert found.limited_by == "compute"
     assert found.compute_s == pytest.approx(by_hand)
+
+
+def test_where_many_rows_are_far_faster_a_block_in_step_is():
+    machine = replace(rates(), gemm_flops={"float32": {"1": (1e9,), "16": (1e9,), "32": (1e12,)}})
+    prefill, decode = SMALL.block_flops(4, 8, 2)
+    assert bound(SHORT, 4, None, machine).compute_s == pytest.approx(prefill / 1e12 + decode / 1e9)
 
 
 def test_a_batch_of_more_than_all_requests_is_bounded_as_all_of_them():
@@ -136,10 +157,12 @@ def test_a_device_is_bounded_by_what_its_memory_cannot_hold_of_the_weights():
     machine = replace(rates(flops=1e15), h2d=(1e6, 9e5))
     found = roofline(SMALL_MODEL, spec, 4, "float32", machine)
     assert found.limited_by == "link"
-    assert found.link_s == pytest.approx(10 * (SMALL_MODEL.weight_bytes - 100_000) / 1e6)
+    assert found.link_s == pytest.approx(10 * (MATRICES - 100_000) / 1e6)
     assert found.throughput_tok_s == pytest.approx(40 / found.link_s)
     slow = roofline(SMALL_MODEL, spec, 4, "float32", replace(rates(flops=1e6), h2d=(1e9,)))
     assert slow.limited_by == "compute"
+    whole = replace(spec, limits=replace(limits, device_memory=MATRICES))
+    assert roofline(SMALL_MODEL, whole, 4, "float32", machine).link_s == 0
     assert roofline(SMALL_MODEL, spec, 4, "float32", rates()) is None, "its rates are another processor's"
     assert bound(TEN, 4, None, machine) is None
 
@@ -163,24 +186,85 @@ def bounds(*records):
     return [r.bound.throughput_tok_s for r in with_rates_around(records)]
 
 
-def test_a_launch_is_held_to_the_mean_of_the_probes_before_and_after_it():
+def test_a_launch_is_held_to_the_best_of_the_probes_before_and_after_it():
     launches = [launch(0, rates(1e9, 2e6)), launch(1, rates(3e9, 1e6), start="10:01:30")]
-    expected = [bound_on(rates(2e9, 1.5e6)), launches[1].bound]
+    expected = [bound_on(rates(3e9, 2e6)), launches[1].bound]
     assert bounds(*launches) == pytest.approx([b.throughput_tok_s for b in expected])
     assert bounds(*reversed(launches)) == pytest.approx([b.throughput_tok_s for b in reversed(expected)])
+    own = replace(launches[0], machine_after=rates(1e9, 5e6))
+    assert bounds(own, launches[1])[0] == pytest.approx(bound_on(rates(1e9, 5e6)).throughput_tok_s)
 
 
-def test_the_best_samples_of_a_probe_count():
-    noisy = api.MachineRates((1e6, 3e6), (64, 256), {"float32": {"1": (1e9, 5e8), "1024": (1e9,)}})
-    found = bounds(launch(0, noisy), launch(1, rates(1e9, 1e6), start="10:01:30"))
-    assert found[0] == pytest.approx(bound_on(rates(1e9, 2e6)).throughput_tok_s)
-
-
-def test_a_probe_of_much_later_or_of_another_machine_says_nothing():
+def test_a_probe_of_another_machine_says_nothing():
     alone = launch(0, rates(1e9, 1e6))
-    for changes in ({"host": "fast", "start": "10:01:30"}, {"start": "11:00:00"}):
-        other = launch(1, rates(9e9, 9e6), **changes)
-        assert bounds(alone, other)[0] == alone.bound.throughput_tok_s
+    other = launch(1, rates(9e9, 9e6), host="fast", start="10:01:30")
+    assert bounds(alone, other)[0] == alone.bound.throughput_tok_s
+
+
+def test_a_launch_that_read_faster_than_its_probes_shows_what_the_disk_can():
+    samples = (
+        api.Measurement("read_bytes", "bytes", (8e6,), "generate"),
+        api.Measurement("wall_s", "s", (2.0,), "generate"),
+    )
+    fast = replace(launch(0, rates(1e15, 1e6)), measurements=samples)
+    assert bounds(fast) == [bound_on(rates(1e15, 4e6)).throughput_tok_s]
+
+
+@given(st.integers(1, 80), st.integers(1, 64), st.floats(1e5, 1e9), st.floats(2e5, 1e7))
+def test_no_batch_is_bounded_above_the_job(batch, gen, disk, budget):
+    """The best of a batch that the search skips is within a step of the best that it tries."""
+    limits = api.HardwareLimits(host_memory=int(budget))
+    spec = api.RunSpec("e", api.ModelSpec("m"), api.WorkloadSpec(prompt_len=16, gen_len=gen), limits=limits)
+    job = job_roofline(SMALL_MODEL, spec, 80, "float32", rates(1e9, disk))
+    own = roofline(SMALL_MODEL, spec, batch, "float32", rates(1e9, disk))
+    assert own.throughput_tok_s <= job.throughput_tok_s * 1.02
+
+
+@pytest.mark.parametrize(
+    ("curve", "best"), [({"1": 1e9, "3": 3e9}, 3), ({"1": 9e9, "2": 1e9}, 1), ({"1": 1e9, "2": 9e9, "3": 1e9}, 2)]
+)
+def test_the_job_s_bound_is_that_of_its_best_batch(curve, best):
+    machine = replace(rates(), gemm_flops={"float32": {rows: (rate,) for rows, rate in curve.items()}})
+    spec = replace(SPEC, workload=api.WorkloadSpec(prompt_len=1, gen_len=10), limits=api.HardwareLimits())
+    found = job_roofline(SMALL_MODEL, spec, 3, "float32", machine)
+    assert found == roofline(SMALL_MODEL, spec, best, "float32", machine)
+    assert all(
+        found.throughput_tok_s >= roofline(SMALL_MODEL, spec, n, "float32", machine).throughput_tok_s for n in (1, 2, 3)
+    )
+
+
+def test_a_task_has_no_bounds():
+    task = replace(SPEC, workload=api.WorkloadSpec("task", task="t"))
+    assert bounds_of(replace(launch(0, rates()), spec=task), rates()) == (None, None)
+
+
+def test_cells_of_one_workload_have_the_bound_of_one_job():
+    """Of the requests of the largest: a cell of few requests is not held to less."""
+    few, many = (
+        replace(launch(i, rates(1e15, 1e6)), fingerprint=str(i), requests=tuple(
+            api.RequestTrace(f"r{j}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for j in range(count)
+        ))
+        for i, count in enumerate((4, 400))
+    )  # fmt: skip
+    found = with_rates_around([few, many])
+    assert found[0].job_bound == found[1].job_bound
+    assert found[0].bound == found[1].bound
+    assert found[0].job_bound.throughput_tok_s > 2 * found[0].bound.throughput_tok_s
+
+
+COMMITTED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*/records.jsonl"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+def test_no_committed_record_exceeds_its_bound(path):
+    """By more than the probes around it differ."""
+    for bounded in with_rates_around(load_records([path.parent])):
+        speed = throughput(bounded)
+        if bounded.bound and bounded.machine and speed:
+            curve = bounded.machine.gemm_flops[bounded.load.compute_dtype]
+            spread = max(max(samples) / statistics.median(samples) for samples in curve.values() if samples)
+            for bound in filter(None, (bounded.bound, bounded.job_bound)):
+                assert speed <= bound.throughput_tok_s * spread, bounded.spec.name
 
 
 def test_records_without_a_probe_stay_as_they_are():
@@ -191,9 +275,9 @@ def test_records_without_a_probe_stay_as_they_are():
 def test_a_bound_is_of_the_policy_that_was_found_and_of_the_lengths_that_were_asked_for():
     found = api.LoadReport(1000, 2048, 4, api.OffloadPolicy(weight_bits=4, kv_bits=4), "float32", (0, 0, 0))
     machine = rates(1e15, 1e6)  # the disk is the bound
-    chosen = bound_of(replace(launch(0, machine), load=found), machine)
+    chosen = bounds_of(replace(launch(0, machine), load=found), machine)[0]
     assert chosen == roofline(SMALL_MODEL, replace(SPEC, policy=found.policy), 4, "float32", machine)
     assert chosen.throughput_tok_s > 1.5 * bound_on(machine).throughput_tok_s
     traced = replace(SPEC, workload=api.WorkloadSpec("trace", 100, 50, trace="t.csv"))
     requests = tuple(api.RequestTrace(f"r{i}", 8, 10, 0, 0.0, (1.0,) * 10, "length", "") for i in range(4))
-    assert bound_of(replace(launch(0, machine), spec=traced, requests=requests), machine) == bound_on(machine)
+    assert bounds_of(replace(launch(0, machine), spec=traced, requests=requests), machine)[0] == bound_on(machine)

@@ -166,13 +166,14 @@ def test_the_report_says_what_was_really_placed(model, cache, load):
     assert report.compute_dtype == "float32"
 
 
-def test_the_device_tier_is_memory_where_there_is_no_device(model, cache, load):
-    _, report = load(model, cache, weights=(0.3, 0.2, 0.5), activations=(1.0, 0.0, 0.0), gpu_batch_size=2)
-    device, host, disk = report.policy.weights
-    assert device + host + disk == pytest.approx(1)
-    assert device == pytest.approx(0.6 * (device + host), rel=1e-4)  # whole bytes of a small model
-    assert report.weights_by_tier[0] > 0
-    assert report.policy.activations == (1, 0, 0)
+def test_what_a_policy_gives_the_device_is_host_memory_where_there_is_no_device(model, cache, load):
+    placed = {"weights": (0.3, 0.2, 0.5), "cache": (0.5, 0.5, 0.0), "activations": (0.75, 0.0, 0.25)}
+    _, report = load(model, cache, **placed, gpu_batch_size=2)
+    policy = report.policy
+    assert policy.weights[0] == report.weights_by_tier[0] == 0
+    assert sum(policy.weights) == pytest.approx(1)
+    assert policy.weights[1] == pytest.approx(0.5, abs=0.2), "whole tiles"
+    assert (policy.cache, policy.activations) == ((0, 1, 0), (0, 0.75, 0.25))
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -53,7 +53,7 @@ def test_figures_of_a_cell():
     assert next(f for f in SUMMARY if f.title == "Range").get(row) == "1.90 to 2.20"
     assert row.statuses == ("ok", "ok", "ok")
     assert (row.batch, row.compute_dtype, row.num_requests) == (8, "float32", 4)
-    assert (row.bound_fraction, row.limited_by) == (pytest.approx(0.5), "disk")
+    assert (row.bound_fraction, row.job_fraction, row.limited_by) == (pytest.approx(0.5), pytest.approx(0.4), "disk")
     figures = {"decode_throughput_tok_s": 2.5, "ttft_p50_s": 8, "ttft_p99_s": 12, "tpot_p50_s": 4, "tpot_p99_s": 4.4}
     assert {name: metric(row.ok_records, name) for name in figures} == pytest.approx(figures)
     assert (row.peak_bytes, row.limit_bytes) == (5 * GIB // 4, 3 * GIB // 2)
@@ -147,8 +147,8 @@ def test_what_each_resource_allows_is_the_median_over_repeats():
 
 def test_headline():
     assert headline(summary_rows(demo())) == (
-        "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the fastest of another engine, and at 77.5 % of "
-        "the roofline (disk): 3.10 tok/s within the limit."
+        "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the fastest of another engine, and at 62 % of "
+        "what this machine allows for the job: 3.10 tok/s within the limit."
     )
     close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
     assert "b, the next fastest cell" in headline(summary_rows(close))
@@ -277,12 +277,12 @@ def test_html_is_complete_and_accessible(tmp_path):
     assert len(dots) >= 15  # every ok repeat is a dot
     for expected in ("never ranked", "harness run demo --cell offload-zigzag", "Batch search"):
         assert expected in document
-    assert "77.5 % of the roofline (disk)" in document
+    assert "62 % of what this machine allows for the job" in document
 
 
 def test_markdown_holds_the_results(tmp_path):
     document = report(tmp_path, demo(), "md")
-    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 77.5 | disk |" in document
+    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 62 | 77.5 | disk |" in document
     assert "5 cells" not in document and "7 cells, 21 repeats: 5 ok, 1 failed as expected" in document
     assert len(document) < 60_000
 

@@ -127,7 +127,7 @@ class CudaBackend(Backend):
         return Placement(
             weights=(device, host, sum(tile.nbytes for tile in tiles) - device - host),
             cache=(1 - on_host, on_host, 0.0),
-            activations=(1.0, 0.0, 0.0),
+            activations=self._load.policy.activations or (1.0, 0.0, 0.0),
         )
 
     def notes(self) -> list[str]:

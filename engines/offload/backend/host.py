@@ -70,19 +70,15 @@ class HostBackend(Backend):
         return PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
 
     def placement(self) -> Placement:
-        """Without a device RAM is the device tier too: what the policy gives the device is a part of what is in RAM."""
-        policy, plan, tiles = self._load.policy, self._plan, self._request.tiles
-        total = sum(tile.nbytes for tile in tiles)
+        """Without a device all that is in memory is on the host, whatever a policy gives the device."""
+        plan, tiles = self._plan, self._request.tiles
+        moved = self._load.policy.activations[2] if self._load.policy.activations else 0.0
         in_ram = sum(tiles[i].nbytes for i in plan.resident)
-        device, host, _ = policy.weights or (0.0, 1.0, 0.0)
-        on_device = int(in_ram * device / (device + host)) if device else 0
         on_disk = plan.disk_kv_blocks / (plan.kv_blocks + plan.disk_kv_blocks)
-        device, host, _ = policy.cache or (0.0, 1.0, 0.0)
-        cache_on_device = (1 - on_disk) * device / (device + host) if device else 0.0
         return Placement(
-            weights=(on_device, in_ram - on_device, total - in_ram),
-            cache=(cache_on_device, 1 - on_disk - cache_on_device, on_disk),
-            activations=(0.0, 1.0, 0.0),
+            weights=(0, in_ram, sum(tile.nbytes for tile in tiles) - in_ram),
+            cache=(0.0, 1 - on_disk, on_disk),
+            activations=(0.0, 1 - moved, moved),
         )
 
     def notes(self) -> list[str]:

@@ -224,7 +224,7 @@ def _repeats_table(rows: Sequence[CellSummary]) -> Table:
     for row in rows[:MOST_ROWS]:
         interval = interval_of(row.throughput)
         middle, *speeds = columns_of([row.median, *row.throughput])
-        shown = Cell(span(*interval)) if interval else Cell(MISSING, why="needs two repeats")
+        shown = Cell(span(*interval)) if interval else Cell(MISSING, why="needs three launches")
         missing = [Cell(MISSING, why="not run, or not ok")] * (count - len(speeds))
         lines.append([name_cell(row), Cell(middle), shown, *map(Cell, speeds), *missing])
     return plain_table("", columns, lines)

@@ -124,11 +124,10 @@ def test_the_interval_by_hand():
     assert ratio_of(many, many).low == pytest.approx(1 / ratio_of(many, many).high)
 
 
-@pytest.mark.parametrize(
-    ("base", "head"), [((1.0, 1.1, 1.3), (2.0, 2.1, 2.5)), ((1.0, 1.1, 1.3), (1.0, 1.2, 1.3, 1.4))]
-)
-def test_three_launches_have_welchs_interval(base, head):
+@pytest.mark.parametrize("head", [(2.0, 2.1, 2.5), (1.0, 1.2, 1.3, 1.4)])
+def test_three_launches_have_welchs_interval(head):
     """Ranks cannot exclude any ratio at 5 % there."""
+    base = (1.0, 1.1, 1.3)
     logs = [[math.log(v) for v in side] for side in (head, base)]
     expected = scipy_stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
     found = ratio_of(base, head)

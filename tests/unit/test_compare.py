@@ -272,7 +272,7 @@ def test_other_runs_of_the_base_say_how_far_runs_drift():
     (found,) = compared(BASE, head, again=nights).cells
     assert found.verdict == "regression" and found.low < 0.85 < found.high < 0.9
     assert verdict(BASE, at(BASE, 27), again=nights)[0] == "no change"
-    kind, reason = verdict(BASE, at(repeats(cell(), slower(0.95)), 27), again=nights)
+    kind, reason = verdict(BASE, at(repeats(cell(), slower(0.95)), 27), again=nights[:2])
     assert kind == "inconclusive" and "not excluded" in reason and "name more runs of the base" in reason
 
 
@@ -314,7 +314,7 @@ def loaded(speeds: Sequence[float], others: Sequence[float]) -> list[RunRecord]:
 LOADED = (10.1, 0.8, 10.4, 0.26, 8.0, 0.5, 0.3)
 
 
-@pytest.mark.parametrize("others", [(0.0,) * 7, (30.0,) * 7, (0.1, 30, 0.1, 30, 0.3, 30, 30)])
+@pytest.mark.parametrize("others", [(0.0,) * 7, (30.0,) * 7, (30, 30, 0.1, 30, 30, 30, 30)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_machine_under_load_decides_nothing(turned, others):
     """Once such a comparison was "no change", beside an interval of [1.19, 37.8], and a regression the other way."""
@@ -342,7 +342,7 @@ def test_a_regression_of_undisturbed_launches_stands_and_one_of_disturbed_launch
     assert verdict(BASE, loaded(slower(0.8), some))[0] == "regression"
     slow_where_disturbed = loaded((9.9, 10.1, 8.0, 7.9, 8.1, 8.2, 7.8), (0.1, 0.1, 2.0, 2.0, 2.0, 2.0, 2.0))
     kind, reason = verdict(repeats(cell(), [10 + i / 10 for i in range(7)]), slow_where_disturbed)
-    assert kind == "inconclusive" and "disturbed launches decide: with them regression (20." in reason
+    assert kind == "inconclusive" and "disturbed launches decide: with them regression (21." in reason
     kind, reason = verdict(BASE, loaded(slower(0.8), (2.0,) * 7))
     assert kind == "inconclusive" and reason.startswith("others disturbed every launch of the head (with them: 20.0%")
 

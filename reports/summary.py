@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from harness.api import Phase, RunRecord, RunSpec, Status
@@ -84,7 +85,7 @@ class CellSummary:
         """Whether every repeat that was not interrupted ended with the status that the suite expects."""
         return all(r.status == r.spec.expect for r in ended(self.records) or self.records)
 
-    @property
+    @cached_property
     def ok_records(self) -> tuple[RunRecord, ...]:
         """The repeats whose figures count; see `counted`."""
         return counted(self.records)

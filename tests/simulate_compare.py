@@ -112,7 +112,7 @@ def _rows(titles: str, rows: list[tuple[tuple[str, ...], Case]], pairs: int, pow
         sys.stdout.flush()
 
 
-def main(pairs: int = 2000, powers: int = 500) -> None:
+def main(pairs: int = 1000, powers: int = 200) -> None:
     """Prints the tables."""
     _rows("variation | noise | cells | launches a side", [*_POWER, *_CELLS], pairs, powers)
     sys.stdout.write("\n")

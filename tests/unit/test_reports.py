@@ -147,6 +147,16 @@ def test_a_cell_that_was_always_disturbed_keeps_its_figures_and_says_so(tmp_path
     assert told in report(tmp_path, records, "md")
 
 
+def test_a_launch_that_ran_again_is_told(tmp_path):
+    first, again = on_busy_machine([10.0], (2.0,)), on_busy_machine([0.1], (2.1,))
+    runs = read_runs([write(tmp_path, [*first, *again])])
+    assert [r.metrics["generation_throughput_tok_s"] for r in runs.records] == [2.1]
+    words = (
+        "Skipped 1 of 2 records: a later record of the same cell and repeat replaces them, 1 because others disturbed"
+    )
+    assert runs.notes[0].startswith(words)
+
+
 def test_a_few_ticks_of_the_clock_disturb_nothing():
     """The clocks of a phase of a tenth of a second tick ten times on each core."""
     short = (Measurement("cpu_own_s", "s", (0.1,), "generate"), Measurement("cpu_other_s", "s", (0.05,), "generate"))

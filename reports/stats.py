@@ -126,11 +126,11 @@ def interval_of(sample: Sequence[float]) -> tuple[float, float] | None:
 def ratio_of_runs(bases: Sequence[Sequence[float]], head: Sequence[float]) -> tuple[Ratio, float]:
     """Head over several runs of the base, with the interval and the two-sided p of a run among such runs.
 
-    The unit is a run, whose figure is the geometric mean of its launches: for runs that followed each other, and between
-    which the machine drifts. Student's t of one further observation, with as many degrees of freedom as further runs of
-    the base. A head of fewer launches than the bases is taken for that much noisier. A few runs show no slow stretches,
-    which make a run's figure far from normal: p is at least that of the launches by Mann and Whitney. Raises ValueError
-    below two runs.
+    The unit is a run, whose figure is the geometric mean of its launches: for runs that followed each other, and
+    between which the machine drifts. Student's t of one further observation, with as many degrees of freedom as further
+    runs of the base. A head of fewer launches than the bases is taken for that much noisier. Slow stretches make a
+    run's figure far from normal, which few runs cannot show: p is at least that of the launches by Mann and Whitney.
+    Raises ValueError below two runs.
     """
     from scipy.special import stdtr, stdtrit
 

@@ -15,7 +15,7 @@ from reports.published import published_table
 from reports.records import Runs
 from reports.summary import CellSummary, by_workload, disturbance, headline, summary_rows, throughput
 from reports.tables import MOST_ROWS, cell_table
-from reports.text import grouped, median, number, one_line, plural
+from reports.text import columns_of, grouped, median, number, one_line, plural
 from reports.timeline import utilisation_panel
 from reports.vega import Panel
 
@@ -120,7 +120,7 @@ def _disturbed(row: CellSummary, launches: Sequence[RunRecord]) -> str:
     """Which launches of a cell were disturbed, how much, and whether its figures leave them out."""
     if row.ok_records[0].disturbed:
         return f"{row.name}: all launches were disturbed ({disturbance(launches)}): measure it again."
-    speeds = ", ".join(number(v) for r in launches if (v := throughput(r)) is not None)
+    speeds = ", ".join(columns_of([throughput(r) for r in launches]))
     return (f"{row.name}: {len(launches)} of {plural(len(row.records), 'launch', 'launches')} left out of its figures "
             f"because {disturbance(launches)}: {speeds} tok/s.")  # fmt: skip
 

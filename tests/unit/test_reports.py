@@ -196,7 +196,7 @@ def test_headline():
         "offload-zigzag is 1.55\u00d7 [1.30, 1.79] accelerate-float32, the fastest of another engine, and at 77.5 % of "
         "the roofline (disk): 3.10 tok/s within the limit."
     )
-    close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
+    close = [*repeats(cell("a"), (2.0, 2.1, 2.05)), *repeats(cell("b", seed=1), (1.9, 2.05, 2.0))]
     assert "b, the next fastest cell" in headline(summary_rows(close))
     assert "(not significant: the interval includes 1)" in headline(summary_rows(close))
     assert "too few launches for an interval" in headline(summary_rows([record(cell("a")), record(cell("b", seed=1))]))

@@ -98,7 +98,8 @@ def test_hodges_lehmann_is_the_median_quotient_and_turns_around(base, head):
     assert hodges_lehmann(head, base) == pytest.approx(1 / expected)
 
 
-SIDE = st.lists(st.floats(0.5, 2.0), min_size=4, max_size=9)
+#: Without ties, in which the test rejects a little more than the interval excludes.
+SIDE = st.lists(st.integers(500, 2000).map(lambda i: i / 1000), min_size=4, max_size=9, unique=True)
 
 
 @given(SIDE, SIDE)

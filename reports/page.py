@@ -18,6 +18,7 @@ from reports.tables import MOST_ROWS, cell_table
 from reports.text import columns_of, grouped, median, number, one_line, plural
 from reports.timeline import utilisation_panel
 from reports.vega import Panel
+from reports.verdicts import MULTIPLE
 
 
 def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
@@ -109,6 +110,11 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         _disturbed(r, launches)
         for r in rows
         if (launches := [x for x in r.records if x.status == "ok" and x.disturbed])
+    ]
+    remarks += [
+        f"{r.name}: launches differ by a factor of {number(factor)} without a known cause."
+        for r in rows
+        if r.throughput and (factor := max(r.throughput) / min(r.throughput)) >= MULTIPLE
     ]
     remarks += accuracy_remarks(rows)
     if any(len(r.throughput) < 3 and r.kind != "simulated" for r in competitors):

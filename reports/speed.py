@@ -20,10 +20,7 @@ from reports.stats import (
     smallest_p,
 )
 from reports.text import median, number, one_line, plural
-from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Verdict
-
-#: Launches of one side that differ by this factor have a cause that must be known before anything is decided.
-_MULTIPLE = 2.0
+from reports.verdicts import LEAST_EFFECT, MARGIN, MULTIPLE, CellVerdict, Verdict
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def _tested(a: Sample, b: Sample, ratio: Ratio, p: float | None, tests: int, rul
 def _undecided(a: Sample, b: Sample, ratio: Ratio, p: float | None, tests: int, rules: Rules) -> str:
     """Why these launches decide nothing, whatever their figures are; empty where they may."""
     for side, sample in (("base", a), ("head", b)):
-        if (factor := max(sample.speeds) / min(sample.speeds)) >= _MULTIPLE:
+        if (factor := max(sample.speeds) / min(sample.speeds)) >= MULTIPLE:
             why = f"launches of the {side} differ by a factor of {number(factor)} without a known cause"
             return f"{why}: find it, or run again on a machine that does nothing else"
     turns = in_turns(a, b)

@@ -22,6 +22,8 @@ ORDER: tuple[Verdict, ...] = get_args(Verdict)
 LEAST_EFFECT = 0.03
 #: The slowdown that the verdict "no change" excludes.
 MARGIN = 0.10
+#: Launches of one cell that differ by this factor have a cause that must be known before anything is decided.
+MULTIPLE = 2.0
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,9 @@ _POWER = [((f"{v:.0%}", kind, "5", str(n)), Case(5, n, 0.0, v, kind))
                                     (0.16, "all three", (7, 15)))
           for n in launches]  # fmt: skip
 _CELLS = [(("5%", "all three", str(cells), "7"), Case(cells, 7)) for cells in (1, 30)]
-_RUNS = [((f"{runs - 1} A/A runs", f"{v:.0%}"), Case(5, 7, 0.0, v, runs=runs))
-         for runs in (1, 2, 4, 6) for v in (0.02, 0.05)]  # fmt: skip
+_KINDS: list[tuple[float, Kind]] = [(0.05, "drift"), (0.02, "all three"), (0.05, "all three")]
+_RUNS = [((str(runs - 1), f"{v:.0%}", kind), Case(5, 7, 0.0, v, kind, runs))
+         for runs in (1, 2, 4, 6) for v, kind in _KINDS]  # fmt: skip
 
 
 def _rows(titles: str, rows: list[tuple[tuple[str, ...], Case]], pairs: int, powers: int) -> None:
@@ -116,7 +117,7 @@ def main(pairs: int = 1000, powers: int = 200) -> None:
     """Prints the tables."""
     _rows("variation | noise | cells | launches a side", [*_POWER, *_CELLS], pairs, powers)
     sys.stdout.write("\n")
-    _rows("sides one after the other, with | variation", _RUNS, pairs, powers)
+    _rows("A/A runs | variation | noise", _RUNS, pairs, powers)
 
 
 if __name__ == "__main__":

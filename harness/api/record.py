@@ -14,9 +14,8 @@ from harness.api.serial import from_json
 from harness.api.spec import RunSpec
 
 Phase = Literal["load", "generate"]
-#: A launch is disturbed if others took more than this share of the CPU time used during generation. What works for the
-#: launch itself, such as kernel threads that reclaim its pages, counts as others too: up to 5.3 % in committed runs that
-#: had their machine for themselves.
+#: A launch is disturbed if others took more than this share of the CPU time used during generation. What works for a
+#: launch, such as kernel threads that reclaim its pages, counts as others: up to 5.3 % in committed quiet runs.
 DISTURBED = 0.06
 #: And more than these seconds: the clocks of a phase tick 100 times a second on each core.
 _DISTURBED_S = 0.1

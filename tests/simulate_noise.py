@@ -1,6 +1,6 @@
 """The noise of launches: what simulations draw, and what committed records have.
 
-`python -m tests.simulate_noise` prints the coefficients of variation of docs/results, and of simulated launches (seconds).
+`python -m tests.simulate_noise` prints the variation of docs/results and of simulated launches (seconds).
 """
 
 import math

@@ -86,7 +86,7 @@ def ablation_panel(rows: Sequence[CellSummary]) -> Panel | None:
     lines = [[name_cell(base), Cell("base cell"), Cell(number(base_speed)), missing, missing]]
     for cell in cells:
         low, high = cell.ratio.low, cell.ratio.high
-        interval = Cell(MISSING, why="needs two repeats") if low is None else Cell(f"{low:.2f} to {high:.2f}")
+        interval = Cell(MISSING, why="needs three launches") if low is None else Cell(f"{low:.2f} to {high:.2f}")
         lines.append([name_cell(cell.row), Cell(cell.change), Cell(number(cell.row.median or 0)),
                       Cell(f"{cell.ratio.ratio:.2f}"), interval])  # fmt: skip
     columns = [Column("Cell", numeric=False), Column("Changed", numeric=False, wide=True),

@@ -17,8 +17,9 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     if not rows:
         return None
     shown = rows[: vega.MOST_CELLS]
-    fastest = max((v for r in shown if not r.reference for v in r.throughput), default=0.0)
-    largest = max(v for r in shown for v in r.throughput)
+    reach = {r.fingerprint: (*r.throughput, *(interval_of(r.throughput) or ())) for r in shown}
+    fastest = max((max(reach[r.fingerprint]) for r in shown if not r.reference), default=0.0)
+    largest = max(map(max, reach.values()))
     # a much faster reference must not compress the axis of the other cells
     end = largest if largest <= 1.5 * fastest or not fastest else 1.1 * fastest
     data: list[Datum] = []
@@ -42,7 +43,7 @@ def throughput_panel(rows: Sequence[CellSummary]) -> Panel | None:
     colour = {"condition": {"test": "datum.ranked", "value": vega.BLUE}, "value": vega.GREY}
     x = vega.quantity("generated tok/s", domain=[0, end * 1.02], clamp=True, nice=False)
     # the page's axis switch applies this scale
-    logarithmic = {"type": "log", "domain": [min(v for r in shown for v in r.throughput) * 0.9, largest * 1.1]}
+    logarithmic = {"type": "log", "domain": [min(map(min, reach.values())) * 0.9, largest * 1.1]}
     spec = vega.row_chart(
         data,
         usermeta={"toggle": {"label": "Logarithmic axis", "scale": logarithmic}},
@@ -225,7 +226,7 @@ def _repeats_table(rows: Sequence[CellSummary]) -> Table:
     for row in rows[:MOST_ROWS]:
         interval = interval_of(row.throughput)
         middle, *speeds = columns_of([row.median, *row.throughput])
-        shown = Cell(span(*interval)) if interval else Cell(MISSING, why="needs two repeats")
+        shown = Cell(span(*interval)) if interval else Cell(MISSING, why="needs three launches")
         missing = [Cell(MISSING, why="not run, or not ok")] * (count - len(speeds))
         lines.append([name_cell(row), Cell(middle), shown, *map(Cell, speeds), *missing])
     return plain_table("", columns, lines)

@@ -1,51 +1,26 @@
 """Compares runs with a base, or engines with one of them: cell by cell, with known error rates.
 
-The unit is a launch. A regression needs a Hodges-Lehmann ratio whose bootstrap interval excludes 1, an effect above
-max(3 %, twice the A/A noise floor), and an exact Mann-Whitney p below alpha after Holm's correction over the cells.
+The unit is a launch. A regression needs a Hodges-Lehmann ratio whose interval excludes 1, an effect above max(3 %,
+twice the A/A noise floor), and an exact Mann-Whitney p below alpha after Holm's correction over the cells. Sides that
+ran one after the other are compared only with other runs of the base, and then the unit is a run.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 from harness.api import HarnessError
 from reports.accuracy import lost_accuracy
 from reports.environment import differing
-from reports.records import Runs, name_of, read_runs, workload_of
-from reports.samples import THROUGHPUT, Sample, changed_cell, pairs_of, samples_of, unit_of, value_of
-from reports.stats import ALPHA, hodges_lehmann, holm, launches_needed, mann_whitney, noise_floor, ratio_of, smallest_p
-from reports.summary import DISTURBED, other_cpu_share
+from reports.records import Runs, read_runs, workload_of
+from reports.samples import Sample, changed_cell, pairs_of, samples_of, unit_of
+from reports.speed import DEFAULT, Rules, blank, by_speed, decided, other_runs, simulated
+from reports.summary import disturbance
 from reports.text import grouped, median, one_line, plural
-from reports.verdicts import LEAST_EFFECT, MARGIN, CellVerdict, Comparison, Verdict
+from reports.verdicts import CellVerdict, Comparison, Verdict
 
 #: The verdicts of a comparison of engines, where a slower engine is no regression.
 _BETWEEN_ENGINES: dict[Verdict, Verdict] = {"regression": "behind", "improvement": "ahead"}
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How to judge cells.
-
-    `allow`: environment items that may differ, such as `packages.torch`. `alpha`: the level over all cells. `margin`:
-    the slowdown that "no change" must exclude. `again`: another run of the base, whose difference from it is noise
-    (A/A). `engines`: whether the sides are engines of one run.
-    """
-
-    metric: str = THROUGHPUT
-    allow: Sequence[str] = ()
-    alpha: float = ALPHA
-    margin: float = MARGIN
-    again: Runs | None = None
-    engines: bool = False
-
-    @cached_property
-    def aa(self) -> dict[str, Sample]:
-        """The samples of the A/A run; none without one."""
-        return samples_of(self.again.launches, self.metric) if self.again else {}
-
-
-DEFAULT = Rules()
 
 
 def compare_runs(base: Path, heads: Sequence[Path], rules: Rules = DEFAULT) -> list[Comparison]:
@@ -66,8 +41,8 @@ def compare_records(before: Runs, after: Runs, rules: Rules = DEFAULT) -> Compar
     """As `compare_runs`, for runs that are already read."""
     unit = unit_of(rules.metric, [*before.records, *after.records])
     cells = pairs_of(samples_of(before.launches, rules.metric), samples_of(after.launches, rules.metric))
-    notes = (*before.notes, *after.notes, *_order_notes(before, after))
-    return Comparison("base", "head", rules.metric, unit, rules.alpha, tuple(_judge(cells, rules)), notes)
+    return Comparison("base", "head", rules.metric, unit, rules.alpha, tuple(_judge(cells, rules)),
+                      (*before.notes, *after.notes))  # fmt: skip
 
 
 def compare_engines(runs: Sequence[Path], against: str, rules: Rules = DEFAULT) -> list[Comparison]:
@@ -103,37 +78,19 @@ def _judge(pairs: Sequence[tuple[Sample | None, Sample | None]], rules: Rules) -
     """The verdict of each (base, head) pair; Holm's correction covers the pairs that need a test."""
     untested = [_without_test(a, b, rules) for a, b in pairs]
     tested = [(a, b) for (a, b), known in zip(pairs, untested, strict=True) if not known and a and b and not a.virtual]
-    adjusted = iter(holm([mann_whitney(a.speeds, b.speeds) for a, b in tested]))
+    speeds = iter(by_speed(tested, rules))
     verdicts = []
     for (a, b), known in zip(pairs, untested, strict=True):
-        verdict = _blank(a, b, rules.metric)
+        verdict = blank(a, b, rules.metric)
         if known:
-            verdict = _decided(verdict, *known)
+            verdict = decided(verdict, *known)
         elif a and b:
-            if a.virtual:
-                verdict = _simulated(verdict, a, b)
-            else:
-                verdict = _tested(verdict, a, b, next(adjusted), len(tested), rules)
+            verdict = simulated(verdict, a, b) if a.virtual else next(speeds)
             verdict = _with_remarks(verdict, a, b, rules)
         if rules.engines:
             verdict = replace(verdict, verdict=_BETWEEN_ENGINES.get(verdict.verdict, verdict.verdict))
         verdicts.append(verdict)
     return verdicts
-
-
-def _blank(a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
-    """A pair's names, launches and medians, to be completed by a verdict."""
-    cell = b or a
-    assert cell is not None  # a pair has at least one side
-    last = cell.records[-1]
-    base, head = (median([value_of(r, metric) for r in side.ok]) if side else None for side in (a, b))
-    launches = (len(a.speeds), len(b.speeds)) if a and b else (0, 0)
-    names = name_of(last), one_line(last.spec.engine), workload_of(last)
-    return CellVerdict(*names, "not comparable", "", base, head, *launches)
-
-
-def _decided(verdict: CellVerdict, kind: Verdict, reason: str) -> CellVerdict:
-    return replace(verdict, verdict=kind, reason=reason)
 
 
 def _without_test(a: Sample | None, b: Sample | None, rules: Rules) -> tuple[Verdict, str] | None:
@@ -190,58 +147,6 @@ def more_failures(a: Sample, b: Sample) -> float:
     return float(fisher_exact(table, alternative="greater").pvalue)
 
 
-def _simulated(verdict: CellVerdict, a: Sample, b: Sample) -> CellVerdict:
-    """The verdict on simulated figures, which have no noise."""
-    ratio = hodges_lehmann(a.speeds, b.speeds)
-    verdict = replace(verdict, ratio=ratio, threshold=LEAST_EFFECT)
-    if max(ratio, 1 / ratio) - 1 <= LEAST_EFFECT:
-        return _decided(verdict, "no change", f"simulated: exact, and within {LEAST_EFFECT:.0%}")
-    return _decided(verdict, "regression" if ratio < 1 else "improvement", f"simulated: {_times(ratio)}")
-
-
-def _tested(verdict: CellVerdict, a: Sample, b: Sample, p: float, tests: int, rules: Rules) -> CellVerdict:
-    """The verdict on measured figures of both sides; `p` is adjusted for `tests` tests."""
-    ratio, alpha, margin = ratio_of(a.speeds, b.speeds), rules.alpha, rules.margin
-    floor = _noise_floor(a, b, rules)
-    threshold = max(LEAST_EFFECT, 2 * (floor or 0.0))
-    verdict = replace(verdict, ratio=ratio.ratio, low=ratio.low, high=ratio.high, p=p, noise_floor=floor,
-                      threshold=threshold)  # fmt: skip
-    significant = p < alpha and ratio.excludes_one
-    if significant and max(ratio.ratio, 1 / ratio.ratio) - 1 > threshold:
-        return _decided(verdict, "regression" if ratio.ratio < 1 else "improvement", _times(ratio.ratio))
-    if p >= alpha and smallest_p(len(a.speeds), len(b.speeds)) * tests >= alpha:
-        needed = launches_needed(tests, alpha)
-        why = f"{len(a.speeds)} and {len(b.speeds)} launches cannot give p < {alpha:g} over {plural(tests, 'cell')}"
-        return _decided(verdict, "inconclusive", f"{why}: run {needed} on each side")
-    if ratio.low is None or ratio.low < 1 - margin:
-        why = f"a slowdown of {margin:.0%} is not excluded (up to {1 - (ratio.low or 0.0):.1%} is possible)"
-        return _decided(verdict, "inconclusive", f"{why}: run more launches, or reduce the noise")
-    effect = (
-        f"{_times(ratio.ratio)}, below the threshold of {threshold:.1%}" if significant else "no significant difference"
-    )
-    return _decided(verdict, "no change", f"{effect}; a slowdown of {margin:.0%} is excluded")
-
-
-def _noise_floor(a: Sample, b: Sample, rules: Rules) -> float | None:
-    """A/A noise: between halves of each side and, where the base ran twice, between both runs."""
-    halves = noise_floor(a.speeds, b.speeds)
-    again = _again(a, rules)
-    if again is None:
-        return halves
-    ratio = hodges_lehmann(a.speeds, again.speeds)
-    return max(halves or 0.0, max(ratio, 1 / ratio) - 1)
-
-
-def _again(a: Sample, rules: Rules) -> Sample | None:
-    """The cell's sample in the second run of the base; None without figures or in another environment."""
-    again = rules.aa.get(a.records[-1].fingerprint)
-    return again if again and again.speeds and not differing(a.records, again.records) else None
-
-
-def _times(ratio: float) -> str:
-    return f"{abs(ratio - 1):.1%} {'slower' if ratio < 1 else 'faster'}"
-
-
 def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: Rules) -> CellVerdict:
     """Adds a loss of accuracy, failures, different answers and limits, and disturbances to a verdict."""
     sides = (("base", a), ("head", b))
@@ -260,20 +165,14 @@ def _with_remarks(verdict: CellVerdict, a: Sample, b: Sample, rules: Rules) -> C
         remarks.append(f"{changed} of {len(same)} answers differ from the base's")
     if rules.engines and a.spec.limits != b.spec.limits:
         remarks.append("other limits than the base's")
-    if rules.again and _again(a, rules) is None:
-        remarks.append("the second run of the base has no comparable figures for this cell")
+    if lacking := len(rules.again) - len(other_runs(a, rules)):
+        remarks.append(f"{plural(lacking, 'other run')} of the base without comparable figures for this cell")
     for side, sample in sides:
-        if (share := other_cpu_share(sample.ok)) > DISTURBED:
-            remarks.append(f"other processes took up to {share:.0%} of the CPU during the {side}'s launches")
+        if sample.disturbed:
+            of = f"{len(sample.disturbed)} of {plural(len(sample.ok), 'launch', 'launches')} of the {side}"
+            left_out = "left out" if sample.undisturbed.speeds else "disturbed"
+            remarks.append(f"{of} {left_out}: {disturbance(sample.disturbed)}")
     return replace(verdict, remarks=tuple(remarks))
-
-
-def _order_notes(before: Runs, after: Runs) -> list[str]:
-    """A note where one side ran after the other, so that machine drift looks like a difference."""
-    times = [sorted(r.started_at for r in side.records if r.started_at) for side in (before, after)]
-    if not all(times) or (times[0][-1] >= times[1][0] and times[1][-1] >= times[0][0]):
-        return []
-    return ["The sides ran one after the other, not interleaved: drift of the machine counts as a difference."]
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:

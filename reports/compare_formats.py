@@ -10,10 +10,8 @@ from reports.render import markdown_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.terminal import plain_text
 from reports.text import MISSING, columns_of, number
-from reports.verdicts import CellVerdict, Comparison
+from reports.verdicts import ORDER, CellVerdict, Comparison
 
-_ORDER = ("regression", "not comparable", "inconclusive", "improvement", "behind", "no change", "ahead", "new",
-          "as expected")  # fmt: skip
 _TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
 _FIGURES = ("Cell", "Verdict", "Base", "Head", "Head / base", "95 % interval", "p", "Launches")
 
@@ -40,7 +38,7 @@ def compare_table(comparison: Comparison) -> Table:
 
 def worst_first(cells: Iterable[CellVerdict]) -> list[CellVerdict]:
     """Cells in order of verdict, those that need attention first."""
-    return sorted(cells, key=lambda c: _ORDER.index(c.verdict))
+    return sorted(cells, key=lambda c: ORDER.index(c.verdict))
 
 
 def _row(cell: CellVerdict, base: str, head: str) -> list[Cell]:

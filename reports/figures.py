@@ -88,7 +88,7 @@ def _in_tiers(row: CellSummary, kind: str, tiers: Sequence[int]) -> float | None
 
 
 _UNRANKED = "not ranked: a reference, incomplete, or without a rival"
-_NO_INTERVAL = "not ranked, fewer than two launches, or not among the fastest 200 cells"
+_NO_INTERVAL = "not ranked, or fewer than three launches"
 _NO_TIMES = "the engine does not separate prefill from decode"
 _NO_BOUND = "no machine probe ran with this cell"
 _NO_TIMELINE = "the engine keeps no timeline"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from harness.api import RunRecord
 from reports import figures, sections
 from reports.ablation import ablation_panel
 from reports.accuracy import accuracy_panel, accuracy_remarks, accuracy_table
@@ -12,11 +13,12 @@ from reports.environment import machines
 from reports.latency import pareto_panel, spread_panels
 from reports.published import published_table
 from reports.records import Runs
-from reports.summary import DISTURBED, CellSummary, by_workload, headline, other_cpu_share, summary_rows
+from reports.summary import CellSummary, by_workload, disturbance, headline, summary_rows, throughput
 from reports.tables import MOST_ROWS, cell_table
-from reports.text import grouped, median, number, one_line, plural
+from reports.text import columns_of, grouped, median, number, one_line, plural
 from reports.timeline import utilisation_panel
 from reports.vega import Panel
+from reports.verdicts import MULTIPLE
 
 
 def page(runs: Runs, trends: Sequence[Panel] = ()) -> dict[str, object]:
@@ -104,13 +106,29 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
         middle = number(100 * (median(errors) or 0.0))
         remarks.append(f"The performance model's median error over {plural(len(errors), 'cell')} is {middle} %, its "
                        f"largest {number(100 * errors[-1])} %; harness plan --explain breaks them down.")  # fmt: skip
-    if disturbed := [r.name for r in rows if other_cpu_share(r.ok_records) > DISTURBED]:
-        names = ", ".join(disturbed)
-        remarks.append(f"Other processes took more than {DISTURBED:.0%} of the CPU during these cells: {names}.")
+    remarks += [
+        _disturbed(r, launches)
+        for r in rows
+        if (launches := [x for x in r.records if x.status == "ok" and x.disturbed])
+    ]
+    remarks += [
+        f"{r.name}: launches differ by a factor of {number(factor)} without a known cause."
+        for r in rows
+        if r.throughput and (factor := max(r.throughput) / min(r.throughput)) >= MULTIPLE
+    ]
     remarks += accuracy_remarks(rows)
     if any(len(r.throughput) < 3 and r.kind != "simulated" for r in competitors):
         remarks.append("Some cells have fewer than three finished repeats, too few to judge small differences.")
     return remarks
+
+
+def _disturbed(row: CellSummary, launches: Sequence[RunRecord]) -> str:
+    """Which launches of a cell were disturbed, how much, and whether its figures leave them out."""
+    if row.ok_records[0].disturbed:
+        return f"{row.name}: all launches were disturbed ({disturbance(launches)}): measure it again."
+    speeds = ", ".join(columns_of([throughput(r) for r in launches]))
+    return (f"{row.name}: {len(launches)} of {plural(len(row.records), 'launch', 'launches')} left out of its figures "
+            f"because {disturbance(launches)}: {speeds} tok/s.")  # fmt: skip
 
 
 def _outcome(rows: Sequence[CellSummary]) -> str:

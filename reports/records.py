@@ -67,7 +67,7 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
     folders: dict[tuple[str, int], Path] = {}
     reproduces: set[str] = set()
     retried: list[RunRecord] = []
-    total = 0
+    total = disturbed = 0
     for folder in dirs:
         records = _read_folder(folder, notes)
         total += len(records)
@@ -76,6 +76,7 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
             key = record.fingerprint, record.repeat
             if key in in_folder and in_folder[key].status not in ("ok", "interrupted"):
                 retried.append(in_folder[key])
+            disturbed += key in latest and latest[key].status == "ok" and latest[key].disturbed
             in_folder[key] = latest[key] = record
             folders[key] = folder
         suite = _suite(folder / SUITE, notes)
@@ -84,8 +85,9 @@ def read_runs(dirs: Sequence[Path]) -> Runs:
             descriptions.append(description)
         reproduces |= {table} if isinstance(table, str) else set()
     if superseded := total - len(latest):
+        why = f", {disturbed} because others disturbed the launch" if disturbed else ""
         notes.append(
-            f"Skipped {superseded} of {total} records: a later record of the same cell and repeat replaces them."
+            f"Skipped {superseded} of {total} records: a later record of the same cell and repeat replaces them{why}."
         )
     return Runs(
         tuple(latest.values()), tuple(descriptions), tuple(notes), frozenset(reproduces), folders, tuple(retried)

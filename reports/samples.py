@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from harness.api import HarnessError, RunRecord, RunSpec
 from reports.records import settings_of
-from reports.summary import kind_of, throughput
+from reports.summary import ended, failed_as_expected, kind_of, throughput
 from reports.text import finite, grouped, one_line, positive
 
 THROUGHPUT = "throughput"
@@ -13,10 +15,15 @@ THROUGHPUT = "throughput"
 
 @dataclass(frozen=True)
 class Sample:
-    """The launches of a cell on one side; `speeds` are the figures of the ok launches, higher is better."""
+    """The launches of a cell on one side, of which a metric is compared."""
 
     records: tuple[RunRecord, ...]
-    speeds: tuple[float, ...]
+    metric: str = THROUGHPUT
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """The figures of the ok launches, higher is better."""
+        return tuple(v for r in self.ok if (v := speed_of(r, self.metric)) is not None)
 
     @property
     def spec(self) -> RunSpec:
@@ -26,12 +33,24 @@ class Sample:
     @property
     def ended(self) -> tuple[RunRecord, ...]:
         """Launches that were not interrupted."""
-        return tuple(r for r in self.records if r.status != "interrupted")
+        return ended(self.records)
 
     @property
     def ok(self) -> tuple[RunRecord, ...]:
-        """Launches that ended ok, whose figures count."""
+        """Launches that ended ok."""
         return tuple(r for r in self.records if r.status == "ok")
+
+    @property
+    def disturbed(self) -> tuple[RunRecord, ...]:
+        """Launches that ended ok and that others disturbed."""
+        return tuple(r for r in self.ok if r.disturbed)
+
+    @property
+    def undisturbed(self) -> "Sample":
+        """The sample without disturbed launches; itself where there are none."""
+        if not self.disturbed:
+            return self
+        return Sample(tuple(r for r in self.records if r.status != "ok" or not r.disturbed), self.metric)
 
     @property
     def failed(self) -> tuple[RunRecord, ...]:
@@ -40,8 +59,8 @@ class Sample:
 
     @property
     def expected_failure(self) -> bool:
-        """Whether every launch failed with the status that the suite expects."""
-        return bool(self.ended) and all(r.status == r.spec.expect != "ok" for r in self.ended)
+        """See `failed_as_expected`."""
+        return failed_as_expected(self.records)
 
     @property
     def virtual(self) -> bool:
@@ -51,13 +70,22 @@ class Sample:
 
 def samples_of(records: Iterable[RunRecord], metric: str) -> dict[str, Sample]:
     """Samples by fingerprint."""
-    return {
-        key: Sample(
-            tuple(launches),
-            tuple(v for r in launches if r.status == "ok" and (v := speed_of(r, metric)) is not None),
-        )
-        for key, launches in grouped(records, lambda r: r.fingerprint).items()
-    }
+    return {k: Sample(tuple(launches), metric) for k, launches in grouped(records, lambda r: r.fingerprint).items()}
+
+
+def in_turns(a: Sample, b: Sample) -> bool:
+    """Whether the launches of both sides alternate, so that a drift of the machine is no difference between them.
+
+    At least half as many changes of side as by `ci/interleave.sh`, and neither side much earlier than the other: of all
+    pairs of launches, a quarter to three quarters have `a` first. False where a launch does not say when it began.
+    """
+    sides = [sorted(r.started_at for r in side.ok) for side in (a, b)]
+    if not all(sides) or "" in (sides[0][0], sides[1][0]):
+        return False
+    order = [side for _, side in sorted((time, i) for i, times in enumerate(sides) for time in times)]
+    changes = sum(x != y for x, y in pairwise(order))
+    earlier = sum((x < y) + (x == y) / 2 for x in sides[0] for y in sides[1]) / (len(sides[0]) * len(sides[1]))
+    return changes >= min(map(len, sides)) / 2 and 0.25 <= earlier <= 0.75
 
 
 def speed_of(record: RunRecord, metric: str) -> float | None:

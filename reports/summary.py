@@ -3,18 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
-from harness.api import Bound, RunRecord, RunSpec, Status
+from harness.api import Bound, Phase, RunRecord, RunSpec, Status
 from reports.rates import with_rates_around
 from reports.records import name_of, workload_of
-from reports.stats import Ratio, hodges_lehmann, ratio_of
+from reports.stats import Ratio, ratio_of
 from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, quotient, span
-
-#: Only the fastest cells of a workload get bootstrap intervals, to bound the time that a report takes.
-_MOST_INTERVALS = 200
-#: The share of CPU time of other processes above which a figure is marked as disturbed.
-DISTURBED = 0.05
 
 Kind = Literal["measured", "simulated", "projected"]
 
@@ -23,7 +19,7 @@ Kind = Literal["measured", "simulated", "projected"]
 class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
-    Figures cover the repeats that ended ok and are medians; the memory figures are maxima. `ratio` is the
+    Figures cover the repeats that count (see `counted`) and are medians; the memory figures are maxima. `ratio` is the
     Hodges-Lehmann ratio to the cell's rival: the fastest ranked cell of another engine in the same workload, or of the
     same engine where only one engine is ranked. `label` is the name in charts, with a number where several cells of the
     workload have the same name, and with the qualifiers.
@@ -64,8 +60,7 @@ class CellSummary:
     @property
     def status(self) -> Status:
         """The first status that is not ok; interrupted repeats do not count unless all are interrupted."""
-        ended = tuple(s for s in self.statuses if s != "interrupted") or self.statuses
-        return next((s for s in ended if s != "ok"), "ok")
+        return next((r.status for r in ended(self.records) or self.records if r.status != "ok"), "ok")
 
     @property
     def ok(self) -> bool:
@@ -84,23 +79,47 @@ class CellSummary:
 
     @property
     def expected_failure(self) -> bool:
-        """Whether every repeat failed with the status that the suite expects."""
-        return self.spec.expect != "ok" and self.as_expected
+        """See `failed_as_expected`."""
+        return failed_as_expected(self.records)
 
     @property
     def as_expected(self) -> bool:
-        """Whether every repeat ended with the status that the suite expects."""
-        return all(s == self.spec.expect for s in self.statuses)
+        """Whether every repeat that was not interrupted ended with the status that the suite expects."""
+        return all(r.status == r.spec.expect for r in ended(self.records) or self.records)
 
-    @property
+    @cached_property
     def ok_records(self) -> tuple[RunRecord, ...]:
-        """The repeats that ended ok, whose figures count."""
-        return tuple(r for r in self.records if r.status == "ok")
+        """The repeats whose figures count; see `counted`."""
+        return counted(self.records)
 
     @property
     def fewer_requests(self) -> bool:
         """Whether another cell of the workload completed more requests."""
         return self.num_requests is not None and self.num_requests < (self.most_requests or 0)
+
+
+def ended(records: Iterable[RunRecord]) -> tuple[RunRecord, ...]:
+    """Launches that were not interrupted."""
+    return tuple(r for r in records if r.status != "interrupted")
+
+
+def failed_as_expected(records: Iterable[RunRecord]) -> bool:
+    """Whether there are launches that were not interrupted, and all failed with the status that the suite expects."""
+    statuses = {(r.status, r.spec.expect) for r in ended(records)}
+    return bool(statuses) and all(status == expect != "ok" for status, expect in statuses)
+
+
+def counted(records: Iterable[RunRecord]) -> tuple[RunRecord, ...]:
+    """The launches that ended ok and that others did not disturb; all that ended ok where none is undisturbed."""
+    ok = tuple(r for r in records if r.status == "ok")
+    return tuple(r for r in ok if not r.disturbed) or ok
+
+
+def disturbance(records: Sequence[RunRecord]) -> str:
+    """How much CPU time others took during these launches, such as "others took 12 % to 38 % of the CPU"."""
+    shares = sorted(r.others_cpu for r in records)
+    most = f" to {shares[-1]:.0%}" if f"{shares[0]:.0%}" != f"{shares[-1]:.0%}" else ""
+    return f"others took {shares[0]:.0%}{most} of the CPU"
 
 
 def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
@@ -129,20 +148,9 @@ def ranked(rows: Iterable[CellSummary]) -> list[CellSummary]:
     return sorted(measured or ok, key=lambda r: -(r.median or 0))
 
 
-def measured_sum(record: RunRecord, name: str, phase: str) -> float | None:
+def measured_sum(record: RunRecord, name: str, phase: Phase) -> float | None:
     """The sum of a counter's samples in a phase; None where the record lacks the counter."""
-    samples = [v for m in record.measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
-    return finite(sum(samples)) if samples else None
-
-
-def other_cpu_share(records: Iterable[RunRecord]) -> float:
-    """The largest share of the used CPU time, over records, that went to other processes and the hypervisor."""
-    shares = [0.0]
-    for record in records:
-        engine, other, stolen = (measured_sum(record, f"cpu_{n}_s", "generate") for n in ("own", "other", "steal"))
-        if engine is not None and other is not None and engine + other > 0:
-            shares.append((other + (stolen or 0.0)) / (engine + other + (stolen or 0.0)))
-    return max(shares)
+    return finite(record.total(name, phase))
 
 
 def measured_peak(record: RunRecord, name: str) -> float | None:
@@ -169,7 +177,7 @@ def per_token(records: Sequence[RunRecord], counter: str) -> float | None:
 
 def _cell(records: Sequence[RunRecord]) -> CellSummary:
     last = records[-1]
-    ok = [r for r in records if r.status == "ok"]
+    ok = counted(records)
     loads = [r.load for r in records if r.load]
     spec = last.spec
     speeds = tuple(v for r in ok if (v := throughput(r)) is not None)
@@ -217,12 +225,8 @@ def _relate(group: Sequence[CellSummary]) -> list[CellSummary]:
     candidates.sort(key=lambda r: rank[r.fingerprint])
     rows = []
     for row in group:
-        ratio = None
-        if row.fingerprint in rank and (rival := rival_of(row, candidates)):
-            if rank[row.fingerprint] < _MOST_INTERVALS:
-                ratio = ratio_of(rival.throughput, row.throughput)
-            else:
-                ratio = Ratio(hodges_lehmann(rival.throughput, row.throughput), None, None)
+        rival = rival_of(row, candidates) if row.fingerprint in rank else None
+        ratio = ratio_of(rival.throughput, row.throughput) if rival else None
         rows.append(_compare_outputs(replace(row, most_requests=most, ratio=ratio), references))
     return sorted(rows, key=lambda r: (r.reference, rank.get(r.fingerprint, len(order)), not r.ok))
 

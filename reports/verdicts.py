@@ -5,21 +5,25 @@ from typing import Literal, get_args
 
 from reports.text import plural
 
+#: In the order in which they need attention: a comparison's verdict is the first that one of its cells has.
 Verdict = Literal[
     "regression",  # slower, newly failing, or less accurate
-    "improvement",  # faster, or no longer failing
-    "no change",  # a slowdown of the margin or more is excluded
-    "inconclusive",  # too few launches, or too much noise
     "not comparable",  # another environment, another cell, or no figures
+    "inconclusive",  # too few launches, too much noise, or launches that were disturbed or not interleaved
+    "behind",  # engines only: slower than the base engine, or fails where it does not
+    "improvement",  # faster, or no longer failing
+    "ahead",  # engines only: faster than the base engine
+    "no change",  # a slowdown of the margin or more is excluded
     "as expected",  # fails on both sides with the status that the suite expects
     "new",  # only in the head
-    "behind",  # engines only: slower than the base engine, or fails where it does not
-    "ahead",  # engines only: faster than the base engine
 ]
+ORDER: tuple[Verdict, ...] = get_args(Verdict)
 #: The smallest relative effect that counts, at any p.
 LEAST_EFFECT = 0.03
 #: The slowdown that the verdict "no change" excludes.
 MARGIN = 0.10
+#: Launches of one cell that differ by this factor have a cause that must be known before anything is decided.
+MULTIPLE = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,12 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The overall verdict: a regression first, then undecided cells, then changes between engines."""
-        order: tuple[Verdict, ...] = ("regression", "not comparable", "inconclusive", "behind", "improvement", "ahead",
-                                      "no change")  # fmt: skip
-        return next((v for v in order if self.of(v)), "as expected" if self.of("as expected") else "not comparable")
+        """The first verdict, in `ORDER`, that a cell has."""
+        return next((v for v in ORDER if self.of(v)), "not comparable")
 
     @property
     def summary(self) -> str:
         """One line: what was compared, the overall verdict, and how many cells have which."""
-        counts = ", ".join(f"{len(self.of(v))} {v}" for v in get_args(Verdict) if self.of(v))
+        counts = ", ".join(f"{len(self.of(v))} {v}" for v in ORDER if self.of(v))
         title = f"{self.head} against {self.base}, {self.metric} in {self.unit}"
         return f"{title}: {self.verdict} ({plural(len(self.cells), 'cell')}: {counts})"

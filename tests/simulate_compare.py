@@ -1,14 +1,10 @@
-"""Simulated comparisons: how often `compare` cries wolf, and how often it sees a wolf.
+"""Simulated comparisons: how often `compare` raises a false alarm, and how often it sees a slowdown.
 
-`python -m tests.simulate_compare` prints the table of docs/guides/regressions.md (minutes).
-
-The noise is what shared machines do: heavy tails (Student's t with four degrees of freedom), half of the variance in a
-drift that launches share with those just before them (an autoregression of 0.9 a launch), a coefficient of variation of
-3 % in all. Launches come in the order in which `interleave.sh` makes them: round by round, a round one side after the
-other, the side that is first in turn.
+`python -m tests.simulate_compare` prints the tables of docs/guides/regressions.md (minutes). Launches come as
+`ci/interleave.sh` makes them, round by round, the side that is first in turn; or one run after the other.
+`tests.simulate_noise` has the noise.
 """
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,53 +13,48 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.api import ModelSpec, RunRecord, RunSpec, WorkloadSpec
-from reports.compare import Rules, compare_records
+from reports.compare import compare_records
 from reports.records import Runs
+from reports.speed import Rules
 from reports.verdicts import Comparison
-
-VARIATION = 0.03
-_DRIFT, _FREEDOM = 0.9, 4
-#: Of the table: cells, launches on each side, whether these are interleaved.
-_ROWS = ((1, 7, True), (5, 7, True), (10, 7, True), (30, 7, True), (5, 5, True), (5, 10, True), (1, 3, True),
-         (5, 7, False))  # fmt: skip
+from tests.simulate_noise import Kind, noise
 
 
 @dataclass(frozen=True)
 class Case:
-    """A suite of `cells` cells, `launches` on each side; the first cell of the head is `slowdown` slower."""
+    """A suite of `cells` cells, `launches` on each side; the first cell of the head is `slowdown` slower.
+
+    `runs`: None for sides in turns, else how many runs of the base precede the head's, all after each other; the first
+    is the base and the others are A/A runs.
+    """
 
     cells: int
     launches: int
     slowdown: float = 0.0
-    interleaved: bool = True
+    variation: float = 0.05
+    kind: Kind = "all three"
+    runs: int | None = None
 
 
-def noise(count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` deviations of log speed, in the order of launches."""
-    scale = math.sqrt(_FREEDOM / (_FREEDOM - 2))
-    shocks = rng.standard_t(_FREEDOM, size=(2, count)) / scale * VARIATION / math.sqrt(2)
-    drift = np.empty(count)
-    level = rng.normal() * VARIATION / math.sqrt(2)
-    for i in range(count):
-        level = _DRIFT * level + math.sqrt(1 - _DRIFT**2) * shocks[0, i]
-        drift[i] = level
-    return drift + shocks[1]
+def turns(launches: int) -> list[int]:
+    """Sides, 0 and 1, in the order of `ci/interleave.sh`."""
+    return [side for r in range(launches) for side in ((0, 1) if r % 2 == 0 else (1, 0))]
 
 
 def pair(case: Case, rng: np.random.Generator) -> Comparison:
     """One simulated comparison."""
-    order = [(r, side) for r in range(case.launches) for side in ((0, 1) if r % 2 == 0 else (1, 0))]
-    if not case.interleaved:
-        order.sort(key=lambda launch: launch[1])
-    deviations = iter(noise(len(order) * case.cells, rng))
-    sides: tuple[list[RunRecord], list[RunRecord]] = ([], [])
-    for repeat, side in order:
+    sides = case.runs or 1
+    order = turns(case.launches) if case.runs is None else sorted(list(range(sides + 1)) * case.launches)
+    (deviations,) = np.exp(noise(case.kind, case.variation, 1, len(order) * case.cells, rng))
+    runs: list[list[RunRecord]] = [[] for _ in range(sides + 1)]
+    for i, side in enumerate(order):
         for cell in range(case.cells):
-            speed = 10.0 * math.exp(next(deviations))
-            if side == 1 and cell == 0:
-                speed *= 1 - case.slowdown
-            sides[side].append(_record(cell, repeat, speed))
-    return compare_records(Runs(tuple(sides[0])), Runs(tuple(sides[1])), Rules())
+            slower = case.slowdown if side == sides and cell == 0 else 0.0
+            number = i * case.cells + cell
+            repeat = len(runs[side]) // case.cells
+            runs[side].append(_record(cell, repeat, number, 10.0 * deviations[number] * (1 - slower)))
+    base, *again, head = (Runs(tuple(run)) for run in runs)
+    return compare_records(base, head, Rules(again=tuple(again)))
 
 
 def rate(case: Case, pairs: int, hit: Callable[[Comparison], bool], seed: int = 0) -> float:
@@ -86,28 +77,47 @@ _SPECS = [RunSpec("fake", ModelSpec("fake"), WorkloadSpec(), seed=i, suite="sim"
 _KEYS = [spec.fingerprint() for spec in _SPECS]
 
 
-def _record(cell: int, repeat: int, speed: float) -> RunRecord:
+def _record(cell: int, repeat: int, number: int, speed: float) -> RunRecord:
     metrics = {"generation_throughput_tok_s": speed}
-    return RunRecord(_SPECS[cell], _KEYS[cell], repeat, "ok", metrics=metrics)
+    started_at = f"2026-11-01T{number // 60:03}:{number % 60:02}"
+    return RunRecord(_SPECS[cell], _KEYS[cell], repeat, "ok", started_at=started_at, metrics=metrics)
 
 
-def main(pairs: int = 2000, powers: int = 1000) -> None:
-    """Prints the table."""
+#: Of the tables: what their first columns say, and the case.
+_POWER = [((f"{v:.0%}", kind, "5", str(n)), Case(5, n, 0.0, v, kind))
+          for v, kind, launches in ((0.02, "all three", (7,)), (0.05, "normal", (7,)), (0.05, "heavy tails", (7,)),
+                                    (0.05, "drift", (7,)), (0.05, "slow stretches", (7,)),
+                                    (0.05, "all three", (5, 7, 10, 15)), (0.10, "all three", (7, 10, 15)),
+                                    (0.16, "all three", (7, 15)))
+          for n in launches]  # fmt: skip
+_CELLS = [(("5%", "all three", str(cells), "7"), Case(cells, 7)) for cells in (1, 30)]
+_KINDS: list[tuple[float, Kind]] = [(0.05, "drift"), (0.02, "all three"), (0.05, "all three")]
+_RUNS = [((str(runs - 1), f"{v:.0%}", kind), Case(5, 7, 0.0, v, kind, runs))
+         for runs in (1, 2, 4, 6) for v, kind in _KINDS]  # fmt: skip
+
+
+def _rows(titles: str, rows: list[tuple[tuple[str, ...], Case]], pairs: int, powers: int) -> None:
     say = sys.stdout.write
-    say("| cells | launches a side | order | false alarms | 10 % slowdown seen | 5 % seen | verdicts of A/A cells |\n")
-    say("| ---: | ---: | --- | ---: | ---: | ---: | --- |\n")
-    for cells, launches, interleaved in _ROWS:
-        case = Case(cells, launches, 0.0, interleaved)
+    say(f"| {titles} | false alarms | 20 % slowdown seen | 10 % seen | verdicts of equal cells |\n")
+    say("|" + " --- |" * (titles.count("|") + 1) + " ---: | ---: | ---: | --- |\n")
+    for names, case in rows:
         rng, verdicts, alarms = np.random.default_rng(0), Counter[str](), 0
         for _ in range(pairs):
             found = pair(case, rng)
             alarms += alarm(found)
             verdicts.update(c.verdict for c in found.cells)
-        power = [rate(Case(cells, launches, s, interleaved), powers, seen, seed=1) for s in (0.10, 0.05)]
+        power = [rate(Case(case.cells, case.launches, s, case.variation, case.kind, case.runs), powers, seen, seed=1)
+                 for s in (0.20, 0.10)]  # fmt: skip
         words = ", ".join(f"{v} {n / verdicts.total():.1%}" for v, n in verdicts.most_common())
-        order = "interleaved" if interleaved else "one after the other"
-        say(f"| {cells} | {launches} | {order} | {alarms / pairs:.2%} | {power[0]:.1%} | {power[1]:.1%} | {words} |\n")
+        say(f"| {' | '.join(names)} | {alarms / pairs:.2%} | {power[0]:.0%} | {power[1]:.0%} | {words} |\n")
         sys.stdout.flush()
+
+
+def main(pairs: int = 1000, powers: int = 200) -> None:
+    """Prints the tables."""
+    _rows("variation | noise | cells | launches a side", [*_POWER, *_CELLS], pairs, powers)
+    sys.stdout.write("\n")
+    _rows("A/A runs | variation | noise", _RUNS, pairs, powers)
 
 
 if __name__ == "__main__":

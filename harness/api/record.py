@@ -14,6 +14,11 @@ from harness.api.serial import from_json
 from harness.api.spec import RunSpec
 
 Phase = Literal["load", "generate"]
+#: A launch is disturbed if others took more than this share of the CPU time used during generation. What works for a
+#: launch, such as kernel threads that reclaim its pages, counts as others: up to 5.3 % in committed quiet runs.
+DISTURBED = 0.06
+#: And more than these seconds: the clocks of a phase tick 100 times a second on each core.
+_DISTURBED_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,26 @@ class RunRecord:
     simulated: bool = False
     projected: bool = False
     schema_version: int = SCHEMA_VERSION
+
+    def total(self, name: str, phase: Phase) -> float | None:
+        """The sum of a counter's samples in a phase; None where the record lacks the counter."""
+        samples = [v for m in self.measurements if (m.name, m.phase) == (name, phase) for v in m.samples]
+        return sum(samples) if samples else None
+
+    @property
+    def others_cpu(self) -> float:
+        """The share of the CPU time used during generation that went to other processes and the hypervisor; 0 where
+        they took next to nothing or it is not recorded."""
+        own, other, stolen = (self.total(f"cpu_{name}_s", "generate") for name in ("own", "other", "steal"))
+        if own is None or other is None:
+            return 0.0
+        taken = other + (stolen or 0.0)
+        return taken / (own + taken) if taken > _DISTURBED_S else 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took so much CPU time that its speed says little, however fast or slow it was."""
+        return self.others_cpu > DISTURBED
 
 
 def parse_record(line: bytes, where: str) -> RunRecord:

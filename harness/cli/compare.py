@@ -25,8 +25,8 @@ def _fraction(context: click.Context, option: click.Parameter, value: float) -> 
 @click.option("--out", type=click.Path(path_type=Path), help="Write to this file instead of printing.")
 @click.option("--metric", default="throughput", show_default=True,
               help="Or another speed or time of the records, such as ttft_p99_s.")  # fmt: skip
-@click.option("--aa", "again", type=click.Path(path_type=Path), metavar="DIR",
-              help="Another run of BASE's code; its differences from BASE measure the noise.")  # fmt: skip
+@click.option("--aa", "again", multiple=True, type=click.Path(path_type=Path), metavar="DIR",
+              help="Another run of BASE's code, which says how far runs differ; may be repeated.")  # fmt: skip
 @click.option("--allow", multiple=True, metavar="ITEM",
               help="What may differ between runs: packages, packages.torch, machine.os ...")  # fmt: skip
 @click.option("--against", metavar="CELL|ENGINE",
@@ -36,28 +36,32 @@ def _fraction(context: click.Context, option: click.Parameter, value: float) -> 
 @click.option("--margin", type=float, callback=_fraction, default=0.10, show_default=True,
               help="`no change` means that a slowdown of this size is excluded.")  # fmt: skip
 def compare(
-    dirs: tuple[Path, ...], form: str, out: Path | None, against: str | None, again: Path | None, **rules: Any
+    dirs: tuple[Path, ...], form: str, out: Path | None, against: str | None, again: tuple[Path, ...], **rules: Any
 ) -> None:
     """Compare each run directory HEAD with BASE, and say which cells became slower.
 
-    A regression needs a Hodges-Lehmann ratio whose bootstrap interval excludes 1, an effect above max(3 %, twice the
-    A/A noise), and an exact Mann-Whitney p that survives Holm over the cells; a cell that newly fails is one as well.
-    The unit is a launch: with fewer than five on each side nothing can be decided, and seven are a good number.
+    A regression needs a Hodges-Lehmann ratio whose interval excludes 1, an effect above max(3 %, twice the A/A noise),
+    and an exact Mann-Whitney p that survives Holm over the cells; a cell that newly fails is one as well. The unit is a
+    launch: with fewer than five on each side nothing can be decided, and seven are a good number. Run both sides in
+    turns (ci/interleave.sh): sides that ran one after the other, such as nightly runs, need several --aa. Launches that
+    other processes disturbed are left out.
 
     \b
     Examples:
       harness compare results/main results/branch
       harness compare results/main results/branch --format md --out comment.md
+      harness compare results/monday results/thursday --aa results/tuesday --aa results/wednesday
       harness compare results/cpu_offload --against accelerate
 
     Exit codes: 0 no regression; 1 a regression; 2 bad usage or records; 5 no regression, but some cells could not be
     decided (inconclusive, or not comparable). With --against a slower cell is not a regression, and 1 is not used.
     """
     from harness.api import HarnessError
-    from reports.compare import Rules, compare_engines, compare_runs
+    from reports.compare import compare_engines, compare_runs
     from reports.compare_formats import FORMATS
     from reports.records import read_runs
     from reports.render import write
+    from reports.speed import Rules
 
     if against is not None:
         if again or rules["allow"]:
@@ -66,8 +70,7 @@ def compare(
     else:
         if len(dirs) < 2:
             raise HarnessError("name BASE and at least one HEAD, or --against an engine of one run")
-        second_base = read_runs([again]) if again else None
-        comparisons = compare_runs(dirs[0], dirs[1:], Rules(**rules, again=second_base))
+        comparisons = compare_runs(dirs[0], dirs[1:], Rules(**rules, again=[read_runs([run]) for run in again]))
     text = FORMATS[form](comparisons)
     if out is None:
         say(text.rstrip("\n"))

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 @click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Data of accuracy tasks [default: the hub].")
 @click.option("--no-report", is_flag=True, help="Write records only; `harness report` makes the report later.")
+@click.option("--extra-tries", type=click.IntRange(min=0), default=2, show_default=True,
+              help="How often to repeat a launch that other processes disturbed, whatever its speed.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the cells and stop.")
 @json_option("With --dry-run: print the cells as JSON.")
 @cache_option("Models and remembered searches")
@@ -92,7 +94,7 @@ def _measure(options: RunOptions, selection: Selection) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, to survive the terminal
         signal.signal(signal.SIGHUP, interrupt)
     with make_progress() as progress:
-        runner = Runner(selection, out, cache, progress, options.data_dir)
+        runner = Runner(selection, out, cache, progress, options.data_dir, options.extra_tries)
         try:
             records = runner.run(options.fresh)
         except KeyboardInterrupt:

@@ -41,10 +41,11 @@ class _CounterProbe(ABC):
 
 
 class CpuProbe(_CounterProbe):
-    """CPU seconds of this process with its ended children, of all other processes, and stolen by the hypervisor: other
-    work that disturbed a measurement shows.
+    """CPU seconds of this process's session, of all other processes, and stolen by the hypervisor: other work that
+    disturbed a measurement shows.
 
-    Source: /proc/stat and times(2). In a container /proc/stat covers the whole host, and so all disturbing work.
+    Source: /proc/stat, times(2) for this process with its ended children, /proc/PID/stat for the rest of the session.
+    In a container /proc/stat covers the whole host, and so all disturbing work.
     """
 
     def measurements(self, phase: Phase) -> list[Measurement]:
@@ -64,9 +65,21 @@ class CpuProbe(_CounterProbe):
             tick = os.sysconf("SC_CLK_TCK")
             user, nice, system, _idle, _iowait, irq, softirq, steal = (int(f) / tick for f in fields[:8])
             times = os.times()
-            process = times.user + times.system + times.children_user + times.children_system
-            return {"cpu_own_s": process, "busy": user + nice + system + irq + softirq, "cpu_steal_s": steal}
+            own = times.user + times.system + times.children_user + times.children_system + _rest_of_session(tick)
+            return {"cpu_own_s": own, "busy": user + nice + system + irq + softirq, "cpu_steal_s": steal}
         return {}
+
+
+def _rest_of_session(tick: int) -> float:
+    """CPU seconds of the other processes of this session that run, and of their children that ended: a worker is alone
+    in its session with the processes that its engine starts."""
+    session, me, spent = os.getsid(0), os.getpid(), 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):  # it may end at any moment
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(process.name) != me and int(fields[3]) == session:
+                spent += sum(map(int, fields[11:15]))
+    return spent / tick
 
 
 class DiskProbe(_CounterProbe):

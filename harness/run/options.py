@@ -29,6 +29,7 @@ class RunOptions:
     hardware: str | None
     data_dir: Path | None
     no_report: bool
+    extra_tries: int
     cache: Path
 
 

@@ -29,24 +29,30 @@ _NO_MEMORY = ("oom_host", "oom_device")
 #: A cell whose batch search failed is not repeated either, until the next run.
 _NOT_REPEATED = (*_REFUSALS, "skipped")
 _MACHINE_PROBE_MAX_AGE_S = 60.0
+#: How often a launch that others disturbed runs again.
+EXTRA_TRIES = 2
 
 
 class Runner:
-    """Runs the selected cells of a suite into a run directory. `data`: the folder of accuracy tasks' data.
+    """Runs the selected cells of a suite into a run directory.
+
+    `data`: the folder of accuracy tasks' data. `extra_tries`: how often a launch that others disturbed runs again.
 
     Launches are interleaved: each round runs every cell once, starting one cell later than the round before,
     so that a machine that drifts drifts over all cells alike.
     """
 
     def __init__(
-        self, selection: Selection, out: Path, cache: Path, progress: Progress, data: Path | None = None
-    ) -> None:
+        self, selection: Selection, out: Path, cache: Path, progress: Progress, data: Path | None = None,
+        extra_tries: int = EXTRA_TRIES,
+    ) -> None:  # fmt: skip
         self._suite = selection.suite
         self._selection = selection
         self._out = out
         self._cache = cache
         self._progress = progress
         self._data = data
+        self._extra_tries = extra_tries
         self._store = Store(out)
         self._models: dict[tuple[str, api.ModelSpec], api.LocalModel | api.Refusal] = {}
         self._digests: dict[str, str] = {}
@@ -142,8 +148,24 @@ class Runner:
         return all(file_digest(self._data / name) == digest for name, digest in record.accuracy.files.items())
 
     def _step(self, step: Step) -> None:
-        """Measures and records a launch. Where its searched batch did not survive again, it and the repeats before it
-        run once more with a smaller batch: the figures of a cell are of one batch."""
+        """Measures and records a launch, again where others disturbed it, whatever its speed. Where its searched batch
+        did not survive again, it and the repeats before it run once more with a smaller batch: the figures of a cell
+        are of one batch."""
+        record = self._try(step)
+        for _ in range(self._extra_tries):
+            if record.status != "ok" or not record.disturbed:
+                break
+            self._progress.note(f"{step.cell.name}: others took {record.others_cpu:.0%} of the CPU; it runs again")
+            self._progress.added([step])
+            record = self._try(step)
+        if record.status in _NO_MEMORY and self._batches.take_less(step.cell, record):
+            again = [Step(step.cell, repeat) for repeat in range(step.repeat + 1)]
+            self._progress.added(again)
+            for repeated in again:
+                self._step(repeated)
+
+    def _try(self, step: Step) -> api.RunRecord:
+        """Measures and records a launch once."""
         draft = Draft(step.cell, step.repeat)
         try:
             record = self._measure(step, draft)
@@ -155,11 +177,7 @@ class Runner:
             )
             raise
         self._append(step, record)
-        if record.status in _NO_MEMORY and self._batches.take_less(step.cell, record):
-            again = [Step(step.cell, repeat) for repeat in range(step.repeat + 1)]
-            self._progress.added(again)
-            for repeated in again:
-                self._step(repeated)
+        return record
 
     def _drop_repeats(self, cell: api.RunSpec, later: Sequence[Step]) -> None:
         """Tells how much shorter the run became, if `cell` will not be repeated."""

@@ -79,7 +79,8 @@ class Cli:
         return line
 
     def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-        return self("run", suite, "--out", self.out, *arguments, **options)
+        # tests share a machine: what disturbs a launch here is the next test
+        return self("run", suite, "--out", self.out, "--extra-tries", 0, *arguments, **options)
 
     def execute(self, command: list[str], code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -5,19 +5,20 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from harness.api import Bound, HarnessError, ModelSpec, RunRecord, TraceEvent, WorkloadSpec, to_json
+from harness.api import Bound, HarnessError, Measurement, ModelSpec, RunRecord, TraceEvent, WorkloadSpec, to_json
 from reports import text
 from reports.build import build
 from reports.figures import SUMMARY, allowed
 from reports.records import load_records, read_runs
 from reports.render import write as write_file
+from reports.samples import Sample
 from reports.summary import CellSummary, headline, metric, per_token, ranked, summary_rows
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
@@ -118,6 +119,53 @@ def test_expected_failures():
     (success,) = summary_rows([record(cell(expect="oom_host"))])
     for surprise in (rows["flexgen-percent-50"], success):
         assert not surprise.expected_failure and not surprise.as_expected
+    stopped = [failed(cell(expect="oom_host"), status, "", i) for i, status in enumerate(("oom_host", "interrupted"))]
+    (row,) = summary_rows(stopped)
+    assert row.expected_failure and row.as_expected and Sample(tuple(stopped)).expected_failure
+    assert not summary_rows(stopped[1:])[0].expected_failure and not Sample(tuple(stopped[1:])).expected_failure
+
+
+def on_busy_machine(others: Sequence[float], speeds: Sequence[float] = (2.0, 2.1, 1.9, 1.0)) -> list[RunRecord]:
+    """Launches of ten CPU seconds, of which the last two lost so many to others."""
+    taken = (0.1,) * (len(speeds) - len(others)) + tuple(others)
+    used = [(Measurement("cpu_own_s", "s", (10.0,), "generate"), Measurement("cpu_other_s", "s", (t,), "generate"))
+            for t in taken]  # fmt: skip
+    return [replace(r, measurements=m) for r, m in zip(repeats(cell(), speeds), used, strict=True)]
+
+
+def test_disturbed_launches_are_left_out_and_named(tmp_path):
+    (row,) = summary_rows(on_busy_machine([0.7, 10.0]))
+    assert row.throughput == (2.0, 2.1) and row.median == 2.05 and len(row.records) == 4
+    told = "2 of 4 launches left out of its figures because others took 7% to 50% of the CPU: 1.90, 1.00 tok/s."
+    document = report(tmp_path, on_busy_machine([0.7, 10.0]), "md")
+    assert told in document and "differ by a factor" not in document
+    assert "launches differ by a factor of 2.10 without a known cause" in report(tmp_path, on_busy_machine([0.1]), "md")
+
+
+def test_a_cell_that_was_always_disturbed_keeps_its_figures_and_says_so(tmp_path):
+    records = on_busy_machine([10.0] * 4)
+    assert summary_rows(records)[0].median == 1.95
+    told = "all launches were disturbed (others took 50% of the CPU): measure it again"
+    assert told in report(tmp_path, records, "md")
+
+
+def test_a_launch_that_ran_again_is_told(tmp_path):
+    first, again = on_busy_machine([10.0], (2.0,)), on_busy_machine([0.1], (2.1,))
+    runs = read_runs([write(tmp_path, [*first, *again])])
+    assert [r.metrics["generation_throughput_tok_s"] for r in runs.records] == [2.1]
+    words = (
+        "Skipped 1 of 2 records: a later record of the same cell and repeat replaces them, 1 because others disturbed"
+    )
+    assert runs.notes[0].startswith(words)
+
+
+def test_a_few_ticks_of_the_clock_disturb_nothing():
+    """The clocks of a phase of a tenth of a second tick ten times on each core."""
+    short = (Measurement("cpu_own_s", "s", (0.1,), "generate"), Measurement("cpu_other_s", "s", (0.05,), "generate"))
+    assert not record(cell(), measurements=short).disturbed
+    stolen = Measurement("cpu_steal_s", "s", (9.9,), "generate")
+    quiet = on_busy_machine([0.0])[0]
+    assert quiet.others_cpu == 0 and replace(quiet, measurements=(*quiet.measurements, stolen)).others_cpu == 0.5
 
 
 def test_simulated_cells_are_never_ranked_above_measured_ones():
@@ -147,10 +195,10 @@ def test_what_each_resource_allows_is_the_median_over_repeats():
 
 def test_headline():
     assert headline(summary_rows(demo())) == (
-        "offload-zigzag is 1.55\u00d7 [1.41, 1.63] accelerate-float32, the fastest of another engine, and at 62 % of "
+        "offload-zigzag is 1.55\u00d7 [1.30, 1.79] accelerate-float32, the fastest of another engine, and at 62 % of "
         "what this machine allows for the job: 3.10 tok/s within the limit."
     )
-    close = [*repeats(cell("a"), (2.0, 2.1)), *repeats(cell("b", seed=1), (1.9, 2.05))]
+    close = [*repeats(cell("a"), (2.0, 2.1, 2.05)), *repeats(cell("b", seed=1), (1.9, 2.05, 2.0))]
     assert "b, the next fastest cell" in headline(summary_rows(close))
     assert "(not significant: the interval includes 1)" in headline(summary_rows(close))
     assert "too few launches for an interval" in headline(summary_rows([record(cell("a")), record(cell("b", seed=1))]))
@@ -282,7 +330,7 @@ def test_html_is_complete_and_accessible(tmp_path):
 
 def test_markdown_holds_the_results(tmp_path):
     document = report(tmp_path, demo(), "md")
-    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.41 to 1.63 | 62 | 77.5 | disk |" in document
+    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.30 to 1.79 | 62 | 77.5 | disk |" in document
     assert "5 cells" not in document and "7 cells, 21 repeats: 5 ok, 1 failed as expected" in document
     assert len(document) < 60_000
 

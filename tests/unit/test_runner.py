@@ -51,12 +51,12 @@ def run(tmp_path, monkeypatch):
     suite = tmp_path / "s.yaml"
     suite.write_text("")
 
-    def go(launcher, *cells, out="out"):
+    def go(launcher, *cells, out="out", **options):
         monkeypatch.setattr(runner, "CellLauncher", lambda cache, places: launcher)
         progress = Mock()
         made = api.SuiteSpec("s", "", cells, machine_probe=False)
         selection = Selection(made, suite, list(cells), "c")
-        return runner.Runner(selection, tmp_path / out, tmp_path / "cache", progress).run(), progress
+        return runner.Runner(selection, tmp_path / out, tmp_path / "cache", progress, **options).run(), progress
 
     return go
 
@@ -183,3 +183,33 @@ def test_a_trial_that_thrashes_is_ended_early_and_an_honest_one_is_not():
     assert patience.seconds(4096) == 1800
     patience.learn(16, 400)
     assert patience.seconds(24) > 600
+
+
+class Busy(Launcher):
+    """A machine on which other processes take so many seconds of CPU time during each launch, of ten of its own."""
+
+    def __init__(self, *others):
+        super().__init__(lambda batch, time: "ok")
+        self.others = others
+
+    def launch(self, request):
+        done = super().launch(request)
+        other = self.others[len(self.launched) - 1]
+        used = (("cpu_own_s", 10.0), ("cpu_other_s", other), ("cpu_steal_s", 0.0))
+        measurements = tuple(api.Measurement(name, "s", (seconds,), "generate") for name, seconds in used)
+        return replace(done, measured=replace(done.measured, measurements=measurements))
+
+
+def test_a_launch_that_others_disturbed_runs_again_a_bounded_number_of_times(run, tmp_path):
+    """And its last try counts, even if that was disturbed too: reports and compare leave it out."""
+    cell = replace(CELL, tune="none", repeats=2)
+    records, progress = run(Busy(5.0, 0.1, 3.0, 3.0, 3.0), cell)
+    assert [(r.repeat, r.disturbed) for r in records] == [(0, False), (1, True)]
+    stored = list(Store(tmp_path / "out").records())
+    assert [(r.repeat, r.disturbed) for r in stored] == [(0, True), (0, False), *[(1, True)] * 3]
+    assert progress.finished.call_count == 5
+    progress.note.assert_any_call("cell: others took 33% of the CPU; it runs again")
+    again, _ = run(Busy(), cell)
+    assert again == records, "a resumed run does not try for ever"
+    run(Busy(5.0, 5.0), cell, out="once", extra_tries=0)
+    assert len(list(Store(tmp_path / "once").records())) == 2

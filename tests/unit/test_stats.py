@@ -20,8 +20,11 @@ from reports.stats import (
     noise_floor,
     paired,
     ratio_of,
+    ratio_of_runs,
     smallest_p,
 )
+from tests import simulate_coverage
+from tests.simulate_noise import KINDS
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -95,33 +98,91 @@ def test_hodges_lehmann_is_the_median_quotient_and_turns_around(base, head):
     assert hodges_lehmann(head, base) == pytest.approx(1 / expected)
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=7), st.lists(st.floats(0.5, 2.0), min_size=2, max_size=7))
-def test_the_interval_holds_the_ratio_and_lies_within_the_quotients(base, head):
+#: Without ties, in which the test rejects a little more than the interval excludes.
+SIDE = st.lists(st.integers(500, 2000).map(lambda i: i / 1000), min_size=4, max_size=9, unique=True)
+
+
+@given(SIDE, SIDE)
+def test_the_interval_is_what_mann_whitney_does_not_reject(base, head):
     found = ratio_of(base, head)
-    assert min(head) / max(base) - 1e-9 <= found.low <= found.high <= max(head) / min(base) + 1e-9
-    assert found == ratio_of(base, head)  # the same records, the same figures
+    quotients = sorted(b / a for a in base for b in head)
+    assert quotients[0] * (1 - 1e-9) <= found.low <= found.ratio * (1 + 1e-9)
+    assert found.ratio * (1 - 1e-9) <= found.high <= quotients[-1] * (1 + 1e-9)
+    for end, outwards in ((found.low, 1 - 1e-6), (found.high, 1 + 1e-6)):
+        assert mann_whitney([a * end * outwards for a in base], head) < 0.05
+    between = [(x + y) / 2 for x, y in itertools.pairwise([found.low, *quotients, found.high]) if y - x > 1e-6]
+    for ratio in (r for r in between if found.low < r < found.high):
+        assert mann_whitney([a * ratio for a in base], head) > 0.05
 
 
-def test_the_interval_is_that_of_scipys_bootstrap():
-    def shift(a, b, axis=-1):
-        import numpy as np
-
-        return np.median(b[..., :, None] - a[..., None, :], axis=(-1, -2))
-
-    logs = [[math.log(v) for v in side] for side in (BASE, SLOWER)]
-    expected = scipy_stats.bootstrap(
-        logs, shift, n_resamples=20_000, method="percentile", vectorized=True, random_state=1
-    ).confidence_interval
+def test_the_interval_by_hand():
+    """Of seven launches a side the ninth smallest and largest of 49 quotients: U is at most 8 with p = 0.038."""
+    quotients = sorted(b / a for a in BASE for b in SLOWER)
     found = ratio_of(BASE, SLOWER)
-    assert found.low == pytest.approx(math.exp(expected.low), rel=3e-3)
-    assert found.high == pytest.approx(math.exp(expected.high), rel=3e-3)
+    assert (found.low, found.high) == pytest.approx((quotients[8], quotients[-9]))
     assert found.excludes_one
+    many = [1.0 + i / 97 for i in range(30)]
+    assert ratio_of(many, many).low == pytest.approx(1 / ratio_of(many, many).high)
 
 
-def test_one_launch_has_no_interval():
-    assert ratio_of([1.0], [2.0, 3.0]).low is None and not ratio_of([1.0], [2.0, 3.0]).excludes_one
-    assert interval_of([1.0]) is None
-    assert interval_of([1.0, 2.0, 3.0]) == (1.0, 3.0)
+@pytest.mark.parametrize("head", [(2.0, 2.1, 2.5), (1.0, 1.2, 1.3, 1.4)])
+def test_three_launches_have_welchs_interval(head):
+    """Ranks cannot exclude any ratio at 5 % there."""
+    base = (1.0, 1.1, 1.3)
+    logs = [[math.log(v) for v in side] for side in (head, base)]
+    expected = scipy_stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
+    found = ratio_of(base, head)
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx((expected.low, expected.high))
+    assert ratio_of([2.0] * 3, [1.0] * 3).high == 0.5
+
+
+def test_below_three_launches_there_is_no_interval():
+    assert ratio_of([1.0, 1.1], [2.0, 3.0, 2.5]).low is None and not ratio_of([1.0], [2.0, 3.0]).excludes_one
+    assert interval_of([1.0, 1.2]) is None
+
+
+@given(st.integers(6, 40))
+def test_a_medians_interval_is_by_binomial_ranks(n):
+    low, high = interval_of([float(i + 1) for i in range(n)])
+    assert high == n + 1 - low
+    assert 2 * scipy_stats.binom.cdf(low - 1, n, 0.5) <= 0.05 < 2 * scipy_stats.binom.cdf(low, n, 0.5)
+
+
+def test_a_median_of_few_launches_has_students_interval():
+    logs = [math.log(v) for v in SLOWER[:5]]
+    expected = scipy_stats.ttest_1samp(logs, 0.0).confidence_interval(0.95)
+    assert interval_of(SLOWER[:5]) == pytest.approx((math.exp(expected.low), math.exp(expected.high)))
+
+
+def test_a_run_among_runs_is_students_further_observation():
+    """Against scipy's test of one observation with many, whose pooled variance is theirs."""
+    bases = [(10.0, 10.2, 10.1), (10.6, 10.4, 10.5), (9.8, 9.9, 9.7), (10.2, 10.3, 10.4)]
+    head = (9.0, 9.1, 9.4)
+    found, p = ratio_of_runs(bases, head)
+    mean, fastest = (scipy_stats.ttest_ind([math.log(figure(head))], [math.log(figure(base)) for base in bases])
+                     for figure in (statistics.geometric_mean, max))  # fmt: skip
+    interval = mean.confidence_interval(0.95)
+    assert p == pytest.approx(fastest.pvalue) and fastest.pvalue > mean.pvalue
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx((interval.low, interval.high))
+    assert ratio_of_runs(bases, (9.1,))[1] > p, "a head of fewer launches is noisier"
+    with pytest.raises(ValueError, match="two"):
+        ratio_of_runs(bases[:1], (9.0,))
+
+
+#: Within four standard errors of so many intervals.
+TRIALS, LEAST = 2000, 0.95 - 4 * math.sqrt(0.95 * 0.05 / 2000)
+
+
+@pytest.mark.parametrize("launches", simulate_coverage.LAUNCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_of_sides_in_turns_cover_as_they_say(kind, launches):
+    assert simulate_coverage.ratio_coverage(kind, launches, TRIALS) >= LEAST
+
+
+@pytest.mark.parametrize("launches", simulate_coverage.LAUNCHES)
+@pytest.mark.parametrize("kind", ["normal", "heavy tails"])
+def test_intervals_of_independent_launches_cover_as_they_say(kind, launches):
+    assert simulate_coverage.median_coverage(kind, launches, TRIALS) >= LEAST
 
 
 @pytest.mark.parametrize("bad", [[], [0.0], [-1.0], [math.nan], [math.inf]])

@@ -41,6 +41,12 @@ def _memory(row: CellSummary, name: str) -> float | None:
     return largest(getattr(r.memory, name) for r in row.records if r.memory)
 
 
+def _tokens_per_joule(row: CellSummary) -> float | None:
+    """By the energy measured, else by the power that the hardware profile states."""
+    measured = per_token(row.ok_records, "energy_j")
+    return 1 / measured if measured else metric(row.ok_records, "tokens_per_joule")
+
+
 def _real_share(row: CellSummary) -> float | None:
     """The median share of computed positions that are not padding."""
     names = ("total_throughput_tok_s", "padded_throughput_tok_s")
@@ -94,6 +100,7 @@ _NO_BOUND = "no machine probe ran with this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
 _NO_PLACEMENT = "the engine does not report its placement"
 _NO_FORECAST = "no performance model covers this cell"
+_NO_PRICES = "the hardware profile has no prices: harness calibrate --hire, or --power and --electricity"
 _NO_COUNTER = "this machine has no counter for it"
 
 _OF_JOB = Figure("Of job's bound", "%", lambda r: r.job_fraction, _NO_BOUND, scale=0.01)
@@ -136,6 +143,8 @@ TIMES = (
     *_TOTALS,
     _LOAD,
     Figure("Energy", "J/token", lambda r: per_token(r.ok_records, "energy_j"), _NO_COUNTER),
+    Figure("Tokens per dollar", "", _of("tokens_per_dollar"), _NO_PRICES),
+    Figure("Tokens per joule", "", _tokens_per_joule, _NO_PRICES),
 )
 
 PADDING = (

@@ -65,7 +65,7 @@ def plan(
         "prompt_len": prompt_len,
         "gen_len": gen_len,
         "policy": flat(chosen.policy),
-        "predicted": _predicted(chosen.prediction),
+        "predicted": _predicted(chosen.prediction) | profile.prices.metrics(chosen.prediction.throughput_tok_s),
         "rejected": rejected,
     }
 

@@ -199,6 +199,7 @@ class _Cell:
             "num_requests": float(count),
             "prompt_tokens": float(prompts),
             "generated_tokens": float(generated),
+            **self._profile.prices.metrics(prediction.throughput_tok_s),
             "padding_tokens": 0.0,
             **{f"{name}_busy_s": blocks * seconds for name, seconds in prediction.used.items()},
             **{

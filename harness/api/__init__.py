@@ -34,7 +34,7 @@ from harness.api.engine import (
     TraceEvent,
     Workload,
 )
-from harness.api.hardware import RESOURCE_WORDS, Disk, HardwareProfile, Link, Processor
+from harness.api.hardware import RESOURCE_WORDS, Disk, HardwareProfile, Link, Prices, Processor
 from harness.api.launcher import (
     AskTask,
     CalibrateHost,

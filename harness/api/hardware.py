@@ -88,12 +88,41 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Prices:
+    """What a machine costs: its hire in dollars an hour, or its power in watts while it works, and electricity in
+    dollars a kWh. Hire includes electricity."""
+
+    __pydantic_config__ = FORBID
+
+    hire: float | None = None
+    power: float | None = None
+    electricity: float | None = None
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """The hire, else the electricity; None if neither is known."""
+        if self.hire is None and self.power is not None and self.electricity is not None:
+            return self.power / 1000 * self.electricity
+        return self.hire
+
+    def metrics(self, tokens_per_s: float) -> dict[str, float]:
+        """`tokens_per_dollar` and `tokens_per_joule` at a throughput, where the prices say."""
+        found = {}
+        if self.dollars_per_hour:
+            found["tokens_per_dollar"] = 3600 * tokens_per_s / self.dollars_per_hour
+        if self.power:
+            found["tokens_per_joule"] = tokens_per_s / self.power
+        return found
+
+
+@dataclass(frozen=True)
 class HardwareProfile:
     """One machine with `devices` equal devices, or none.
 
     `sources` gives the source of each figure by its path (`device.bandwidth`); `fitted` lists the published cells that
     each fitted figure was fitted on; `spread` gives the lowest and highest round of each measured figure. `between`:
-    bytes/s from one device to another. `host_id` identifies the machine of a measured profile.
+    bytes/s from one device to another. `prices`: of the whole machine. `host_id` identifies the machine of a measured
+    profile.
     """
 
     __pydantic_config__ = FORBID
@@ -106,6 +135,7 @@ class HardwareProfile:
     link: Link | None = None
     devices: int = 0
     between: float | None = None
+    prices: Prices = Prices()
     sources: Mapping[str, str] = field(default_factory=dict)
     fitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -116,7 +146,7 @@ class HardwareProfile:
         for path, value in _figures(self):
             if not (isinstance(value, (int, float)) and math.isfinite(value) and _least(path) <= value < _ABSURD):
                 raise HarnessError(f"hardware {self.name}: {path} is {value}; it must be a positive number, in bytes, "
-                                   "values or operations (a second)")  # fmt: skip
+                                   "values or operations (a second), dollars or watts")  # fmt: skip
         if (share := self.host.beside_disk) is not None and share > 1:
             raise HarnessError(f"hardware {self.name}: host.beside_disk is {share}; a fraction is at most 1")
         if self.devices < 0:
@@ -137,8 +167,9 @@ class HardwareProfile:
 
 
 def _least(path: str) -> float:
-    """The least plausible figure: 1 for rates (per second) and memory (bytes), next to 0 for seconds and fractions."""
-    return 1e-12 if path.endswith(("_s", "beside_disk")) else 1.0
+    """The least plausible figure: 1 for rates (per second) and memory (bytes), next to 0 for seconds, fractions and
+    prices."""
+    return 1e-12 if path.endswith(("_s", "beside_disk")) or path.startswith("prices.") else 1.0
 
 
 def _figures(part: Any, path: str = "") -> Iterator[tuple[str, object]]:

@@ -15,21 +15,29 @@ from harness.cli.tables import print_rows
 @click.option("--out", type=click.Path(path_type=Path), help="The profile to write [default: the local one].")
 @click.option("--quick", is_flag=True,
               help="Fewer rounds, in under a minute (the first time also the time to compile kernels).")  # fmt: skip
+@click.option(
+    "--hire", type=click.FloatRange(0, min_open=True), metavar="DOLLARS", help="What an hour of this machine costs."
+)
+@click.option("--power", type=click.FloatRange(0, min_open=True), metavar="WATTS", help="What it draws while it works.")
+@click.option("--electricity", type=click.FloatRange(0, min_open=True), metavar="DOLLARS", help="Price of a kWh.")
 @json_option("Print the profile as JSON.")
 @cache_option("The disk to measure, and compiled kernels")
-def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path) -> None:
+def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path, **prices: float | None) -> None:
     """Measure this host's memory, disk and arithmetic for plans. Run nothing else meanwhile.
 
     \b
     Examples:
       harness calibrate                    takes a few minutes; `harness plan` uses it from then on
       harness calibrate --quick --out here.yaml
+      harness calibrate --power 250 --electricity 0.2       plans and reports tell tokens per dollar and joule
     """
     signal.signal(signal.SIGTERM, interrupt)
-    from harness.api import to_json
+    from harness.api import Prices, to_json
     from harness.hardware import calibration
 
-    profile, path = calibration.calibrate(out, quick, cache, lambda what: say(f"measuring {what}", err=True))
+    profile, path = calibration.calibrate(
+        out, quick, cache, lambda what: say(f"measuring {what}", err=True), Prices(**prices)
+    )
     if as_json:
         click.echo(json.dumps(to_json(profile)))
     else:

@@ -98,6 +98,9 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
     click.echo(f"\n  {rate}; {unit} takes {_duration(predicted['block_latency_s'])}")
     busy = (f"{RESOURCE_WORDS[name]} {share:.0%}" for name, share in predicted["busy"].items() if share >= 0.005)
     click.echo(f"  limited by {RESOURCE_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
+    costs = {"tokens_per_dollar": "tokens per dollar", "tokens_per_joule": "tokens per joule"}
+    if told := [f"{_rounded(predicted[name])} {words}" for name, words in costs.items() if name in predicted]:
+        click.echo(f"  {', '.join(told)}, at the prices of the hardware profile")
     if plan["rejected"]:
         click.echo("\nrejected:")
         for other in plan["rejected"]:
@@ -112,6 +115,10 @@ def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         yield {"": name} | {tier: f"{100 * policy[letter + suffix]:.0f} %" for tier, suffix in tiers}
     yield {"": "needs"} | {tier: f"{peak[tier] / 2**30:.1f} GiB" for tier, _ in tiers}
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from harness.api import HardwareProfile, HarnessError, to_json
+from harness.api import HardwareProfile, HarnessError, Prices, to_json
 from harness.common.files import nearest_existing, os_errors, replace_with
 from harness.hardware import provenance
 from harness.suite import check as suite_check
@@ -65,6 +65,10 @@ class LocalProfile:
         if isinstance(self._profile, HarnessError):
             raise self._profile
         return self._profile
+
+    def prices(self) -> Prices:
+        """What this machine costs, as far as its profile says."""
+        return Prices() if _is_unknown(local_path(self._cache)) else load("local", self._cache).prices
 
 
 def _is_unknown(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """Measures this host for plans and saves its profile."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import hardware, registry
-from harness.api import HardwareProfile
+from harness.api import HardwareProfile, HarnessError, Prices
 from harness.common.files import os_errors
 from harness.common.host_memory import own_limit
 from harness.hardware import provenance
@@ -34,11 +35,12 @@ class Rate:
 
 
 def calibrate(
-    out: Path | None, quick: bool, cache: Path, report: Callable[[str], None]
+    out: Path | None, quick: bool, cache: Path, report: Callable[[str], None], prices: Prices | None = None
 ) -> tuple[HardwareProfile, Path]:
     """Measures this host and writes its profile to `out`, by default as the local profile; returns profile and path.
 
-    `report` is called with the name of each measurement. Raises HarnessError if the profile or the cache cannot be
+    `report` is called with the name of each measurement. `prices` are what this machine costs; those of an earlier
+    profile stay where none are given. Raises HarnessError if the profile or the cache cannot be
     written.
     """
     path = out or hardware.local_path(cache)
@@ -51,10 +53,21 @@ def calibrate(
     probed = {str(k): gemm_rates([dtype], [_ROWS], k, 4 * k)[dtype][str(_ROWS)] for k in _COLUMNS}
     memory = min(measured.host.memory, own_limit() or math.inf)
     host = dataclasses.replace(measured.host, probed={k: max(rates) for k, rates in probed.items()}, memory=memory)
-    profile = dataclasses.replace(measured, host=host, host_id=provenance.machine_key())
+    profile = dataclasses.replace(
+        measured, host=host, host_id=provenance.machine_key(), prices=_prices(path, prices or Prices())
+    )
     profile.validate()
     hardware.save(profile, path)
     return profile, path
+
+
+def _prices(path: Path, given: Prices) -> Prices:
+    """The prices that are given, else those of the earlier profile at `path`."""
+    with contextlib.suppress(HarnessError):
+        earlier = hardware.load(str(path)).prices if path.exists() else Prices()
+        return Prices(**{name: value if value is not None else getattr(earlier, name)
+                         for name, value in dataclasses.asdict(given).items()})  # fmt: skip
+    return given
 
 
 def rates(profile: HardwareProfile) -> Iterator[Rate]:

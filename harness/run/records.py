@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.api import Forecast, LaunchResult, LocalModel, MachineRates, Refusal, RunRecord, RunSpec, Trial
+from harness.api import Forecast, LaunchResult, LocalModel, MachineRates, Prices, Refusal, RunRecord, RunSpec, Trial
 from harness.common.roofline import bounds_of, merged
 from harness.hardware import provenance
 from harness.launchers.images import code_digest
@@ -33,9 +33,11 @@ class RecordBuilder:
         self._command = command
         self._places = places
         self._provenance: Mapping[str, Any] = {}
+        self._prices = Prices()
 
-    def collect_provenance(self) -> None:
-        """Reads what the run's records say of machine and code; before the first is built."""
+    def collect_provenance(self, prices: Prices | None = None) -> None:
+        """Reads what the run's records say of machine and code; before the first. `prices`: of the machine."""
+        self._prices = prices or Prices()
         self._provenance = provenance.collect()
         if self._provenance["git"] is None:  # such as in a container: a digest of the code identifies it instead
             self._provenance = {**self._provenance, "code": code_digest()}
@@ -46,6 +48,7 @@ class RecordBuilder:
     ) -> RunRecord:  # fmt: skip
         """The record of a launch of `cell`, with its bounds and its prediction where it was successful."""
         measured = launch.measured
+        speed = measured.metrics.get("generation_throughput_tok_s")
         record = RunRecord(
             spec=draft.settled,
             fingerprint=cell.fingerprint(),
@@ -56,7 +59,7 @@ class RecordBuilder:
             wall_s=launch.wall_s,
             load=measured.load,
             requests=measured.requests,
-            metrics=measured.metrics,
+            metrics={**measured.metrics, **(self._prices.metrics(speed) if speed else {})},
             measurements=measured.measurements,
             memory=launch.memory,
             accuracy=launch.accuracy,

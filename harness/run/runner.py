@@ -102,7 +102,7 @@ class Runner:
         """What only launches need."""
         self._launcher = CellLauncher(self._cache, self._places)
         self._launcher.ready(launchers)
-        self._records.collect_provenance()
+        self._records.collect_provenance(self._profile.prices())
         remembered = Remembered(self._cache / "max_batch.json", provenance.machine_key())
         self._batches = Batches(self._launcher, remembered, self._launch, self._progress)
 

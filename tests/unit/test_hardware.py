@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from harness import hardware
-from harness.api import HarnessError
+from harness.api import HarnessError, Prices
 from harness.hardware import LocalProfile, provenance
 
 
@@ -82,3 +82,14 @@ def test_a_measurement_that_failed_is_not_tried_before_every_launch(tmp_path):
         with pytest.raises(HarnessError, match="no room"):
             known.get(measure)
     assert measure.call_count == 1
+
+
+def test_costs_are_those_of_flexgen_s_first_version():
+    """Section 6.3: OPT-175B on a T4 at home, and FasterTransformer on eight A100 in a cloud."""
+    home, cloud = hardware.load("t4_gcp").prices, hardware.load("a100_80g_sxm_x8").prices
+    assert home.metrics(0.69)["tokens_per_dollar"] == pytest.approx(49_680)
+    assert home.metrics(0.69)["tokens_per_joule"] == pytest.approx(0.69 / 250)
+    assert cloud.metrics(497_355 / 3600)["tokens_per_dollar"] == pytest.approx(12_142, abs=0.5)
+    assert "tokens_per_joule" not in cloud.metrics(1.0)
+    assert Prices(power=250).metrics(1.0) == {"tokens_per_joule": 1 / 250}
+    assert Prices(hire=2.0, power=250, electricity=0.2).dollars_per_hour == 2.0, "hire includes electricity"

@@ -89,12 +89,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Trial:
-    """One step of a batch search: what was tried and how it ended."""
+    """One launch of a search, or a measured launch of what it chose: the batch and the candidates' `settings` beside
+    the cell's own, and how it ended."""
 
     gpu_batch_size: int
     status: Status
     throughput_tok_s: float | None
     reason: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,9 @@ class RunRecord:
     machine: MachineRates | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the candidates that were chosen and differ from the spec
     trace: tuple[TraceEvent, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""

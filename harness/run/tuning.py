@@ -87,8 +87,8 @@ def search_settings(
 
     Each value of `cell.candidates` is launched once, in the cell's order, beside the best settings so far and at their
     batch; where that does not survive, at smaller ones. It is kept if it is the fastest so far. Larger batches are not
-    tried again: a cell's own settings should be those that need least memory. Without `tune: max_batch` every launch
-    has batch `start`.
+    tried again: a cell's own settings should be those that need least memory. Without `tune: max_batch` the
+    batch is `start`, or one of the candidates.
     """
 
     def searched(settings: Mapping[str, Any], first: int, most: int) -> tuple[Trial, ...]:
@@ -102,6 +102,9 @@ def search_settings(
             best = choose(trials)
             if best is None:
                 return tuple(trials)
+            if path == "policy.gpu_batch_size":  # of a cell that searches none
+                trials.append(attempt(best.settings, value))
+                continue
             settings = {**best.settings, path: value}
             settings = {key: v for key, v in settings.items() if cell.with_settings({key: v}) != cell}
             if all(t.settings != settings for t in trials):

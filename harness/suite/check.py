@@ -187,7 +187,7 @@ def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
 def _candidate_problem(spec: api.RunSpec, path: str, values: tuple[object, ...]) -> str:
     """Why `values` cannot be tried for the setting `path`; empty where they can."""
     section, _, name = path.partition(".")
-    settings = [field.name for field in fields(api.OffloadPolicy) if field.name != "gpu_batch_size"]
+    settings = [f.name for f in fields(api.OffloadPolicy) if spec.tune == "none" or f.name != "gpu_batch_size"]
     problem = ""
     if spec.tune.startswith("search"):
         problem = "`policy: search` chooses by a plan; candidates go with a given policy or `max_batch`"

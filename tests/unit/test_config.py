@@ -344,9 +344,9 @@ class TestMistakes:
             ("policy: {weight_bits: 5}", "23: policy.weight_bits: expected 3, 4, 8 or 16, got 5"),
             ("schedule: diagonal", "11: policy.schedule: expected 'row', 'zigzag' or 'sweep', got 'diagonal'"),
             ("tune: fully", "7: tune: expected 'none', 'max_batch', 'search' or 'search_bits', got 'fully'"),
-            ("candidates: {policy.x: [1]}", "13: candidates.policy.x: no such setting to try; known: num_gpu_batches"),
+            ("candidates: {policy.x: [1]}", "13: candidates.policy.x: no such setting to try; known: gpu_batch_size"),
             (
-                "candidates: {policy.gpu_batch_size: [1]}",
+                "candidates: {policy.gpu_batch_size: [1]}\ntune: max_batch",
                 "13: candidates.policy.gpu_batch_size: no such setting to try",
             ),
             ("candidates: {ubatch: [1]}", "13: candidates.ubatch: expected options.NAME or policy.FIELD"),

@@ -111,6 +111,12 @@ def test_candidates_are_tried_at_the_best_batch_so_far_and_where_that_dies_at_sm
     assert (best.gpu_batch_size, best.settings) == expected[tune == "none"]
 
 
+def test_a_cell_that_searches_no_batch_can_list_some():
+    cell = replace(CELL, tune="none", candidates={"policy.gpu_batch_size": (16, 32), "options.width": (2,)})
+    found = search_settings(cell, 8, lambda s, batch: api.Trial(batch, "ok", 20.0 - abs(batch - 16), "", s))
+    assert [(t.gpu_batch_size, t.settings) for t in found] == [(8, {}), (16, {}), (32, {}), (16, {"options.width": 2})]
+
+
 def test_a_cell_runs_with_the_candidates_that_won_and_says_so(run):
     class Widths(Launcher):
         def launch(self, request):

@@ -105,8 +105,6 @@ def test_llama_cpp_answers_as_transformers_does_with_the_file_that_is_written_fo
     sizes = [records[name].load.weights_by_tier[2] for name in ("mapped", "brain", "q8", "q4")]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
-    own = {m.name: sum(m.samples) for m in records["mapped"].measurements if m.phase == "generate"}
-    assert own["rss_anon_bytes"] > 2 * 20e6, "the server's memory counts beside this process's"
     assert sum(a == b for a, b in zip(found["eight-bits"], found["exact"], strict=True)) >= 3
     times = records["mapped"].requests[0].token_times_s
     assert len(set(times)) == len(times), "every token has its own time"

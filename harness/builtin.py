@@ -117,6 +117,12 @@ ENGINES: Mapping[str, EngineEntry] = {
         summary="vLLM's build for CPUs: weights and KV cache resident",
         environment="vllm_cpu",
     ),
+    "openvino": EngineEntry(
+        "engines.adapters.openvino:OpenVinoEngine",
+        ("openvino", "openvino_genai", "optimum"),
+        summary="OpenVINO GenAI on a CPU: weights in 16 bits or int8 and KV cache resident, greedy only",
+        environment="openvino",
+    ),
     "lm_eval_hf": EngineEntry(
         "engines.adapters.lm_eval_hf:LmEvalHfEngine",
         ("torch", "transformers", "safetensors", "accelerate", "lm_eval"),

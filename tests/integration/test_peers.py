@@ -130,6 +130,20 @@ def test_vllm_on_a_cpu_answers_as_transformers_does(cli, environments, family):
     assert "1 GiB for the KV cache" in records["vllm"].load.notes[0]
 
 
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_openvino_answers_as_transformers_does(cli, environments, family):
+    found, records = answers(cli, environments, f"tiny/{family}", """
+  - {name: whole, engine: openvino, policy: {gpu_batch_size: 3}}
+  - {name: passes, engine: openvino, options: {batch_tokens: 16}, policy: {gpu_batch_size: 2}}
+  - {name: eight, engine: openvino, policy: {gpu_batch_size: 3, weight_bits: 8, kv_bits: 8}}
+  - {name: four, engine: openvino, policy: {weight_bits: 4}, expect: unsupported}
+  - {name: limited, engine: openvino, limits: {host_memory: 32MiB}, expect: infeasible}
+""")  # fmt: skip
+    assert found["whole"] == found["exact"] == found["passes"]
+    assert sum(a == b for a, b in zip(found["eight"], found["exact"], strict=True)) >= 3
+    assert 3 * records["eight"].load.weights_by_tier[1] < records["whole"].load.weights_by_tier[1]
+
+
 def test_transformers_quantizes_its_cache(cli, environments):
     found, records = answers(cli, environments, "tiny/llama", """
   - {name: eight, engine: transformers, policy: {gpu_batch_size: 3, kv_bits: 8}}

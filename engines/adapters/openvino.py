@@ -1,9 +1,9 @@
 """OpenVINO GenAI's continuous batching on a CPU: weights and KV cache resident, as a reference.
 
-OpenVINO reads its own format, so optimum-intel exports the checkpoint once into the cache, in the stored dtype or, with
-weight_bits 8, in int8 with a scale for each row, as its documentation recommends. Its CPU plug-in would keep keys
-and values in 8 bits by default; here policy.kv_bits says it. Prefix caching is off, as in every engine. With int8 weights it
-quantizes activations on the fly, which is its own default.
+OpenVINO reads its own format, so optimum-intel exports the checkpoint once into the cache, in the stored dtype or,
+with weight_bits 8, in int8 with a scale for each row, as its documentation recommends. Its CPU plug-in would keep keys
+and values in 8 bits by default; here policy.kv_bits says it. Prefix caching is off, as in every engine. With int8
+weights it quantizes activations on the fly, which is its own default.
 
 We call the pipeline's `step` ourselves, so that every token has the time at which OpenVINO returned it.
 """

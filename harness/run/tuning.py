@@ -22,12 +22,15 @@ _THRASHING, _STARTUP_S = 1.5, 60.0
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
 
-def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING) -> tuple[Trial, ...]:
+def search_max_batch(
+    start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING, beats: float = 0.0
+) -> tuple[Trial, ...]:
     """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
 
     `attempt(batch)` launches the cell with that batch, once per batch and never above `ceiling`, such as the number of
     requests. The search assumes that survival is monotone in the batch. It stops if a larger batch survives but is
-    clearly slower than a smaller one, and if a trial fails for a reason other than size.
+    clearly slower than a smaller one, if a trial fails for a reason other than size, and if no batch up to the ceiling
+    can reach `beats` (tok/s): throughput grows with the batch at most in proportion.
     """
     trials: list[Trial] = []
     largest_ok, smallest_failed, batch = 0, 0, min(start, ceiling)
@@ -35,6 +38,8 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
         trials.append(attempt(batch))
         status = trials[-1].status
         if status not in SIZE_STATUSES or (status == "ok" and _is_slower(trials)):
+            break
+        if status == "ok" and (trials[-1].throughput_tok_s or 0.0) * (smallest_failed or ceiling) < beats * batch:
             break
         if status == "ok":
             largest_ok = batch
@@ -91,12 +96,12 @@ def search_settings(
     batch is `start`, or one of the candidates.
     """
 
-    def searched(settings: Mapping[str, Any], first: int, most: int) -> tuple[Trial, ...]:
+    def searched(settings: Mapping[str, Any], first: int, most: int, beats: float) -> tuple[Trial, ...]:
         if cell.tune != "max_batch":
             return (attempt(settings, first),)
-        return search_max_batch(first, partial(attempt, settings), most)
+        return search_max_batch(first, partial(attempt, settings), most, beats)
 
-    trials = [*searched({}, start, ceiling)]
+    trials = [*searched({}, start, ceiling, 0.0)]
     for path, values in cell.candidates.items():
         for value in values:
             best = choose(trials)
@@ -108,7 +113,8 @@ def search_settings(
             settings = {**best.settings, path: value}
             settings = {key: v for key, v in settings.items() if cell.with_settings({key: v}) != cell}
             if all(t.settings != settings for t in trials):
-                trials += searched(settings, best.gpu_batch_size, best.gpu_batch_size)
+                most = best.gpu_batch_size
+                trials += searched(settings, most, most, best.throughput_tok_s or 0.0)
     return tuple(trials)
 
 

@@ -111,6 +111,17 @@ def test_candidates_are_tried_at_the_best_batch_so_far_and_where_that_dies_at_sm
     assert (best.gpu_batch_size, best.settings) == expected[tune == "none"]
 
 
+def test_a_candidate_that_cannot_catch_up_is_given_up():
+    """At batch 8 it has a third of the speed of batch 16: no batch up to 16 can make that up."""
+    cell = replace(CELL, candidates={"options.width": (2,)})
+    speeds = {(16, 0): 15.0, (8, 2): 5.0}
+    found = search_settings(
+        cell, 16, lambda s, batch: api.Trial(batch, *(("ok", v) if (v := speeds.get((batch, s.get("options.width", 0))))
+                                                      else ("oom_host", None)), "", s), 16
+    )  # fmt: skip
+    assert [t.gpu_batch_size for t in found] == [16, 16, 8]
+
+
 def test_a_cell_that_searches_no_batch_can_list_some():
     cell = replace(CELL, tune="none", candidates={"policy.gpu_batch_size": (16, 32), "options.width": (2,)})
     found = search_settings(cell, 8, lambda s, batch: api.Trial(batch, "ok", 20.0 - abs(batch - 16), "", s))

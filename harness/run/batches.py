@@ -1,5 +1,6 @@
 """Chooses the batch and settings of searched cells, by a new or remembered search, and others after failures."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,9 +87,11 @@ class Batches:
             self.remembered.put(key, trials)
 
     def _search(self, step: Step, model: LocalModel, start: int, ceiling: int) -> tuple[Trial, ...]:
-        patience = Patience(step.cell.timeout_s)
+        # for each setting anew: the first launch of one may convert the weights
+        patiences = defaultdict[str, Patience](lambda: Patience(step.cell.timeout_s))
 
         def attempt(settings: Mapping[str, Any], batch: int) -> Trial:
+            patience = patiences[str(settings)]
             tried = ", ".join([f"batch {batch}", *(f"{path.partition('.')[2]} {v}" for path, v in settings.items())])
             self.progress.started(step, f"searching: {tried}")
             cell = replace(settled(step.cell, batch, settings), timeout_s=patience.seconds(batch))

@@ -88,12 +88,12 @@ def _is_slower(trials: Sequence[Trial]) -> bool:
 def search_settings(
     cell: RunSpec, start: int, attempt: Callable[[Mapping[str, Any], int], Trial], ceiling: int = CEILING
 ) -> tuple[Trial, ...]:
-    """Searches the batch with the cell's own settings, then tries its candidates.
+    """Searches the batch with the cell's own settings, then tries its candidates. `attempt(settings, batch)` launches.
 
     Each value of `cell.candidates` is launched once, in the cell's order, beside the best settings so far and at their
-    batch; where that does not survive, at smaller ones. It is kept if it is the fastest so far. Larger batches are not
-    tried again: a cell's own settings should be those that need least memory. Without `tune: max_batch` the
-    batch is `start`, or one of the candidates.
+    batch; where that does not survive, at smaller ones, as long as one can still be the fastest. Larger batches are not
+    tried again: a cell's own settings should be those that need least memory. Without `tune: max_batch` the batch is
+    `start`, or one of the candidates.
     """
 
     def searched(settings: Mapping[str, Any], first: int, most: int, beats: float) -> tuple[Trial, ...]:

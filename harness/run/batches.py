@@ -56,7 +56,7 @@ class Batches:
         known = self.settled[cell.fingerprint()]
         if known.spec is None and cell.tune == "max_batch" and any(t.status == "ok" for t in known.trials):
             # every batch that survived once failed later: search once more, below the smallest that failed
-            smallest = min(t.gpu_batch_size for t in known.trials if t.status != "ok")
+            smallest = min(t.gpu_batch_size for t in known.trials if t.status != "ok" and not t.settings)
             self._take(cell, (*known.trials, *self._search(step, model, smallest // 2, smallest - 1)), known.key)
         return self.settled[cell.fingerprint()]
 

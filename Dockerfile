@@ -27,12 +27,14 @@ ARG PIP_DEFAULT_TIMEOUT
 ENV PIP_INDEX_URL=$PIP_INDEX_URL PIP_EXTRA_INDEX_URL=$PIP_EXTRA_INDEX_URL PIP_CERT=$PIP_CERT \
     PIP_DEFAULT_TIMEOUT=$PIP_DEFAULT_TIMEOUT
 RUN python3 -m venv /opt/engine
-# torch first, with what it requires: of CUDA's libraries nothing for a build for CPUs, all of them for one of CUDA
+# torch first, with what it requires (of CUDA's libraries nothing for a build for CPUs, all of them for one of CUDA); last,
+# what an environment builds itself: llama.cpp, for the CPU of the machine that builds the image
 RUN printf '%s\n' '#!/bin/sh -e' \
       'first=$(grep -E "^(torch|setuptools|wheel)==" /pins/$1.txt || true)' \
       'pip="/opt/engine/bin/pip install --no-cache-dir --disable-pip-version-check --quiet --find-links /pins"' \
       'if [ -n "$first" ]; then $pip -c /pins/$1.txt $first; fi' \
-      '$pip --no-deps --no-build-isolation -r /pins/$1.txt' > /usr/local/bin/install-pins \
+      '$pip --no-deps --no-build-isolation -r /pins/$1.txt' \
+      'if [ -f /pins/$1.py ]; then /opt/engine/bin/python -I /pins/$1.py; fi' > /usr/local/bin/install-pins \
     && chmod +x /usr/local/bin/install-pins
 
 # ------------------------------------------------------------------ this project's code, the same for all
@@ -53,7 +55,7 @@ USER 1000:1000
 # ------------------------------------------------------------------ the worker's image of any environment
 FROM installer AS packages
 ARG ENVIRONMENT=offload
-COPY engines/environments/${ENVIRONMENT}.txt .wheels* /pins/
+COPY engines/environments/${ENVIRONMENT}.* .wheels* /pins/
 RUN install-pins ${ENVIRONMENT}
 FROM engine AS worker
 COPY --from=packages /opt/engine /opt/engine

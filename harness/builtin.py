@@ -64,6 +64,13 @@ ENGINES: Mapping[str, EngineEntry] = {
         summary="Hugging Face transformers: weights resident; KV cache resident, offloaded or quantized",
         environment="accelerate",
     ),
+    "transformers_batch": EngineEntry(
+        "engines.adapters.transformers_batch:TransformersBatchEngine",
+        ("torch", "transformers", "safetensors"),
+        "transformers",
+        summary="transformers' own continuous batching (generate_batch): weights resident, greedy only",
+        environment="accelerate",
+    ),
     "accelerate": EngineEntry(
         "engines.adapters.accelerate:AccelerateEngine",
         ("torch", "transformers", "safetensors", "accelerate"),
@@ -87,8 +94,9 @@ ENGINES: Mapping[str, EngineEntry] = {
     "llama_cpp": EngineEntry(
         "engines.adapters.llama_cpp:LlamaCppEngine",
         ("xllamacpp", "gguf"),
-        summary="llama.cpp's server with parallel sequences (LLaMA only); weights mapped from disk",
+        summary="llama.cpp's server, built for this CPU, with parallel sequences (LLaMA only); maps its weights",
         environment="llamacpp",
+        needs="a C++ compiler when its environment is built; else a prebuilt one runs, for AVX2 only",
     ),
     "airllm": EngineEntry(
         "engines.adapters.airllm:AirLlmEngine",
@@ -102,6 +110,18 @@ ENGINES: Mapping[str, EngineEntry] = {
         summary="vLLM with weights and KV cache offloaded to RAM",
         environment="vllm",
         needs="a CUDA device",
+    ),
+    "vllm_cpu": EngineEntry(
+        "engines.adapters.vllm_cpu:VllmCpuEngine",
+        ("torch", "vllm"),
+        summary="vLLM's build for CPUs: weights and KV cache resident",
+        environment="vllm_cpu",
+    ),
+    "openvino": EngineEntry(
+        "engines.adapters.openvino:OpenVinoEngine",
+        ("openvino", "openvino_genai", "optimum"),
+        summary="OpenVINO GenAI on a CPU: weights in 16 bits or int8 and KV cache resident, greedy only",
+        environment="openvino",
     ),
     "lm_eval_hf": EngineEntry(
         "engines.adapters.lm_eval_hf:LmEvalHfEngine",
@@ -121,13 +141,21 @@ ENGINES: Mapping[str, EngineEntry] = {
     ),
 }
 
+_BY_SERVER = "comes with the adapter for engines behind a server of their own"
 #: Engines that are not built: what each is, and why not.
 NOT_BUILT = {
+    "ollm": (
+        "oLLM: layers from disk, KV cache on disk",
+        "1.0.3 requires flash-attn, which builds only with CUDA, and patches classes of transformers 4; its "
+        "feed-forward takes one sequence at a time. Read, not run",
+    ),
+    "fastgen": ("DeepSpeed-FastGen (MII), for CUDA devices", _BY_SERVER),
+    "tensorrt_llm": ("TensorRT-LLM, for NVIDIA devices", _BY_SERVER),
     "petals": (
         "collaborative inference over slow links",
         "installs only beside old packages (transformers < 4.35, pydantic < 2); pipeline stages of ours over throttled "
         "links are to represent it",
-    )
+    ),
 }
 
 #: `registry.launchers` adds those of plug-ins.

@@ -93,6 +93,12 @@ def environment_pins(name: str) -> Path:
     return own if own.exists() or plugin is None else _plugin_pins(plugin) or own
 
 
+def environment_build(name: str) -> Path | None:
+    """The script that an environment's Python runs once, after its pins are installed; None where nothing is built."""
+    script = _environments() / f"{name}.py"
+    return script if script.exists() and name in environments() else None
+
+
 def _environments() -> Path:
     return Path(str(importlib.resources.files("engines") / "environments"))
 

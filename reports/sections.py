@@ -11,7 +11,7 @@ from harness.api import RunRecord
 from reports.render import TEMPLATES
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
-from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, listed, number, one_line
+from reports.text import GIB, MISSING, columns_of, finite, flat, grouped, listed, median, number, one_line
 
 
 def definitions() -> list[tuple[str, str]]:
@@ -40,29 +40,48 @@ def failures(rows: Sequence[CellSummary]) -> Table | None:
 
 
 def trials(rows: Sequence[CellSummary]) -> Table | None:
-    """The steps of each batch search; None if no cell searched."""
+    """What each search tried, by batch and settings, with the measured launches of what it chose; None if no cell
+    searched."""
     bodies = []
     for row in rows:
-        steps = next((r.tuning for r in row.records if r.tuning), ())
-        speeds = columns_of([finite(t.throughput_tok_s) for t in steps])
-        lines = [
-            (
-                Cell(str(t.gpu_batch_size), badges=("chosen",) * (t.gpu_batch_size == row.batch)),
-                Cell(t.status, tone="good" if t.status == "ok" else "muted"),
-                Cell(speed, why="" if speed != MISSING else "the step did not finish"),
-                Cell(one_line(t.reason)),
-            )
-            for t, speed in zip(steps, speeds, strict=True)
+        record = next((r for r in reversed(row.records) if r.tuning), None)
+        if record is None:
+            continue
+        batch = record.load.policy.gpu_batch_size if record.load else None
+        chosen = (batch, tuple(record.settings.items()))
+        tried = grouped(record.tuning, lambda t: (t.gpu_batch_size, tuple(t.settings.items())))
+        measured = [
+            r for r in row.records if r.load and (r.load.policy.gpu_batch_size, tuple(r.settings.items())) == chosen
         ]
-        if lines:
-            bodies.append(Body(tuple(lines), heading=row.name))
+        lines, speeds = [], []
+        for key, launches in tried.items():
+            repeats = measured if key == chosen else []
+            failed = [t for t in launches if t.status != "ok"]
+            survived = len(launches) - len(failed) + sum(r.status == "ok" for r in repeats)
+            speeds.append(median([
+                *(finite(t.throughput_tok_s) for t in launches),
+                *(finite(r.metrics.get("generation_throughput_tok_s")) for r in repeats),
+            ]))  # fmt: skip
+            lines.append((
+                Cell(str(key[0]), badges=("chosen",) * (key == chosen)),
+                Cell(one_line(", ".join(f"{path.partition('.')[2]} {value}" for path, value in key[1])) or "its own"),
+                Cell(f"{survived} of {len(launches) + len(repeats)}", tone="muted" if failed else "good"),
+                Cell("; ".join(dict.fromkeys(f"{t.status}: {one_line(t.reason)}" for t in failed))),
+            ))  # fmt: skip
+        cells = [Cell(s, why="" if s != MISSING else "no launch survived") for s in columns_of(speeds)]
+        bodies.append(Body(tuple((*line[:3], c, line[3]) for line, c in zip(lines, cells, strict=True)), row.name))
     columns = (
         Column("Batch", numeric=False),
-        Column("Status", numeric=False),
+        Column("Settings", numeric=False),
+        Column("Survived", numeric=False),
         Column("Throughput", "tok/s"),
-        Column("Reason", numeric=False, wide=True),
+        Column("Failures", numeric=False, wide=True),
     )
-    return Table("Batch sizes in the order of the search", columns, tuple(bodies)) if bodies else None
+    return (
+        Table("What was tried, in the order of the search; median throughput", columns, tuple(bodies))
+        if bodies
+        else None
+    )
 
 
 def machine_rates(records: Iterable[RunRecord]) -> Table | None:

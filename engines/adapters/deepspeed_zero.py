@@ -3,8 +3,9 @@
 Configured after DeepSpeed's ZeRO-Inference example, for a memory budget (deepspeed 0.19.8):
 
 - `HfDeepSpeedConfig` exists before `from_pretrained`, so that loading holds at most one shard in memory.
-- Parameters on disk pass through `buffers` pinned buffers, each as large as the largest parameter (the embedding). The
-  default of five would fill a small budget; two are the least that allow read-ahead.
+- Parameters on disk pass through `buffers` pinned buffers, each as large as the largest parameter (the embedding).
+  DeepSpeed reads ahead as long as a buffer is free, so that more of them (its default is five) read further ahead and
+  leave less of a small budget to the batch: two are the least that allow read-ahead, and a suite tries more.
 - The prefetch bucket and the live parameter limit are two layers: DeepSpeed reads the next layer's parameters while one
   runs. Parameters of fewer than `hidden` values stay in memory.
 - Without a device the accelerator is the CPU and the backend gloo; with a device they are CUDA and NCCL.
@@ -28,17 +29,15 @@ from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRe
 from engines.common.work_memory import SLACK_BYTES, require_memory
 from harness.api import Capabilities, HarnessError, ModelShape, UnsupportedError, first_line
 
-#: Asynchronous I/O: large blocks and a deep queue, read ahead of the computation.
-_AIO = {"block_size": 1 << 20, "queue_depth": 16, "thread_count": 1, "single_submit": False, "overlap_events": True}
-
 
 class DeepSpeedZeroEngine(CausalLMEngine):
     """Honours policy.gpu_batch_size, policy.compute_dtype and policy.weight_bits (16, or on a device 4 in groups
     of group_size, in float16 and with parameters in RAM).
 
     `parameters` places them: `disk` (DeepSpeed's nvme), `host`, or `auto`: in RAM where they fit the host memory limit
-    beside the working memory. `buffers` is the number of pinned buffers for parameters on disk. DeepSpeed computes in
-    the dtype that it stores: at load it writes parameters on disk in `compute_dtype`, into the job's scratch folder.
+    beside the working memory. `buffers` is the number of pinned buffers for parameters on disk; `io_threads` (its
+    intra_op_parallelism), `queue_depth` and `block_size` (bytes) are those of its reads. DeepSpeed computes in the
+    dtype that it stores: at load it writes parameters on disk in `compute_dtype`, into the job's scratch folder.
     """
 
     name = "deepspeed_zero"
@@ -46,12 +45,18 @@ class DeepSpeedZeroEngine(CausalLMEngine):
     _engine: Any = None
     _config: Any = None
 
-    def __init__(self, *, parameters: str = "auto", buffers: int = 2) -> None:
+    def __init__(
+        self, *, parameters: str = "auto", buffers: int = 2, io_threads: int = 1, queue_depth: int = 16,
+        block_size: int = 1 << 20,
+    ) -> None:  # fmt: skip
         if parameters not in ("auto", "disk", "host"):
             raise TypeError("parameters must be auto, disk or host")
         if buffers < 1:
             raise TypeError("buffers must be at least 1")
         self._parameters, self._buffers = parameters, buffers
+        # asynchronous I/O, ahead of the computation: the keys that deepspeed 0.19.8 reads; it drops any other
+        self._aio = {"block_size": block_size, "queue_depth": queue_depth, "intra_op_parallelism": io_threads,
+                     "single_submit": False, "overlap_events": True}  # fmt: skip
 
     def capabilities(self) -> Capabilities:
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "deepspeed"))
@@ -74,6 +79,7 @@ class DeepSpeedZeroEngine(CausalLMEngine):
             deepspeed = _single_process_deepspeed(device)
             if self._parameters != "host":  # even where unused, so that its memory counts as idle footprint
                 _load_async_io(required=on_disk)
+        self._require_aio_keys()
         config = self._settings(request, on_disk)
         self._config = HfDeepSpeedConfig(config)  # transformers looks it up, so it must live as long as the model
         module = from_checkpoint(request)
@@ -111,7 +117,8 @@ class DeepSpeedZeroEngine(CausalLMEngine):
                     f"DeepSpeed locks its buffers of {buffers / 2**20:.1f} MiB in memory, and this user may lock "
                     f"{_lockable_bytes() / 2**20:.1f} MiB: run under ulimit -l unlimited"
                 )
-            tier = f"disk, through {self._buffers} buffers of {buffers // self._buffers} bytes"
+            reads = ", ".join(f"{key} {value}" for key, value in self._aio.items())
+            tier = f"disk, through {self._buffers} buffers of {buffers // self._buffers} bytes ({reads})"
         return on_disk, f"parameters in {tier}; weights {stored}, working memory {work} bytes, budget {budget}"
 
     def _settings(self, request: PlacementRequest, on_disk: bool) -> dict[str, Any]:
@@ -135,11 +142,18 @@ class DeepSpeedZeroEngine(CausalLMEngine):
                 "stage3_max_live_parameters": 2 * shape.params_per_layer,
                 "stage3_param_persistence_threshold": shape.hidden,
             },
-            "aio": _AIO,
+            "aio": self._aio,
             "train_micro_batch_size_per_gpu": 1,
             "train_batch_size": 1,
             "wall_clock_breakdown": False,
         }
+
+    def _require_aio_keys(self) -> None:
+        """Raises HarnessError where the installed DeepSpeed would drop a setting of its reads without a word."""
+        from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+        if dropped := sorted(self._aio.keys() - get_aio_config({"aio": self._aio}).keys()):
+            raise HarnessError(f"this DeepSpeed does not read aio.{dropped[0]}: it has another name in this version")
 
     def close(self) -> None:
         super().close()

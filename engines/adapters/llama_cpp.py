@@ -1,12 +1,14 @@
-"""llama.cpp's server (the prebuilt package `xllamacpp`), with parallel sequences in one batch.
+"""llama.cpp's server, with parallel sequences in one batch.
 
-llama.cpp reads GGUF files, so `engines.models.gguf_writer` writes the checkpoint as one, once, with the same values in
-the stored dtype. llama.cpp maps the weights from disk: under a memory limit the kernel evicts pages and reads them
-again, which is how llama.cpp runs a model that does not fit. Without mmap it reads all weights into memory.
+Where the environment has a build for this machine's CPU (engines/environments/llamacpp.py), that runs; else the
+prebuilt package `xllamacpp`, which uses AVX2 at most, and the record says so. llama.cpp reads GGUF files, so
+`engines.models.gguf_writer` writes the checkpoint as one, once. llama.cpp maps the weights from disk: under a memory
+limit the kernel evicts pages and reads them again, which is how llama.cpp runs a model that does not fit. Without mmap
+it reads all weights into memory.
 
 The harness works on token ids, so the file has a stand-in vocabulary in which every token is a word: the server streams
-a token only when its text is complete, and this gives each token its own time. The server runs in this process; we send
-requests over the loopback interface, as any client does.
+a token only when its text is complete, and this gives each token its own time. We send requests over the loopback
+interface, as any client does.
 """
 
 import http.client
@@ -15,35 +17,49 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import xllamacpp
-
+from engines.adapters.llama_cpp_server import NativeServer, PrebuiltServer, Settings, native_build, run_native
+from engines.common.folders import build_once
 from engines.common.work_memory import refuse_disk_limit, require_memory
-from engines.models.gguf_writer import to_gguf
+from engines.models.checkpoints import evict
+from engines.models.gguf_writer import FLOAT_TYPES, to_gguf
 from harness import api
 
 #: Timeout of a response, in seconds: under a tight memory limit the first token may wait long for pages.
 _TIMEOUT_S = 7200.0
 _SLACK_BYTES = 64 << 20
+#: llama.cpp's types of floats, by dtype.
+_FLOATS: Mapping[api.Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+#: llama.cpp's types of quantized weights, whose blocks have 32 values, by policy.weight_bits.
+_QUANTIZED = {8: "Q8_0", 4: "Q4_0"}
+_BLOCK = 32
 
 
 class LlamaCppEngine(api.Engine):
-    """Honours policy.gpu_batch_size (the server's parallel sequences) and policy.kv_bits (16 or 8). LLaMA and Qwen 2.
+    """Honours policy.gpu_batch_size (the server's parallel sequences), policy.kv_bits (16 or 8) and policy.weight_bits:
+    16, or 8 (Q8_0) and 4 (Q4_0) in groups of 32, quantized by llama.cpp's own program. LLaMA and Qwen 2.
 
-    `mmap`: maps the weights from disk (llama.cpp's default), or reads them into memory. `gpu_layers`: llama.cpp's -ngl;
-    the user chooses how many layers fit limits.device_memory. Raises UnsupportedError for scores, stop strings,
-    min_tokens and logprobs.
+    `mmap`: maps the weights from disk (llama.cpp's default), or reads them into memory. `gguf`: the file's type for
+    weights of 16 bits, `F16`, `BF16` or `F32`; `auto` is the stored dtype. `ubatch`: tokens computed at once.
+    `flash_attention`: true or false; None leaves it to llama.cpp. `threads`: by default as many as there are cores.
+    `gpu_layers`: llama.cpp's -ngl; the user chooses how many layers fit limits.device_memory. Raises UnsupportedError
+    for scores, stop strings, min_tokens and logprobs.
     """
 
     name = "llama_cpp"
-    _server: Any = None
+    _server: NativeServer | PrebuiltServer | None = None
 
-    def __init__(self, *, mmap: bool = True, gpu_layers: int = 0) -> None:
-        self._mmap, self._gpu_layers = mmap, gpu_layers
+    def __init__(
+        self, *, mmap: bool = True, gguf: str = "auto", ubatch: int = 512, flash_attention: bool | None = None,
+        threads: int | None = None, gpu_layers: int = 0,
+    ) -> None:  # fmt: skip
+        if gguf not in ("auto", *FLOAT_TYPES):
+            raise TypeError(f"gguf must be auto or one of {', '.join(FLOAT_TYPES)}")
+        self._mmap, self._gguf, self._ubatch, self._gpu_layers = mmap, gguf, ubatch, gpu_layers
+        self._flash_attention, self._threads = flash_attention, threads
 
     def capabilities(self) -> api.Capabilities:
         return api.Capabilities(phased=False, device=True, packages=("xllamacpp", "gguf", "numpy"))
@@ -51,56 +67,71 @@ class LlamaCppEngine(api.Engine):
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> api.LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "kv_bits")
+        policy.require_defaults_except(self.name, "gpu_batch_size", "kv_bits", "weight_bits", "group_size")
         if policy.kv_bits not in (16, 8):
             raise api.UnsupportedError(f"policy.kv_bits: engine llama_cpp stores 16 or 8 bits, not {policy.kv_bits}")
         refuse_disk_limit(self.name, limits)
-        _check_device(self._gpu_layers, limits)
-        shape, batch = model.shape, policy.gpu_batch_size
+        if bool(self._gpu_layers) != (limits.device_memory is not None):
+            raise api.UnsupportedError("llama_cpp: set gpu_layers and limits.device_memory together")
+        build = None if self._gpu_layers else native_build()
+        kind, file = self._file(model, policy, job, build is not None)
+        shape, batch, stored = model.shape, policy.gpu_batch_size, file.stat().st_size
         context = batch * (job.max_sequence + 16)  # the server keeps a few positions free in each sequence
         cache = context * shape.kv_bytes_per_token(2) * policy.kv_bits // 16
-        needed = cache + _SLACK_BYTES + (0 if self._mmap else model.weight_bytes)
+        needed = cache + _SLACK_BYTES + (0 if self._mmap else stored)
         purpose = "its KV cache" if self._mmap else "its weights and KV cache"
         require_memory(self.name, needed, limits.host_memory, purpose)
-        file = to_gguf(model, job)
-        threads = limits.threads or len(os.sched_getaffinity(0))
-        self._server = xllamacpp.Server(self._settings(file, batch, context, policy.kv_bits, threads))
-        self._address = urlsplit(self._server.listening_address)
+        threads = self._threads or limits.threads or len(os.sched_getaffinity(0))
+        settings = Settings(
+            file, batch, context, self._ubatch, threads, self._mmap, policy.kv_bits, self._flash_attention,
+            self._gpu_layers,
+        )  # fmt: skip
+        self._server = NativeServer(settings, job.scratch / "server.log") if build else PrebuiltServer(settings)
         self._model, self._batch = model, batch
-        stored, device_layers = model.weight_bytes, min(self._gpu_layers, shape.num_layers)
-        device = device_layers * shape.params_per_layer * api.DTYPE_BYTES[model.dtype]
+        device = min(self._gpu_layers, shape.num_layers) * shape.params_per_layer * api.DTYPE_BYTES[model.dtype]
+        attention = {None: "as llama.cpp chooses", True: "on", False: "off"}[self._flash_attention]
         return api.LoadReport(
             vocab=shape.vocab,
             max_context=shape.max_context,
             block_size=batch,
             policy=policy,
-            compute_dtype=model.dtype,
+            compute_dtype=next((dtype for dtype, name in _FLOATS.items() if name == kind), model.dtype),
             weights_by_tier=(device, 0, stored - device) if self._mmap else (device, stored - device, 0),
             notes=(
-                f"GGUF in {model.dtype}, {'mapped' if self._mmap else 'read into memory'}, {batch} parallel sequences, "
-                f"context {context}, {threads} threads",
+                _build_note(build, bool(self._gpu_layers)),
+                f"GGUF in {kind}, {'mapped' if self._mmap else 'read into memory'}, {batch} parallel sequences, "
+                f"context {context}, {threads} threads, ubatch {self._ubatch}, flash attention {attention}",
             ),
         )
 
-    def _settings(self, file: Path, batch: int, context: int, kv_bits: int, threads: int) -> Any:
-        settings = xllamacpp.CommonParams()
-        settings.model.path = str(file)
-        settings.n_parallel = batch
-        settings.n_ctx = context
-        settings.n_batch, settings.n_ubatch = 2048, 512  # llama.cpp's defaults
-        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
-        settings.n_gpu_layers = self._gpu_layers
-        settings.warmup = False
-        settings.cache_prompt = False  # computes a repeated prompt again, as every other engine does
-        settings.cache_ram_mib = 0
-        settings.port = 0  # any free port of the loopback interface
-        settings.fit_params = False  # llama.cpp must not change these settings
-        settings.verbosity = 0
-        modes = xllamacpp.llama_load_mode
-        settings.load_mode = modes.LLAMA_LOAD_MODE_MMAP if self._mmap else modes.LLAMA_LOAD_MODE_NONE
-        if kv_bits == 8:
-            settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_Q8_0
-        return settings
+    def _file(self, model: api.LocalModel, policy: api.OffloadPolicy, job: api.Job, native: bool) -> tuple[str, Path]:
+        """The type and the path of the GGUF file that the cell asks for, written once. Raises UnsupportedError for bits
+        that llama.cpp has no type for here."""
+        bits = policy.weight_bits
+        if bits == 16:
+            kind = self._gguf if self._gguf != "auto" else _FLOATS[model.dtype]
+            return kind, to_gguf(model, job, kind)
+        if bits not in _QUANTIZED or policy.group_size != _BLOCK:
+            raise api.UnsupportedError(
+                f"engine llama_cpp quantizes weights to 8 or 4 bits in groups of {_BLOCK}: set weight_bits, group_size"
+            )
+        if self._gguf != "auto":
+            raise api.UnsupportedError(
+                "llama_cpp: gguf chooses the type of 16-bit weights; leave it out with weight_bits"
+            )
+        if not native:
+            raise api.UnsupportedError(
+                "llama-quantize is built with the environment: use launcher venv, with a compiler"
+            )
+        kind, plain = _QUANTIZED[bits], to_gguf(model, job, "BF16" if model.dtype == "bfloat16" else "F32")
+        folder = plain.parent.with_name(f"{plain.parent.name}-{kind}")
+
+        def write(temporary: Path) -> None:
+            run_native("llama-quantize", plain, temporary / "model.gguf", kind)
+
+        build_once(folder, f"the weights in {kind}", model.weight_bytes, write)
+        evict(folder)
+        return kind, folder / "model.gguf"
 
     def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Checks all requests before any work, then runs as many at once as the server has sequences."""
@@ -129,6 +160,8 @@ class LlamaCppEngine(api.Engine):
         for _ in requests:
             result = results.get()
             if isinstance(result, Exception):
+                assert self._server is not None
+                self._server.require_alive()
                 raise result
             yield result
 
@@ -152,7 +185,8 @@ class LlamaCppEngine(api.Engine):
         tokens: list[int] = []
         times: list[float] = []
         stopped = False
-        connection = http.client.HTTPConnection(str(self._address.hostname), self._address.port, timeout=_TIMEOUT_S)
+        assert self._server is not None
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -186,13 +220,18 @@ class LlamaCppEngine(api.Engine):
         )
 
     def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
         self._server = None
 
 
-def _check_device(gpu_layers: int, limits: api.HardwareLimits) -> None:
-    """Raises UnsupportedError where only one of gpu_layers and limits.device_memory is set, or there is no GPU."""
-    if bool(gpu_layers) != (limits.device_memory is not None):
-        raise api.UnsupportedError("llama_cpp: set gpu_layers and limits.device_memory together")
-    accelerators = {device["type"] for device in xllamacpp.get_device_info()} - {xllamacpp.ggml_backend_dev_type(0)}
-    if gpu_layers and not accelerators:
-        raise api.UnsupportedError("llama_cpp: gpu_layers needs a GPU, and a build of xllamacpp that supports it")
+def _build_note(build: Mapping[str, Any] | None, gpu: bool) -> str:
+    """Which build runs, for the record."""
+    if build:
+        flags = ", ".join([*build["enabled"], *build["cmake"]])
+        return f"llama.cpp of {build['source']} built for this CPU ({flags})"
+    if gpu:
+        return "the installed build of xllamacpp"
+    return (
+        "PREBUILT FOR AVX2 ONLY: not built for this CPU, whose other instructions stay unused; do not quote its speed"
+    )

@@ -1,9 +1,9 @@
 """Resolves an environment's pins again: `python -m engines.environments NAME` rewrites engines/environments/NAME.txt.
 
-The packages are those that the file's first line names after `wanted:`, beside the harness's own dependencies; a new
-environment begins as a file of that line alone. pip resolves them without installing; this interpreter has to have
-torch, which DeepSpeed's set-up asks for its requirements. Versions come from constraints.txt, so that engines share
-them, unless the line pins torch itself.
+The packages are those that the file's first line names after `wanted:`, beside the harness's own dependencies; those
+after `; without:` are left out, though others require them. A new environment begins as a file of that line alone. pip
+resolves them without installing; this interpreter has to have torch, which DeepSpeed's set-up asks for its
+requirements. Versions come from constraints.txt, so that engines share them, unless the line pins torch itself.
 """
 
 import json
@@ -22,14 +22,17 @@ def file_of(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.txt")
 
 
-def wanted(name: str) -> list[str]:
-    """The packages that an environment is for."""
-    return file_of(name).read_text(encoding="utf-8").partition("\n")[0].partition("wanted:")[2].split()
+def wanted(name: str) -> tuple[list[str], list[str]]:
+    """The packages that an environment is for, and those that are left out."""
+    first = file_of(name).read_text(encoding="utf-8").partition("\n")[0].partition("wanted:")[2]
+    packages, _, without = first.partition("; without:")
+    return packages.split(), without.split()
 
 
 def pins(name: str) -> str:
     """The list for environment `name`, as pip takes it. Raises CalledProcessError where pip resolves none."""
-    packages = [*wanted(name), "setuptools", "wheel"]
+    asked, without = wanted(name)
+    packages = [*asked, "setuptools", "wheel"]
     if name not in _STANDALONE:
         packages += tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     pins_torch = any(package.startswith("torch==") for package in packages)
@@ -37,10 +40,12 @@ def pins(name: str) -> str:
     how = ["--quiet", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", "-"]
     command = [sys.executable, "-m", "pip", "install", *how, *constraints, *packages]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    resolved = [entry["metadata"] for entry in report["install"]]
+    resolved = [m for entry in report["install"] if (m := entry["metadata"])["name"] not in without]
     # without the local part of a version: a CPU build is taken where an index has one
     lines = sorted((f"{m['name']}=={m['version'].partition('+')[0]}" for m in resolved), key=str.lower)
-    return f"# python -m engines.environments {name}; wanted: {' '.join(wanted(name))}\n" + "\n".join(lines) + "\n"
+    rest = f"; without: {' '.join(without)}" if without else ""
+    head = f"# python -m engines.environments {name}; wanted: {' '.join(asked)}{rest}"
+    return "\n".join([head, *lines]) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 
 from engines.common.folders import build_once
 from engines.common.requests import generation_settings, special_tokens
 from engines.models.checkpoints import content_digest, evict
 from engines.models.safetensors_file import RawTensor, read_shards, values
-from harness.api import DTYPE_BYTES, Job, LocalModel, UnsupportedError
+from harness.api import Job, LocalModel, UnsupportedError
 
-_TYPES = {"F32": GGMLQuantizationType.F32, "F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
+FLOAT_TYPES = {"F32": GGMLQuantizationType.F32, "F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -31,15 +31,17 @@ _NAMES_OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "outp
 _RECIPE = 2
 
 
-def to_gguf(model: LocalModel, job: Job) -> Path:
-    """The checkpoint of a LLaMA or Qwen 2 model as a GGUF file in its stored dtype, written once into `job.cache`.
+def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
+    """The checkpoint of a LLaMA or Qwen 2 model as a GGUF file with matrices of `kind`, one of FLOAT_TYPES, written
+    once into `job.cache`. Rounds to the nearest value where that type is not the stored one.
 
     Drops the file from the page cache, where an earlier launch's pages would be free memory for this launch. Raises
     UnsupportedError for a model that this writer does not cover.
     """
     config = json.loads((Path(model.path) / "config.json").read_text())
     family, rope_base = _architecture(model, config)
-    folder = job.cache / "gguf" / f"{content_digest(model, job.cache, job.on_progress)}-{_RECIPE}"
+    folder = job.cache / "gguf" / f"{content_digest(model, job.cache, job.on_progress)}-{_RECIPE}-{kind}"
+    width = 4 if kind == "F32" else 2
 
     def write(temporary: Path) -> None:
         writer = GGUFWriter(temporary / "model.gguf", family)
@@ -49,17 +51,17 @@ def to_gguf(model: LocalModel, job: Job) -> Path:
             tensors = [t for t in tensors if t.name != "lm_head.weight"]
         for tensor in tensors:
             vector = len(tensor.shape) == 1
-            stored = GGMLQuantizationType.F32 if vector else _TYPES[tensor.dtype]
-            size = int(np.prod(tensor.shape)) * (4 if vector else DTYPE_BYTES[model.dtype])
+            stored = GGMLQuantizationType.F32 if vector else FLOAT_TYPES[kind]
+            size = int(np.prod(tensor.shape)) * (4 if vector else width)
             writer.add_tensor_info(_gguf_name(tensor.name), tensor.shape, np.dtype(np.float32), size, stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            writer.write_tensor_data(_gguf_values(tensor, model, family))
+            writer.write_tensor_data(_gguf_values(tensor, model, family, kind))
         writer.close()
 
-    build_once(folder, "the weights as a GGUF file", model.weight_bytes, write)
+    build_once(folder, "the weights as a GGUF file", model.shape.params_total * width, write)
     evict(folder)
     return folder / "model.gguf"
 
@@ -114,9 +116,9 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_NAMES[module]}.{suffix}" if module in _NAMES else ""
 
 
-def _gguf_values(tensor: RawTensor, model: LocalModel, family: str) -> npt.NDArray[Any]:
-    """A tensor's values as GGUF holds them: vectors in float32, and the rows of LLaMA's query and key projections with
-    the two halves of each head interleaved, since llama.cpp rotates neighbouring pairs."""
+def _gguf_values(tensor: RawTensor, model: LocalModel, family: str, kind: str) -> npt.NDArray[Any]:
+    """A tensor's values as GGUF holds them: vectors in float32, matrices in `kind`, and the rows of LLaMA's query and
+    key projections with the two halves of each head interleaved, since llama.cpp rotates neighbouring pairs."""
     bits = tensor.bits()
     if len(tensor.shape) == 1:
         return values(bits, tensor.dtype).astype(np.float32)
@@ -125,5 +127,7 @@ def _gguf_values(tensor: RawTensor, model: LocalModel, family: str) -> npt.NDArr
     if family == "llama" and module in heads:
         rows, columns = tensor.shape
         halves = bits.reshape(heads[module], 2, rows // heads[module] // 2, columns)
-        return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
-    return bits
+        bits = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
+    if tensor.dtype == kind:
+        return bits
+    return quants.quantize(values(bits, tensor.dtype).astype(np.float32), FLOAT_TYPES[kind])

@@ -94,12 +94,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class Trial:
-    """One step of a batch search: what was tried and how it ended."""
+    """One launch of a search, or a measured launch of what it chose: the batch and the candidates' `settings` beside
+    the cell's own, and how it ended."""
 
     gpu_batch_size: int
     status: Status
     throughput_tok_s: float | None
     reason: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class RunRecord:
     """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it.
 
     `bound` is that of the batch that the engine loaded, `job_bound` that of all requests in the best batch of any size.
-    `machine` was measured before the launch, `machine_after` after it.
+    `machine` was measured before the launch, `machine_after` after it. `settings`: the candidates that a search chose,
+    where they differ from the spec.
     """
 
     spec: RunSpec
@@ -163,6 +166,7 @@ class RunRecord:
     machine_after: MachineRates | None = None
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     trace: tuple[TraceEvent, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""

@@ -181,6 +181,8 @@ class RunSpec:
     workload: WorkloadSpec
     policy: OffloadPolicy = OffloadPolicy()
     tune: Tune = "none"
+    #: Values of settings to try, by `options.NAME` or `policy.FIELD`; the fastest are taken. See harness.run.tuning.
+    candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     limits: HardwareLimits = HardwareLimits()
     seed: int = 0
@@ -199,11 +201,22 @@ class RunSpec:
     LABELS: ClassVar[tuple[str, ...]] = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
     #: Fields added later. At their defaults they stay out of the fingerprint, so that it equals that of older records.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "": {"latency_s": None, "launcher": "process", "image": ""},
+        "": {"latency_s": None, "launcher": "process", "image": "", "candidates": {}},
         "workload": {"trace": "", "task": ""},
         "policy": {"weight_groups": "input", "overlap": True, "nano_batches": 1, "nano_overlap": True},
         "limits": {"disk_bandwidth": None},
     }
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
+        """The cell with other values of `options.NAME` and `policy.FIELD`."""
+        spec = self
+        for path, value in settings.items():
+            section, _, name = path.partition(".")
+            if section == "options":
+                spec = dataclasses.replace(spec, options={**spec.options, name: value})
+            else:
+                spec = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, **{name: value}))
+        return spec
 
     def fingerprint(self) -> str:
         """Stable hash (16 hex digits) of every setting but the labels, which include repeats and the timeout."""

@@ -73,7 +73,7 @@ def job_cell(
         "workload": {"prompt_len": 1, "gen_len": 1},  # a cell needs one; a job's requests come from its input
     }
     cell = load_cell(settings, overrides)
-    if cell.tune != "none":
+    if cell.tune != "none" or cell.candidates:
         raise HarnessError("policy: a job has no search for the largest batch; set policy.gpu_batch_size")
     capabilities.require_device(cell)
     return cell

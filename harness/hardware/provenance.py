@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from harness.common.host_cpu import cpu_flags, cpuinfo
+
 #: Instruction sets that affect the speed of engines' kernels.
 _FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
           "amx_tile", "amx_int8", "amx_bf16", "avx_vnni", "asimd", "asimddp", "bf16", "i8mm", "sve")  # fmt: skip
@@ -36,10 +38,10 @@ def collect() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """CPU, memory, devices and kernel; None for unknown values."""
-    cpu = _cpuinfo()
+    cpu, flags = cpuinfo(), cpu_flags()
     return {
         "cpu": cpu.get("model name") or platform.processor() or None,
-        "cpu_flags": [f for f in _FLAGS if f in cpu.get("flags", cpu.get("Features", "")).split()],
+        "cpu_flags": [f for f in _FLAGS if f in flags],
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_usable": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
@@ -109,15 +111,3 @@ def scrub(text: str, places: Mapping[str, str]) -> str:
         pattern = re.escape(path) + r"(?=[/\s'\":,;)\]]|$)"
         text = re.sub(pattern, lambda _, p=path: placeholders[p], text)  # type: ignore[misc]
     return text
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first processor's fields in /proc/cpuinfo."""
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if not line.strip():
-                break
-            key, _, value = line.partition(":")
-            fields[key.strip()] = value.strip()
-    return fields

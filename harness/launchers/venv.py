@@ -14,6 +14,8 @@ from pathlib import Path
 
 from harness import registry
 from harness.api import Exchange, HarnessError, RunSpec
+from harness.common.compiler import compiler_command
+from harness.common.host_cpu import cpu_flags, instruction_sets
 from harness.launchers.images import PACKAGES
 from harness.launchers.process import ProcessSandbox
 
@@ -48,9 +50,15 @@ class VirtualEnvironments:
 
     @staticmethod
     def identity(name: str) -> str:
-        """An environment's name and a hash of its pins, interpreter and platform."""
+        """An environment's name and a hash of its pins, interpreter and platform, and CPU where it builds for one."""
         pins = registry.environment_pins(name).read_bytes()
         parts = [_RECIPE.encode(), pins, sys.version.encode(), sysconfig.get_platform().encode()]
+        if script := registry.environment_build(name):  # what it builds is for this CPU, and needs a compiler
+            parts += [
+                script.read_bytes(),
+                " ".join(instruction_sets(cpu_flags())).encode(),
+                str(compiler_command()).encode(),
+            ]
         return f"{name}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:12]}"
 
     def built(self, name: str) -> bool:
@@ -64,12 +72,14 @@ class VirtualEnvironments:
         """
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, symlinks=True, with_pip=True)
-        steps = install_steps(registry.environment_pins(name))
+        script = registry.environment_build(name)
+        steps = [["-m", "pip", "install", "--quiet", *step] for step in install_steps(registry.environment_pins(name))]
+        steps += [[str(script)]] if script else []
         for done, step in enumerate(steps):
             exchange.on_event(f"building environment {name}", done, len(steps))
-            command = [str(home / "bin" / "python"), "-I", "-m", "pip", "install", "--quiet", *step]
+            command = [str(home / "bin" / "python"), "-I", *step]
             with exchange.log.open("ab") as sink:
-                sink.write(f"=== pip install {' '.join(step)}\n".encode())
+                sink.write(f"=== {' '.join(step)}\n".encode())
                 sink.flush()
                 try:
                     status = subprocess.run(
@@ -79,7 +89,7 @@ class VirtualEnvironments:
                 except subprocess.TimeoutExpired:
                     status = 1
             if status:
-                raise HarnessError(f"environment {name} could not be built: pip failed, see {exchange.log.name}")
+                raise HarnessError(f"environment {name} could not be built, see {exchange.log.name}")
         (home / _READY).write_text(f"Python {platform.python_version()}\n")
 
     def _code(self) -> Path:

@@ -3,11 +3,13 @@
 import contextlib
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 from harness.api import Measurement, Phase
+from harness.probes.family import family
 
 POWERCAP = Path("/sys/class/powercap")
 
@@ -40,19 +42,27 @@ class _CounterProbe(ABC):
                 yield name, self._after[name] - before
 
 
-class CpuProbe(_CounterProbe):
-    """CPU seconds of this process's session, of all other processes, and stolen by the hypervisor: other work that
-    disturbed a measurement shows.
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and of its ended children; 0 once it is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        # after the name in parentheses, which may hold spaces: fields 14 to 17 of proc(5)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
-    Source: /proc/stat, times(2) for this process with its ended children, /proc/PID/stat for the rest of the session.
-    In a container /proc/stat covers the whole host, and so all disturbing work.
+
+class CpuProbe(_CounterProbe):
+    """CPU seconds of this process with its children, of all other processes, and stolen by the hypervisor: other
+    work that disturbed a measurement shows.
+
+    Source: /proc/stat and /proc/PID/stat. In a container /proc/stat covers the whole host, and so all disturbing work.
     """
 
     def measurements(self, phase: Phase) -> list[Measurement]:
         """One sample per figure; no samples if /proc/stat cannot be read."""
         spent = dict(self._spent())
         if spent:
-            # The two clocks tick differently: the difference can be slightly negative when no other process ran.
+            # Read one after the other: the difference can be slightly negative when no other process ran.
             spent["cpu_other_s"] = max(0.0, spent["busy"] - spent["cpu_own_s"])
         spent = {name: round(seconds, 2) for name, seconds in spent.items()}
         names = ("cpu_own_s", "cpu_other_s", "cpu_steal_s")
@@ -64,28 +74,18 @@ class CpuProbe(_CounterProbe):
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
             tick = os.sysconf("SC_CLK_TCK")
             user, nice, system, _idle, _iowait, irq, softirq, steal = (int(f) / tick for f in fields[:8])
-            times = os.times()
-            own = times.user + times.system + times.children_user + times.children_system + _rest_of_session(tick)
-            return {"cpu_own_s": own, "busy": user + nice + system + irq + softirq, "cpu_steal_s": steal}
+            return {
+                "cpu_own_s": sum(map(_cpu_seconds, family())),
+                "busy": user + nice + system + irq + softirq,
+                "cpu_steal_s": steal,
+            }
         return {}
-
-
-def _rest_of_session(tick: int) -> float:
-    """CPU seconds of the other processes of this session that run, and of their children that ended: a worker is alone
-    in its session with the processes that its engine starts."""
-    session, me, spent = os.getsid(0), os.getpid(), 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):  # it may end at any moment
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(process.name) != me and int(fields[3]) == session:
-                spent += sum(map(int, fields[11:15]))
-    return spent / tick
 
 
 class DiskProbe(_CounterProbe):
     """Bytes read from and written to storage in one phase, page faults on mapped files included.
 
-    Source: /proc/self/io, which includes children that have ended and been waited for.
+    Source: /proc/PID/io of this process and its children; it includes those that have ended and been waited for.
     """
 
     def measurements(self, phase: Phase) -> list[Measurement]:
@@ -94,10 +94,13 @@ class DiskProbe(_CounterProbe):
         return [counted(name, "bytes", spent, phase, "no /proc/self/io") for name in ("read_bytes", "write_bytes")]
 
     def _read(self) -> dict[str, float]:
-        with contextlib.suppress(OSError, ValueError):
-            lines = Path("/proc/self/io").read_text().splitlines()
-            return {name: float(value) for name, _, value in (line.partition(": ") for line in lines)}
-        return {}
+        counters: Counter[str] = Counter()
+        for pid in family():
+            with contextlib.suppress(OSError, ValueError):
+                for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+                    name, _, value = line.partition(": ")
+                    counters[name] += int(value)
+        return dict(counters)
 
 
 class EnergyProbe(_CounterProbe):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from harness.api import Measurement, Phase
+from harness.probes.family import family
 
 _MAX_SAMPLES = 240
 
@@ -47,7 +48,7 @@ def window_peaks(samples: Sequence[int]) -> tuple[tuple[float, ...], int]:
 
 
 class MemoryProbe(SamplingProbe):
-    """Samples RssAnon and RssFile (with shared memory)."""
+    """Samples RssAnon and RssFile (with shared memory), of this process and its children."""
 
     def __init__(self, period_s: float = 0.05) -> None:
         super().__init__(period_s)
@@ -55,9 +56,9 @@ class MemoryProbe(SamplingProbe):
         self._file: list[int] = []
 
     def _sample(self) -> None:
-        fields = _resident()
-        self._anonymous.append(fields.get("RssAnon", 0))
-        self._file.append(fields.get("RssFile", 0) + fields.get("RssShmem", 0))
+        each = [_resident(pid) for pid in family()]
+        self._anonymous.append(sum(fields.get("RssAnon", 0) for fields in each))
+        self._file.append(sum(fields.get("RssFile", 0) + fields.get("RssShmem", 0) for fields in each))
 
     def measurements(self, phase: Phase) -> list[Measurement]:
         """`rss_anon_bytes` and `rss_file_bytes`, peaks of windows."""

@@ -1,29 +1,36 @@
-"""Chooses the batch of cells with `policy: max_batch`, by a new or remembered search, and lowers it after failures."""
+"""Chooses the batch and settings of searched cells, by a new or remembered search, and others after failures."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from harness.api import Exchange, LaunchResult, LocalModel, Refusal, RunRecord, RunSpec, Trial
 from harness.launchers.launcher import CellLauncher
 from harness.launchers.memory import cap_method
 from harness.run.progress import Progress
 from harness.run.steps import Step
-from harness.run.tuning import CEILING, Patience, Remembered, choose, lasting, search_max_batch, settled
+from harness.run.tuning import CEILING, Patience, Remembered, choose, lasting, search_settings, settled
+
+#: What trials are compared by.
+_SPEED = "generation_throughput_tok_s"
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A cell with its searched batch (None if no batch survives), the search's trials, and their key in the cache."""
+    """A cell with its searched batch and settings (None if no batch survives), the candidates among them, the search's
+    trials, and their key in the cache."""
 
     spec: RunSpec | None
+    settings: Mapping[str, Any]
     trials: tuple[Trial, ...]
     key: str
 
 
 @dataclass
 class Batches:
-    """The searched batches of a run, by a cell's fingerprint in `settled`. `launch` launches a cell whose batch is set,
-    for a step and a model."""
+    """The searched batches and settings of a run, by a cell's fingerprint in `settled`. `launch` launches a cell whose
+    batch is set, for a step and a model."""
 
     launcher: CellLauncher
     remembered: Remembered
@@ -38,7 +45,7 @@ class Batches:
             try:
                 versions = self.launcher.environment(cell, exchange)
             except Refusal as exc:
-                return Settled(None, (Trial(cell.policy.gpu_batch_size, exc.status, None, exc.reason),), "")
+                return Settled(None, {}, (Trial(cell.policy.gpu_batch_size, exc.status, None, exc.reason),), "")
             key = self.remembered.key(cell, versions, model.digest, cap_method())
             trials = self.remembered.get(key)
             if trials is None:
@@ -47,43 +54,54 @@ class Batches:
                 trials = self._search(step, model, cell.policy.gpu_batch_size, ceiling)
             self._take(cell, trials, key)
         known = self.settled[cell.fingerprint()]
-        if known.spec is None and any(t.status == "ok" for t in known.trials):
+        if known.spec is None and cell.tune == "max_batch" and any(t.status == "ok" for t in known.trials):
             # every batch that survived once failed later: search once more, below the smallest that failed
-            smallest = min(t.gpu_batch_size for t in known.trials if t.status != "ok")
+            smallest = min(t.gpu_batch_size for t in known.trials if t.status != "ok" and not t.settings)
             self._take(cell, (*known.trials, *self._search(step, model, smallest // 2, smallest - 1)), known.key)
         return self.settled[cell.fingerprint()]
 
-    def take_less(self, cell: RunSpec, record: RunRecord) -> bool:
-        """Takes a smaller batch for a cell whose searched batch failed in a repeat. Returns whether one remains."""
+    def take_less(self, cell: RunSpec, record: RunRecord, earlier: Sequence[RunRecord]) -> bool:
+        """Takes a smaller batch, or other settings, for a cell whose searched ones failed in a repeat. Returns whether
+        any remain. `earlier`: the cell's other launches; those of the same batch and settings join the trials, which
+        then show how often it survives."""
         old = self.settled.get(cell.fingerprint())
         if old is None or old.spec is None:
             return False
         batch = old.spec.policy.gpu_batch_size
-        failed = Trial(batch, record.status, None, f"in repeat {record.repeat + 1}: {record.reason}")
-        self._take(cell, (*old.trials, failed), old.key)
+        alike = [
+            r for r in earlier
+            if r.status == "ok" and r.settings == old.settings and r.load and r.load.policy.gpu_batch_size == batch
+        ]  # fmt: skip
+        launches = [Trial(batch, r.status, r.metrics.get(_SPEED), "a repeat", old.settings) for r in alike]
+        failed = Trial(batch, record.status, None, f"in repeat {record.repeat + 1}: {record.reason}", old.settings)
+        self._take(cell, (*old.trials, *launches, failed), old.key)
         self.progress.note(f"{cell.name}: batch {batch} did not survive again; a smaller one is taken")
-        return self.settled[cell.fingerprint()].spec is not None or batch > 1
+        return self.settled[cell.fingerprint()].spec is not None or (cell.tune == "max_batch" and batch > 1)
 
     def _take(self, cell: RunSpec, trials: tuple[Trial, ...], key: str) -> None:
-        """Takes the best batch of `trials`, and remembers them if the result can be reused."""
-        batch = choose(trials)
-        self.settled[cell.fingerprint()] = Settled(None if batch is None else settled(cell, batch), trials, key)
+        """Takes the best of `trials`, and remembers them if the result can be reused."""
+        best = choose(trials)
+        chosen = None if best is None else settled(cell, best.gpu_batch_size, best.settings)
+        self.settled[cell.fingerprint()] = Settled(chosen, best.settings if best else {}, trials, key)
         if lasting(trials):
             self.remembered.put(key, trials)
 
     def _search(self, step: Step, model: LocalModel, start: int, ceiling: int) -> tuple[Trial, ...]:
-        patience = Patience(step.cell.timeout_s)
+        # for each setting anew: the first launch of one may convert the weights
+        patiences = defaultdict[str, Patience](lambda: Patience(step.cell.timeout_s))
 
-        def attempt(batch: int) -> Trial:
-            self.progress.started(step, f"searching the largest batch: {batch}")
-            cell = replace(settled(step.cell, batch), timeout_s=patience.seconds(batch))
+        def attempt(settings: Mapping[str, Any], batch: int) -> Trial:
+            patience = patiences[str(settings)]
+            tried = ", ".join([f"batch {batch}", *(f"{path.partition('.')[2]} {v}" for path, v in settings.items())])
+            self.progress.started(step, f"searching: {tried}")
+            cell = replace(settled(step.cell, batch, settings), timeout_s=patience.seconds(batch))
             launch = self.launch(cell, step, model)
             speed = None
             if launch.status == "ok":
                 patience.learn(batch, launch.wall_s)
-                speed = launch.measured.metrics.get("generation_throughput_tok_s")
+                speed = launch.measured.metrics.get(_SPEED)
             rate = f", {speed:.3g} tok/s" if speed else ""
-            self.progress.note(f"{step.cell.name}: batch {batch}: {launch.status}{rate}")
-            return Trial(batch, launch.status, speed, launch.reason)
+            self.progress.note(f"{step.cell.name}: {tried}: {launch.status}{rate}")
+            return Trial(batch, launch.status, speed, launch.reason, settings)
 
-        return search_max_batch(start, attempt, ceiling)
+        return search_settings(step.cell, start, attempt, ceiling)

@@ -1,7 +1,7 @@
 """Puts records together: what a launch measured, what the runner knows of its cell, and what holds for the run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Draft:
     repeat: int
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     machine: MachineRates | None = None
     machine_after: MachineRates | None = None
 
@@ -67,6 +68,7 @@ class RecordBuilder:
             machine_after=draft.machine_after,
             model=None if draft.model is None else replace(draft.model, path=Path(draft.model.path).name),
             tuning=draft.tuning,
+            settings=draft.settings,
             trace=measured.trace,
             provenance={**self._provenance, **launch.provenance},
             command=self.command_of(cell),

@@ -158,7 +158,7 @@ class Runner:
             self._progress.note(f"{step.cell.name}: others took {record.others_cpu:.0%} of the CPU; it runs again")
             self._progress.added([step])
             record = self._try(step)
-        if record.status in _NO_MEMORY and self._batches.take_less(step.cell, record):
+        if record.status in _NO_MEMORY and self._batches.take_less(step.cell, record, self._launches(record)):
             again = [Step(step.cell, repeat) for repeat in range(step.repeat + 1)]
             self._progress.added(again)
             for repeated in again:
@@ -178,6 +178,10 @@ class Runner:
             raise
         self._append(step, record)
         return record
+
+    def _launches(self, record: api.RunRecord) -> list[api.RunRecord]:
+        """The last record of each launch of the same cell."""
+        return [r for r in self._store.latest().values() if r.fingerprint == record.fingerprint]
 
     def _drop_repeats(self, cell: api.RunSpec, later: Sequence[Step]) -> None:
         """Tells how much shorter the run became, if `cell` will not be repeated."""
@@ -202,7 +206,7 @@ class Runner:
             )
         draft.settled = self._searched(step, model)
         draft.model = model
-        if draft.settled.tune != "none":
+        if draft.settled.tune != "none" or cell.candidates:
             self._settle_batch(step, draft, model)
         draft.machine = self._machine_rates(step, model)
         self._progress.started(step, f"repeat {step.repeat + 1}/{cell.repeats}")
@@ -225,7 +229,7 @@ class Runner:
     def _settle_batch(self, step: Step, draft: Draft, model: api.LocalModel) -> None:
         """Settles the largest batch. Raises Refusal where none survives."""
         searched = self._batches.settle(step, model, self._exchange(step.cell, "environment"))
-        draft.tuning = searched.trials
+        draft.tuning, draft.settings = searched.trials, searched.settings
         if searched.spec is not None:
             draft.settled = searched.spec
             return
@@ -290,7 +294,9 @@ class Runner:
             self._progress.started(step, "measuring disk and GEMM rates")
             with contextlib.suppress(OSError):  # the launch will say that the model cannot be read
                 registry.model_store().evict(model.path)
-            dtypes = {c.policy.compute_dtype for c in self._suite.cells}
+            dtypes = {d for c in self._suite.cells for d in (
+                c.policy.compute_dtype, *c.candidates.get("policy.compute_dtype", ())
+            )}  # fmt: skip
             exchange = self._exchange(cell, "machine")
             rates = self._launcher.measure_machine(model, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)

@@ -1,4 +1,4 @@
-"""`policy: max_batch`: the largest batch that an engine survives within its limits, searched once per machine."""
+"""`policy: max_batch` and `candidates`: the batch and settings that make an engine fastest, searched once a machine."""
 
 import contextlib
 import fcntl
@@ -6,7 +6,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 from harness.common.files import replace_with
@@ -20,12 +22,15 @@ _THRASHING, _STARTUP_S = 1.5, 60.0
 SIZE_STATUSES = ("ok", "oom_host", "oom_device", "timeout", "infeasible")
 
 
-def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING) -> tuple[Trial, ...]:
+def search_max_batch(
+    start: int, attempt: Callable[[int], Trial], ceiling: int = CEILING, beats: float = 0.0
+) -> tuple[Trial, ...]:
     """Doubles (or halves) from `start` until survival changes, then bisects to a step of at most a quarter.
 
     `attempt(batch)` launches the cell with that batch, once per batch and never above `ceiling`, such as the number of
     requests. The search assumes that survival is monotone in the batch. It stops if a larger batch survives but is
-    clearly slower than a smaller one, and if a trial fails for a reason other than size.
+    clearly slower than a smaller one, if a trial fails for a reason other than size, and if no batch up to the ceiling
+    can reach `beats` (tok/s): throughput grows with the batch at most in proportion.
     """
     trials: list[Trial] = []
     largest_ok, smallest_failed, batch = 0, 0, min(start, ceiling)
@@ -33,6 +38,8 @@ def search_max_batch(start: int, attempt: Callable[[int], Trial], ceiling: int =
         trials.append(attempt(batch))
         status = trials[-1].status
         if status not in SIZE_STATUSES or (status == "ok" and _is_slower(trials)):
+            break
+        if status == "ok" and (trials[-1].throughput_tok_s or 0.0) * (smallest_failed or ceiling) < beats * batch:
             break
         if status == "ok":
             largest_ok = batch
@@ -78,19 +85,52 @@ def _is_slower(trials: Sequence[Trial]) -> bool:
     return largest and speeds[-1] < _PAYS * max(speeds)
 
 
-def choose(trials: Sequence[Trial]) -> int | None:
-    """The batch to run: the fastest that never failed, nearly always the largest; None if every batch failed."""
-    failed = {t.gpu_batch_size for t in trials if t.status != "ok"}
-    survivors = [t for t in trials if t.gpu_batch_size not in failed]
-    if not survivors:
-        return None
-    return max(survivors, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size)).gpu_batch_size
+def search_settings(
+    cell: RunSpec, start: int, attempt: Callable[[Mapping[str, Any], int], Trial], ceiling: int = CEILING
+) -> tuple[Trial, ...]:
+    """Searches the batch with the cell's own settings, then tries its candidates. `attempt(settings, batch)` launches.
+
+    Each value of `cell.candidates` is launched once, in the cell's order, beside the best settings so far and at their
+    batch; where that does not survive, at smaller ones, as long as one can still be the fastest. Larger batches are not
+    tried again: a cell's own settings should be those that need least memory. Without `tune: max_batch` the batch is
+    `start`, or one of the candidates.
+    """
+
+    def searched(settings: Mapping[str, Any], first: int, most: int, beats: float) -> tuple[Trial, ...]:
+        if cell.tune != "max_batch":
+            return (attempt(settings, first),)
+        return search_max_batch(first, partial(attempt, settings), most, beats)
+
+    trials = [*searched({}, start, ceiling, 0.0)]
+    for path, values in cell.candidates.items():
+        for value in values:
+            best = choose(trials)
+            if best is None:
+                return tuple(trials)
+            if path == "policy.gpu_batch_size":  # of a cell that searches none
+                trials.append(attempt(best.settings, value))
+                continue
+            settings = {**best.settings, path: value}
+            settings = {key: v for key, v in settings.items() if cell.with_settings({key: v}) != cell}
+            if all(t.settings != settings for t in trials):
+                most = best.gpu_batch_size
+                trials += searched(settings, most, most, best.throughput_tok_s or 0.0)
+    return tuple(trials)
+
+
+def choose(trials: Sequence[Trial]) -> Trial | None:
+    """The trial of the batch and settings to run: the fastest that never failed; of equals, the largest batch. None if
+    all failed."""
+    failed = [(t.settings, t.gpu_batch_size) for t in trials if t.status != "ok"]
+    survivors = [t for t in trials if (t.settings, t.gpu_batch_size) not in failed]
+    return max(survivors, key=lambda t: (t.throughput_tok_s or 0.0, t.gpu_batch_size), default=None)
 
 
 def lasting(trials: Sequence[Trial]) -> bool:
     """Whether a search's result can be reused: only sizes decided, and either a batch survived or none can ever fit.
-    Other failures of all trials, such as a missing compiler or a busy machine, can be repaired."""
-    statuses = {t.status for t in trials}
+    Other failures of all trials, such as a missing compiler or a busy machine, can be repaired; a candidate that the
+    engine does not support is one that lost."""
+    statuses = {t.status for t in trials if not (t.settings and t.status == "unsupported")}
     return statuses <= {*SIZE_STATUSES} and (choose(trials) is not None or statuses == {"infeasible"})
 
 
@@ -128,6 +168,7 @@ class Remembered:
         return {}
 
 
-def settled(spec: RunSpec, batch: int) -> RunSpec:
-    """The cell with the batch that its search chose."""
-    return replace(spec, policy=replace(spec.policy, gpu_batch_size=batch), tune="none")
+def settled(spec: RunSpec, batch: int, settings: Mapping[str, Any]) -> RunSpec:
+    """The cell with the batch and the candidates that its search chose."""
+    chosen = spec.with_settings({**settings, "policy.gpu_batch_size": batch})
+    return replace(chosen, tune="none", candidates={})

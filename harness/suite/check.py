@@ -171,6 +171,8 @@ def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
         yield "workload.trace", "workload.trace goes with `kind: trace`: set both, or neither"
     if (workload.kind == "task") != bool(workload.task):
         yield "workload.task", "workload.task goes with `kind: task`: set both, or neither"
+    for path, values in spec.candidates.items():
+        yield "candidates", _candidate_problem(spec, path, values)
     if workload.task and searched:
         yield "policy", "policy: a search needs prompt and output lengths, and a task sets none; give a policy"
     if workload.task:
@@ -180,6 +182,31 @@ def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
         yield "image", "image goes with `launcher: docker`: other launchers use no image"
     if not spec.model.id:
         yield "model.id", "model.id is empty"
+
+
+def _candidate_problem(spec: api.RunSpec, path: str, values: tuple[object, ...]) -> str:
+    """Why `values` cannot be tried for the setting `path`; empty where they can."""
+    section, _, name = path.partition(".")
+    settings = [f.name for f in fields(api.OffloadPolicy) if spec.tune == "none" or f.name != "gpu_batch_size"]
+    problem = ""
+    if spec.tune.startswith("search"):
+        problem = "`policy: search` chooses by a plan; candidates go with a given policy or `max_batch`"
+    elif section not in ("options", "policy") or not name:
+        problem = "expected options.NAME or policy.FIELD"
+    elif section == "policy" and name not in settings:
+        problem = f"no such setting to try; {nearest(name, settings)}"
+    elif not values:
+        problem = "the list is empty"
+    for value in () if problem else values:
+        try:
+            if section == "policy":
+                _POLICY.validate_json(json.dumps({name: value}), strict=True)
+            spec.with_settings({path: value}).policy.validate()
+        except ValidationError:
+            problem = f"{shown(value)} is no value of it"
+        except api.HarnessError as exc:
+            problem = str(exc)
+    return f"candidates.{path}: {problem}" if problem else ""
 
 
 def _require_name(name: str, node: Node, longest: int) -> None:
@@ -216,7 +243,8 @@ def _typed(adapter: TypeAdapter[T], node: Node, where: str) -> T:
         elif kind == "missing" and isinstance(location[-1], str):
             problems.append(f"{nodes[-1].at}: missing key {location[-1]!r} in {path or where}")
         else:
-            option = _EXPECTED.get(kind) or error.get("ctx", {}).get("expected") or error["msg"]
+            listed = kind == "tuple_type" and location[0] == "candidates"
+            option = "a list" if listed else _EXPECTED.get(kind) or error.get("ctx", {}).get("expected") or error["msg"]
             mismatches.setdefault(path, (nodes[-1], []))[1].append(option)
     for path, (value, options) in mismatches.items():
         expected = " or ".join(dict.fromkeys(options))

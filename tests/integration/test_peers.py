@@ -2,6 +2,8 @@
 
 import pytest
 
+from harness.common.host_cpu import cpu_flags
+
 pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(1500)]
 
 EXACT = "  - {name: exact, engine: transformers, launcher: process, policy: {gpu_batch_size: 3}}"
@@ -31,6 +33,10 @@ def answers(cli, environments, model: str, matrix: str, workload: str = SHORT):
 def test_deepspeed_reads_parameters_from_disk_and_answers_as_transformers_does(cli, environments):
     found, records = answers(cli, environments, "tiny/opt", """
   - {name: disk, engine: deepspeed_zero, options: {parameters: disk}, policy: {gpu_batch_size: 3}}
+  - name: many
+    engine: deepspeed_zero
+    options: {parameters: disk, buffers: 5, io_threads: 2, queue_depth: 32}
+    policy: {gpu_batch_size: 3}
   - {name: host, engine: deepspeed_zero, options: {parameters: host}, policy: {gpu_batch_size: 3}}
   - {name: llama, engine: deepspeed_zero, model: {id: tiny/llama}, policy: {gpu_batch_size: 3}}
   - {name: half, engine: deepspeed_zero, policy: {compute_dtype: float16}, expect: unsupported}
@@ -42,7 +48,9 @@ def test_deepspeed_reads_parameters_from_disk_and_answers_as_transformers_does(c
     expect: infeasible
   - {name: small, engine: deepspeed_zero, options: {parameters: disk}, limits: {host_memory: 2MiB}, expect: infeasible}
 """)  # fmt: skip
-    assert found["disk"] == found["exact"] == found["host"]
+    assert found["disk"] == found["exact"] == found["host"] == found["many"]
+    assert "through 5 buffers" in records["many"].load.notes[0]
+    assert "intra_op_parallelism 2" in records["many"].load.notes[0]
     assert records["disk"].load.weights_by_tier[2] > 0
     assert records["host"].load.weights_by_tier[1] > 0
     assert records["disk"].provenance["packages"]["deepspeed"] == "0.19.8"
@@ -76,12 +84,27 @@ def test_llama_cpp_answers_as_transformers_does_with_the_file_that_is_written_fo
     found, records = answers(cli, environments, "tiny/llama", """
   - {name: mapped, engine: llama_cpp, policy: {gpu_batch_size: 3}}
   - {name: read, engine: llama_cpp, options: {mmap: false}, policy: {gpu_batch_size: 1}}
+  - name: tried
+    engine: llama_cpp
+    policy: {gpu_batch_size: 3}
+    candidates: {options.ubatch: [2048], options.flash_attention: [false], options.threads: [1]}
+  - {name: brain, engine: llama_cpp, options: {gguf: BF16}, policy: {gpu_batch_size: 3}}
   - {name: eight-bits, engine: llama_cpp, policy: {gpu_batch_size: 3, kv_bits: 8}}
+  - {name: q8, engine: llama_cpp, policy: {gpu_batch_size: 3, weight_bits: 8, group_size: 32}}
+  - {name: q4, engine: llama_cpp, policy: {gpu_batch_size: 3, weight_bits: 4, group_size: 32}}
+  - {name: group, engine: llama_cpp, policy: {weight_bits: 4}, expect: unsupported}
   - {name: opt, engine: llama_cpp, model: {id: tiny/opt}, expect: unsupported}
   - {name: gpu, engine: llama_cpp, options: {gpu_layers: 1}, expect: unsupported}
 """)  # fmt: skip
-    assert found["mapped"] == found["exact"] == found["read"]
-    assert records["mapped"].load.weights_by_tier[2] > 0
+    assert found["mapped"] == found["exact"] == found["read"] == found["tried"]
+    assert {t.status for t in records["tried"].tuning} == {"ok"}
+    assert len(records["tried"].tuning) == 4
+    built = records["mapped"].load.notes[0]
+    assert "built for this CPU" in built
+    assert ("AVX512_BF16" in built) == ("avx512_bf16" in cpu_flags())
+    sizes = [records[name].load.weights_by_tier[2] for name in ("mapped", "brain", "q8", "q4")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
     assert sum(a == b for a, b in zip(found["eight-bits"], found["exact"], strict=True)) >= 3
     times = records["mapped"].requests[0].token_times_s
     assert len(set(times)) == len(times), "every token has its own time"
@@ -93,6 +116,32 @@ def test_airllm_answers_as_transformers_does_a_layer_at_a_time(cli, environments
   - {name: opt, engine: airllm, model: {id: tiny/opt}, expect: unsupported}
 """)  # fmt: skip
     assert found["layers"] == found["exact"]
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_vllm_on_a_cpu_answers_as_transformers_does(cli, environments, family):
+    found, records = answers(cli, environments, f"tiny/{family}", """
+  - {name: vllm, engine: vllm_cpu, policy: {gpu_batch_size: 3}}
+  - {name: passes, engine: vllm_cpu, options: {batch_tokens: 32}, policy: {gpu_batch_size: 2}}
+  - {name: limited, engine: vllm_cpu, limits: {host_memory: 64MiB}, expect: infeasible}
+""")  # fmt: skip
+    assert found["vllm"] == found["exact"] == found["passes"]
+    assert records["vllm"].load.weights_by_tier[1] > 0
+    assert "1 GiB for the KV cache" in records["vllm"].load.notes[0]
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_openvino_answers_as_transformers_does(cli, environments, family):
+    found, records = answers(cli, environments, f"tiny/{family}", """
+  - {name: whole, engine: openvino, policy: {gpu_batch_size: 3}}
+  - {name: passes, engine: openvino, options: {batch_tokens: 16}, policy: {gpu_batch_size: 2}}
+  - {name: eight, engine: openvino, policy: {gpu_batch_size: 3, weight_bits: 8, kv_bits: 8}}
+  - {name: four, engine: openvino, policy: {weight_bits: 4}, expect: unsupported}
+  - {name: limited, engine: openvino, limits: {host_memory: 32MiB}, expect: infeasible}
+""")  # fmt: skip
+    assert found["whole"] == found["exact"] == found["passes"]
+    assert sum(a == b for a, b in zip(found["eight"], found["exact"], strict=True)) >= 3
+    assert 3 * records["eight"].load.weights_by_tier[1] < records["whole"].load.weights_by_tier[1]
 
 
 def test_transformers_quantizes_its_cache(cli, environments):

@@ -148,7 +148,7 @@ def test_shards_are_disjoint_and_complete(cli):
 def test_max_batch_is_found_recorded_and_remembered(cli):
     suite = cli.suite("  - {name: a, engine: fake, policy: max_batch, options: {max_batch: 11}}", repeats=1)
     first = cli.run(suite)
-    assert "searching the largest batch: 16" in first.stderr
+    assert "searching: batch 16" in first.stderr
     record = cli.records()[0]
     assert record.load.block_size == 10  # 11 survives too: the search stops within a quarter
     tried = [(t.gpu_batch_size, t.status) for t in record.tuning]

@@ -15,6 +15,7 @@ from harness.hardware import provenance
 from harness.probes import counters
 from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
 from harness.probes.disk import sequential_read_rates
+from harness.probes.family import family
 from harness.probes.gpu import GpuProbe
 from harness.probes.memory import MemoryProbe
 
@@ -146,18 +147,24 @@ def figures(probe):
 def test_cpu_seconds_are_by_whose_they_are(monkeypatch):
     """User, nice, system and both interrupts are work; idle, waiting and guests are not, stolen time counts apart."""
     kernel = Kernel(stat="cpu  100 10 200 5000 600 3 7 50 900 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+
+    def spent(pid, *ticks):
+        kernel.texts[f"/proc/{pid}/stat"] = f"{pid} (a name) of a) R {' 0' * 10} {' '.join(map(str, ticks))} 0 0"
+
     monkeypatch.setattr(counters, "Path", kernel)
     monkeypatch.setattr(counters.os, "sysconf", {"SC_CLK_TCK": 10}.get)
-    monkeypatch.setattr(counters.os, "times", lambda: os.times_result((1.0, 2.0, 3.0, 4.0, 0.0)))
+    monkeypatch.setattr(counters, "family", lambda: [7, 8])
+    spent(7, 10, 20, 30, 40)
     with CpuProbe() as probe:
         kernel.texts["/proc/stat"] = "cpu  300 20 400 9000 900 13 27 90 999 0\ncpu0 2 2 2 2 2 2 2 2 2 2\n"
-        monkeypatch.setattr(counters.os, "times", lambda: os.times_result((1.5, 3.125, 5.0, 8.0, 9.0)))
-    # 200 + 10 + 200 + 10 + 20 ticks of work, of which 0.5 + 1.125 + 2 + 4 seconds are its own
+        spent(7, 15, 31, 50, 80)
+        spent(8, 3, 4, 0, 0)  # a child that was started meanwhile
+    # 200 + 10 + 200 + 10 + 20 ticks of work, of which 5 + 11 + 20 + 40 are its own and 7 its child's
     assert figures(probe) == {
-        "cpu_own_s": ("s", (7.62,), ""), "cpu_other_s": ("s", (36.38,), ""), "cpu_steal_s": ("s", (4.0,), "")
+        "cpu_own_s": ("s", (8.3,), ""), "cpu_other_s": ("s", (35.7,), ""), "cpu_steal_s": ("s", (4.0,), "")
     }  # fmt: skip
     with CpuProbe() as probe:  # the process's clock went on, that of the host has not ticked yet
-        monkeypatch.setattr(counters.os, "times", lambda: os.times_result((2.5, 3.125, 5.0, 8.0, 9.0)))
+        spent(7, 25, 31, 50, 80)
     assert figures(probe)["cpu_other_s"] == ("s", (0.0,), "")
 
 
@@ -170,11 +177,27 @@ def test_counters_that_are_not_there_have_no_samples_and_a_note(monkeypatch):
 
 
 def test_bytes_are_those_between_both_ends(monkeypatch):
-    kernel = Kernel(self_io="rchar: 1\nread_bytes: 100\nwrite_bytes: 7\n")
+    kernel = Kernel(**{"7_io": "rchar: 1\nread_bytes: 100\nwrite_bytes: 7\n"})
     monkeypatch.setattr(counters, "Path", kernel)
+    monkeypatch.setattr(counters, "family", lambda: [7, 8])
     with DiskProbe() as probe:
-        kernel.texts["/proc/self/io"] = "rchar: 9\nread_bytes: 350\nwrite_bytes: 7\n"
-    assert figures(probe) == {"read_bytes": ("bytes", (250.0,), ""), "write_bytes": ("bytes", (0.0,), "")}
+        kernel.texts["/proc/7/io"] = "rchar: 9\nread_bytes: 350\nwrite_bytes: 7\n"
+        kernel.texts["/proc/8/io"] = "rchar: 9\nread_bytes: 30\nwrite_bytes: 0\n"
+    assert figures(probe) == {"read_bytes": ("bytes", (280.0,), ""), "write_bytes": ("bytes", (0.0,), "")}
+
+
+def test_a_child_s_memory_work_and_bytes_count_while_it_lives(tmp_path):
+    script = "import sys; held = bytearray(60 << 20); print(sum(range(10**7)), flush=True); sys.stdin.read()"
+    with MemoryProbe(period_s=0.01) as memory, CpuProbe() as cpu:
+        child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        time.sleep(0.05)
+        assert family() == [os.getpid(), child.pid]
+    child.communicate()
+    anonymous = memory.measurements("run")[0].samples
+    assert anonymous[-1] - anonymous[0] > 55 << 20
+    own = figures(cpu)["cpu_own_s"][1]
+    assert not own or own[0] > 0.1
 
 
 class Nvml:

@@ -12,13 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from harness.api import Bound, HarnessError, Measurement, ModelSpec, RunRecord, TraceEvent, WorkloadSpec, to_json
+from harness.api import (
+    Bound,
+    HarnessError,
+    Measurement,
+    ModelSpec,
+    OffloadPolicy,
+    RunRecord,
+    TraceEvent,
+    Trial,
+    WorkloadSpec,
+    to_json,
+)
 from reports import text
 from reports.build import build
 from reports.figures import SUMMARY, allowed
 from reports.records import load_records, read_runs
 from reports.render import write as write_file
 from reports.samples import Sample
+from reports.sections import trials as trials_table
 from reports.summary import CellSummary, headline, metric, per_token, ranked, summary_rows
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
@@ -60,6 +72,25 @@ def test_figures_of_a_cell():
     assert (row.peak_bytes, row.limit_bytes) == (5 * GIB // 4, 3 * GIB // 2)
     assert per_token(row.ok_records, "read_bytes") == pytest.approx(1e9 / 16)
     assert per_token(row.ok_records, "energy_j") is None
+
+
+def test_what_was_tried_shows_how_often_each_survived_and_how_fast():
+    faster, killed = {"options.ubatch": 2048}, ("oom_host", None, "killed")
+    trials = (
+        *(Trial(8, "ok", 2.0), Trial(16, "ok", 3.0), Trial(16, "ok", 3.4, "a repeat"), Trial(16, *killed)),
+        *(Trial(8, "ok", 2.1, "", faster), Trial(4, *killed, {"options.buffers": 5})),
+    )
+    spec = cell(policy=OffloadPolicy(gpu_batch_size=8), tune="max_batch")
+    rows = summary_rows(repeats(spec, (2.2, 2.4), batch=8, tuning=trials, settings=faster))
+    table = trials_table(rows)
+    found = {(line[0].text, line[1].text): [c.text for c in line[2:]] for line in table.bodies[0].rows}
+    assert found == {
+        ("8", "its own"): ["1 of 1", "2.00", ""],
+        ("16", "its own"): ["2 of 3", "3.20", "oom_host: killed"],
+        ("8", "ubatch 2048"): ["3 of 3", "2.20", ""],
+        ("4", "buffers 5"): ["0 of 1", text.MISSING, "oom_host: killed"],
+    }
+    assert [line[0].badges for line in table.bodies[0].rows] == [(), (), ("chosen",), ()]
 
 
 def ratios(records: Iterable[RunRecord]) -> dict[str, float]:

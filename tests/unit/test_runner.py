@@ -12,7 +12,7 @@ from harness import api
 from harness.run import runner
 from harness.run.options import Selection
 from harness.run.store import Store
-from harness.run.tuning import Patience, Remembered, choose, search_max_batch
+from harness.run.tuning import Patience, Remembered, choose, search_max_batch, search_settings
 from tests.records import FAKE
 
 
@@ -37,7 +37,10 @@ class Launcher:
         self.launched.append(batch)
         status = self.survives(batch, self.launched.count(batch))
         metrics = {"generation_throughput_tok_s": float(batch)} if status == "ok" else {}
-        return api.LaunchResult(status, "told", "2026-11-01", wall_s=1.0, measured=api.CellResult(metrics=metrics))
+        load = api.LoadReport(9, 9, batch, request.spec.policy, "float32", (0, 0, 0))
+        return api.LaunchResult(
+            status, "told", "2026-11-01", wall_s=1.0, measured=api.CellResult(load, metrics=metrics)
+        )
 
 
 CELL = replace(
@@ -70,14 +73,78 @@ def test_a_batch_that_does_not_survive_again_gives_way_to_a_smaller_one_in_all_r
     assert [(r.status, r.spec.policy.gpu_batch_size) for r in records] == [("ok", 8)] * 3, "the cell as it was asked"
     assert [r.metrics["generation_throughput_tok_s"] for r in records] == [7.0] * 3
     assert [r.status for r in Store(tmp_path / "out").records()] == ["ok", "oom_host", "ok", "ok", "ok"]
-    tried = [(t.gpu_batch_size, t.status) for t in records[-1].tuning]
-    assert tried == [(8, "ok"), (8, "oom_host"), (4, "ok"), (7, "ok")]
+    tried = [(t.gpu_batch_size, t.status, t.throughput_tok_s) for t in records[-1].tuning]
+    assert tried == [(8, "ok", 8), (8, "ok", 8), (8, "oom_host", None), (4, "ok", 4), (7, "ok", 7)], "2 of 3 survived"
     steps = [told.args[0] for told in (*progress.planned.call_args_list, *progress.added.call_args_list)]
     assert sum(map(len, steps)) == progress.finished.call_count == 5
     progress.note.assert_any_call("cell: batch 8 did not survive again; a smaller one is taken")
     again = Launcher(survives)
     run(again, CELL, out="other")
     assert set(again.launched) == {7}, "what was learnt is remembered"
+
+
+CANDIDATES = {"options.width": (1, 2, 3), "policy.kv_bits": (8,), "policy.compute_dtype": ("float32", "auto")}
+
+
+@pytest.mark.parametrize(
+    ("tune", "tried"),
+    [
+        # width 1 is the cell's own; width 3 survives 16 only; 8 bits are slower; float32 survives 8 only, and is faster
+        ("max_batch", "16 32 24 20 20w2 20w3 10w3 15w3 17w3 15w3k8 15w3f 7w3f 11w3f 9w3f 8w3f"),
+        ("none", "16 16w2 16w3 16w3k8 16w3f"),
+    ],
+)
+def test_candidates_are_tried_at_the_best_batch_so_far_and_where_that_dies_at_smaller_ones(tune, tried):
+    cell, launched = replace(CELL, tune=tune, options={"width": 1}, candidates=CANDIDATES), []
+
+    def attempt(settings, batch):
+        width = settings.get("options.width", 1)
+        kv, single = "policy.kv_bits" in settings, "policy.compute_dtype" in settings
+        launched.append(f"{batch}{f'w{width}' if width > 1 else ''}{'k8' if kv else ''}{'f' if single else ''}")
+        most = 8 if single else 16 if width == 3 else 20
+        speed = batch * {1: 1.0, 2: 0.9, 3: 1.5}[width] * (0.5 if kv else 9.0 if single else 1.0)
+        return api.Trial(batch, *(("ok", speed) if batch <= most else ("oom_host", None)), "", settings)
+
+    best = choose(search_settings(cell, 16, attempt, 64))
+    assert " ".join(launched) == tried
+    expected = (8, {"options.width": 3, "policy.compute_dtype": "float32"}), (16, {"options.width": 3})
+    assert (best.gpu_batch_size, best.settings) == expected[tune == "none"]
+
+
+def test_a_candidate_that_cannot_catch_up_is_given_up():
+    """At batch 8 it has a third of the speed of batch 16: no batch up to 16 can make that up."""
+    cell = replace(CELL, candidates={"options.width": (2,)})
+    speeds = {(16, 0): 15.0, (8, 2): 5.0}
+    found = search_settings(
+        cell, 16, lambda s, batch: api.Trial(batch, *(("ok", v) if (v := speeds.get((batch, s.get("options.width", 0))))
+                                                      else ("oom_host", None)), "", s), 16
+    )  # fmt: skip
+    assert [t.gpu_batch_size for t in found] == [16, 16, 8]
+
+
+def test_a_cell_that_searches_no_batch_can_list_some():
+    cell = replace(CELL, tune="none", candidates={"policy.gpu_batch_size": (16, 32), "options.width": (2,)})
+    found = search_settings(cell, 8, lambda s, batch: api.Trial(batch, "ok", 20.0 - abs(batch - 16), "", s))
+    assert [(t.gpu_batch_size, t.settings) for t in found] == [(8, {}), (16, {}), (32, {}), (16, {"options.width": 2})]
+
+
+def test_a_cell_runs_with_the_candidates_that_won_and_says_so(run):
+    class Widths(Launcher):
+        def launch(self, request):
+            result = super().launch(request)
+            speed = {1: 1.0, 2: 3.0, 3: 2.0}[request.spec.options.get("width", 1)]
+            return replace(result, measured=api.CellResult(metrics={"generation_throughput_tok_s": speed}))
+
+    launcher = Widths(lambda batch, time: "ok")
+    cell = replace(CELL, tune="none", candidates={"options.width": (2, 3)})
+    records, _ = run(launcher, cell)
+    assert [t.settings for t in records[0].tuning] == [{}, {"options.width": 2}, {"options.width": 3}]
+    assert {r.metrics["generation_throughput_tok_s"] for r in records} == {3.0}
+    assert {(r.spec.options.get("width"), r.settings["options.width"]) for r in records} == {(None, 2)}
+    assert len(launcher.launched) == 6
+    again = Widths(lambda batch, time: "ok")
+    run(again, cell, out="other")
+    assert len(again.launched) == 3, "the search is remembered"
 
 
 def test_a_cell_without_a_surviving_batch_keeps_its_failure(run):
@@ -119,7 +186,8 @@ def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling
         tried.append(batch)
         return api.Trial(batch, "ok" if batch <= largest else "oom_host", float(batch))
 
-    found = choose(search_max_batch(start, attempt, ceiling))
+    best = choose(search_max_batch(start, attempt, ceiling))
+    found = best and best.gpu_batch_size
     largest = min(largest, ceiling)
     assert max(tried) <= ceiling
     assert len(tried) == len(set(tried)) <= 16
@@ -141,12 +209,13 @@ def test_the_search_ends_within_a_quarter_of_the_largest(start, largest, ceiling
 def test_what_ends_the_search(ends, chosen):
     trials = search_max_batch(8, lambda batch: api.Trial(batch, *ends[batch]))
     assert [t.gpu_batch_size for t in trials] == list(ends)
-    assert choose(trials) == chosen
+    best = choose(trials)
+    assert (best and best.gpu_batch_size) == chosen
 
 
 def test_the_fastest_survivor_is_chosen_not_the_largest():
     trials = [api.Trial(8, "ok", 2.0), api.Trial(16, "ok", 1.5), api.Trial(32, "timeout", None)]
-    assert choose(trials) == 8
+    assert choose(trials).gpu_batch_size == 8
 
 
 def test_searches_are_remembered_per_machine_cell_and_version(tmp_path):

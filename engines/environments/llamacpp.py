@@ -1,0 +1,65 @@
+"""Builds llama.cpp for the CPU of this machine: run once by the environment's own Python, after its pins are there.
+
+The source distribution of `llama-cpp-python` carries the whole of llama.cpp. Its prebuilt packages use AVX2 at most,
+which costs a CPU with AVX512, bfloat16 or AMX instructions most of its speed. The programs and a record of the build go
+to `sys.prefix/llama.cpp`. Without a compiler nothing is built, and the adapter falls back on the prebuilt package.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+SOURCE = "llama-cpp-python==0.3.36"
+FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",  # every instruction set that this CPU has
+    "-DBUILD_SHARED_LIBS=OFF",
+    *(f"-DLLAMA_{part}=OFF" for part in ("OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI", "USE_PREBUILT_UI")),
+)
+PROGRAMS = ("llama-server", "llama-quantize")
+
+
+def main() -> None:
+    """Builds PROGRAMS. Raises CalledProcessError where pip or the build fails."""
+    target, tools = Path(sys.prefix, "llama.cpp"), Path(sys.prefix, "bin")
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        print("no C++ compiler: llama.cpp is not built for this machine")  # noqa: T201 - into the log of the build
+        return
+    with tempfile.TemporaryDirectory(dir=sys.prefix) as folder:
+        # the pinned scikit-build-core reads the metadata: pip would build cmake in an isolated environment
+        how = ["--quiet", "--no-deps", "--no-build-isolation", "--no-binary", "llama-cpp-python"]
+        _run(sys.executable, "-I", "-m", "pip", "download", *how, SOURCE, "--dest", folder)
+        with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+        source, build = next(Path(folder).glob("*/vendor/llama.cpp")), f"{folder}/build"
+        cmake, ninja = tools / "cmake", tools / "ninja"
+        _run(cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", source, "-B", build, *FLAGS)
+        _run(ninja, "-C", build, *PROGRAMS)
+        target.mkdir(exist_ok=True)
+        for program in PROGRAMS:
+            shutil.copy2(f"{build}/bin/{program}", target / program)
+            _run("strip", target / program)
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat")))
+    # told at this verbosity only, before the model is found to be missing
+    command = [str(target / "llama-server"), "--offline", "--verbosity", "4", "--model", "/nonexistent"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout
+    system = next((line.partition("system_info: ")[2] for line in said.splitlines() if "system_info: " in line), "")
+    record = {
+        "source": SOURCE,
+        "cmake": FLAGS,
+        "cpu_flags": sorted(flags.partition(":")[2].split()),
+        "enabled": [part.split(" = ")[0].split()[-1] for part in system.split("|") if part.strip().endswith("= 1")],
+    }
+    (target / "build.json").write_text(json.dumps(record))
+
+
+def _run(*command: object) -> None:
+    subprocess.run([*map(str, command)], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -48,7 +48,7 @@ def compare_records(before: Runs, after: Runs, rules: Rules = DEFAULT) -> Compar
 def compare_engines(runs: Sequence[Path], against: str, rules: Rules = DEFAULT) -> list[Comparison]:
     """Compares the cells of each workload of each run with the cell named `against`, or with that engine's fastest one.
 
-    Excludes simulated and projected cells, and references other than one that `against` names. Holm's correction covers
+    Excludes simulated cells, and references other than one that `against` names. Holm's correction covers
     a workload. Raises HarnessError where no workload has such a cell and another one.
     """
     comparisons, engines = [], set[str]()
@@ -102,7 +102,7 @@ def _without_test(a: Sample | None, b: Sample | None, rules: Rules) -> tuple[Ver
     if not rules.engines and (changed := changed_cell(a.records[-1], b.records[-1])):
         return "not comparable", f"another cell of the same name: {changed}"
     if a.virtual != b.virtual:
-        return "not comparable", "one side is simulated or projected, the other measured"
+        return "not comparable", "one side is simulated, the other measured"
     if items := differing(a.records, b.records, rules.allow, rules.engines):
         return "not comparable", f"another environment: {'; '.join(items)}"
     return _by_failures(a, b, rules.alpha, rules.engines)

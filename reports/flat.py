@@ -63,7 +63,6 @@ def _line(record: RunRecord) -> dict[str, object]:
         "compute_dtype": load.compute_dtype if load else None,
         "reference": spec.reference,
         "simulated": record.simulated,
-        "projected": record.projected,
         "status": record.status,
         "expect": spec.expect,
         "reason": record.reason,

@@ -100,7 +100,7 @@ def _remarks(rows: Sequence[CellSummary]) -> list[str]:
     if any(r.fewer_requests for r in competitors):
         remarks.append("Not all cells completed the same number of requests; cells with fewer are marked.")
     if any(r.kind != "measured" for r in rows):
-        remarks.append("Simulated and projected cells are not measurements and never rank above measured cells.")
+        remarks.append("Simulated cells are not measurements and never rank above measured cells.")
     errors = sorted(abs(r.prediction_error) for r in rows if r.kind != "simulated" and r.prediction_error is not None)
     if errors:
         middle = number(100 * (median(errors) or 0.0))

@@ -64,7 +64,7 @@ class Sample:
 
     @property
     def virtual(self) -> bool:
-        """Whether its figures are simulated or projected."""
+        """Whether its figures are simulated."""
         return kind_of(self.records) != "measured"
 
 

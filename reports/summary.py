@@ -12,7 +12,7 @@ from reports.records import name_of, workload_of
 from reports.stats import Ratio, ratio_of
 from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, quotient, span
 
-Kind = Literal["measured", "simulated", "projected"]
+Kind = Literal["measured", "simulated"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CellSummary:
 
     @property
     def qualifiers(self) -> tuple[str, ...]:
-        """`reference`, `simulated` and `projected`, where they apply."""
+        """`reference` and `simulated`, where they apply."""
         return ("reference",) * self.reference + (self.kind,) * (self.kind != "measured")
 
     @property
@@ -130,10 +130,8 @@ def summary_rows(records: Iterable[RunRecord]) -> list[CellSummary]:
 
 
 def kind_of(records: Sequence[RunRecord]) -> Kind:
-    """Whether a cell's figures are measured; a single simulated or projected record decides."""
-    if any(r.simulated for r in records):
-        return "simulated"
-    return "projected" if any(r.projected for r in records) else "measured"
+    """Whether a cell's figures are measured; a single simulated record decides."""
+    return "simulated" if any(r.simulated for r in records) else "measured"
 
 
 def by_workload(rows: Iterable[CellSummary]) -> dict[str, list[CellSummary]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Status = Literal[
     "ok",  # every check passed and the figures may be used

@@ -172,7 +172,6 @@ class RunRecord:
     command: str = ""
     log: str = ""
     simulated: bool = False
-    projected: bool = False
     schema_version: int = SCHEMA_VERSION
 
     def total(self, name: str, phase: Phase) -> float | None:
@@ -211,6 +210,8 @@ def parse_record(line: bytes, where: str) -> RunRecord:
         )
     if version == 1 and isinstance(data.get("model"), dict):
         data["model"].pop("largest_layer_bytes", None)  # which nothing ever read
+    if version < 3:
+        data.pop("projected", None)  # which nothing ever set
     try:
         return from_json(RunRecord, data | {"schema_version": SCHEMA_VERSION})
     except (HarnessError, OverflowError) as exc:

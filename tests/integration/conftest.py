@@ -79,8 +79,11 @@ class Cli:
         return line
 
     def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-        # tests share a machine: what disturbs a launch here is the next test
-        return self("run", suite, "--out", self.out, "--extra-tries", 0, *arguments, **options)
+        return self(*self.running(suite), *arguments, **options)
+
+    def running(self, suite: Path) -> tuple[object, ...]:
+        """The arguments that run a suite here. Tests share a machine: what disturbs a launch is the next test."""
+        return "run", suite, "--out", self.out, "--extra-tries", 0
 
     def execute(self, command: list[str], code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -87,7 +87,7 @@ def test_a_path_with_spaces_and_colons_and_two_harnesses_at_once(cli, images, tm
 
 def test_containers_of_a_killed_harness_are_removed_by_the_next(cli, images, client):
     suite = cli.suite("  - {engine: fake, options: {hang: true}, timeout: 300s}", repeats=1, launcher="docker")
-    process = cli.start("run", suite, "--out", cli.out)
+    process = cli.start(*cli.running(suite))
     wait_for(lambda: client.containers.list(filters={"label": OWNER}), seconds=60)
     end(process)
     assert client.containers.list(filters={"label": OWNER}), "it is still there"
@@ -126,7 +126,7 @@ def test_an_engine_that_dies_is_an_error_and_its_worker_ends(cli, images):
     with container_engine.private_engine() as (address, pid):
         container_engine.copy_image("offload-harness/harness", address)
         suite = cli.suite("  - {engine: fake, options: {hang: true}, timeout: 120s}", repeats=1, launcher="docker")
-        process = cli.start("run", suite, "--out", cli.out, DOCKER_HOST=address)
+        process = cli.start(*cli.running(suite), DOCKER_HOST=address)
         client = docker.DockerClient(base_url=address)
         wait_for(lambda: client.containers.list(filters={"label": OWNER}), seconds=60)
         os.kill(pid, 9)

@@ -168,7 +168,7 @@ def test_no_batch_that_survives_is_a_result_not_a_crash(cli):
 def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
     cells = "  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}"
     suite = cli.suite(cells, repeats=1)
-    process = cli.start("run", suite, "--out", cli.out)
+    process = cli.start(*cli.running(suite))
     wait_for((cli.out / "records.jsonl").exists)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -186,7 +186,7 @@ def test_ctrl_c_at_random_ends_in_one_line_and_loses_nothing(cli, seed):
     lock = cli.out / ".lock"
     for _ in range(4):
         lock.unlink(missing_ok=True)  # of the launch before: before this one takes it, Ctrl-C is the interpreter's
-        process = cli.start("run", suite, "--out", cli.out)
+        process = cli.start(*cli.running(suite))
         wait_for(lock.exists)
         time.sleep(rng.uniform(0.2, 2.0))
         process.send_signal(signal.SIGINT)
@@ -204,7 +204,7 @@ def test_kill_minus_nine_at_random_loses_and_repeats_nothing(cli, seed):
     rng = random.Random(seed)
     kept: list[str] = []
     for _ in range(4):
-        process = cli.start("run", suite, "--out", cli.out)
+        process = cli.start(*cli.running(suite))
         time.sleep(rng.uniform(0.2, 2.0))
         end(process)
         wait_for(lambda: not left_behind(cli))

@@ -426,12 +426,12 @@ def test_the_last_of_duplicates_wins(tmp_path):
         (None, "has no records.jsonl"),
         ("", "holds no complete record"),
         ('{"spec": {"en', "holds no complete record"),
-        ('{"schema_version": 3, "new": 1}\n', "schema_version 3 is newer than 2"),
+        ('{"schema_version": 4, "new": 1}\n', "schema_version 4 is newer than 3"),
         ("[1]\n", "not a record"),
         ("{}\n", "not a record"),
-        ('{"schema_version": 2}\n', "field 'spec' is missing"),
+        ('{"schema_version": 3}\n', "field 'spec' is missing"),
         ("[" * 100_000 + "\n1\n", "not JSON"),
-        ('{"schema_version": 2, "wall_s": NaN}\n', "NaN is no number"),
+        ('{"schema_version": 3, "wall_s": NaN}\n', "NaN is no number"),
     ],
 )
 def test_unreadable_records_are_one_clear_line(tmp_path, content, message):

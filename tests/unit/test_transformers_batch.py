@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from engines.adapters.transformers import TransformersEngine
 from engines.adapters.transformers_batch import TransformersBatchEngine
@@ -13,6 +14,13 @@ from tests.offload import load, tiny
 @pytest.fixture(scope="module", params=["opt", "llama"])
 def model(request, tmp_path_factory):
     return tiny(tmp_path_factory.mktemp(request.param), request.param, eos_token_id=None)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+    """As in a worker of a cell without a device. Here another test may have registered one, and it takes any."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: torch.cpu)
 
 
 def asked(ignore_eos=True, **more):

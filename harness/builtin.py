@@ -153,8 +153,7 @@ NOT_BUILT = {
     "tensorrt_llm": ("TensorRT-LLM, for NVIDIA devices", _BY_SERVER),
     "petals": (
         "collaborative inference over slow links",
-        "installs only beside old packages (transformers < 4.35, pydantic < 2); pipeline stages of ours over throttled "
-        "links are to represent it",
+        "installs only beside old packages (transformers < 4.35, pydantic < 2); nothing here stands in for it",
     ),
 }
 

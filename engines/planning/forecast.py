@@ -11,6 +11,7 @@ from engines.planning.threads import limited
 from engines.planning.workload import Lengths
 from harness.api import Dtype, Forecast, HardwareProfile, HarnessError, MachineRates, Processor, RunRecord
 from harness.common.curve import interpolate
+from harness.common.roofline import merged
 
 #: Rows of the product that calibration and every launch measure.
 _PROBED_ROWS = "256"
@@ -19,8 +20,8 @@ _PROBED_ROWS = "256"
 def forecast(record: RunRecord, profile: HardwareProfile) -> Forecast | None:
     """The prediction for a launch that ran without a device.
 
-    It uses the profile, scaled by the rates measured beside the launch; in another dtype than the profile's it uses
-    those rates alone. None if they are missing. Raises HarnessError for what cannot be planned.
+    It uses the profile, scaled by the rates measured before and after the launch; in another dtype than the profile's
+    it uses those rates alone. None if they are missing. Raises HarnessError for what cannot be planned.
     """
     spec, model, load = record.spec, record.model, record.load
     assert model is not None
@@ -52,8 +53,10 @@ def _profile_at_launch(profile: HardwareProfile, record: RunRecord, dtype: Dtype
     the launch's own threads, so it applies after the limits.
     """
     machine, disk = record.machine, profile.disk
+    if machine is not None and record.machine_after is not None:
+        machine = merged(machine, record.machine_after)
     if machine is not None and machine.disk_read:
-        disk = replace(disk, read=max(machine.disk_read))
+        disk = replace(disk, read=statistics.median(machine.disk_read))
     profile = limited(replace(profile, disk=disk), record.spec.limits)
     host = _host_at_launch(profile.host, machine, dtype)
     return None if host is None else replace(profile, host=host)
@@ -68,5 +71,5 @@ def _host_at_launch(host: Processor, machine: MachineRates | None, dtype: Dtype)
         return replace(host, flops=flops, dtype=dtype)
     if not (host.probed and machine.gemm_shape and _PROBED_ROWS in curve):
         return host
-    # the best samples, as for bounds: noise only slows
+    # the best samples, as in the profile: noise only slows arithmetic
     return faster(host, max(curve[_PROBED_ROWS]) / interpolate(host.probed, machine.gemm_shape[0]))

@@ -166,7 +166,7 @@ class Simulator:
         By batch: its rows, those of them that need logits, and the seconds of its attention in one layer.
         """
         batches = len(rows)
-        slowdown = self._contention(rows, logits_rows)
+        slowdown, self._disk.read_slowdown = self._contention(rows, logits_rows)
         arrivals: dict[int, float] = {}
         ops = self._pass_ops(batches)
         attended = {op.tile for op in ops if op.kind == "attend"}
@@ -216,15 +216,20 @@ class Simulator:
             written.update(block for block in new if block >= first)
         return len(filled), len(written)
 
-    def _contention(self, rows: Sequence[int], logits_rows: Sequence[int]) -> float:
-        """Factor by which products slow down in a pass, as reads from disk take memory bandwidth."""
-        share = self._machine.host.beside_disk or 1.0
+    def _contention(self, rows: Sequence[int], logits_rows: Sequence[int]) -> tuple[float, float]:
+        """Factors by which products and reads from disk slow down in a pass, as they share the memory's bandwidth."""
+        host, disk = self._machine.host, self._machine.profile.disk
         pairs = list(zip(self._placed.tiles, self._streamed, strict=True))
-        disk = sum(tile.span for tile, on_disk in pairs if on_disk) / self._machine.profile.disk.read
-        if share == 1.0 or not disk or not self._policy.overlap:
-            return 1.0
-        whole = sum(self._product(b, sum(logits_rows if b.file.startswith(OUTSIDE) else rows)) for b, _ in pairs)
-        return min(1 / share, 1 + (1 - share) * disk / whole)
+        reads = sum(tile.span for tile, on_disk in pairs if on_disk) / disk.read
+        if not reads or not self._policy.overlap:
+            return 1.0, 1.0
+        products = sum(
+            self._product(tile, sum(logits_rows if tile.file.startswith(OUTSIDE) else rows)) for tile, _ in pairs
+        )
+        return (
+            _slowed(products, host.beside_disk or 1.0, reads, disk.beside_products or 1.0),
+            _slowed(reads, disk.beside_products or 1.0, products, host.beside_disk or 1.0),
+        )
 
     def _load(self, tile: WeightTile) -> float:
         """When a tile arrives, read as soon as the disk and a slot of the ring are free."""
@@ -269,3 +274,9 @@ class Simulator:
             return storing + self._machine.prefill_attention_s(flops, self._policy.kv_bits)
         stored = 2 * seen * shape.num_kv_heads * self._placed.cache.row_bytes(shape.head_dim)
         return storing + stored / attention_rate(self._machine.host, self._policy.kv_bits)
+
+
+def _slowed(seconds: float, share: float, other: float, other_share: float) -> float:
+    """Factor by which work of `seconds` slows down that keeps `share` of its rate until `other` work, begun with it and
+    slowed to `other_share` itself, is done."""
+    return min(1 / share, 1 + (1 - share) * other / other_share / seconds) if seconds else 1.0

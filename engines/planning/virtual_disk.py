@@ -20,13 +20,15 @@ class VirtualDisk:
         self._read = read
         self._write = write
         self._timeline = timeline
+        #: Factor by which reads take longer, beside products.
+        self.read_slowdown = 1.0
         #: The time from which on it is idle.
         self.free = 0.0
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS)
 
     def read(self, lane: str, name: str, nbytes: float, ready: float) -> float:
         """Reads bytes that may be read from time `ready` on; returns when they are in memory."""
-        return self._move(lane, name, nbytes / self._read, ready)
+        return self._move(lane, name, self.read_slowdown * nbytes / self._read, ready)
 
     def write(self, lane: str, name: str, nbytes: float, ready: float) -> float:
         """Writes bytes that exist from time `ready` on; returns when they are on disk."""

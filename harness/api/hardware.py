@@ -37,7 +37,7 @@ class Processor:
     Free of cost if missing: `attention_call_s`, the overhead in seconds per sequence and head of an engine that calls
     a library for attention; `elementwise`, values/s (rows times hidden size, per layer) of the operations between
     products; `layer_call_s`, the remaining seconds of a pass per layer; `beside_disk`, the fraction of the products'
-    rate that remains while weights stream from the disk.
+    rate that remains while the disk is read.
 
     `probed`: FLOP/s at 256 rows by columns of the matrix, measured as beside each launch, to tell how far the machine
     has drifted. `by_threads`: FLOP/s at 256 rows by number of threads.
@@ -78,13 +78,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """A disk: capacity in bytes, and bytes/s of large concurrent reads and writes."""
+    """A disk: capacity in bytes, and bytes/s of large concurrent reads and writes.
+
+    `beside_products`: the fraction of the read rate that remains while the host multiplies; 1 if missing.
+    """
 
     __pydantic_config__ = FORBID
 
     capacity: float
     read: float
     write: float
+    beside_products: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,10 @@ class HardwareProfile:
             if not (isinstance(value, (int, float)) and math.isfinite(value) and _least(path) <= value < _ABSURD):
                 raise HarnessError(f"hardware {self.name}: {path} is {value}; it must be a positive number, in bytes, "
                                    "values or operations (a second), dollars or watts")  # fmt: skip
-        if (share := self.host.beside_disk) is not None and share > 1:
-            raise HarnessError(f"hardware {self.name}: host.beside_disk is {share}; a fraction is at most 1")
+        shares = {"host.beside_disk": self.host.beside_disk, "disk.beside_products": self.disk.beside_products}
+        for path, share in shares.items():
+            if share is not None and share > 1:
+                raise HarnessError(f"hardware {self.name}: {path} is {share}; a fraction is at most 1")
         if self.devices < 0:
             raise HarnessError(f"hardware {self.name}: devices is {self.devices}; it must be 0 or more")
         if (self.device is None) != (self.devices == 0) or (self.device is None) != (self.link is None):
@@ -169,7 +175,7 @@ class HardwareProfile:
 def _least(path: str) -> float:
     """The least plausible figure: 1 for rates (per second) and memory (bytes), next to 0 for seconds, fractions and
     prices."""
-    return 1e-12 if path.endswith(("_s", "beside_disk")) or path.startswith("prices.") else 1.0
+    return 1e-12 if path.endswith(("_s", "beside_disk", "beside_products")) or path.startswith("prices.") else 1.0
 
 
 def _figures(part: Any, path: str = "") -> Iterator[tuple[str, object]]:

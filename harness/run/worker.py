@@ -26,11 +26,11 @@ from harness import api, registry
 from harness.api.machine import mean_cached_length
 from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
+from harness.common.disk_rate import sequential_read_rates
 from harness.common.files import replace_with
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
 from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
-from harness.probes.disk import sequential_read_rates
 from harness.probes.gpu import GpuProbe
 from harness.probes.latency import metrics, scored_metrics
 from harness.probes.memory import MemoryProbe, held_bytes

@@ -83,6 +83,16 @@ def test_a_forecast_is_of_the_same_job_within_the_same_limits():
     assert fewer.throughput_tok_s <= free.throughput_tok_s
 
 
+def test_the_disk_of_a_forecast_is_as_fast_as_it_was_before_and_after_the_launch():
+    policy = api.OffloadPolicy(4, schedule="row", weights=(0, 0, 1))
+    rates = [api.MachineRates(disk_read=(rate,)) for rate in (10e6, 30e6)]
+    waits = {
+        name: forecast(record(policy, machine=before, machine_after=after), LAPTOP).metrics["task_load_weights_s"]
+        for name, before, after in (("both", *rates), ("before", rates[0], None))
+    }
+    assert waits["both"] == pytest.approx(waits["before"] / 2)
+
+
 def test_another_dtype_than_the_profiles_needs_rates_from_beside_the_launch():
     launch = record()
     launch = replace(launch, load=replace(launch.load, compute_dtype="bfloat16"))

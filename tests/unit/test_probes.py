@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.common.disk_rate import sequential_read_rates
 from harness.hardware import provenance
 from harness.probes import counters
 from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
-from harness.probes.disk import sequential_read_rates
 from harness.probes.family import family
 from harness.probes.gpu import GpuProbe
 from harness.probes.memory import MemoryProbe

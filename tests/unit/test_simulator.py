@@ -177,6 +177,31 @@ def test_only_overlap_hides_the_disk() -> None:
     assert times[True] < times[False]
 
 
+@pytest.mark.parametrize(
+    ("rows", "bottleneck"), [(2, "disk"), (64, "products")], ids=["limited by the disk", "limited by arithmetic"]
+)
+def test_products_and_reads_slow_each_other_while_both_run(rows: int, bottleneck: str) -> None:
+    """What is shorter takes 1 / share as long; what is longer is slowed for that long."""
+    model, lengths = shape("facebook/opt-1.3b"), [Lengths(1, 8)] * rows
+    policy = OffloadPolicy(rows, schedule="row", weights=(0.0, 0.0, 1.0))
+    placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
+    tasks = {}
+    for name, of_products, of_disk in (("alone", 1.0, 1.0), ("both", 0.5, 0.8)):
+        machine = replace(LAPTOP, host=replace(LAPTOP.host, beside_disk=of_products),
+                          disk=replace(LAPTOP.disk, beside_products=of_disk))  # fmt: skip
+        simulator = Simulator(placed, policy, Machine(machine))
+        simulator.run(simulated_sequences(lengths))
+        tasks[name] = simulator.timeline.tasks["task_products"], simulator.timeline.tasks["task_load_weights"]
+    (products, reads), (slow_products, slow_reads) = tasks["alone"], tasks["both"]
+    assert (reads > 2 * products) is (bottleneck == "disk")
+    if bottleneck == "disk":
+        assert slow_products == pytest.approx(2 * products)
+        assert slow_reads == pytest.approx(reads + (1 - 0.8) * 2 * products)
+    else:
+        assert slow_reads == pytest.approx(reads / 0.8)
+        assert slow_products == pytest.approx(products + (1 - 0.5) * reads / 0.8)
+
+
 def test_a_search_without_a_device_ends_in_seconds_and_fits() -> None:
     planner = planner_of("facebook/opt-6.7b", Lengths(256, 32))
     policy = OffloadPolicy(16, 4, "zigzag", weight_bits=4)

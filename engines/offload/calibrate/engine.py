@@ -14,12 +14,19 @@ from transformers.utils import logging
 from engines.models.checkpoints import prepare
 from engines.offload.engine import OffloadEngine
 from harness import api
+from harness.common.disk_rate import sequential_read_rates
 
 _LAYERS, _HIDDEN, _VOCAB = 4, 2048, 512
 #: Prompt tokens of a pass, as under a limit of a few GiB.
 _CHUNK = 256
 #: Jobs as (prompts, tokens of each, generated): equal rows in short and in long prompts, and passes of few rows.
 _SHORT, _LONG, _FEW = (8, 64, 1), (1, 512, 1), (8, 8, 17)
+#: Passes of few rows that are shorter than reading the weights, so that the disk is busy all the time.
+_STREAMED = (96, 4, 13)
+#: Seconds of a read of the disk alone.
+_READ_S = 0.5
+#: The smallest share of a rate that is believed.
+_LEAST_SHARE = 0.1
 #: Seconds that stand in for a time below the clock's resolution.
 _LEAST_S = 1e-6
 
@@ -38,26 +45,46 @@ def measure(cache: Path, dtype: api.Dtype, kinds: Sequence[api.Bits], rounds: in
         (folder / "cache").mkdir(exist_ok=True)
         (folder / "cache" / "kernels").symlink_to(kernels)
         for bits in kinds:
-            with _loaded(model, folder, _policy(bits, dtype)) as engine:
+            with _loaded(model, folder, _policy(bits, dtype)) as (engine, _):
                 for rates in _rounds(engine, bits, rounds):
                     for path, rate in rates.items():
                         samples[path].append(rate)
-        samples["host.beside_disk"] = _beside_disk(model, folder, dtype, -(-rounds // 2))
+        for shares in _beside_reads(model, folder, dtype, -(-rounds // 2)):
+            for path, share in shares.items():
+                samples[path].append(share)
     return dict(samples)
 
 
-def _beside_disk(model: api.LocalModel, folder: Path, dtype: api.Dtype, rounds: int) -> list[float]:
-    """Share of the products' rate that is left while weights stream from disk; both are measured alternately."""
-    held, streamed = _policy(16, dtype), replace(_policy(16, dtype), weights=(0.0, 0.0, 1.0))
-    shares = []
+def _beside_reads(model: api.LocalModel, folder: Path, dtype: api.Dtype, rounds: int) -> Iterator[dict[str, float]]:
+    """By round: what is left of the products' rate while the disk is read, and of the disk's while products run.
+
+    The engine runs with all weights in memory, then with all on disk, which is then read alone.
+    """
+    policy = replace(_policy(16, dtype), gpu_batch_size=_STREAMED[0])
     for _ in range(rounds):
-        seconds = []
-        for policy in (held, streamed):
-            with _loaded(model, folder, policy) as engine:
-                _run(engine, _FEW)
-                seconds.append(_run(engine, _SHORT)["task_products_s"])
-        shares.append(min(1.0, seconds[0] / seconds[1]))
-    return shares
+        with _loaded(model, folder, replace(policy, weights=(0.0, 1.0, 0.0))) as (engine, _):
+            _run(engine, _FEW)
+            alone = _run(engine, _STREAMED)["task_products_s"]
+        with _loaded(model, folder, replace(policy, weights=(0.0, 0.0, 1.0))) as (engine, report):
+            _run(engine, _FEW)
+            both = _run(engine, _STREAMED)
+        rates = sequential_read_rates(Path(model.path), _READ_S)
+        if not rates:  # a file system without direct I/O
+            return
+        products, reads = both["task_products_s"], both["task_load_weights_s"]
+        reading_alone = report.weights_by_tier[2] * both["passes"] / max(rates)
+        yield {
+            "host.beside_disk": remaining_share(alone, products, reads),
+            "disk.beside_products": remaining_share(reading_alone, reads, products),
+        }
+
+
+def remaining_share(alone: float, beside: float, other: float) -> float:
+    """The share of its rate that work keeps while other work runs, which takes `other` seconds.
+
+    The work takes `alone` seconds by itself, and `beside` seconds with the other: `alone` = share * overlap + the rest.
+    """
+    return min(1.0, max(_LEAST_SHARE, 1 - (beside - alone) / min(beside, other)))
 
 
 def _rounds(engine: OffloadEngine, bits: api.Bits, rounds: int) -> Iterator[dict[str, float]]:
@@ -107,7 +134,9 @@ def _policy(bits: api.Bits, dtype: api.Dtype) -> api.OffloadPolicy:
 
 
 @contextmanager
-def _loaded(model: api.LocalModel, folder: Path, policy: api.OffloadPolicy) -> Iterator[OffloadEngine]:
+def _loaded(
+    model: api.LocalModel, folder: Path, policy: api.OffloadPolicy
+) -> Iterator[tuple[OffloadEngine, api.LoadReport]]:
     with tempfile.TemporaryDirectory(dir=folder) as scratch, closing(OffloadEngine()) as engine:
-        engine.load(model, policy, api.HardwareLimits(), api.Job(Path(scratch), folder / "cache", 1024, 512))
-        yield engine
+        job = api.Job(Path(scratch), folder / "cache", 1024, 512)
+        yield engine, engine.load(model, policy, api.HardwareLimits(), job)

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import mmap
 import os
 import platform
 import statistics
@@ -25,6 +26,7 @@ from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights import gemm
 from harness import api
 from harness.common.buffers import direct_buffer
+from harness.common.disk_rate import sequential_read_rates
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
@@ -184,15 +186,16 @@ def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[floa
 
 
 def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Bytes/s written and read past the page cache, in large pieces in sequence."""
+    """Bytes/s written and read past the page cache: written in sequence, read as beside launches."""
     buffer = direct_buffer(_PIECE)
     buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # random: a disk may compress
-    written, reads = [], []
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    written = []
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path = Path(scratch, "file")
         try:
-            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         except OSError:  # a file system without direct I/O
-            descriptor = os.open(file.name, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
         try:
             for _ in range(2):
                 began = time.perf_counter()
@@ -200,12 +203,16 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
                     os.pwritev(descriptor, [buffer], offset)
                 os.fsync(descriptor)
                 written.append(size / (time.perf_counter() - began))
-            for _ in range(rounds):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # works without direct I/O too
-                began = time.perf_counter()
-                for offset in range(0, size, _PIECE):
-                    os.preadv(descriptor, [buffer], offset)
-                reads.append(size / (time.perf_counter() - began))
+            direct = [rate for _ in range(rounds) for rate in sequential_read_rates(Path(scratch))]
+            return written, direct or [_read(descriptor, size, buffer) for _ in range(rounds)]
         finally:
             os.close(descriptor)
-    return written, reads
+
+
+def _read(descriptor: int, size: int, buffer: mmap.mmap) -> float:
+    """Bytes/s of a file that cannot be read past the page cache, with none of it there."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    for offset in range(0, size, _PIECE):
+        os.preadv(descriptor, [buffer], offset)
+    return size / (time.perf_counter() - began)

@@ -13,7 +13,7 @@ from engines.planning.host_planner import HostPlanner
 from engines.planning.pipeline import planner_for
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
-from engines.planning.threads import compute_threads
+from engines.planning.thread_control import allot, policy_threads
 from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 
@@ -49,7 +49,7 @@ def plan(
             bits=ALL_BITS if bits is None else bits,
             cpu_attention=(False, True) if profile.device else (False,),
             latency_s=latency_s,
-            base=OffloadPolicy(threads=None if profile.device else compute_threads(profile)),
+            base=OffloadPolicy(threads=policy_threads(profile, planner.engine)),
         )
         result = search(planner, space, report)
         if result.best is None:
@@ -66,6 +66,7 @@ def plan(
         "gen_len": gen_len,
         "policy": flat(chosen.policy),
         "predicted": _predicted(chosen.prediction) | profile.prices.metrics(chosen.prediction.throughput_tok_s),
+        "threads": _threads(planner, chosen.policy) if profile.device else None,
         "rejected": rejected,
     }
 
@@ -184,6 +185,19 @@ def shortage(missing: Mapping[str, float]) -> str:
 def _predicted(prediction: Prediction) -> dict[str, Any]:
     figures = {name: getattr(prediction, name) for name in _FIGURES}
     return figures | {"peak_bytes": asdict(prediction.peak), "busy": dict(prediction.busy)}
+
+
+def _threads(planner: ClosedFormPlanner, policy: OffloadPolicy) -> dict[str, Any]:
+    """How the host's threads are best divided beside a device, and the throughput with that and with the default."""
+    allotment = allot(planner.profile, planner.engine, planner.shape, policy, planner.lengths)
+
+    def throughput(intra_op: int) -> float:
+        return planner.predict(replace(policy, threads=intra_op)).throughput_tok_s
+
+    return allotment.plain() | {
+        "throughput_tok_s": throughput(allotment.intra_op),
+        "default_throughput_tok_s": throughput(allotment.default_intra_op),
+    }
 
 
 def _rejected(name: str, candidate: Candidate | None, reason: str) -> dict[str, Any]:

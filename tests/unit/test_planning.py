@@ -25,7 +25,8 @@ from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import Candidate, SearchSpace, search
-from engines.planning.threads import compute_threads, on_threads
+from engines.planning.thread_control import policy_threads
+from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths, by_whole_matrices, sublayers
 from harness import hardware
 from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
@@ -393,15 +394,15 @@ def test_devices_of_one_host_share_it() -> None:
 
 def test_threads_are_left_to_the_streams_and_none_are_idle_for_nothing() -> None:
     laptop = PROFILES["laptop_cpu"]
-    assert compute_threads(laptop) is None  # nobody has measured fewer threads there
+    assert policy_threads(laptop, OFFLOAD) is None  # nobody has measured fewer threads there
 
     def measured(cores: int, by_threads: dict[str, float]) -> HardwareProfile:
         return replace(laptop, host=replace(laptop.host, cores=cores, by_threads=by_threads))
 
-    assert compute_threads(measured(4, {"1": 1e11, "4": 4e11})) is None
-    assert compute_threads(measured(16, {"1": 1e11, "16": 16e11})) == 11
+    assert policy_threads(measured(4, {"1": 1e11, "4": 4e11}), OFFLOAD) is None
+    assert policy_threads(measured(16, {"1": 1e11, "16": 16e11}), OFFLOAD) == 11
     saturated = measured(56, {"1": 1e11, "16": 12e11, "32": 12e11, "56": 9e11})
-    assert compute_threads(saturated) == 16
+    assert policy_threads(saturated, OFFLOAD) == 16
     slower = on_threads(saturated.host, 1)
     assert slower.cores == 1
     assert slower.flops["256"] == pytest.approx(saturated.host.flops["256"] / 9)

@@ -10,6 +10,7 @@ from engines.models.shapes import shape
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_model
 from engines.planning.host_planner import HostPlanner
+from engines.planning.nanoflow import planned_pass
 from engines.planning.pipeline import planner_for
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
@@ -66,6 +67,7 @@ def plan(
         "gen_len": gen_len,
         "policy": flat(chosen.policy),
         "predicted": _predicted(chosen.prediction) | profile.prices.metrics(chosen.prediction.throughput_tok_s),
+        "workload": _workload(planner, chosen.policy, profile.between if stages > 1 else None),
         "threads": _threads(planner, chosen.policy) if profile.device else None,
         "rejected": rejected,
     }
@@ -185,6 +187,12 @@ def shortage(missing: Mapping[str, float]) -> str:
 def _predicted(prediction: Prediction) -> dict[str, Any]:
     figures = {name: getattr(prediction, name) for name in _FIGURES}
     return figures | {"peak_bytes": asdict(prediction.peak), "busy": dict(prediction.busy)}
+
+
+def _workload(planner: ClosedFormPlanner, policy: OffloadPolicy, between: float | None) -> dict[str, Any]:
+    """Which resource bounds a pass at the policy's batch: the time of each over that of arithmetic."""
+    times = planned_pass(planner.shape, policy, planner.lengths, planner.machine, between)
+    return {"bound_by": times.bound_by, "compute_s": times.compute, "ratios": times.ratios}
 
 
 def _threads(planner: ClosedFormPlanner, policy: OffloadPolicy) -> dict[str, Any]:

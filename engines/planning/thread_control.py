@@ -141,7 +141,7 @@ def best_intra_op(host: Processor, operators: int) -> int:
 
     Enumerated from 1 to all cores less one for each stream, and the default, so that it is never slower than that.
     """
-    counts = {*range(1, host.cores - len(STREAMS) + 1), host.cores}
+    counts: list[int] = [*range(1, host.cores - len(STREAMS) + 1), host.cores]
     times = {count: relative_time(host, operators, count) for count in counts}
     enough = min(times[host.cores], (1 + _ALIKE) * min(times.values()))
     return min(count for count, seconds in times.items() if seconds <= enough)
@@ -150,8 +150,9 @@ def best_intra_op(host: Processor, operators: int) -> int:
 def relative_time(host: Processor, operators: int, intra_op: int) -> float:
     """Time of host attention with so many threads for each operator, relative to a library's default, all cores.
 
-    The profile's rate is that of the default. Threads add up, as calibrated or else evenly, until the hardware's threads
-    or the memory's bandwidth are exhausted; more threads than those evict each other's data from the last-level cache.
+    The profile's rate is that of the default. Threads add up, as calibrated or else evenly, up to the number that
+    the hardware runs and to the memory's bandwidth. Beyond that number they evict each other's data from the last-level
+    cache.
     """
     return _time(host, operators, intra_op) / _time(host, operators, host.cores)
 

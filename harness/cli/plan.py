@@ -101,6 +101,7 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
     costs = {"tokens_per_dollar": "tokens per dollar", "tokens_per_joule": "tokens per joule"}
     if told := [f"{_rounded(predicted[name])} {words}" for name, words in costs.items() if name in predicted]:
         click.echo(f"  {', '.join(told)}, at the prices of the hardware profile")
+    click.echo(f"  {_workload(plan['workload'])}")
     if plan["threads"]:
         click.echo(f"  {_threads(plan['threads'])}")
     if plan["rejected"]:
@@ -117,6 +118,14 @@ def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         yield {"": name} | {tier: f"{100 * policy[letter + suffix]:.0f} %" for tier, suffix in tiers}
     yield {"": "needs"} | {tier: f"{peak[tier] / 2**30:.1f} GiB" for tier, _ in tiers}
+
+
+def _workload(workload: Mapping[str, Any]) -> str:
+    """What bounds a pass, after NanoFlow: the time of each resource over that of arithmetic."""
+    words = {"memory": "memory", "network": "network", "pcie": "copies", "host": "host attention", "disk": "disk"}
+    ratios = ", ".join(f"{words[name]} {ratio:.2g}" for name, ratio in workload["ratios"].items() if ratio >= 0.005)
+    bound = words.get(workload["bound_by"], workload["bound_by"])
+    return f"{bound}-bound: against 1 of arithmetic, a pass takes {ratios}"
 
 
 def _threads(threads: Mapping[str, Any]) -> str:

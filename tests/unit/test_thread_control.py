@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.models.shapes import shape
-from engines.planning.engine_cost_models import engine_cost_model
+from engines.planning.engine_cost_models import EngineCostModel, engine_cost_model
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import plan
 from engines.planning.planned_job import PlannedJob
@@ -71,7 +71,7 @@ def test_a_library_runs_seven_operators_of_attention_at_a_time_and_a_kernel_one(
     assert degree_of_concurrency(FUSED_ATTENTION) == 1
 
 
-def of(profile: HardwareProfile, policy: OffloadPolicy = POLICY, engine=LM_OFFLOAD) -> Allotment:
+def of(profile: HardwareProfile, policy: OffloadPolicy = POLICY, engine: EngineCostModel = LM_OFFLOAD) -> Allotment:
     return allot(profile, engine, OPT_30B, policy, LENGTHS)
 
 
@@ -103,20 +103,20 @@ def test_lm_offloads_gain_by_threads() -> None:
 
 
 def test_an_engine_that_controls_its_threads_is_predicted_with_them() -> None:
-    def predicted(engine, threads: int | None, **settings: bool) -> float:
+    def predicted(engine: EngineCostModel, threads: int | None, on_host: bool = True) -> float:
         planner = planner_for(PlannedJob(OPT_30B, [LENGTHS]), A100, engine, 1)
-        return planner.predict(replace(POLICY, threads=threads, **settings)).throughput_tok_s
+        return planner.predict(replace(POLICY, threads=threads, cpu_attention=on_host)).throughput_tok_s
 
     assert predicted(LM_OFFLOAD, None) == predicted(LM_OFFLOAD, 16) > predicted(LM_OFFLOAD, 56)
     assert predicted(FLEXGEN, None) == predicted(FLEXGEN, 56) < predicted(FLEXGEN, 16)
     # without host attention no operator competes for threads
-    assert predicted(LM_OFFLOAD, None, cpu_attention=False) == predicted(LM_OFFLOAD, 56, cpu_attention=False)
+    assert predicted(LM_OFFLOAD, None, on_host=False) == predicted(LM_OFFLOAD, 56, on_host=False)
 
 
 @pytest.mark.parametrize("name", WITH_DEVICE)
 @pytest.mark.parametrize("engine", [FLEXGEN, LM_OFFLOAD, OFFLOAD], ids=lambda engine: engine.name)
 @pytest.mark.parametrize("on_host", [True, False])
-def test_every_machine_with_a_device_gets_threads(name: str, engine, on_host: bool) -> None:
+def test_every_machine_with_a_device_gets_threads(name: str, engine: EngineCostModel, on_host: bool) -> None:
     profile = PROFILES[name]
     found = of(profile, replace(POLICY, cpu_attention=on_host), engine)
     assert set(found.streams) == set(STREAMS)
@@ -131,7 +131,9 @@ curves = st.dictionaries(st.integers(1, 64).map(str), st.floats(1e9, 1e12), max_
 
 
 @given(st.integers(1, 128), st.sampled_from([1, 2]), st.sampled_from([1, 7]), curves)
-def test_control_is_never_slower_than_the_default(cores: int, per_core: int, operators: int, curve) -> None:
+def test_control_is_never_slower_than_the_default(
+    cores: int, per_core: int, operators: int, curve: dict[str, float]
+) -> None:
     host = replace(A100.host, cores=cores, threads_per_core=per_core, attention_by_threads=curve)
     chosen = best_intra_op(host, operators)
     assert chosen in (*range(1, cores - len(STREAMS) + 1), cores)

@@ -1,6 +1,7 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
@@ -9,7 +10,7 @@ from engines.planning.machine import Machine
 from engines.planning.memory import TierBytes, capacity, memory_constraints, peak_memory
 from engines.planning.placement import best_fractions
 from engines.planning.planned_job import PlannedJob
-from engines.planning.thread_control import best_intra_op, concurrent_operators, relative_time, with_attention_time
+from engines.planning.thread_control import best_threads, concurrent_operators, relative_time, with_attention_time
 from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
@@ -134,6 +135,12 @@ class ClosedFormPlanner:
         """Bytes that each tier is short of."""
         return prediction.peak.missing(capacity(self.profile))
 
+    def with_thread_control(self, control: bool) -> "ClosedFormPlanner":
+        """The same planner for an engine that allots threads itself, or takes a library's default."""
+        planner = copy(self)
+        planner.engine, planner._on_threads = replace(self.engine, thread_control=control), {}
+        return planner
+
     def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         machine = self._machine_for(policy)
         return best_fractions(self.shape, policy, self.lengths, machine, self._engine_for(policy))
@@ -144,8 +151,9 @@ class ClosedFormPlanner:
         if not (given and policy.cpu_attention and self.machine.has_device):
             return self.machine
         if policy.threads not in self._on_threads:
-            host, operators = self.profile.host, concurrent_operators(self.engine)
-            time = relative_time(host, operators, policy.threads or best_intra_op(host, operators))
+            host, degree = self.profile.host, concurrent_operators(self.engine)
+            choice = (degree, policy.threads) if policy.threads else best_threads(host, degree)
+            time = relative_time(host, degree, *choice)
             self._on_threads[policy.threads] = Machine(with_attention_time(self.profile, time))
         return self._on_threads[policy.threads]
 

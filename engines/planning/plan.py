@@ -199,12 +199,12 @@ def _threads(planner: ClosedFormPlanner, policy: OffloadPolicy) -> dict[str, Any
     """How the host's threads are best divided beside a device, and the throughput with that and with the default."""
     allotment = allot(planner.profile, planner.engine, planner.shape, policy, planner.lengths)
 
-    def throughput(intra_op: int) -> float:
-        return planner.predict(replace(policy, threads=intra_op)).throughput_tok_s
+    def throughput(control: bool) -> float:
+        return planner.with_thread_control(control).predict(replace(policy, threads=None)).throughput_tok_s
 
     return allotment.plain() | {
-        "throughput_tok_s": throughput(allotment.intra_op),
-        "default_throughput_tok_s": throughput(allotment.default_intra_op),
+        "throughput_tok_s": throughput(True),
+        "default_throughput_tok_s": throughput(False),
     }
 
 

@@ -1,9 +1,10 @@
 """Allots the host's threads between the operators of host attention and the streams that load and store beside it.
 
 Source: LM-Offload (Wu et al. 2024), section 4: Kahn's algorithm gives the operators that can run at a time (inter-op),
-enumeration gives each operator's threads (intra-op), and each stream's threads follow from the bytes that it moves.
+enumeration how many do, with how many threads each (intra-op), and a stream's threads follow from the bytes it moves.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -105,18 +106,17 @@ def allot(
 ) -> Allotment:
     """The allotment for a job on a machine with a device. The policy has all fractions."""
     assert profile.link is not None
-    host = profile.host
-    operators = concurrent_operators(engine) if host_attends(policy, engine) else 0
-    intra = best_intra_op(host, operators) if operators else host.cores
-    spare = hardware_threads(host) - operators * intra
-    fused = operators <= 1
+    host, degree = profile.host, concurrent_operators(engine)
+    attends = host_attends(policy, engine)
+    operators, intra_op = best_threads(host, degree) if attends else (0, host.cores)
+    moved = volumes(shape, policy, lengths, engine)
     return Allotment(
         operators=operators,
-        intra_op=intra,
-        streams=stream_threads(volumes(shape, policy, lengths, engine), spare, profile.link),
+        intra_op=intra_op,
+        streams=stream_threads(moved, hardware_threads(host) - operators * intra_op, profile.link),
         default_intra_op=host.cores,
-        default_inter_op=operators + len(STREAMS) if fused else hardware_threads(host),
-        time=relative_time(host, operators, intra) if operators else 1.0,
+        default_inter_op=hardware_threads(host) if degree > 1 else degree + len(STREAMS),
+        time=relative_time(host, degree, operators, intra_op) if attends else 1.0,
     )
 
 
@@ -127,7 +127,7 @@ def host_attends(policy: OffloadPolicy, engine: EngineCostModel) -> bool:
 
 
 def concurrent_operators(engine: EngineCostModel) -> int:
-    """Operators of the engine's host attention that run at a time. Only a kernel of its own reads a packed cache."""
+    """Operators of the engine's host attention that are ready together: only its own kernel reads a packed cache."""
     return degree_of_concurrency(FUSED_ATTENTION if engine.packed_attention else LIBRARY_ATTENTION)
 
 
@@ -136,31 +136,38 @@ def hardware_threads(host: Processor) -> int:
     return host.cores * host.threads_per_core
 
 
-def best_intra_op(host: Processor, operators: int) -> int:
-    """Threads of each operator with which host attention is fastest.
+def best_threads(host: Processor, degree: int) -> tuple[int, int]:
+    """Operators at a time, and threads of each, with which host attention is fastest, and the fewest threads of those.
 
-    Enumerated from 1 to all cores less one for each stream, and the default, so that it is never slower than that.
+    Enumerated: operators to the graph's degree, threads to all cores less one for each stream; and the default, so that
+    the choice is never slower than that.
     """
-    counts: list[int] = [*range(1, host.cores - len(STREAMS) + 1), host.cores]
-    times = {count: relative_time(host, operators, count) for count in counts}
-    enough = min(times[host.cores], (1 + _ALIKE) * min(times.values()))
-    return min(count for count, seconds in times.items() if seconds <= enough)
+    counts = range(1, host.cores - len(STREAMS) + 1)
+    default = (degree, host.cores)
+    choices = [default, *itertools.product(range(1, degree + 1), counts)]
+    times = {choice: relative_time(host, degree, *choice) for choice in choices}
+    enough = min(times[default], (1 + _ALIKE) * min(times.values()))
+    return min(
+        (choice for choice in choices if times[choice] <= enough), key=lambda choice: (math.prod(choice), choice)
+    )
 
 
-def relative_time(host: Processor, operators: int, intra_op: int) -> float:
-    """Time of host attention with so many threads for each operator, relative to a library's default, all cores.
+def relative_time(host: Processor, degree: int, operators: int, intra_op: int) -> float:
+    """Time of host attention with so many operators at a time and threads of each, relative to a library's default.
 
-    The profile's rate is that of the default. Threads add up, as calibrated or else evenly, up to the number that
-    the hardware runs and to the memory's bandwidth. Beyond that number they evict each other's data from the last-level
-    cache.
+    The default runs all `degree` operators that are ready, with a thread for each core, and the profile's rate is that
+    of the default. Threads add up, as calibrated or else evenly, up to the number that the hardware runs and to the
+    memory's bandwidth. Beyond that number they evict each other's data from the last-level cache. Where fewer operators
+    run than are ready, they take turns.
     """
-    return _time(host, operators, intra_op) / _time(host, operators, host.cores)
+    return _time(host, degree, operators, intra_op) / _time(host, degree, degree, host.cores)
 
 
 def with_attention_time(profile: HardwareProfile, time: float) -> HardwareProfile:
     """The machine with host attention that takes so much of its time.
 
-    Copies from and to pageable memory change with it: the host's threads stage them, while a pinned copy needs none.
+    Copies from and to pageable memory change with it: a library stages them with as many threads as it computes with.
+    A pinned copy needs no threads.
     """
     assert profile.link is not None
     host, link = profile.host, profile.link
@@ -187,7 +194,7 @@ def policy_threads(profile: HardwareProfile, engine: EngineCostModel) -> int | N
     if engine.name != "offload":
         return None
     if profile.device:
-        threads = best_intra_op(host, concurrent_operators(engine))
+        _, threads = best_threads(host, concurrent_operators(engine))
         return threads if threads < host.cores else None
     if host.cores <= len(STREAMS) or not host.by_threads:
         return None
@@ -227,12 +234,12 @@ def stream_threads(moved: Mapping[str, float], spare: int, link: Link) -> dict[s
     return threads
 
 
-def _time(host: Processor, operators: int, intra_op: int) -> float:
+def _time(host: Processor, degree: int, operators: int, intra_op: int) -> float:
     """Seconds per stored byte that host attention reads, by the 16-bit rate."""
-    curve, running = host.attention_by_threads or host.by_threads, operators * intra_op
-    default = operators * host.cores
+    curve, running, default = host.attention_by_threads or host.by_threads, operators * intra_op, degree * host.cores
     each = attention_rate(host, 16) * _traffic(host, default) / _reached(host, curve, default)
-    return _traffic(host, running) / min(each * _reached(host, curve, running), host.bandwidth)
+    idle_in_turns = math.ceil(degree / operators) * operators / degree
+    return idle_in_turns * _traffic(host, running) / min(each * _reached(host, curve, running), host.bandwidth)
 
 
 def _reached(host: Processor, curve: Mapping[str, float], running: int) -> float:

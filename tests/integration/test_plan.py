@@ -169,6 +169,7 @@ def test_a_calibrated_machine_is_planned_for(cli):
     path = cli.folder / "cache" / "hardware-2.yaml"
     found = yaml.safe_load(path.read_text())
     assert all(low <= high for low, high in found["spread"].values())
+    assert found["host"]["attention_by_threads"].keys() == found["host"]["by_threads"].keys()
 
     plan = cli("plan", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16", "--json")
     assert json.loads(plan.stdout)["hardware"] == "local"

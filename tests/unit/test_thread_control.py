@@ -20,7 +20,7 @@ from engines.planning.thread_control import (
     STREAMS,
     Allotment,
     allot,
-    best_intra_op,
+    best_threads,
     degree_of_concurrency,
     hardware_threads,
     policy_threads,
@@ -89,9 +89,8 @@ def test_lm_offloads_gain_by_threads() -> None:
     allotted = of(A100)
     assert 1 - allotted.time == pytest.approx(0.32, abs=0.07)
 
-    policies = (replace(POLICY, threads=count) for count in (allotted.intra_op, allotted.default_intra_op))
     planner = planner_for(PlannedJob(OPT_30B, [LENGTHS]), A100, FLEXGEN, 1)
-    controlled, default = (planner.predict(policy) for policy in policies)
+    controlled, default = (planner.with_thread_control(control).predict(POLICY) for control in (True, False))
     seconds = [one.prefill_s + one.decode_s for one in (controlled, default)]
     assert 1 - seconds[0] / seconds[1] == pytest.approx(0.38, abs=0.07)
 
@@ -132,21 +131,25 @@ curves = st.dictionaries(st.integers(1, 64).map(str), st.floats(1e9, 1e12), max_
 
 @given(st.integers(1, 128), st.sampled_from([1, 2]), st.sampled_from([1, 7]), curves)
 def test_control_is_never_slower_than_the_default(
-    cores: int, per_core: int, operators: int, curve: dict[str, float]
+    cores: int, per_core: int, degree: int, curve: dict[str, float]
 ) -> None:
     host = replace(A100.host, cores=cores, threads_per_core=per_core, attention_by_threads=curve)
-    chosen = best_intra_op(host, operators)
-    assert chosen in (*range(1, cores - len(STREAMS) + 1), cores)
-    times = [relative_time(host, operators, count) for count in (*range(1, cores - len(STREAMS) + 1), cores)]
-    assert relative_time(host, operators, chosen) <= min(1.0, 1.01 * min(times))
+    chosen = best_threads(host, degree)
+    counts = range(1, cores - len(STREAMS) + 1)
+    choices = [(degree, cores), *itertools.product(range(1, degree + 1), counts)]
+    assert chosen in choices
+    fastest = min(relative_time(host, degree, *choice) for choice in choices)
+    assert relative_time(host, degree, *chosen) <= min(1.0, 1.01 * fastest)
 
 
 def test_more_threads_than_the_machine_runs_cost_time_and_idle_ones_too() -> None:
-    times = [relative_time(A100.host, 7, count) for count in range(1, 57)]
+    times = [relative_time(A100.host, 7, 7, count) for count in range(1, 57)]
     best = times.index(min(times)) + 1
     assert best * 7 == hardware_threads(A100.host)
     assert all(a > b for a, b in itertools.pairwise(times[:best]))
     assert all(a < b for a, b in itertools.pairwise(times[best - 1 :]))
+    # three at a time, the seven that are ready take three turns, the last with one
+    assert relative_time(A100.host, 7, 3, 37) > relative_time(A100.host, 7, 7, 16)
 
 
 sizes = st.lists(st.floats(0, 1e12), min_size=5, max_size=5).map(lambda moved: dict(zip(STREAMS, moved, strict=True)))

@@ -1,6 +1,7 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
@@ -9,6 +10,7 @@ from engines.planning.machine import Machine
 from engines.planning.memory import TierBytes, capacity, memory_constraints, peak_memory
 from engines.planning.placement import best_fractions
 from engines.planning.planned_job import PlannedJob
+from engines.planning.thread_control import best_threads, concurrent_operators, relative_time, with_attention_time
 from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
@@ -68,6 +70,7 @@ class ClosedFormPlanner:
         self.profile = profile
         self.engine = engine
         self.machine = Machine(profile)
+        self._on_threads: dict[int | None, Machine] = {}
 
     def predict(self, policy: OffloadPolicy) -> Prediction:
         """For a policy with all fractions, whether it fits or not.
@@ -80,7 +83,7 @@ class ClosedFormPlanner:
         constraints = memory_constraints(self.shape, policy, self.lengths)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
-        cost = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak)).pass_seconds
+        cost = SublayerCosts(self.shape, policy, self._machine_for(policy), engine, self._disk_read(peak)).pass_seconds
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
         if policy.schedule == "sweep":
@@ -132,8 +135,27 @@ class ClosedFormPlanner:
         """Bytes that each tier is short of."""
         return prediction.peak.missing(capacity(self.profile))
 
+    def with_thread_control(self, control: bool) -> "ClosedFormPlanner":
+        """The same planner for an engine that allots threads itself, or takes a library's default."""
+        planner = copy(self)
+        planner.engine, planner._on_threads = replace(self.engine, thread_control=control), {}
+        return planner
+
     def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        return best_fractions(self.shape, policy, self.lengths, self.machine, self._engine_for(policy))
+        machine = self._machine_for(policy)
+        return best_fractions(self.shape, policy, self.lengths, machine, self._engine_for(policy))
+
+    def _machine_for(self, policy: OffloadPolicy) -> Machine:
+        """The machine whose host attends on the policy's threads, beside a device; else on those the engine allots."""
+        given = policy.threads is not None or self.engine.thread_control
+        if not (given and policy.cpu_attention and self.machine.has_device):
+            return self.machine
+        if policy.threads not in self._on_threads:
+            host, degree = self.profile.host, concurrent_operators(self.engine)
+            choice = (degree, policy.threads) if policy.threads else best_threads(host, degree)
+            time = relative_time(host, degree, *choice)
+            self._on_threads[policy.threads] = Machine(with_attention_time(self.profile, time))
+        return self._on_threads[policy.threads]
 
     def _engine_for(self, policy: OffloadPolicy) -> EngineCostModel:
         """The engine under a policy: while the host attends, the device needs another batch to multiply."""

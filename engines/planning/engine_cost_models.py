@@ -29,6 +29,7 @@ class EngineCostModel:
     packed_attention: the host attends to a quantized cache.
     parallel_attention: the host attends while the device multiplies for another batch.
     whole_matrices: a matrix is never divided between tiers, whatever the fractions.
+    thread_control: it allots the host's threads itself (thread_control.py); otherwise the policy says how many.
 
     link_share: share of the link's bandwidth that copies reach.
     page_cache_miss_share: share of the disk's rate that an engine without direct I/O reaches where there is no page
@@ -50,6 +51,7 @@ class EngineCostModel:
     packed_attention: bool = True
     parallel_attention: bool = False
     whole_matrices: bool = False
+    thread_control: bool = False
     link_share: float = 1.0
     page_cache_miss_share: float = 1.0
     packed_load_rate: float | None = None

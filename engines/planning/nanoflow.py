@@ -1,14 +1,16 @@
-"""NanoFlow's model of serving from device memory: operations of a pass of mixed requests, and the optimal throughput.
+"""NanoFlow's model of a pass of mixed requests: its operations, which resource bounds it, and the optimal throughput.
 
-Source: NanoFlow (Zhu et al. 2025), section 3 and table 2.
+Source: NanoFlow (Zhu et al. 2025), section 3 and table 2. Its resources are arithmetic, device memory and network.
+Copies to the device, host attention and the disk are added here, for what does not fit on the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from engines.models.shapes import shape
-from engines.planning.workload import VALUE_BYTES, Lengths, kv_values
-from harness.api import ModelShape
+from engines.planning.machine import Machine, attention_rate
+from engines.planning.workload import VALUE_BYTES, Lengths, kv_bytes, kv_values, model_weight_bytes, sublayers
+from harness.api import HarnessError, ModelShape, OffloadPolicy
 from harness.common.published import published_rows
 
 _LIMITS = ("arithmetic", "memory", "network")
@@ -19,12 +21,13 @@ _DEVICES, _DENSE_BATCH = 8, 2048
 
 @dataclass(frozen=True)
 class Devices:
-    """`count` equal devices: FLOP/s, bytes/s of memory, and bytes/s that each sends to the others."""
+    """`count` equal devices: FLOP/s, bytes/s of memory, bytes/s that each sends to the others, and bytes of memory."""
 
     count: int
     flops: float
     bandwidth: float
     network: float
+    memory: float = 80e9
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,79 @@ class Operation:
         """The least time by arithmetic, memory and network."""
         each = (self.flops / devices.flops, self.memory_bytes / devices.bandwidth, self.network_bytes / devices.network)
         return each[0] / devices.count, each[1] / devices.count, each[2] / devices.count
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """The least seconds of a pass by each resource: `compute`, and those that may take longer."""
+
+    compute: float
+    others: Mapping[str, float]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Each resource's time over that of arithmetic; NanoFlow's T_R is that of `memory`."""
+        return {name: seconds / self.compute for name, seconds in self.others.items()}
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that takes longest; `compute` if none takes longer than arithmetic."""
+        name, ratio = max(self.ratios.items(), key=lambda item: item[1])
+        return name if ratio > 1 else "compute"
+
+
+def serving_pass(shape: ModelShape, lengths: Lengths, devices: Devices) -> PassTimes:
+    """A pass of as many requests as the devices' memory holds beside the weights. Source: section 3.3.
+
+    Raises HarnessError if it does not hold the weights.
+    """
+    room = devices.count * devices.memory / VALUE_BYTES - shape.params_total
+    if room <= 0:
+        raise HarnessError(f"{devices.count} devices of {devices.memory:.3g} bytes do not hold {shape.params_total:,} "
+                           "parameters in 16 bits")  # fmt: skip
+    requests = room / (lengths.prompt + lengths.generated / 2) / (kv_values(shape) * shape.num_layers)
+    rows = dense_batch_of(requests, lengths)
+    sent = 4 * rows * shape.hidden * VALUE_BYTES * shape.num_layers * (devices.count - 1)
+    return PassTimes(
+        compute=2 * rows * (shape.params_total - shape.params_idle) / (devices.count * devices.flops),
+        others={
+            "memory": devices.memory / devices.bandwidth,
+            "network": sent / (devices.count * devices.network),
+        },
+    )
+
+
+def planned_pass(
+    shape: ModelShape, policy: OffloadPolicy, lengths: Lengths, machine: Machine, between: float | None
+) -> PassTimes:
+    """A pass of a policy's block, with prompts as fast as sequences end, whatever its schedule.
+
+    shape: of the model, or of a pipeline's stage, which sends its rows on at `between` bytes/s. policy: with all
+    fractions.
+    """
+    assert policy.weights and policy.cache and policy.activations
+    requests, dense = policy.block_size, machine.dense
+    rows = dense_batch_of(requests, lengths)
+    weights = model_weight_bytes(shape, policy)
+    cache = requests * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers
+    multiplied = sum(part.params * part.count * part.active_share for part in sublayers(shape))
+    on_host = 1 - policy.cache[0] if machine.has_device and policy.cpu_attention else 0.0
+    times = {
+        "memory": (weights + (1 - on_host) * cache) / dense.bandwidth,
+        "disk": (policy.weights[2] * weights + policy.cache[2] * cache) / machine.profile.disk.read,
+    }
+    if machine.has_device:
+        copied = (1 - policy.weights[0]) * weights + max(0.0, 1 - policy.cache[0] - on_host) * cache
+        times["pcie"] = copied / machine.link.h2d
+        times["host"] = on_host * cache / attention_rate(machine.host, policy.kv_bits)
+    if between:
+        times["network"] = rows * shape.hidden * VALUE_BYTES / between
+    return PassTimes(2 * rows * multiplied / max(dense.flops.values()), times)
+
+
+def dense_batch_of(requests: float, lengths: Lengths) -> float:
+    """Rows of a pass in which so many requests decode; the inverse of `requests_of`."""
+    return requests * (lengths.prompt + lengths.generated) / (lengths.generated + 1)
 
 
 def requests_of(dense_batch: float, lengths: Lengths) -> float:

@@ -10,10 +10,11 @@ from engines.models.shapes import shape
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_model
 from engines.planning.host_planner import HostPlanner
+from engines.planning.nanoflow import planned_pass
 from engines.planning.pipeline import planner_for
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
-from engines.planning.threads import compute_threads
+from engines.planning.thread_control import allot, policy_threads
 from engines.planning.workload import Lengths
 from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 
@@ -49,7 +50,7 @@ def plan(
             bits=ALL_BITS if bits is None else bits,
             cpu_attention=(False, True) if profile.device else (False,),
             latency_s=latency_s,
-            base=OffloadPolicy(threads=None if profile.device else compute_threads(profile)),
+            base=OffloadPolicy(threads=policy_threads(profile, planner.engine)),
         )
         result = search(planner, space, report)
         if result.best is None:
@@ -66,6 +67,8 @@ def plan(
         "gen_len": gen_len,
         "policy": flat(chosen.policy),
         "predicted": _predicted(chosen.prediction) | profile.prices.metrics(chosen.prediction.throughput_tok_s),
+        "workload": _workload(planner, chosen.policy, profile.between if stages > 1 else None),
+        "threads": _threads(planner, chosen.policy) if profile.device else None,
         "rejected": rejected,
     }
 
@@ -184,6 +187,25 @@ def shortage(missing: Mapping[str, float]) -> str:
 def _predicted(prediction: Prediction) -> dict[str, Any]:
     figures = {name: getattr(prediction, name) for name in _FIGURES}
     return figures | {"peak_bytes": asdict(prediction.peak), "busy": dict(prediction.busy)}
+
+
+def _workload(planner: ClosedFormPlanner, policy: OffloadPolicy, between: float | None) -> dict[str, Any]:
+    """Which resource bounds a pass at the policy's batch: the time of each over that of arithmetic."""
+    times = planned_pass(planner.shape, policy, planner.lengths, planner.machine, between)
+    return {"bound_by": times.bound_by, "compute_s": times.compute, "ratios": times.ratios}
+
+
+def _threads(planner: ClosedFormPlanner, policy: OffloadPolicy) -> dict[str, Any]:
+    """How the host's threads are best divided beside a device, and the throughput with that and with the default."""
+    allotment = allot(planner.profile, planner.engine, planner.shape, policy, planner.lengths)
+
+    def throughput(control: bool) -> float:
+        return planner.with_thread_control(control).predict(replace(policy, threads=None)).throughput_tok_s
+
+    return allotment.plain() | {
+        "throughput_tok_s": throughput(True),
+        "default_throughput_tok_s": throughput(False),
+    }
 
 
 def _rejected(name: str, candidate: Candidate | None, reason: str) -> dict[str, Any]:

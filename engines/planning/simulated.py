@@ -16,7 +16,8 @@ from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import ALL_BITS, SearchSpace, search
-from engines.planning.threads import compute_threads, limited
+from engines.planning.thread_control import policy_threads
+from engines.planning.threads import limited
 from engines.planning.workload import Lengths, model_weight_bytes
 from harness import api
 
@@ -146,7 +147,7 @@ class _Cell:
             cpu_attention=(policy.cpu_attention,) if on_host else self._attention,
             latency_s=latency_s,
             requests=None if requests == "auto" else requests,
-            base=replace(policy, threads=policy.threads or (compute_threads(self._profile) if on_host else None)),
+            base=replace(policy, threads=policy.threads or policy_threads(self._profile, self._planner.engine)),
         )
         best = search(self._planner, space).best
         if best is None:

@@ -40,7 +40,8 @@ class Processor:
     rate that remains while the disk is read.
 
     `probed`: FLOP/s at 256 rows by columns of the matrix, measured as beside each launch, to tell how far the machine
-    has drifted. `by_threads`: FLOP/s at 256 rows by number of threads.
+    has drifted. `by_threads`: FLOP/s at 256 rows by number of threads, and
+    `attention_by_threads`: bytes/s of decode attention in 16 bits. `threads_per_core`: hardware threads.
     """
 
     __pydantic_config__ = FORBID
@@ -60,7 +61,9 @@ class Processor:
     beside_disk: float | None = None
     probed: Mapping[str, float] = field(default_factory=dict)
     cores: int = 1
+    threads_per_core: int = 1
     by_threads: Mapping[str, float] = field(default_factory=dict)
+    attention_by_threads: Mapping[str, float] = field(default_factory=dict)
     dtype: Dtype = "float32"
 
 
@@ -162,7 +165,15 @@ class HardwareProfile:
         for name, part in {"device": self.device, "host": self.host}.items():
             if part is None:
                 continue
-            curves = (part.flops, part.prompts, part.cached, part.attention, part.by_threads, part.probed)
+            curves = (
+                part.flops,
+                part.prompts,
+                part.cached,
+                part.attention,
+                part.by_threads,
+                part.attention_by_threads,
+                part.probed,
+            )
             for key in itertools.chain(*curves):
                 if not (key.isdecimal() and 0 < int(key) < 1 << 31):
                     raise HarnessError(

@@ -101,6 +101,9 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
     costs = {"tokens_per_dollar": "tokens per dollar", "tokens_per_joule": "tokens per joule"}
     if told := [f"{_rounded(predicted[name])} {words}" for name, words in costs.items() if name in predicted]:
         click.echo(f"  {', '.join(told)}, at the prices of the hardware profile")
+    click.echo(f"  {_workload(plan['workload'])}")
+    if plan["threads"]:
+        click.echo(f"  {_threads(plan['threads'])}")
     if plan["rejected"]:
         click.echo("\nrejected:")
         for other in plan["rejected"]:
@@ -115,6 +118,34 @@ def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         yield {"": name} | {tier: f"{100 * policy[letter + suffix]:.0f} %" for tier, suffix in tiers}
     yield {"": "needs"} | {tier: f"{peak[tier] / 2**30:.1f} GiB" for tier, _ in tiers}
+
+
+def _workload(workload: Mapping[str, Any]) -> str:
+    """What bounds a pass, after NanoFlow: the time of each resource over that of arithmetic."""
+    words = {"memory": "memory", "network": "network", "pcie": "copies", "host": "host attention", "disk": "disk"}
+    ratios = ", ".join(f"{words[name]} {ratio:.2g}" for name, ratio in workload["ratios"].items() if ratio >= 0.005)
+    bound = words.get(workload["bound_by"], workload["bound_by"])
+    return f"{bound}-bound: against 1 of arithmetic, a pass takes {ratios}"
+
+
+def _threads(threads: Mapping[str, Any]) -> str:
+    """How the host's threads are divided, and what that wins against the default."""
+    several = {name.replace("_", " "): count for name, count in threads["streams"].items() if count > 1}
+    streams = f"{sum(threads['streams'].values())} for copies"
+    if several:
+        streams += f" ({', '.join(f'{count} to {name}' for name, count in several.items())})"
+    if not threads["operators"]:
+        return f"host threads: {streams}"
+    each, default = threads["intra_op"], threads["default"]
+    operators = f"{threads['operators']} x {each}" if threads["operators"] > 1 else f"{each}"
+    said = f"host threads: {operators} attend (inter-op {threads['inter_op']}, intra-op {each}), {streams}"
+    if each == default["intra_op"]:
+        return f"{said}; attention as with the default"
+    return (
+        f"{said};\n  attention takes {1 - threads['attention_time']:.0%} less time than with the default "
+        f"(inter-op {default['inter_op']}, intra-op {default['intra_op']}): {threads['throughput_tok_s']:.3g} "
+        f"against {threads['default_throughput_tok_s']:.3g} token/s"
+    )
 
 
 def _rounded(value: float) -> str:

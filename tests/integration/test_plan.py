@@ -39,6 +39,34 @@ def test_a_plan_for_people_says_what_limits_it(cli):
     assert "rejected:" in done.stdout
 
 
+HOST_ATTENTION = {
+    "gpu_batch_size": 64, "num_gpu_batches": 28, "schedule": "zigzag", "weights": [0.55, 0.45, 0], "cache": [0, 1, 0],
+    "activations": [0, 1, 0], "cpu_attention": True,
+}  # fmt: skip
+
+
+def test_a_plan_divides_the_hosts_threads_and_says_what_that_wins(cli):
+    """As LM-Offload does on its machine, against the default that FlexGen's code runs with."""
+    job = ("facebook/opt-30b", "--prompt-len", "64", "--gen-len", "8", "--hardware", "a100_40g",
+           "--engine", "flexgen_ref", "--policy", json.dumps(HOST_ATTENTION))  # fmt: skip
+    plan = json.loads(cli("plan", *job, "--json").stdout)
+    threads = plan["threads"]
+    assert (threads["inter_op"], threads["intra_op"]) == (12, 16)
+    assert threads["default"] == {"inter_op": 112, "intra_op": 56}
+    assert threads["default_throughput_tok_s"] == plan["predicted"]["throughput_tok_s"] < threads["throughput_tok_s"]
+    assert plan["workload"]["bound_by"] == "host"
+    said = cli("plan", *job).stdout
+    assert "7 x 16 attend (inter-op 12, intra-op 16)" in said
+    assert "host attention-bound" in said
+
+
+def test_a_plan_without_host_attention_gives_its_threads_to_copies(cli):
+    said = cli("plan", *OPT_30B, "--schedule", "sweep").stdout
+    assert "host threads:" in said
+    assert "for copies" in said
+    assert json.loads(cli("plan", "facebook/opt-1.3b", *CPU, "--json").stdout)["threads"] is None
+
+
 def test_no_torch_is_loaded_for_a_plan():
     code = (
         "import sys\nfrom harness.cli.main import cli\n"
@@ -141,6 +169,7 @@ def test_a_calibrated_machine_is_planned_for(cli):
     path = cli.folder / "cache" / "hardware-2.yaml"
     found = yaml.safe_load(path.read_text())
     assert all(low <= high for low, high in found["spread"].values())
+    assert found["host"]["attention_by_threads"].keys() == found["host"]["by_threads"].keys()
 
     plan = cli("plan", "facebook/opt-1.3b", "--prompt-len", "32", "--gen-len", "16", "--json")
     assert json.loads(plan.stdout)["hardware"] == "local"

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import yaml
@@ -19,14 +20,16 @@ from engines.planning import fit, nanoflow, published
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import FILE, engine_cost_model
 from engines.planning.host_planner import HostPlanner
+from engines.planning.machine import Machine
 from engines.planning.memory import capacity, memory_constraints, peak_memory
-from engines.planning.nanoflow import Devices, operations, optimal_tok_s
+from engines.planning.nanoflow import Devices, operations, optimal_tok_s, planned_pass, serving_pass
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import flat, nested, plan
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import Candidate, SearchSpace, search
-from engines.planning.threads import compute_threads, on_threads
-from engines.planning.workload import Lengths, by_whole_matrices, sublayers
+from engines.planning.thread_control import policy_threads
+from engines.planning.threads import on_threads
+from engines.planning.workload import Lengths, by_whole_matrices, model_weight_bytes, sublayers
 from harness import hardware
 from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 from harness.common.published import published_rows
@@ -150,6 +153,67 @@ def test_nanoflows_table_and_optimum() -> None:
     assert len(estimates) == 15  # of 21 those that are not 0
     assert max(abs(published.error_of(mine, figure)) for _, figure, mine in estimates) < 0.10
     assert round(optimal_tok_s(devices, 70e9) - 0.5) == 17828
+
+
+#: NanoFlow's traces by mean lengths, and constant lengths as it also serves.
+SERVED = {
+    "Splitwise": Lengths(1155, 211), "LMSYS-Chat-1M": Lengths(102, 222), "ShareGPT": Lengths(246, 322),
+    "512+512": Lengths(512, 512), "1024+512": Lengths(1024, 512), "512+1024": Lengths(512, 1024),
+}  # fmt: skip
+A100 = Devices(8, 312e12, 2e12, 300e9, 80e9)
+
+
+@pytest.mark.parametrize("workload", SERVED)
+@pytest.mark.parametrize(
+    "model",
+    ["meta-llama/Llama-2-70b-hf", "meta-llama/Meta-Llama-3-70B", "Qwen/Qwen2.5-72B", "mistralai/Mixtral-8x7B-v0.1"],
+)
+def test_models_with_grouped_queries_are_bound_by_arithmetic(model: str, workload: str) -> None:
+    """NanoFlow, section 3 and figure 2: serving is compute-bound for most models and workloads."""
+    times = serving_pass(shape(model), SERVED[workload], A100)
+    assert times.bound_by == "compute"
+    assert max(times.ratios.values()) < 1
+
+
+def test_without_grouped_queries_or_with_a_small_model_and_long_answers_memory_bounds() -> None:
+    long_answers, one = SERVED["512+1024"], replace(A100, count=1)
+    assert serving_pass(shape("huggyllama/llama-65b"), long_answers, A100).bound_by == "memory"
+    assert serving_pass(shape("meta-llama/Meta-Llama-3-8B"), long_answers, one).bound_by == "memory"
+    assert serving_pass(shape("meta-llama/Meta-Llama-3-8B"), SERVED["512+512"], one).bound_by == "compute"
+    with pytest.raises(HarnessError, match="do not hold"):
+        serving_pass(shape("meta-llama/Llama-2-70b-hf"), long_answers, one)
+
+
+def test_nanoflows_ratios_are_those_of_its_table() -> None:
+    """At the dense batch of table 2, which the memory holds: arithmetic and network of all operations."""
+    llama, lengths = shape("meta-llama/Llama-2-70b-hf"), SERVED["512+1024"]
+    rows = list(published_rows("nanoflow_a100"))
+    compute, memory, network = (sum(float(row[f"t_{name}_ms"]) for row in rows) for name in ("compute", "mem", "net"))
+    times = serving_pass(llama, lengths, A100)
+    assert times.others["memory"] == pytest.approx(0.040)  # 80 GB at 2 TB/s
+    assert times.ratios["network"] == pytest.approx(network / compute, rel=0.02)
+    # the table's pass has fewer rows than the memory holds, so its weights weigh more against its arithmetic
+    assert times.ratios["memory"] < memory / compute < 1
+
+
+def test_what_is_off_the_device_takes_the_link_the_host_or_the_disk() -> None:
+    model, lengths, t4 = shape(OPT_30B), Lengths(512, 32), Machine(PROFILES["t4_gcp"])
+    policy = OffloadPolicy(16, 1, "row", (1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+
+    def ratios(**settings: Any) -> dict[str, float]:
+        return planned_pass(model, replace(policy, **settings), lengths, t4, None).ratios
+
+    resident = ratios()
+    assert resident["pcie"] == resident["disk"] == resident["host"] == 0
+    weights = 0.5 * model_weight_bytes(model, policy) / t4.link.h2d
+    assert ratios(weights=(0.5, 0.5, 0.0))["pcie"] == pytest.approx(
+        weights / planned_pass(model, policy, lengths, t4, None).compute
+    )
+    assert ratios(weights=(0.5, 0.0, 0.5))["disk"] > ratios(weights=(0.5, 0.5, 0.0))["pcie"]  # the disk is slower
+    copied, attended = ratios(cache=(0.0, 1.0, 0.0)), ratios(cache=(0.0, 1.0, 0.0), cpu_attention=True)
+    assert copied["pcie"] > 0 == copied["host"]
+    assert attended["host"] > 0 == attended["pcie"]
+    assert attended["memory"] < copied["memory"] == resident["memory"]
 
 
 machines = st.sampled_from(["t4_gcp", "a100_40g"])
@@ -393,15 +457,15 @@ def test_devices_of_one_host_share_it() -> None:
 
 def test_threads_are_left_to_the_streams_and_none_are_idle_for_nothing() -> None:
     laptop = PROFILES["laptop_cpu"]
-    assert compute_threads(laptop) is None  # nobody has measured fewer threads there
+    assert policy_threads(laptop, OFFLOAD) is None  # nobody has measured fewer threads there
 
     def measured(cores: int, by_threads: dict[str, float]) -> HardwareProfile:
         return replace(laptop, host=replace(laptop.host, cores=cores, by_threads=by_threads))
 
-    assert compute_threads(measured(4, {"1": 1e11, "4": 4e11})) is None
-    assert compute_threads(measured(16, {"1": 1e11, "16": 16e11})) == 11
+    assert policy_threads(measured(4, {"1": 1e11, "4": 4e11}), OFFLOAD) is None
+    assert policy_threads(measured(16, {"1": 1e11, "16": 16e11}), OFFLOAD) == 11
     saturated = measured(56, {"1": 1e11, "16": 12e11, "32": 12e11, "56": 9e11})
-    assert compute_threads(saturated) == 16
+    assert policy_threads(saturated, OFFLOAD) == 16
     slower = on_threads(saturated.host, 1)
     assert slower.cores == 1
     assert slower.flops["256"] == pytest.approx(saturated.host.flops["256"] / 9)

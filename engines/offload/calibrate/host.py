@@ -68,7 +68,9 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         samples["host.dequantize"] = _unpacking(packed, fastest, kernels, rounds)
         report("threads")
         for count in _counts(threads):
-            samples[f"host.by_threads.{count}"] = _on_threads(count, threads, rounds, cache)
+            products, attention = _on_threads(count, threads, rounds, cache)
+            samples[f"host.by_threads.{count}"] = products
+            samples[f"host.attention_by_threads.{count}"] = attention
     report("the engine beside its products")
     kinds: Sequence[api.Bits] = (16, 4) if quick else (16, 8, 4, 3)
     with _in_words(cache, "run a small model"):
@@ -96,6 +98,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
             name=platform.processor() or platform.machine(),
             memory=float(psutil.virtual_memory().total),
             cores=threads,
+            threads_per_core=max(1, len(os.sched_getaffinity(0)) // threads),
             dtype=product.dtype,
             **calibrate_device.rates_of("host", rates),
         ),
@@ -175,12 +178,12 @@ def _unpacking(way: gemm.GemmBackend, flops: float, kernels: HostKernels, rounds
     return [TILE_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # noise must not make the rate infinite
 
 
-def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> list[float]:
-    """FLOP/s at 256 rows on `count` threads."""
+def _on_threads(count: int, threads: int, rounds: int, cache: Path) -> tuple[list[float], list[float]]:
+    """FLOP/s at 256 rows, and bytes/s of decode attention in 16 bits, on `count` threads."""
     torch.set_num_threads(count)
     try:
         kernels = HostKernels(cache, count)
-        return _products(_chosen(kernels), 256, kernels, rounds)
+        return _products(_chosen(kernels), 256, kernels, rounds), _attention(_BITS["16"], kernels, rounds)
     finally:
         torch.set_num_threads(threads)
 

@@ -81,9 +81,9 @@ class Cli:
     def run(self, suite: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
         return self(*self.running(suite), *arguments, **options)
 
-    def running(self, suite: Path) -> tuple[object, ...]:
+    def running(self, suite: Path, out: Path | None = None) -> tuple[object, ...]:
         """The arguments that run a suite here. Tests share a machine: what disturbs a launch is the next test."""
-        return "run", suite, "--out", self.out, "--extra-tries", 0
+        return "run", suite, "--out", out or self.out, "--extra-tries", 0
 
     def execute(self, command: list[str], code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -80,7 +80,7 @@ def test_a_path_with_spaces_and_colons_and_two_harnesses_at_once(cli, images, tm
     suite = cli.suite("  - {name: fine, engine: fake, options: {sleep_s: 1.0}}", repeats=2, launcher="docker")
     outs = [odd / "one", odd / "two"]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda out: cli("run", suite, "--out", out), outs))
+        list(pool.map(lambda out: cli(*cli.running(suite, out)), outs))
     for out in outs:
         assert len((out / "records.jsonl").read_text().splitlines()) == 2
 
@@ -92,7 +92,7 @@ def test_containers_of_a_killed_harness_are_removed_by_the_next(cli, images, cli
     end(process)
     assert client.containers.list(filters={"label": OWNER}), "it is still there"
     other = cli.suite(repeats=1, launcher="docker", name="other")
-    cli("run", other, "--out", cli.folder / "other")
+    cli(*cli.running(other, cli.folder / "other"))
     assert client.containers.list(all=True, filters={"label": OWNER}) == []
 
 
@@ -112,7 +112,7 @@ def test_quickstart_runs_in_containers(cli, images):
     suite = cli.folder / "quickstart.yaml"
     suite.write_text(f"{(ROOT / 'suites' / 'quickstart.yaml').read_text()}machine_probe: false\n")  # a minute less
     cli(
-        "run", suite, "--launcher", "docker", "--out", cli.out, "--set", "repeats=1",
+        *cli.running(suite), "--launcher", "docker", "--set", "repeats=1",
         "--cell", "offload-sweep", "--cell", "accelerate", "--cell", "transformers-within-limit",
     )  # fmt: skip
     records = cli.by_name()

@@ -131,7 +131,7 @@ def test_a_resumed_run_does_not_check_the_free_disk_again(cli):
     cli.run(suite)
     suite.write_text(hungry)
     cli.run(suite)
-    cli("run", suite, "--out", cli.folder / "other", code=3)
+    cli(*cli.running(suite, cli.folder / "other"), code=3)
 
 
 def test_shards_are_disjoint_and_complete(cli):
@@ -139,7 +139,7 @@ def test_shards_are_disjoint_and_complete(cli):
     names = []
     for i in (1, 2):
         out = cli.folder / f"shard{i}"
-        cli("run", suite, "--out", out, "--shard", f"{i}/2")
+        cli(*cli.running(suite, out), "--shard", f"{i}/2")
         names += [record.spec.name for record in Store(out).records()]
     assert sorted(names) == [f"c{i}" for i in range(5)]
     cli.run(suite, "--shard", "3/2", code=2)
@@ -221,7 +221,7 @@ def test_a_full_disk_stops_with_one_line_and_resume_finishes(cli):
     suite = cli.suite(SLOW, repeats=2)
     cli.run(suite, "--shard", "1/3")
     size = (cli.out / "records.jsonl").stat().st_size
-    assert "free space" in cli.on_full_disk(size + 100, "run", suite, "--out", cli.out)
+    assert "free space" in cli.on_full_disk(size + 100, *cli.running(suite))
     assert (cli.out / "records.jsonl").stat().st_size == size
     cli.run(suite)
     assert len(cli.records()) == 6

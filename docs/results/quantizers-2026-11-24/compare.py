@@ -111,8 +111,7 @@ def main(text: str, bits: str, *names: str) -> None:
             error += (found - weight).square().sum().item()
             layer.weight.data = found.bfloat16()
         more = math.exp(loss(model, windows) - exact) - 1
-        sys.stdout.write(f"{name}: squared error {error:.0f}, perplexity {more:+.1%}
-")
+        sys.stdout.write(f"{name}: squared error {error:.0f}, perplexity {more:+.1%}\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.rows import io_compute_balance_rows
-from engines.offload.memory.storage import Storage, storages
+from engines.offload.memory.storage import Grouped, Storage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
@@ -67,9 +67,9 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     # weights
     timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
     source = CheckpointReader(model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
-    quantizers = {stored: host_kernels.quantizer(stored) for stored in gemms}
+    packers = {stored: host_kernels.weight_packer(stored) for stored in gemms if isinstance(stored, Grouped)}
     layout = CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
-    converted = convert(model, source, layout, quantizers, job.cache, job.on_progress)
+    converted = convert(model, source, layout, packers, job.cache, job.on_progress)
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights
@@ -100,7 +100,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         "activations": offload is None or offload.direct,
     }
     buffered = [what for what in direct if not direct[what]]
-    notes = [*backend.notes(), f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s"]
+    notes = [*backend.notes(), converted.note, f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s"]
     notes += [f"the file system refuses direct I/O: {what} pass through the page cache" for what in buffered]
     overlaps: Sequence[AttentionOverlap] = ()
     if policy.nano_batches > 1 and policy.nano_overlap:

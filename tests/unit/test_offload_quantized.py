@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from engines.offload.kernels import quantize
+from engines.offload.kernels import HostKernels, quantize
 from engines.offload.memory.storage import Grouped
 from harness.api import UnsupportedError
 from tests.offload import (
@@ -16,6 +16,7 @@ from tests.offload import (
     prepare,
     requests_of,
     save,
+    with_kernels,
 )
 
 POLICIES = [
@@ -38,9 +39,9 @@ def model(folder):
     return prepare(folder)
 
 
-def through(x, how):
-    """What a tensor is after it was packed and unpacked."""
-    return quantize.unpack(quantize.pack(x, how), x.shape[-1], how)
+def through(x, how, packed=None):
+    """What a tensor is after it was packed, by default to nearest, and unpacked."""
+    return quantize.unpack(quantize.pack(x, how) if packed is None else packed, x.shape[-1], how)
 
 
 def attend_through(how):
@@ -58,7 +59,7 @@ def attend_through(how):
     return attend
 
 
-def reference(folder, policy):
+def reference(folder, cache, policy):
     """transformers' model with the values that the engine's codes stand for."""
     group = policy.get("group_size", 64)
     attention = "eager"
@@ -68,11 +69,13 @@ def reference(folder, policy):
         transformers.AttentionMaskInterface.register(attention, lambda *args, **kwargs: None)
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
     if bits := policy.get("weight_bits"):
+        how = Grouped(bits, group)
+        pack = HostKernels(with_kernels(cache), threads=2).weight_packer(how)
         for name, module in found.named_modules():
             if isinstance(module, torch.nn.Linear) and ".layers." in name:
                 across = policy.get("weight_groups") == "output"
                 weight = module.weight.data.T if across else module.weight.data
-                stored = through(weight, Grouped(bits, group))
+                stored = through(weight, how, pack(weight))
                 module.weight.data = stored.T if across else stored
     return found
 
@@ -80,7 +83,7 @@ def reference(folder, policy):
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "sweep"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_quantized_output_is_transformers_own_on_dequantized_values(model, folder, cache, policy, schedule):
-    expected = reference(folder, policy)
+    expected = reference(folder, cache, policy)
     requests = requests_of(1, 5)
     common = {"schedule": schedule, "gpu_batch_size": 3, "prefill_chunk": 5}
     tokens, report = load_and_answer(model, cache, requests, **common, **policy)
@@ -96,7 +99,7 @@ def test_without_a_compiler_the_values_are_the_same(model, folder, tmp_path, loa
     assert sum("no-such-compiler" in note for note in report.notes) == 1
     if compute_dtype == "float32":
         requests = requests_of(2, 3)
-        assert all_greedy(reference(folder, policy), requests, answers(engine, requests))
+        assert all_greedy(reference(folder, tmp_path, policy), requests, answers(engine, requests))
     else:
         assert engine.score([([1, 2, 3], [4, 5])])[0].logprob < 0
 
@@ -112,3 +115,21 @@ def test_codes_take_their_bits_on_disk_and_in_memory(model, cache, load):
 def test_groups_that_there_are_no_kernels_for_are_refused(model, cache, load):
     with pytest.raises(UnsupportedError, match="groups of 32, 64, 128"):
         load(model, cache, weight_bits=4, group_size=48)
+
+
+def test_weights_of_an_earlier_quantizer_are_quantized_again(model, tmp_path, load, monkeypatch):
+    def folders():
+        return {path for path in (tmp_path / "offload").iterdir() if path.is_dir()}
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("engines.offload.weights.convert._QUANTIZER", 1)
+        load(model, tmp_path, weight_bits=4)
+        (old,) = folders()
+        load(model, tmp_path)
+    before = folders()
+    _, report = load(model, tmp_path, weight_bits=4)
+    assert len(folders() - before) == 1
+    assert [note for note in report.notes if str(old) in note and "quantized again" in note]
+    _, report = load(model, tmp_path)  # plain weights are used as they are
+    assert len(folders() - before) == 1
+    assert not [note for note in report.notes if "quantized again" in note]

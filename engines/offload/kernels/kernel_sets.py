@@ -6,20 +6,24 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from engines.offload.kernels import least_squares
 from engines.offload.kernels.attention import AttentionKernel, compiled_attention
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
 from engines.offload.kernels.quantizer import (
+    Pack,
     Quantizer,
     compiled_quantizer,
+    compiled_weight_packer,
     numba_quantizer,
+    numba_weight_packer,
     plain_quantizer,
     reference_quantizer,
 )
 from engines.offload.kernels.reference_attention import reference_attention, reference_memory
 from engines.offload.memory.host import attention_memory
-from engines.offload.memory.storage import Plain, Storage
+from engines.offload.memory.storage import Grouped, Plain, Storage
 from harness.api import ModelShape
 
 _Kernel = TypeVar("_Kernel")
@@ -65,6 +69,15 @@ class HostKernels:
             return numba_quantizer(stored, self._threads)
         except ImportError:
             return reference_quantizer(stored)
+
+    def weight_packer(self, stored: Grouped) -> Pack:
+        """Packs weights at conversion: slower than the quantizer's `pack`, with a smaller error."""
+        if compiled := self._compiled(lambda: compiled_weight_packer(stored, self._cache, self._threads)):
+            return compiled
+        try:
+            return numba_weight_packer(stored, self._threads)
+        except ImportError:
+            return partial(least_squares.pack, stored=stored)
 
     def gemm(self, stored: Storage) -> Gemm | None:
         """GEMM in float32 with weights as they are stored; None where it cannot be built."""

@@ -19,7 +19,13 @@ _one_at_a_time = threading.Lock()
 
 def pack(x: torch.Tensor, stored: Grouped, threads: int) -> torch.Tensor:
     """As quantize.pack."""
-    scale, minimum = quantize.scales_and_minima(x, stored)
+    return pack_with(x, *quantize.scales_and_minima(x, stored), stored, threads)
+
+
+def pack_with(
+    x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, stored: Grouped, threads: int
+) -> torch.Tensor:
+    """As quantize.pack_with."""
     columns = x.shape[-1]
     codes = torch.empty(*x.shape[:-1], stored.code_bytes(columns), dtype=torch.uint8)
     flat, scales, minima = (part.float().reshape(-1, part.shape[-1]).numpy() for part in (x, scale, minimum))

@@ -2,8 +2,9 @@
 
 A row is cut into groups of `group` values; the last may be shorter. Each group has a scale and a minimum in float16. A
 value x becomes the code q = round((x - minimum) / scale), 0 to 2^bits - 1, which stands for minimum + q * scale in
-float32. The scale is 0 where a group's values are equal to float16's precision. A group that holds NaN or infinity
-becomes NaN as a whole.
+float32. Here, and so in KV caches, codes reach from the group's least value to its largest; least_squares.py chooses
+the scales and minima of weights. The scale is 0 where a group's values are equal to float16's precision. A group that
+holds NaN or infinity becomes NaN as a whole.
 
 A packed row is its codes (eight values in `bits` bytes, the first in the lowest bits), then the scales of its groups,
 then their minima. The kernels (csrc/packed_rows.h, numba_quantizer.py, triton_quantizer.py) read and write the same
@@ -22,8 +23,12 @@ _HALF_MAX = 65504.0
 
 def pack(x: torch.Tensor, stored: Grouped) -> torch.Tensor:
     """Quantizes float rows [..., columns] to packed rows uint8 [..., row_bytes]."""
+    return pack_with(x, *scales_and_minima(x, stored), stored)
+
+
+def pack_with(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, stored: Grouped) -> torch.Tensor:
+    """As `pack`, by the scales and minima, float16 [..., groups], that are given."""
     columns = x.shape[-1]
-    scale, minimum = scales_and_minima(x, stored)
     wide_scale, wide_minimum = (
         part.double().repeat_interleave(stored.group, -1)[..., :columns] for part in (scale, minimum)
     )

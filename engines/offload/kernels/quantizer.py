@@ -1,26 +1,30 @@
-"""Quantizers: values to what is stored and back, in C++, numba or torch, all to the same bits."""
+"""Quantizers: values to what is stored and back, in C++, numba or torch; weights are packed with more care."""
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engines.offload.kernels import quantize
+from engines.offload.kernels import least_squares, quantize
 from engines.offload.kernels.build import CSRC, function
 from engines.offload.memory.storage import Grouped, Plain, Storage
+
+#: Float rows [..., columns] to [..., columns] in the stored dtype, or to packed rows uint8 [..., row_bytes].
+Pack = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Converts values to one storage and back.
+    """Converts values to one storage and back, in every implementation to the same bits.
 
-    `pack`: float rows [..., columns] to [..., columns] in the stored dtype, or to packed rows uint8 [..., row_bytes].
+    `pack`: see Pack.
     `unpack`: stored rows [rows, ...] into a contiguous [rows, columns]; packed rows into float32.
     """
 
-    pack: Callable[[torch.Tensor], torch.Tensor]
+    pack: Pack
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -61,24 +65,45 @@ def numba_quantizer(stored: Grouped, threads: int) -> Quantizer:
 
 def compiled_quantizer(stored: Grouped, cache: Path, threads: int) -> Quantizer:
     """The C++ kernels on `threads` threads. Raises NoCompilerError where they cannot be built."""
-    pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    arguments = [pointer, number, number, small, pointer, number, small]
-    pack_rows, unpack_rows = (
-        function(CSRC / "quantizer.cpp", f"{verb}_{stored.name}", arguments, cache) for verb in ("pack", "unpack")
-    )
-    log2_group = stored.group.bit_length() - 1
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        rows = x.float().contiguous()
-        columns, width = x.shape[-1], stored.row_bytes(x.shape[-1])
-        packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8)
-        pack_rows(rows.data_ptr(), rows.numel() // columns, columns, log2_group, packed.data_ptr(), width, threads)
-        return packed
+    unpack_rows = _function("unpack", stored, cache)
 
     def unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
         rows, columns = out.shape
         assert packed.shape == (rows, stored.row_bytes(columns))
         assert packed.is_contiguous() and out.is_contiguous() and out.dtype == torch.float32
+        log2_group = stored.group.bit_length() - 1
         unpack_rows(packed.data_ptr(), rows, columns, log2_group, out.data_ptr(), packed.shape[1], threads)
 
-    return Quantizer(pack, unpack)
+    return Quantizer(_compiled_pack("pack", stored, cache, threads), unpack)
+
+
+def compiled_weight_packer(stored: Grouped, cache: Path, threads: int) -> Pack:
+    """least_squares.pack in C++ on `threads` threads, whose number has no effect on the bytes. Raises NoCompilerError
+    where it cannot be built."""
+    return _compiled_pack("pack_weights", stored, cache, threads)
+
+
+def numba_weight_packer(stored: Grouped, threads: int) -> Pack:
+    """least_squares.pack with its codes by numba. Raises ImportError where numba is not installed."""
+    from engines.offload.kernels import numba_quantizer as compiled  # numba is optional
+
+    return lambda x: compiled.pack_with(x, *least_squares.scales_and_minima(x, stored), stored, threads)
+
+
+def _compiled_pack(verb: str, stored: Grouped, cache: Path, threads: int) -> Pack:
+    pack_rows = _function(verb, stored, cache)
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        rows = x.float().contiguous()
+        columns, width, log2_group = x.shape[-1], stored.row_bytes(x.shape[-1]), stored.group.bit_length() - 1
+        packed = torch.empty(*x.shape[:-1], width, dtype=torch.uint8)
+        pack_rows(rows.data_ptr(), rows.numel() // columns, columns, log2_group, packed.data_ptr(), width, threads)
+        return packed
+
+    return pack
+
+
+def _function(verb: str, stored: Grouped, cache: Path) -> Any:
+    pointer, number, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    arguments = [pointer, number, number, small, pointer, number, small]
+    return function(CSRC / "quantizer.cpp", f"{verb}_{stored.name}", arguments, cache)

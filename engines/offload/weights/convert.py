@@ -15,14 +15,17 @@ from safetensors.torch import load_file
 from engines.common.folders import build_once
 from engines.models import file_digest as content
 from engines.models import shards
-from engines.offload.kernels import Quantizer
+from engines.offload.kernels import Pack
 from engines.offload.memory.layout import Matrix, WeightTile
-from engines.offload.memory.storage import Plain, Storage
+from engines.offload.memory.storage import Grouped, Plain, Storage
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from harness.api import HarnessError, LocalModel
 
 #: Part of a folder's key: raise it when the same checkpoint's files are laid out differently.
 _LAYOUT = 1
+#: Part of the key of folders with quantized tiles: raise it when the same values get other codes. 1 rounded between a
+#: group's least value and its largest, 2 is least squares.
+_QUANTIZER = 2
 _SMALL = "small.safetensors"
 _PIECE = 4 << 20
 _REMOVE = "remove its folder, and the checkpoint will be converted again"
@@ -41,12 +44,16 @@ class CheckpointLayout:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """A converted checkpoint's folder: its tiles in the order of use, read by TileReader, and tensors read by name."""
+    """A converted checkpoint's folder: its tiles in the order of use, read by TileReader, and tensors read by name.
+
+    `note` names a folder of the same checkpoint that an earlier quantizer wrote, or is empty.
+    """
 
     folder: Path
     dtype: torch.dtype
     tiles: Sequence[WeightTile]
     tables: Mapping[str, tuple[int, int]]
+    note: str = ""
 
     def check(self) -> None:
         """Raises HarnessError for a file that is missing or was truncated since it was written."""
@@ -79,22 +86,26 @@ class ConvertedCheckpoint:
 
 
 def convert(
-    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, quantizers: Mapping[Storage, Quantizer],
+    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, packers: Mapping[Grouped, Pack],
     cache: Path, on_progress: Callable[[int, int], None],
 ) -> ConvertedCheckpoint:  # fmt: skip
     """Converts `model` into a folder under `cache`, tile by tile, unless one of the same content and layout is there.
 
-    `quantizers` pack the tiles. Raises HarnessError for a checkpoint that does not fit the model or holds NaN,
+    `packers` quantize tiles. Raises HarnessError for a checkpoint that does not fit the model or holds NaN,
     DiskFullError where it cannot be written.
     """
     dtype, tables = getattr(torch, model.dtype), layout.tables
     contents = [content.digest(shard, cache) for shard in source.shards]
-    key = folder_key(contents, model.dtype, layout.tiles, list(tables), list(layout.small))
+
+    def folder_of(quantizer: int) -> Path:
+        key = folder_key(contents, model.dtype, layout.tiles, list(tables), list(layout.small), quantizer)
+        return cache / "offload" / f"{Path(model.path).name}-{key}"
+
     needed = sum(tile.span for tile in layout.tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
     def write(folder: Path) -> None:
         done = 0
-        for name, data in _pieces(source, layout, dtype, quantizers):
+        for name, data in _pieces(source, layout, dtype, packers):
             with (folder / name).open("ab") as file:
                 file.write(data)
             done += len(data)
@@ -105,16 +116,19 @@ def convert(
             _stored(name, tensor, tensor.dtype)
         shards.save(tensors, folder / _SMALL)
 
-    folder = build_once(cache / "offload" / f"{Path(model.path).name}-{key}", "converted weights", needed, write)
-    converted = ConvertedCheckpoint(folder, dtype, layout.tiles, tables)
+    folder = build_once(folder_of(_QUANTIZER), "converted weights", needed, write)
+    stale = [old for old in map(folder_of, range(1, _QUANTIZER)) if old != folder and old.is_dir()]
+    note = f"the weights were quantized again, with a smaller error; nothing reads {stale[0]} any more" if stale else ""
+    converted = ConvertedCheckpoint(folder, dtype, layout.tiles, tables, note)
     converted.check()
     return converted
 
 
 def folder_key(
-    contents: Sequence[str], dtype: str, tiles: Sequence[WeightTile], tables: Sequence[str], small: Sequence[str]
-) -> str:
-    """Names what a folder holds: the checkpoint's digests and the layout.
+    contents: Sequence[str], dtype: str, tiles: Sequence[WeightTile], tables: Sequence[str], small: Sequence[str],
+    quantizer: int = _QUANTIZER,
+) -> str:  # fmt: skip
+    """Names what a folder holds: the checkpoint's digests, the layout and, where tiles are quantized, the quantizer.
 
     The fields are spelled out here, because renaming one of WeightTile's would make every folder be converted again.
     """
@@ -122,7 +136,8 @@ def folder_key(
     def storage(stored: Storage) -> dict[str, Any]:
         if isinstance(stored, Plain):
             return {"dtype": stored.dtype}
-        return {"bits": stored.bits, "group": stored.group, "across": stored.group_axis == 0}
+        known = {"bits": stored.bits, "group": stored.group, "across": stored.group_axis == 0}
+        return known if quantizer == 1 else known | {"quantizer": quantizer}
 
     layout = [
         {"matrix": t.matrix, "axis": t.axis, "start": t.start, "stop": t.stop, "shape": t.shape, "file": t.file,
@@ -133,7 +148,7 @@ def folder_key(
 
 
 def _pieces(
-    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, quantizers: Mapping[Storage, Quantizer]
+    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, packers: Mapping[Grouped, Pack]
 ) -> Iterator[tuple[str, bytes]]:
     """What to append to the files of tiles and tables, in this order: (file, bytes)."""
     matrices = {matrix.name: matrix for matrix in layout.matrices}
@@ -143,7 +158,7 @@ def _pieces(
             stored = _stored(tile.matrix, part, dtype)
         else:
             finite = _stored(tile.matrix, part, part.dtype)
-            stored = quantizers[tile.stored].pack(finite if tile.stored.group_axis else finite.T)
+            stored = packers[tile.stored](finite if tile.stored.group_axis else finite.T)
         yield tile.file, _bytes(stored).ljust(tile.span, b"\0")
     for name, shape in layout.tables.items():
         view = source.view(name, shape)

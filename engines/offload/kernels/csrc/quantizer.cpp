@@ -1,9 +1,10 @@
-// Packs float32 rows and unpacks them, bit for bit as quantize.py does.
+// Packs float32 rows and unpacks them, bit for bit as quantize.py does; packs weights by least squares.
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "least_squares.h"
 #include "packed_rows.h"
 
 namespace {
@@ -31,11 +32,48 @@ uint16_t narrow(float x) {
   return half | sign >> 16;
 }
 
-template <int kBits>
+// A group's scale and minimum in float16.
+struct Halves {
+  uint16_t scale, minimum;
+
+  Halves(float s, float m) {
+    constexpr float most = 65504.0f;
+    scale = narrow(std::min(s, most));
+    minimum = narrow(std::clamp(m + 0.0f, -most, most));  // turns -0 into 0
+  }
+  float wide_scale() const { return widen_one(reinterpret_cast<const uint8_t*>(&scale)); }
+  float wide_minimum() const { return widen_one(reinterpret_cast<const uint8_t*>(&minimum)); }
+};
+
+// From the group's least value to its largest.
+struct Nearest {
+  template <int kBits>
+  static Halves choose(const float*, int64_t, float least, float most) {
+    constexpr double top = (1 << kBits) - 1;
+    return {static_cast<float>((static_cast<double>(most) - least) / top), least};
+  }
+};
+
+// Of least squared error, as stored, and nearest's where the search finds nothing better.
+struct LeastSquares {
+  template <int kBits>
+  static Halves choose(const float* x, int64_t count, float least, float most) {
+    const Halves nearest = Nearest::choose<kBits>(x, count, least, most);
+    if (nearest.wide_scale() == 0) return nearest;
+    const Group<kBits> group(x, count);
+    const Line line = best_line(group, least - group.mean(), most - group.mean());
+    const Halves fitted(line.scale, line.minimum + group.mean());
+    const auto error = [&](const Halves& stored) {
+      return group.error({stored.wide_scale(), stored.wide_minimum() - group.mean()});
+    };
+    return fitted.wide_scale() > 0 && error(fitted) < error(nearest) ? fitted : nearest;
+  }
+};
+
+template <int kBits, typename Method>
 void pack_row(const float* x, int64_t columns, int group, uint8_t* row) {
   constexpr double top = (1 << kBits) - 1;
-  constexpr float half_max = 65504.0f;
-  constexpr uint16_t nan = 0x7e00;
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
   const int64_t groups = ((columns - 1) >> group) + 1, size = int64_t{1} << group;
   uint8_t *scales = row + (columns + 7) / 8 * kBits, *minima = scales + 2 * groups;
   for (int64_t g = 0; g < groups; ++g) {
@@ -47,12 +85,10 @@ void pack_row(const float* x, int64_t columns, int group, uint8_t* row) {
       broken |= !(std::fabs(from[i]) <= std::numeric_limits<float>::max());
       least = std::min(least, from[i]), most = std::max(most, from[i]);
     }
-    const double range = static_cast<double>(most) - least;
-    const uint16_t scale = broken ? nan : narrow(std::min(static_cast<float>(range / top), half_max));
-    const uint16_t minimum = broken ? nan : narrow(std::clamp(least + 0.0f, -half_max, half_max));  // turns -0 into 0
-    std::memcpy(scales + 2 * g, &scale, 2);
-    std::memcpy(minima + 2 * g, &minimum, 2);
-    const double s = widen_one(scales + 2 * g), low = widen_one(minima + 2 * g);  // rounded to float16
+    const Halves stored = broken ? Halves(nan, nan) : Method::template choose<kBits>(from, count, least, most);
+    std::memcpy(scales + 2 * g, &stored.scale, 2);
+    std::memcpy(minima + 2 * g, &stored.minimum, 2);
+    const double s = stored.wide_scale(), low = stored.wide_minimum();  // rounded to float16
     for (int64_t i = 0; i < count; i += kLanes) {
       uint64_t word = 0;
       for (int64_t j = i; j < std::min(i + kLanes, count); ++j) {
@@ -76,16 +112,26 @@ void unpack_row(const uint8_t* row, int64_t columns, int group, float* out) {
 
 }  // namespace
 
+template <typename Row>
+void each_row(int64_t rows, int threads, Row row) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t i = 0; i < rows; ++i) row(i);
+}
+
+#define PACK(verb, Method, bits)                                                                                       \
+  extern "C" void verb##_bits##bits(const float* x, int64_t rows, int64_t columns, int group, uint8_t* out,            \
+                                    int64_t row_bytes, int threads) {                                                  \
+    each_row(rows, threads,                                                                                            \
+             [=](int64_t i) { pack_row<bits, Method>(x + i * columns, columns, group, out + i * row_bytes); });        \
+  }
+
 #define QUANTIZER(bits)                                                                                                \
-  extern "C" void pack_bits##bits(const float* x, int64_t rows, int64_t columns, int group, uint8_t* out,              \
-                                  int64_t row_bytes, int threads) {                                                    \
-    _Pragma("omp parallel for schedule(static) num_threads(threads)")                                                  \
-    for (int64_t i = 0; i < rows; ++i) pack_row<bits>(x + i * columns, columns, group, out + i * row_bytes);           \
-  }                                                                                                                    \
+  PACK(pack, Nearest, bits)                                                                                            \
+  PACK(pack_weights, LeastSquares, bits)                                                                               \
   extern "C" void unpack_bits##bits(const uint8_t* packed, int64_t rows, int64_t columns, int group, float* out,       \
                                     int64_t row_bytes, int threads) {                                                  \
-    _Pragma("omp parallel for schedule(static) num_threads(threads)")                                                  \
-    for (int64_t i = 0; i < rows; ++i) unpack_row<bits>(packed + i * row_bytes, columns, group, out + i * columns);    \
+    each_row(rows, threads,                                                                                            \
+             [=](int64_t i) { unpack_row<bits>(packed + i * row_bytes, columns, group, out + i * columns); });         \
   }
 
 QUANTIZER(3)

@@ -1,0 +1,100 @@
+// Chooses a group's scale and minimum by least squares, as least_squares.py defines it.
+
+#pragma once
+
+#include <limits>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int kStarts = 3, kRefits = 4;  // as in least_squares.py
+constexpr float kMove = 0.5f;
+
+// A code c stands for minimum + c * scale.
+struct Line { float scale, minimum; };
+
+// A group of up to 128 values, less their mean: of values far from zero the sums keep few digits otherwise.
+template <int kBits>
+class Group {
+ public:
+  static constexpr float top = (1 << kBits) - 1;
+
+  Group(const float* x, int64_t count) : count_(count), vectors_((count + kLanes - 1) / kLanes) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; ++i) sum += x[i];
+    mean_ = static_cast<float>(sum / count);
+    Lanes squares = {};
+    for (int64_t v = 0; v < vectors_; ++v) {
+      const int64_t left = count - v * kLanes;
+      inside_[v] = spread(1);
+      values_[v] = left < kLanes ? widen(x + v * kLanes, left) : load(x + v * kLanes);
+      for (int64_t i = left; i < kLanes; ++i) inside_[v][i] = 0;
+      values_[v] = (values_[v] - mean_) * inside_[v];
+      squares += values_[v] * values_[v];
+    }
+    energy_ = add_up(squares);
+  }
+
+  float mean() const { return mean_; }
+
+  // Gives every value its nearest code on `line`, and replaces `line` by the one that fits these codes best. Returns
+  // its squared error; infinity, with `line` as it was, where no line rises through them.
+  float refit(Line& line) const {
+    Lanes sum = {}, squares = {}, products = {};
+    for (int64_t v = 0; v < vectors_; ++v) {
+      const Lanes code = codes(v, line);
+      sum += code, squares += code * code, products += code * values_[v];
+    }
+    const float total = add_up(sum), product = add_up(products);
+    const float variance = add_up(squares) - total * total / count_;
+    if (!(variance > 0 && product > 0)) return std::numeric_limits<float>::infinity();
+    line.scale = product / variance;
+    line.minimum = -line.scale * total / count_;
+    return energy_ - line.scale * product;
+  }
+
+  // The squared error of the nearest codes on `line`.
+  float error(const Line& line) const {
+    Lanes squares = {};
+    for (int64_t v = 0; v < vectors_; ++v) {
+      const Lanes off = (values_[v] - line.minimum - codes(v, line) * line.scale) * inside_[v];
+      squares += off * off;
+    }
+    return add_up(squares);
+  }
+
+ private:
+  Lanes codes(int64_t v, const Line& line) const {
+    Lanes code = (values_[v] - line.minimum) * (1 / line.scale) + 0.5f;
+    code = code < 0 ? Lanes{} : code;
+    code = code > top ? spread(top) : code;
+    return __builtin_convertvector(__builtin_convertvector(code, Integers), Lanes) * inside_[v];
+  }
+
+  static constexpr int64_t kMost = 128 / kLanes;
+  Lanes values_[kMost], inside_[kMost];
+  int64_t count_, vectors_;
+  float mean_, energy_;
+};
+
+// The line of least error among those that the search meets, for a group whose values lie from `least` to `most`.
+template <int kBits>
+Line best_line(const Group<kBits>& group, float least, float most) {
+  const float step = (most - least) / Group<kBits>::top;
+  Line best = {step, least};
+  float error = std::numeric_limits<float>::infinity();
+  const auto improve = [&](Line line) {
+    const float found = group.refit(line);
+    if (!(found < error)) return false;
+    error = found, best = line;
+    return true;
+  };
+  for (int low = 0; low < kStarts; ++low)
+    for (int high = 0; high < kStarts; ++high)
+      improve({step - (low + high) * kMove * step / Group<kBits>::top, least + low * kMove * step});
+  for (int i = 0; i < kRefits && improve(best); ++i) {}
+  return best;
+}
+
+}  // namespace

@@ -1,18 +1,21 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine
-from engines.planning.memory import TierBytes, capacity, memory_constraints, peak_memory
+from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memory_constraints, peak_memory
 from engines.planning.placement import best_fractions
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
 
+#: Batch sizes that are tried, a fifth to a half apart.
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
+               1536, 2048)  # fmt: skip
 _ALL_ON_DISK: Fractions = (0.0, 0.0, 1.0)
 #: Fractions of weights or cache that rounding may push to a lower tier.
 _ROUNDING_STEPS = (0.01, 0.02, 0.04)
@@ -60,6 +63,8 @@ class ClosedFormPlanner:
 
     #: Whether `predict` simulates the job; otherwise it is as fast as `estimate`.
     simulates = False
+    #: The batch sizes that a search tries.
+    batch_sizes: Sequence[int] = BATCH_SIZES
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
         self.job = job
@@ -77,7 +82,7 @@ class ClosedFormPlanner:
         require_modelled(policy)
         engine = self._engine_for(policy)
         assert policy.cache and policy.activations
-        constraints = memory_constraints(self.shape, policy, self.lengths)
+        constraints = self._constraints(policy)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
         cost = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak)).pass_seconds
@@ -131,6 +136,10 @@ class ClosedFormPlanner:
     def missing(self, prediction: Prediction) -> Mapping[str, float]:
         """Bytes that each tier is short of."""
         return prediction.peak.missing(capacity(self.profile))
+
+    def _constraints(self, policy: OffloadPolicy) -> Sequence[MemoryConstraint]:
+        """What must fit, for the policy's batches and bits and any fractions."""
+        return memory_constraints(self.shape, policy, self.lengths)
 
     def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         return best_fractions(self.shape, policy, self.lengths, self.machine, self._engine_for(policy))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from engines.planning.workload import Fractions, Sublayer, by_whole_matrices, sublayers, weight_bytes
-from harness.api import HarnessError, ModelShape, OffloadPolicy, Schedule
+from harness.api import Bits, HarnessError, ModelShape, OffloadPolicy, Schedule
 
 #: How transfers overlap with arithmetic. `none`: not at all. `sublayer`: a transfer runs beside one batch's sublayer,
 #: then all synchronise (FlexGen). `layer`: a layer's transfers run beside that layer's arithmetic. `pass`:
@@ -23,6 +23,9 @@ FILE = Path(__file__).with_name("engine_cost_models.yaml")
 class EngineCostModel:
     """One engine's way of working, and the constants of its software.
 
+    schedules, weight_bits, kv_bits: those that it has.
+    weight_tiers: the tiers of which one holds all weights, in the order tried; empty where a policy divides them.
+    host_attention: whether the host can attend.
     pinned_weights, pinned_cache: whether these are copied from pinned memory.
     direct_io: whether the disk is read past the page cache.
     unpack_each_batch: quantized weights are unpacked for each batch, not once a pass.
@@ -43,6 +46,10 @@ class EngineCostModel:
     name: str
     overlap: Overlap
     schedules: Sequence[Schedule] = ("row",)
+    weight_bits: Sequence[Bits] = (16,)
+    kv_bits: Sequence[Bits] = (16,)
+    weight_tiers: Sequence[str] = ()
+    host_attention: bool = False
     pinned_weights: bool = True
     pinned_cache: bool = True
     direct_io: bool = True
@@ -57,6 +64,14 @@ class EngineCostModel:
     cache_unpack_traffic: float | None = None
     attention_traffic: float = 1.0
     sublayer_overhead_s: float = 0.0
+
+    def offered_bits(self, bits: Sequence[tuple[Bits, Bits]]) -> Sequence[tuple[Bits, Bits]]:
+        """Those bits of weights and cache that the engine has. Raises HarnessError if it has none of them."""
+        offered = [(weights, cache) for weights, cache in bits if weights in self.weight_bits and cache in self.kv_bits]
+        if not offered:
+            raise HarnessError(f"engine {self.name} has no {_in_words(bits)} (it has weights of "
+                               f"{_listed(self.weight_bits)} and a cache of {_listed(self.kv_bits)} bits)")  # fmt: skip
+        return offered
 
     def placed_fractions(self, sublayer: Sublayer, fractions: Fractions) -> Fractions:
         """Where the engine puts a sublayer's weights for requested fractions."""
@@ -84,6 +99,14 @@ def engine_cost_model(engine: str) -> EngineCostModel:
         raise HarnessError(f"no plans are made for engine {engine!r}, which has no performance model "
                            f"(known: {', '.join(models)})")  # fmt: skip
     return models[engine]
+
+
+def _in_words(bits: Sequence[tuple[Bits, Bits]]) -> str:
+    return " and no ".join(f"{weights}-bit weights with a {cache}-bit cache" for weights, cache in bits)
+
+
+def _listed(bits: Sequence[Bits]) -> str:
+    return ", ".join(map(str, bits))
 
 
 def _model(name: str, constants: Mapping[str, Mapping[str, Any]], **settings: Any) -> EngineCostModel:

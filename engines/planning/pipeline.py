@@ -11,6 +11,7 @@ from dataclasses import replace
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.device_planner import DevicePlanner
 from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.generate_planner import GeneratePlanner
 from engines.planning.host_planner import HostPlanner
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import VALUE_BYTES
@@ -74,6 +75,8 @@ def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostMod
         return HostPlanner(job, profile)
     if stages > 1:
         return PipelinePlanner(job, profile, engine, stages)
+    if engine.weight_tiers:
+        return GeneratePlanner(job, profile, engine)
     return (DevicePlanner if engine.name == "offload" else ClosedFormPlanner)(job, profile, engine)
 
 

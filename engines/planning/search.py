@@ -12,8 +12,6 @@ from typing import get_args
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
-_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
-                1536, 2048)  # fmt: skip
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 #: The coarse grid takes every third of either; the search climbs from its best point.
 _STRIDE = 3
@@ -126,20 +124,21 @@ def _predicted(planner: ClosedFormPlanner, tried: Sequence[Candidate], space: Se
 def _climb(planner: ClosedFormPlanner, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
     """All candidates met on the way uphill over batch size and number of batches, from the best of a coarse grid."""
     numbers = _NUM_BATCHES if kind.schedule == "zigzag" else (1,)
+    sizes = planner.batch_sizes
     tried: dict[tuple[int, int], Candidate | None] = {}
 
     def score(at: tuple[int, int]) -> float:
         if at not in tried:
-            size, number = _BATCH_SIZES[at[0]], numbers[at[1]]
+            size, number = sizes[at[0]], numbers[at[1]]
             if space.requests is not None:
                 size = min(size, -(-space.requests // number))
             tried[at] = _candidate(planner, replace(kind, gpu_batch_size=size, num_gpu_batches=number), space)
         candidate = tried[at]
         return candidate.prediction.throughput_tok_s if candidate else 0.0
 
-    grid = (range(0, len(_BATCH_SIZES), _STRIDE), range(0, len(numbers), _STRIDE))
+    grid = (range(0, len(sizes), _STRIDE), range(0, len(numbers), _STRIDE))
     at = max(itertools.product(*grid), key=score)
-    while (better := max(_around(at, len(_BATCH_SIZES), len(numbers)), key=score)) != at and score(better) > score(at):
+    while (better := max(_around(at, len(sizes), len(numbers)), key=score)) != at and score(better) > score(at):
         at = better
     return [candidate for candidate in tried.values() if candidate is not None]
 

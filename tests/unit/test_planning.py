@@ -37,6 +37,10 @@ PROFILES = {name: hardware.load(name) for name in hardware.names()}
 OFFLOAD = engine_cost_model("offload")
 
 
+#: ZeRO's passes took 1.3 times as long there as with the other prompts of the same models, for reasons unknown.
+ZERO_AT_256 = "14-16 deepspeed 6.7b 256+32 32x1 w0/100 c100/0"
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> list[published.Outcome]:
     return published.evaluate(published.cells(), PROFILES)
@@ -258,6 +262,31 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
             plans = ClosedFormPlanner(job, PROFILES["t4_gcp"], engine_cost_model(engine))
             ours = best(plans, SearchSpace(schedules=("row", "zigzag"))).prediction.throughput_tok_s
             assert ours >= 0.97 * plans.predict(cell.policy).throughput_tok_s
+
+
+def test_a_search_finds_the_batches_and_throughputs_that_the_baselines_reached() -> None:
+    """The paper tried batches of its own: for OPT-30B and 256 tokens it has 12 of ZeRO where doubling stops at 8."""
+    for cell in published.cells():
+        if cell.table != "14-16" or cell.engine not in ("accelerate", "deepspeed_zero"):
+            continue
+        plans = planner_for(PlannedJob(shape(cell.model), [cell.lengths]), PROFILES["t4_gcp"],
+                            engine_cost_model(cell.engine), 1)  # fmt: skip
+        found = search(plans, SearchSpace(["row"], cpu_attention=(False,))).best
+        if cell.figure is None:
+            assert found is None, cell.label
+            continue
+        assert found is not None, cell.label
+        policy, asked = found.policy, cell.policy
+        assert policy.gpu_batch_size == (8 if asked.gpu_batch_size == 12 else asked.gpu_batch_size), cell.label
+        assert (policy.weights, policy.cache) == (asked.weights, asked.cache), cell.label
+        error = published.error_of(found.prediction.throughput_tok_s, cell.figure)
+        assert abs(error) < (0.4 if cell.label == ZERO_AT_256 else 0.3), cell.label
+
+
+def test_an_engine_refuses_bits_that_it_lacks() -> None:
+    with pytest.raises(HarnessError, match="accelerate has no 4-bit weights with a 4-bit cache"):
+        plan(OPT_30B, 512, 32, PROFILES["t4_gcp"], "accelerate", schedules=("row",), bits=[(4, 4)], latency_s=None,
+             policy=None, stages=None)  # fmt: skip
 
 
 def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:

@@ -138,8 +138,9 @@ class SublayerCosts:
         if machine.has_device and not self._host_attends:
             return total + self._copied(off_device * old, 0, engine.pinned_cache) + self._device_attention(work, 1.0)
         on_host = off_device if machine.has_device else 1.0
-        calls = work.tokens * shape.num_heads * (machine.host.attention_call_s or 0.0) * on_host
-        seconds = on_host * old / attention_rate(machine.host, policy.kv_bits) + calls
+        seconds = on_host * old / attention_rate(machine.host, policy.kv_bits)
+        if engine.head_calls:
+            seconds = max(seconds, on_host * work.tokens * shape.num_heads * (machine.host.attention_call_s or 0.0))
         rows = work.tokens * shape.num_heads * shape.head_dim * VALUE_BYTES * on_host
         return total + busy(host=seconds) + self._copied(rows, 3 * rows) + self._device_attention(work, 1 - on_host)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from engines.planning.workload import Fractions, Sublayer, by_whole_matrices, sublayers, weight_bytes
+from engines.planning.workload import Fractions, Sublayer, by_whole_tensors, sublayers, weight_bytes
 from harness.api import Bits, HarnessError, ModelShape, OffloadPolicy, Schedule
 
 #: How transfers overlap with arithmetic. `none`: not at all. `sublayer`: a transfer runs beside one batch's sublayer,
@@ -25,13 +25,14 @@ class EngineCostModel:
 
     schedules, weight_bits, kv_bits: those that it has.
     weight_tiers: the tiers of which one holds all weights, in the order tried; empty where a policy divides them.
-    host_attention: whether the host can attend.
+    host_attention: whether the host can attend; head_calls: by library calls for each sequence and head, whose number
+        limits it where contexts are short.
     pinned_weights, pinned_cache: whether these are copied from pinned memory.
     direct_io: whether the disk is read past the page cache.
     unpack_each_batch: quantized weights are unpacked for each batch, not once a pass.
     packed_attention: the host attends to a quantized cache.
     parallel_attention: the host attends while the device multiplies for another batch.
-    whole_matrices: a matrix is never divided between tiers, whatever the fractions.
+    whole_tensors: a tensor of the weights, and all activations, are never divided between tiers.
 
     link_share: share of the link's bandwidth that copies reach.
     page_cache_miss_share: share of the disk's rate that an engine without direct I/O reaches where there is no page
@@ -50,13 +51,14 @@ class EngineCostModel:
     kv_bits: Sequence[Bits] = (16,)
     weight_tiers: Sequence[str] = ()
     host_attention: bool = False
+    head_calls: bool = False
     pinned_weights: bool = True
     pinned_cache: bool = True
     direct_io: bool = True
     unpack_each_batch: bool = False
     packed_attention: bool = True
     parallel_attention: bool = False
-    whole_matrices: bool = False
+    whole_tensors: bool = False
     link_share: float = 1.0
     page_cache_miss_share: float = 1.0
     packed_load_rate: float | None = None
@@ -75,7 +77,7 @@ class EngineCostModel:
 
     def placed_fractions(self, sublayer: Sublayer, fractions: Fractions) -> Fractions:
         """Where the engine puts a sublayer's weights for requested fractions."""
-        return by_whole_matrices(sublayer, fractions) if self.whole_matrices else fractions
+        return by_whole_tensors(sublayer, fractions) if self.whole_tensors else fractions
 
     def placed_weights(self, shape: ModelShape, policy: OffloadPolicy) -> Fractions:
         """The fractions of all weights that the engine realises for a policy."""

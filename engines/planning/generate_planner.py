@@ -17,7 +17,7 @@ _BATCH_SIZES = tuple(2**i for i in range(13))
 _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 #: Bytes of a value while the softmax of a prompt's scores runs: in 16 bits, and in float32 before and after.
 _SCORE_BYTES = 2.0 + 4.0 + 4.0
-#: Share of the memory beside CUDA's context that tensors can fill: torch rounds sizes, and the growing cache leaves gaps.
+#: Share of the memory beside CUDA's context that tensors fill: torch rounds sizes, and the growing cache leaves gaps.
 _ALLOCATED_SHARE = 0.96
 
 
@@ -60,20 +60,22 @@ class GeneratePlanner(ClosedFormPlanner):
         # a hook frees a layer before it fetches the head; ZeRO keeps the head, which is the embedding, and reads ahead
         in_flight = 2 * layer + head if self.engine.overlap == "layer" else max(layer, head)
         token_cache = batch * kv_bytes(shape, policy) * shape.num_layers
-        prompt, longest = lengths.prompt, lengths.max_cached
+        prompt, cache = lengths.prompt, lengths.max_cached * token_cache
         inputs = VALUE_BYTES * batch * shape.hidden * prompt
         scores = _SCORE_BYTES * batch * shape.num_heads * prompt**2
         logits = VALUE_BYTES * batch * prompt * shape.vocab
         none: Fractions = (0.0, 0.0, 0.0)
 
-        def device(work: float, cache: float) -> MemoryConstraint:
-            held = [size / _ALLOCATED_SHARE for size in (work, weights, in_flight, cache)]
-            return MemoryConstraint("device", CONTEXT_BYTES + held[0], (held[1], held[2], held[2]), (held[3], 0.0, 0.0), none)
+        def device(work: float, held_cache: float) -> MemoryConstraint:
+            held = [size / _ALLOCATED_SHARE for size in (work, weights, in_flight, held_cache)]
+            return MemoryConstraint(
+                "device", CONTEXT_BYTES + held[0], (held[1], held[2], held[2]), (held[3], 0.0, 0.0), none
+            )
 
         return [
             device(scores + 4 * inputs, prompt * token_cache),
             device(logits, prompt * token_cache),
-            device(0.0, 2 * longest * token_cache),
-            MemoryConstraint("host", 0.0, (0.0, weights, in_flight), (0.0, longest * token_cache, 0.0), (0.0, inputs, 0.0)),
-            MemoryConstraint("disk", 0.0, (0.0, 0.0, weights), (0.0, 0.0, longest * token_cache), (0.0, 0.0, inputs)),
+            device(0.0, 2 * cache),
+            MemoryConstraint("host", 0.0, (0.0, weights, in_flight), (0.0, cache, 0.0), (0.0, inputs, 0.0)),
+            MemoryConstraint("disk", 0.0, (0.0, 0.0, weights), (0.0, 0.0, cache), (0.0, 0.0, inputs)),
         ]  # fmt: skip

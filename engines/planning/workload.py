@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.api import ModelShape, OffloadPolicy
 from harness.api.machine import mean_cached_tokens
 
@@ -34,7 +36,8 @@ class Lengths:
 class Sublayer:
     """An attention or feed-forward sublayer, or the head: the unit in which FlexGen's schedule loads weights.
 
-    params: values of its matrices, of which there are `matrices`, taken to be of one size.
+    params: values of its matrices.
+    tensors: sizes of all its tensors in the order in which FlexGen places them: matrices with their biases, then norms.
     count: how many such sublayers the model has.
     attends: whether the KV cache is read and written here.
     quantized: whether the policy's weight bits apply.
@@ -45,7 +48,7 @@ class Sublayer:
 
     params: int
     count: int
-    matrices: int
+    tensors: tuple[int, ...]
     attends: bool = False
     quantized: bool = True
     is_head: bool = False
@@ -54,24 +57,35 @@ class Sublayer:
 
 def sublayers(shape: ModelShape) -> list[Sublayer]:
     """Attention, feed-forward and head. Embedding tables are left out: small, and looked up only."""
+    hidden, ffn = shape.hidden, shape.ffn
     forward = shape.forward_stored
-    matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
+    matrices = max(1, round(forward / (hidden * ffn)))
+    each = forward // matrices
+    if shape.family == "opt":  # every product has a bias, and a norm a scale and a bias
+        attends = (hidden * hidden, hidden) * 4 + (hidden, hidden)
+        feeds: tuple[int, ...] = (each, ffn, each, hidden, hidden, hidden)
+        head: tuple[int, ...] = (hidden, hidden, hidden * shape.vocab)
+    else:
+        queries, keys = hidden * shape.num_heads * shape.head_dim, hidden * shape.num_kv_heads * shape.head_dim
+        attends, feeds, head = (queries, keys, keys, queries, hidden), (each,) * matrices + (hidden,), (hidden, hidden * shape.vocab)
     return [
-        Sublayer(shape.attention_params, shape.num_layers, 4, attends=True),
-        Sublayer(forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
-        Sublayer(shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
+        Sublayer(shape.attention_params, shape.num_layers, attends, attends=True),
+        Sublayer(forward, shape.num_layers, feeds, active_share=shape.forward_params / forward),
+        Sublayer(hidden * shape.vocab, 1, head, quantized=False, is_head=True),
     ]
 
 
-def by_whole_matrices(sublayer: Sublayer, fractions: Fractions) -> Fractions:
-    """Fractions where each matrix lies in the tier that its middle falls into, counted from disk to host to device.
+def by_whole_tensors(sublayer: Sublayer, fractions: Fractions) -> Fractions:
+    """Fractions where each tensor lies in the tier that its middle falls into, counted from disk to host to device.
 
-    Source: FlexGen's code, `init_weight_list`.
+    Biases count: they put the middle of OPT's second feed-forward matrix just below three quarters. Source: FlexGen's
+    code, `init_weight_list` and `get_choice`.
     """
     _, host, disk = fractions
-    middles = [(i + 0.5) / sublayer.matrices for i in range(sublayer.matrices)]
-    on_disk = sum(middle < disk for middle in middles) / sublayer.matrices
-    off_device = sum(middle < disk + host for middle in middles) / sublayer.matrices
+    sizes = np.array(sublayer.tensors)
+    middles = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+    on_disk = float(sizes[middles < disk].sum() / sizes.sum())
+    off_device = float(sizes[middles < disk + host].sum() / sizes.sum())
     return 1 - off_device, off_device - on_disk, on_disk
 
 

@@ -26,7 +26,7 @@ from engines.planning.plan import flat, nested, plan
 from engines.planning.planned_job import PlannedJob
 from engines.planning.search import Candidate, SearchSpace, search
 from engines.planning.threads import compute_threads, on_threads
-from engines.planning.workload import Lengths, by_whole_matrices, sublayers
+from engines.planning.workload import Lengths, by_whole_tensors, sublayers
 from harness import hardware
 from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 from harness.common.published import published_rows
@@ -244,13 +244,24 @@ def test_memory_rows_are_linear_and_count_everything_once(policy: OffloadPolicy)
     assert total >= weights
 
 
-def test_whole_matrices_go_where_their_middles_fall() -> None:
-    """FlexGen's own rounding: of four matrices 20 % is one, of two none; the disk comes first."""
+def test_whole_tensors_go_where_their_middles_fall() -> None:
+    """As FlexGen's own rounding: of four matrices 20 % is one, of two none; the disk comes first."""
     attention, forward = sublayers(shape(OPT_30B))[:2]
-    assert (attention.matrices, forward.matrices) == (4, 2)
-    assert by_whole_matrices(attention, (0.2, 0.8, 0.0)) == (0.25, 0.75, 0.0)
-    assert by_whole_matrices(forward, (0.2, 0.8, 0.0)) == (0.0, 1.0, 0.0)
-    assert by_whole_matrices(attention, (0.0, 0.5, 0.5)) == (0.0, 0.5, 0.5)
+    assert by_whole_tensors(attention, (0.2, 0.8, 0.0)) == pytest.approx((0.25, 0.75, 0.0), abs=1e-3)
+    assert by_whole_tensors(forward, (0.2, 0.8, 0.0)) == pytest.approx((0.0, 1.0, 0.0), abs=1e-3)
+    assert by_whole_tensors(attention, (0.0, 0.5, 0.5)) == pytest.approx((0.0, 0.5, 0.5), abs=1e-3)
+
+
+def test_biases_decide_where_matrices_on_the_boundary_go() -> None:
+    """The list of FlexGen's tensors, by hand: fc1, its bias, fc2, its bias, and two vectors of the norm."""
+    hidden = 7168
+    sizes = [4 * hidden**2, 4 * hidden, 4 * hidden**2, hidden, hidden, hidden]
+    middle = (sum(sizes[:2]) + sizes[2] / 2) / sum(sizes)
+    assert 0.7499 < middle < 0.75
+    forward = sublayers(shape(OPT_30B))[1]
+    assert by_whole_tensors(forward, (0.25, 0.75, 0.0))[0] < 1e-3  # vectors alone
+    assert by_whole_tensors(forward, (0.26, 0.74, 0.0))[0] == pytest.approx(0.5, abs=1e-3)
+    assert by_whole_tensors(forward, (0.75, 0.25, 0.0))[1] == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("engine", ["offload", "flexgen_ref"])

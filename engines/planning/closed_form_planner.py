@@ -1,14 +1,17 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.machine import Machine
 from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memory_constraints, peak_memory
-from engines.planning.placement import best_fractions
+from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
+from engines.planning.rounding import placements
 from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
@@ -16,9 +19,9 @@ from harness.common.roofline import block_bound
 #: Batch sizes that are tried, a fifth to a half apart.
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
                1536, 2048)  # fmt: skip
+#: Placements that are predicted, of those that the linear programme's costs rank first.
+_PREDICTED = 3
 _ALL_ON_DISK: Fractions = (0.0, 0.0, 1.0)
-#: Fractions of weights or cache that rounding may push to a lower tier.
-_ROUNDING_STEPS = (0.01, 0.02, 0.04)
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,25 @@ class ClosedFormPlanner:
             cache=policy.cache or _ALL_ON_DISK,
             activations=policy.activations or _ALL_ON_DISK,
         )
-        return self.runnable(policy) or self._best(policy) or on_disk
+        return self.runnable(policy) or self._programme(policy).best(policy) or on_disk
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions as the engine realises them; None if none fit."""
-        best = self._best(policy)
-        fitting = (p for p in (_moved_down(best) if best else ()) if not self.missing(self.predict(p)))
-        return next(fitting, None)
+        constraints, programme = self._constraints(policy), self._programme(policy)
+        best = programme.best(policy)
+        if best is None:
+            return None
+        fitting = placements(policy, best, self.shape, self.engine, constraints, capacity(self.profile))
+        if not fitting:
+            return None
+        fractions = [
+            [*self.engine.placed_weights(self.shape, p), *(p.cache or ()), *(p.activations or ())] for p in fitting
+        ]
+        fastest = np.argsort(programme.seconds(np.array(fractions)), kind="stable")[:_PREDICTED]
+        return max((fitting[i] for i in fastest.tolist()), key=self._throughput)
+
+    def _throughput(self, policy: OffloadPolicy) -> float:
+        return self.predict(policy).throughput_tok_s
 
     def missing(self, prediction: Prediction) -> Mapping[str, float]:
         """Bytes that each tier is short of."""
@@ -141,8 +156,9 @@ class ClosedFormPlanner:
         """What must fit, for the policy's batches and bits and any fractions."""
         return memory_constraints(self.shape, policy, self.lengths)
 
-    def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        return best_fractions(self.shape, policy, self.lengths, self.machine, self._engine_for(policy))
+    def _programme(self, policy: OffloadPolicy) -> Programme:
+        engine = self._engine_for(policy)
+        return linear_programme(self.shape, policy, self.lengths, self.machine, engine, self._constraints(policy))
 
     def _engine_for(self, policy: OffloadPolicy) -> EngineCostModel:
         """The engine under a policy: while the host attends, the device needs another batch to multiply."""
@@ -180,22 +196,3 @@ def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) 
     cache = block * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers
     on_disk = max(0.0, model_weight_bytes(shape, policy) + cache - room.device - room.host)
     return block_bound(block * steps, compute_s, steps * on_disk / machine.profile.disk.read)
-
-
-def _moved_down(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
-    """The policy, then with some percents of weights or cache moved to a lower tier, as rounding to matrices may do."""
-    assert policy.weights and policy.cache
-    yield policy
-    for share in _ROUNDING_STEPS:
-        for weights in _lower(policy.weights, share):
-            yield replace(policy, weights=weights)
-        for cache in _lower(policy.cache, share):
-            yield replace(policy, cache=cache)
-
-
-def _lower(fractions: Fractions, share: float) -> Iterator[Fractions]:
-    device, host, disk = fractions
-    moved = min(host, share)
-    yield device, host - moved, disk + moved
-    moved = min(device, share)
-    yield device - moved, host + moved, disk

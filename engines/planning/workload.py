@@ -1,14 +1,18 @@
 """What a job asks of a machine: lengths of a request, and the sublayers of a model with their parameters and bytes."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.api import ModelShape, OffloadPolicy
 from harness.api.machine import mean_cached_tokens
 
 #: Of device, host and disk; they sum to 1.
 Fractions = tuple[float, float, float]
+
+FloatArray = npt.NDArray[np.float64]
 
 #: Bytes of a value that is not quantized, and of an activation.
 VALUE_BYTES = 2.0
@@ -54,27 +58,37 @@ class Sublayer:
     is_head: bool = False
     active_share: float = 1.0
 
+    @property
+    def middles(self) -> FloatArray:
+        """Where the middle of each tensor falls, as a share of their sizes together."""
+        sizes = np.array(self.tensors, np.float64)
+        middles: FloatArray = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+        return middles
 
-def sublayers(shape: ModelShape) -> list[Sublayer]:
+
+@lru_cache(maxsize=64)
+def sublayers(shape: ModelShape) -> tuple[Sublayer, Sublayer, Sublayer]:
     """Attention, feed-forward and head. Embedding tables are left out: small, and looked up only."""
     hidden, ffn = shape.hidden, shape.ffn
     forward = shape.forward_stored
     matrices = max(1, round(forward / (hidden * ffn)))
     each = forward // matrices
     if shape.family == "opt":  # every product has a bias, and a norm a scale and a bias
-        attends = (hidden * hidden, hidden) * 4 + (hidden, hidden)
+        attends: tuple[int, ...] = (*(hidden * hidden, hidden) * 4, hidden, hidden)
         feeds: tuple[int, ...] = (each, ffn, each, hidden, hidden, hidden)
         head: tuple[int, ...] = (hidden, hidden, hidden * shape.vocab)
     else:
         queries, keys = hidden * shape.num_heads * shape.head_dim, hidden * shape.num_kv_heads * shape.head_dim
-        attends, feeds, head = (queries, keys, keys, queries, hidden), (each,) * matrices + (hidden,), (hidden, hidden * shape.vocab)
-    return [
+        attends, feeds = (queries, keys, keys, queries, hidden), (*(each,) * matrices, hidden)
+        head = (hidden, hidden * shape.vocab)
+    return (
         Sublayer(shape.attention_params, shape.num_layers, attends, attends=True),
         Sublayer(forward, shape.num_layers, feeds, active_share=shape.forward_params / forward),
         Sublayer(hidden * shape.vocab, 1, head, quantized=False, is_head=True),
-    ]
+    )
 
 
+@lru_cache(maxsize=4096)
 def by_whole_tensors(sublayer: Sublayer, fractions: Fractions) -> Fractions:
     """Fractions where each tensor lies in the tier that its middle falls into, counted from disk to host to device.
 
@@ -82,8 +96,7 @@ def by_whole_tensors(sublayer: Sublayer, fractions: Fractions) -> Fractions:
     code, `init_weight_list` and `get_choice`.
     """
     _, host, disk = fractions
-    sizes = np.array(sublayer.tensors)
-    middles = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+    sizes, middles = np.array(sublayer.tensors, np.float64), sublayer.middles
     on_disk = float(sizes[middles < disk].sum() / sizes.sum())
     off_device = float(sizes[middles < disk + host].sum() / sizes.sum())
     return 1 - off_device, off_device - on_disk, on_disk

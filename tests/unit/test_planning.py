@@ -28,7 +28,7 @@ from engines.planning.search import Candidate, SearchSpace, search
 from engines.planning.threads import compute_threads, on_threads
 from engines.planning.workload import Lengths, by_whole_tensors, sublayers
 from harness import hardware
-from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
@@ -298,6 +298,41 @@ def test_an_engine_refuses_bits_that_it_lacks() -> None:
     with pytest.raises(HarnessError, match="accelerate has no 4-bit weights with a 4-bit cache"):
         plan(OPT_30B, 512, 32, PROFILES["t4_gcp"], "accelerate", schedules=("row",), bits=[(4, 4)], latency_s=None,
              policy=None, stages=None)  # fmt: skip
+
+
+def test_a_feasible_latency_is_not_called_infeasible() -> None:
+    """70 % of OPT-30B's compressed weights fit the device; the programme's share, in whole tensors, does not."""
+    policy = OffloadPolicy(8, weights=(0.7, 0.3, 0.0), cache=(1.0, 0.0, 0.0), activations=(1.0, 0.0, 0.0),
+                           weight_bits=4, kv_bits=4)  # fmt: skip
+    plans = ClosedFormPlanner(JOB, PROFILES["t4_gcp"], engine_cost_model("flexgen_ref"))
+    prediction = plans.predict(policy)
+    assert not plans.missing(prediction)
+    assert prediction.block_latency_s < 160
+    found = best(plans, SearchSpace(("row", "zigzag"), [(4, 4)], latency_s=160)).prediction
+    assert found.throughput_tok_s >= prediction.throughput_tok_s
+
+
+@given(st.sampled_from(["flexgen_ref", "lm_offload"]), st.sampled_from(["6.7b", "30b", "66b"]),
+       st.sampled_from([(16, 16), (4, 4)]), st.sampled_from([1, 4, 16]), st.floats(1.0, 1.5))  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_a_search_never_gives_up_on_what_is_feasible(
+    engine: str, size: str, bits: tuple[Bits, Bits], batch: int, slack: float
+) -> None:
+    """Whatever policy of a grid fits the memory and a latency limit, the search finds one at least about as fast."""
+    job = PlannedJob(shape(f"facebook/opt-{size}"), [Lengths(512, 32)])
+    plans = ClosedFormPlanner(job, PROFILES["t4_gcp"], engine_cost_model(engine))
+    shares = [(a / 10, (10 - a - b) / 10, b / 10) for a in range(0, 11, 2) for b in range(0, 11 - a, 5)]
+    ends = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    fitting = []
+    for weights, cache, activations in itertools.product(shares, ends, ends[:2]):
+        policy = OffloadPolicy(batch, 1, "row", weights, cache, activations, *bits)
+        prediction = plans.predict(policy)
+        if not plans.missing(prediction):
+            fitting.append(prediction)
+    soonest = min(fitting, key=lambda p: p.block_latency_s, default=None)
+    if soonest is not None:
+        space = SearchSpace(("row",), [bits], (False,), latency_s=slack * soonest.block_latency_s)
+        assert best(plans, space).prediction.throughput_tok_s >= 0.97 * soonest.throughput_tok_s
 
 
 def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:

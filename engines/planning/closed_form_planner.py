@@ -88,6 +88,11 @@ class ClosedFormPlanner:
         constraints = self._constraints(policy)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
+        if engine.pins_copies:  # FlexGen's weights are pinned on request; users ask for it where it fits
+            assert weights
+            held = peak.host - weights[1] * model_weight_bytes(self.shape, policy)
+            pinned = engine.has_pinned_weights(self.shape, policy, self.profile.host.memory, held)
+            engine = replace(engine, pinned_weights=pinned)
         cost = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak)).pass_seconds
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
@@ -142,8 +147,8 @@ class ClosedFormPlanner:
         fractions = [
             [*self.engine.placed_weights(self.shape, p), *(p.cache or ()), *(p.activations or ())] for p in fitting
         ]
-        fastest = np.argsort(programme.seconds(np.array(fractions)), kind="stable")[:_PREDICTED]
-        return max((fitting[i] for i in fastest.tolist()), key=self._throughput)
+        fastest: list[int] = np.argsort(programme.seconds(np.array(fractions)), kind="stable")[:_PREDICTED].tolist()
+        return max((fitting[i] for i in fastest), key=self._throughput)
 
     def _throughput(self, policy: OffloadPolicy) -> float:
         return self.predict(policy).throughput_tok_s

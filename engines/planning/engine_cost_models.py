@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from engines.planning.workload import Fractions, Sublayer, by_whole_tensors, sublayers, weight_bytes
+from engines.planning.workload import Fractions, Sublayer, by_whole_tensors, pinned_bytes, sublayers, weight_bytes
 from harness.api import Bits, HarnessError, ModelShape, OffloadPolicy, Schedule
 
 #: How transfers overlap with arithmetic. `none`: not at all. `sublayer`: a transfer runs beside one batch's sublayer,
@@ -27,7 +27,9 @@ class EngineCostModel:
     weight_tiers: the tiers of which one holds all weights, in the order tried; empty where a policy divides them.
     host_attention: whether the host can attend; head_calls: by library calls for each sequence and head, whose number
         limits it where contexts are short.
-    pinned_weights, pinned_cache: whether these are copied from pinned memory.
+    pinned_weights, pinned_cache: whether these are copied from pinned memory; weights only where there is room for it.
+    pins_copies: whether the calling thread copies what is not pinned to pinned memory, while the device waits.
+    activations_wait: whether activations are copied in the stream of the products.
     direct_io: whether the disk is read past the page cache.
     unpack_each_batch: quantized weights are unpacked for each batch, not once a pass.
     packed_attention: the host attends to a quantized cache.
@@ -37,7 +39,6 @@ class EngineCostModel:
     link_share: share of the link's bandwidth that copies reach.
     page_cache_miss_share: share of the disk's rate that an engine without direct I/O reaches where there is no page
         cache.
-    packed_load_rate: bytes/s at which quantized weights reach the device, if something slower than the link limits it.
     weight_unpack_traffic, cache_unpack_traffic: bytes of device memory traffic to unpack one value; None for the rate
         of a fused kernel.
     attention_traffic: bytes of device memory traffic for each byte of the 16-bit cache that attention reads.
@@ -54,6 +55,8 @@ class EngineCostModel:
     head_calls: bool = False
     pinned_weights: bool = True
     pinned_cache: bool = True
+    pins_copies: bool = False
+    activations_wait: bool = False
     direct_io: bool = True
     unpack_each_batch: bool = False
     packed_attention: bool = True
@@ -61,7 +64,6 @@ class EngineCostModel:
     whole_tensors: bool = False
     link_share: float = 1.0
     page_cache_miss_share: float = 1.0
-    packed_load_rate: float | None = None
     weight_unpack_traffic: float | None = None
     cache_unpack_traffic: float | None = None
     attention_traffic: float = 1.0
@@ -78,6 +80,11 @@ class EngineCostModel:
     def placed_fractions(self, sublayer: Sublayer, fractions: Fractions) -> Fractions:
         """Where the engine puts a sublayer's weights for requested fractions."""
         return by_whole_tensors(sublayer, fractions) if self.whole_tensors else fractions
+
+    def has_pinned_weights(self, shape: ModelShape, policy: OffloadPolicy, host: float, others: float) -> bool:
+        """Whether weights are pinned: if they fit the `host` memory beside `others`, in bytes."""
+        weights = self.placed_weights(shape, policy)[1] * sum(p.count * pinned_bytes(p, policy) for p in sublayers(shape))
+        return self.pinned_weights and weights + others <= host
 
     def placed_weights(self, shape: ModelShape, policy: OffloadPolicy) -> Fractions:
         """The fractions of all weights that the engine realises for a policy."""

@@ -1,5 +1,6 @@
 """What a job asks of a machine: lengths of a request, and the sublayers of a model with their parameters and bytes."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,6 +107,12 @@ def weight_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
     """Stored bytes of one sublayer's weights."""
     bits = policy.weight_bits if sublayer.quantized else 16
     return sublayer.params * policy.value_bytes(bits, VALUE_BYTES)
+
+
+def pinned_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
+    """Bytes of one sublayer's weights in pinned memory, which torch allocates in powers of two."""
+    bits = policy.weight_bits if sublayer.quantized else 16
+    return sum(2.0 ** math.ceil(math.log2(size * bits / 8)) for size in sublayer.tensors)
 
 
 def model_weight_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:

@@ -37,8 +37,6 @@ class EngineCostModel:
     whole_tensors: a tensor of the weights, and all activations, are never divided between tiers.
 
     link_share: share of the link's bandwidth that copies reach.
-    page_cache_miss_share: share of the disk's rate that an engine without direct I/O reaches where there is no page
-        cache.
     weight_unpack_traffic, cache_unpack_traffic: bytes of device memory traffic to unpack one value; None for the rate
         of a fused kernel.
     attention_traffic: bytes of device memory traffic for each byte of the 16-bit cache that attention reads.
@@ -63,7 +61,6 @@ class EngineCostModel:
     parallel_attention: bool = False
     whole_tensors: bool = False
     link_share: float = 1.0
-    page_cache_miss_share: float = 1.0
     weight_unpack_traffic: float | None = None
     cache_unpack_traffic: float | None = None
     attention_traffic: float = 1.0
@@ -83,8 +80,8 @@ class EngineCostModel:
 
     def has_pinned_weights(self, shape: ModelShape, policy: OffloadPolicy, host: float, others: float) -> bool:
         """Whether weights are pinned: if they fit the `host` memory beside `others`, in bytes."""
-        weights = self.placed_weights(shape, policy)[1] * sum(p.count * pinned_bytes(p, policy) for p in sublayers(shape))
-        return self.pinned_weights and weights + others <= host
+        size = sum(part.count * pinned_bytes(part, policy) for part in sublayers(shape))
+        return self.pinned_weights and self.placed_weights(shape, policy)[1] * size + others <= host
 
     def placed_weights(self, shape: ModelShape, policy: OffloadPolicy) -> Fractions:
         """The fractions of all weights that the engine realises for a policy."""

@@ -12,7 +12,7 @@ from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memor
 from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
 from engines.planning.rounding import placements
-from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
+from engines.planning.workload import FloatArray, Fractions, kv_bytes, model_weight_bytes, pinned_bytes, sublayers
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
 
@@ -88,11 +88,7 @@ class ClosedFormPlanner:
         constraints = self._constraints(policy)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
-        if engine.pins_copies:  # FlexGen's weights are pinned on request; users ask for it where it fits
-            assert weights
-            held = peak.host - weights[1] * model_weight_bytes(self.shape, policy)
-            pinned = engine.has_pinned_weights(self.shape, policy, self.profile.host.memory, held)
-            engine = replace(engine, pinned_weights=pinned)
+        engine = replace(engine, pinned_weights=self._pinned(policy, weights, peak))
         cost = SublayerCosts(self.shape, policy, self.machine, engine, self._disk_read(peak)).pass_seconds
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
@@ -144,11 +140,34 @@ class ClosedFormPlanner:
         fitting = placements(policy, best, self.shape, self.engine, constraints, capacity(self.profile))
         if not fitting:
             return None
-        fractions = [
-            [*self.engine.placed_weights(self.shape, p), *(p.cache or ()), *(p.activations or ())] for p in fitting
-        ]
-        fastest: list[int] = np.argsort(programme.seconds(np.array(fractions)), kind="stable")[:_PREDICTED].tolist()
+        fastest: list[int] = np.argsort(self._ranking_s(programme, fitting), kind="stable")[:_PREDICTED].tolist()
         return max((fitting[i] for i in fastest), key=self._throughput)
+
+    def _pinned(self, policy: OffloadPolicy, weights: Fractions, peak: TierBytes) -> bool:
+        """Whether weights are copied from pinned memory: on request, which users make where there is room for it."""
+        if not self.engine.pins_copies:
+            return self.engine.pinned_weights
+        pinned = sum(part.count * pinned_bytes(part, policy) for part in sublayers(self.shape))
+        more = weights[1] * (pinned - model_weight_bytes(self.shape, policy))
+        return peak.host + more <= self.profile.host.memory
+
+    def _ranking_s(self, programme: Programme, policies: Sequence[OffloadPolicy]) -> FloatArray:
+        """Seconds of policies that differ in their fractions, by the linear programme's costs.
+
+        What is not pinned, on which the costs do not depend linearly, is taken to be copied before it is loaded.
+        """
+        seconds = []
+        constraints = self._constraints(policies[0])
+        for policy in policies:
+            assert policy.cache and policy.activations
+            weights = self.engine.placed_weights(self.shape, policy)
+            peak = peak_memory(constraints, weights, policy.cache, policy.activations)
+            each = float(programme.seconds(np.array([[*weights, *policy.cache, *policy.activations]]))[0])
+            if not self._pinned(policy, weights, peak):
+                size = (weights[1] + weights[2]) * model_weight_bytes(self.shape, policy)
+                each += self.lengths.generated * size / self.machine.link.h2d_pageable
+            seconds.append(each)
+        return np.array(seconds)
 
     def _throughput(self, policy: OffloadPolicy) -> float:
         return self.predict(policy).throughput_tok_s

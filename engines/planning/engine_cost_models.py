@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
-from engines.planning.workload import Fractions, Sublayer, by_whole_tensors, pinned_bytes, sublayers, weight_bytes
+from engines.planning.workload import Fractions, Sublayer, by_whole_tensors, sublayers, weight_bytes
 from harness.api import Bits, HarnessError, ModelShape, OffloadPolicy, Schedule
 
 #: How transfers overlap with arithmetic. `none`: not at all. `sublayer`: a transfer runs beside one batch's sublayer,
@@ -27,8 +27,9 @@ class EngineCostModel:
     weight_tiers: the tiers of which one holds all weights, in the order tried; empty where a policy divides them.
     host_attention: whether the host can attend; head_calls: by library calls for each sequence and head, whose number
         limits it where contexts are short.
-    pinned_weights, pinned_cache: whether these are copied from pinned memory; weights only where there is room for it.
-    pins_copies: whether the calling thread copies what is not pinned to pinned memory, while the device waits.
+    pinned_weights, pinned_cache: whether these are copied from pinned memory.
+    pins_copies: whether the calling thread copies what is not pinned to pinned memory, while the device waits; weights
+        are pinned where there is room for it.
     activations_wait: whether activations are copied in the stream of the products.
     direct_io: whether the disk is read past the page cache.
     unpack_each_batch: quantized weights are unpacked for each batch, not once a pass.
@@ -77,11 +78,6 @@ class EngineCostModel:
     def placed_fractions(self, sublayer: Sublayer, fractions: Fractions) -> Fractions:
         """Where the engine puts a sublayer's weights for requested fractions."""
         return by_whole_tensors(sublayer, fractions) if self.whole_tensors else fractions
-
-    def has_pinned_weights(self, shape: ModelShape, policy: OffloadPolicy, host: float, others: float) -> bool:
-        """Whether weights are pinned: if they fit the `host` memory beside `others`, in bytes."""
-        size = sum(part.count * pinned_bytes(part, policy) for part in sublayers(shape))
-        return self.pinned_weights and self.placed_weights(shape, policy)[1] * size + others <= host
 
     def placed_weights(self, shape: ModelShape, policy: OffloadPolicy) -> Fractions:
         """The fractions of all weights that the engine realises for a policy."""

@@ -56,9 +56,14 @@ def placements(
 
 
 def _cuts(shape: ModelShape) -> Sequence[float]:
-    """Shares in whole percents, one for each way in which tensors are divided in two by their middles."""
-    middles = np.concatenate([part.middles for part in sublayers(shape) if not part.is_head])
-    return tuple(sorted({0.0, 1.0, *(math.floor(100 * middle) / 100 for middle in middles)}))
+    """Shares in whole percents, one for each way in which the middles of matrices divide them in two."""
+    middles = sorted(
+        middle
+        for part in sublayers(shape)
+        for middle, size in zip(part.middles, part.tensors, strict=True)
+        if not part.is_head and size > shape.hidden * 4
+    )
+    return tuple(sorted({0.0, 1.0, *(math.ceil(100 * middle) / 100 for middle in middles[:-1])}))
 
 
 def _neighbours(weights: Fractions, cuts: Sequence[float]) -> Iterator[Fractions]:

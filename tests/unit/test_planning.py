@@ -449,7 +449,7 @@ def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> Non
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):
-        policy = OffloadPolicy(48, batches, "zigzag", cpu_attention=True, **held)
+        policy = OffloadPolicy(24, batches, "zigzag", cpu_attention=True, **held)  # weights can be pinned by all
         apart, together = one.predict(policy), four.predict(policy)
         assert together.throughput_tok_s < 4.2 * apart.throughput_tok_s  # the head is the last stage's alone
         assert together.peak.host < 0.3 * apart.peak.host

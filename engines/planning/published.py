@@ -42,6 +42,7 @@ class Cell:
     policy: searched if it has no fractions.
     disk: rates of reading and writing, as shares of the machine's own disk.
     stages: of a pipeline, one machine each.
+    decoding: whether the figure is that of decoding alone: generated tokens but the first, by the time after prefill.
     fitted: constants were fitted on it.
     repeated: an earlier table has the same run.
     """
@@ -57,6 +58,7 @@ class Cell:
     page_cache: bool = True
     disk: tuple[float, float] | None = None
     stages: int = 1
+    decoding: bool = False
     fitted: bool = False
     repeated: bool = False
 
@@ -116,8 +118,11 @@ def evaluate(
         job = PlannedJob(shape(cell.model), [cell.lengths])
         planner = planner_for(job, replace(profile, disk=disk), engine, cell.stages)
         prediction = planner.predict(_complete(planner, cell.policy))
-        error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
-        outcomes.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.missing(prediction)))
+        rate = prediction.throughput_tok_s
+        if cell.decoding:
+            rate = prediction.requests * (cell.lengths.generated - 1) / prediction.decode_s
+        error = None if cell.figure is None else error_of(rate, cell.figure)
+        outcomes.append(Outcome(cell, rate, error, not planner.missing(prediction)))
     return outcomes
 
 
@@ -141,7 +146,7 @@ def cells() -> list[Cell]:
     """All published cells, in the order of the tables."""
     first: dict[Cell, Cell] = {}  # by all but table and name: tables that repeat a run have one figure
     marked = []
-    for cell in (*_flexgen(), *_ablation(), *_pipelines(), *_disks(), *_lm_offload()):
+    for cell in (*_flexgen(), *_ablation(), *_scaling(), *_disks(), *_lm_offload()):
         run = replace(cell, table="", name="")
         marked.append(replace(first[run], table=cell.table, name=cell.name, repeated=True) if run in first
                       else replace(cell, fitted=cell.label in FITTED))  # fmt: skip
@@ -176,24 +181,34 @@ def _ablation() -> Iterator[Cell]:
                        policy, throughput, page_cache)  # fmt: skip
 
 
-def _pipelines() -> Iterator[Cell]:
-    """Four machines with a T4 each; the paper does not give their policies."""
-    for size, figure in (("6.7b", "201.12"), ("30b", "23.61"), ("175b", "2.33")):
-        yield Cell("3", "flexgen on four machines", "t4_gcp", f"facebook/opt-{size}", "flexgen_ref", Lengths(512, 32),
-                   OffloadPolicy(schedule="zigzag"), figure, stages=4)  # fmt: skip
+def _scaling() -> Iterator[Cell]:
+    """One machine with table 15's policies, and four with a T4 each, whose policies the paper does not give."""
+    of_one = {cell.model: cell.policy for cell in _flexgen() if cell.name == "flexgen" and cell.lengths.prompt == 512}
+    machines = {"1": ("one machine", 1), "4": ("four machines", 4)}
+    for row in _other("3"):
+        size, count, *rest = row["key"].split()
+        if "DeepSpeed" in rest:
+            continue
+        (name, stages), measure = machines[count], "decoding" if "decoding" in row["field"] else "generation"
+        model = f"facebook/{size}"
+        policy = of_one[model] if stages == 1 else OffloadPolicy(schedule="zigzag")
+        yield Cell("3", f"flexgen on {name}{', decoding' * (measure == 'decoding')}", "t4_gcp", model, "flexgen_ref",
+                   Lengths(512, 32), policy, row["value"], stages=stages, decoding=measure == "decoding")  # fmt: skip
+
+
+def _other(table: str) -> Iterator[dict[str, str]]:
+    """The rows of one of FlexGen's small tables."""
+    return (row for row in published_rows("flexgen_other") if row["table"] == table)
 
 
 def _disks() -> Iterator[Cell]:
     """OPT-175B with table 2's policy on other disks."""
     policy = OffloadPolicy(32, 8, "zigzag", (0.0, 0.5, 0.5), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), cpu_attention=True)
     slow = (0.5 / 1.6, 0.5 / 1.3)  # of the local disk's 1.6e9 and 1.3e9 bytes/s
-    for name, disk, page_cache, figure in (
-        ("local disk, no page cache", None, False, "0.49"),
-        ("persistent disk", slow, True, "0.30"),
-        ("persistent disk, no page cache", slow, False, "0.292"),
-    ):
+    for row in _other("24"):
+        name, figure = row["key"], row["value"].split("/")[1]  # the first is OPT-30B's, which needs no disk
         yield Cell("24", name, "t4_gcp", "facebook/opt-175b", "flexgen_ref", Lengths(512, 32), policy, figure,
-                   page_cache, disk)  # fmt: skip
+                   "page cache off" not in name, slow if "persistent" in name else None)  # fmt: skip
 
 
 def _lm_offload() -> Iterator[Cell]:

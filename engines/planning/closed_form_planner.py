@@ -7,6 +7,7 @@ import numpy as np
 
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
 from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.flexgen_memory import flexgen_constraints
 from engines.planning.machine import Machine
 from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memory_constraints, peak_memory
 from engines.planning.placement import Programme, linear_programme
@@ -178,7 +179,8 @@ class ClosedFormPlanner:
 
     def _constraints(self, policy: OffloadPolicy) -> Sequence[MemoryConstraint]:
         """What must fit, for the policy's batches and bits and any fractions."""
-        return memory_constraints(self.shape, policy, self.lengths)
+        constraints = flexgen_constraints if self.engine.whole_tensors else memory_constraints
+        return constraints(self.shape, policy, self.lengths)
 
     def _programme(self, policy: OffloadPolicy) -> Programme:
         engine = self._engine_for(policy)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.planning.closed_form_planner import ClosedFormPlanner
-from engines.planning.memory import TIERS, MemoryConstraint
+from engines.planning.memory import ALLOCATED_SHARE, TIERS, MemoryConstraint
 from engines.planning.workload import VALUE_BYTES, Fractions, kv_bytes, model_weight_bytes, sublayers, weight_bytes
 from harness.api import OffloadPolicy
 
@@ -17,8 +17,6 @@ _BATCH_SIZES = tuple(2**i for i in range(13))
 _ON_DEVICE: Fractions = (1.0, 0.0, 0.0)
 #: Bytes of a value while the softmax of a prompt's scores runs: in 16 bits, and in float32 before and after.
 _SCORE_BYTES = 2.0 + 4.0 + 4.0
-#: Share of the memory beside CUDA's context that tensors fill: torch rounds sizes, and the growing cache leaves gaps.
-_ALLOCATED_SHARE = 0.96
 
 
 class GeneratePlanner(ClosedFormPlanner):
@@ -67,7 +65,7 @@ class GeneratePlanner(ClosedFormPlanner):
         none: Fractions = (0.0, 0.0, 0.0)
 
         def device(work: float, held_cache: float) -> MemoryConstraint:
-            held = [size / _ALLOCATED_SHARE for size in (work, weights, in_flight, held_cache)]
+            held = [size / ALLOCATED_SHARE for size in (work, weights, in_flight, held_cache)]
             return MemoryConstraint(
                 "device", CONTEXT_BYTES + held[0], (held[1], held[2], held[2]), (held[3], 0.0, 0.0), none
             )

@@ -1,4 +1,4 @@
-"""Fits constants of a hardware profile and of engine cost models to published cells, and validates by leave-one-out.
+"""Fits constants of a hardware profile and of engine cost models to published cells, and validates by leaving out tables.
 
 fits.yaml names the cells and the constants. A fit is regularised: every constant has a start from a data sheet or from
 the engine's code and a prior spread.
@@ -75,14 +75,6 @@ def fit(profile: HardwareProfile, cells: Sequence[Cell]) -> Fitted:
         return np.concatenate([np.log1p(errors) / _FIGURE_SPREAD, (x - start) / spread])
 
     return _with_values(profile, constants, np.exp(least_squares(residuals, start, loss="soft_l1").x))
-
-
-def leave_one_out(profile: HardwareProfile) -> list[tuple[Cell, Outcome, Outcome]]:
-    """By cell of the profile's fit: its prediction with constants fitted on all cells, and on all others."""
-    cells = fitted_cells(profile.name)
-    all_cells = fit(profile, cells).outcomes(cells)
-    others = [fit(profile, [c for c in cells if c is not cell]).outcomes([cell])[0] for cell in cells]
-    return list(zip(cells, all_cells, others, strict=True))
 
 
 def held_out(profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:

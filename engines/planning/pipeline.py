@@ -81,7 +81,7 @@ def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostMod
 
 
 def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:
-    """One stage's share of the host."""
+    """One stage's share of the host, whose memory also limits its link."""
     parts = min(stages, max(1, profile.devices))
     host, disk = profile.host, profile.disk
     shared = replace(
@@ -92,8 +92,15 @@ def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:
         attention={bits: rate / parts for bits, rate in host.attention.items()},
         cores=max(1, host.cores // parts),
     )
+    assert profile.link is not None
+    link = replace(
+        profile.link,
+        h2d=min(profile.link.h2d, shared.bandwidth),
+        d2h=min(profile.link.d2h, shared.bandwidth),
+    )
     return replace(
         profile,
         host=shared,
+        link=link,
         disk=replace(disk, capacity=disk.capacity / parts, read=disk.read / parts, write=disk.write / parts),
     )

@@ -19,7 +19,9 @@ def published_table(rows: Sequence[CellSummary], reproduces: Collection[str]) ->
 
     None if no suite reproduces a paper's table.
     """
-    lines, sources, silent = [], [], []
+    lines = []
+    sources: list[str] = []
+    silent: list[str] = []
     best = next(iter(ranked(rows)), None)
     for name in sorted(set(reproduces) & set(_SOURCES)):
         source, prompt_len = _SOURCES[name]

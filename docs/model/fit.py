@@ -1,4 +1,4 @@
-"""Prints the constants that engines/planning/fit.py fits, to be written into the profiles and engine_cost_models.yaml."""
+"""Prints the fitted constants, which are written by hand into the profiles and engine_cost_models.yaml."""
 
 import click
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engines.offload.memory.device import PINNED_SHARE
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
 from engines.planning.engine_cost_models import EngineCostModel
 from engines.planning.flexgen_memory import flexgen_constraints
@@ -145,12 +146,16 @@ class ClosedFormPlanner:
         return max((fitting[i] for i in fastest), key=self._throughput)
 
     def _pinned(self, policy: OffloadPolicy, weights: Fractions, peak: TierBytes) -> bool:
-        """Whether weights are copied from pinned memory: on request, which users make where there is room for it."""
+        """Whether weights are copied from pinned memory: on request, which users make where there is room for it.
+
+        Weights are pinned before anything else is allocated; as for our engine, no more than a share of the host is.
+        """
         if not self.engine.pins_copies:
             return self.engine.pinned_weights
-        pinned = sum(part.count * pinned_bytes(part, policy) for part in sublayers(self.shape))
-        more = weights[1] * (pinned - model_weight_bytes(self.shape, policy))
-        return peak.host + more <= self.profile.host.memory
+        host = self.profile.host.memory
+        pinned = weights[1] * sum(part.count * pinned_bytes(part, policy) for part in sublayers(self.shape))
+        others = peak.host - weights[1] * model_weight_bytes(self.shape, policy)
+        return pinned <= PINNED_SHARE * host and pinned + others <= host
 
     def _ranking_s(self, programme: Programme, policies: Sequence[OffloadPolicy]) -> FloatArray:
         """Seconds of policies that differ in their fractions, by the linear programme's costs.

@@ -1,4 +1,4 @@
-"""Fits constants of a hardware profile and of engine cost models to published cells, and validates by leaving out tables.
+"""Fits constants of hardware profiles and engine cost models to published cells; validates by leaving out tables.
 
 fits.yaml names the cells and the constants. A fit is regularised: every constant has a start from a data sheet or from
 the engine's code and a prior spread.

@@ -110,9 +110,13 @@ def weight_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
 
 
 def pinned_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
-    """Bytes of one sublayer's weights in pinned memory, which torch allocates in powers of two."""
+    """Bytes of one sublayer's weights in pinned memory, which torch allocates in powers of two for each tensor.
+
+    The scales and minima of a quantized matrix are a tensor of their own.
+    """
     bits = policy.weight_bits if sublayer.quantized else 16
-    return sum(2.0 ** math.ceil(math.log2(size * bits / 8)) for size in sublayer.tensors)
+    each = (bits / 8, policy.value_bytes(bits, VALUE_BYTES) - bits / 8)
+    return sum(2.0 ** math.ceil(math.log2(size * b)) for size in sublayer.tensors for b in each if b)
 
 
 def model_weight_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:

@@ -137,13 +137,19 @@ class ClosedFormPlanner:
         """The policy with its best fractions as the engine realises them; None if none fit."""
         constraints, programme = self._constraints(policy), self._programme(policy)
         best = programme.best(policy)
+        candidates: list[OffloadPolicy] = []
         if best is None:
             return None
-        fitting = placements(policy, best, self.shape, self.engine, constraints, capacity(self.profile))
-        if not fitting:
-            return None
-        fastest: list[int] = np.argsort(self._ranking_s(programme, fitting), kind="stable")[:_PREDICTED].tolist()
-        return max((fitting[i] for i in fastest), key=self._throughput)
+        room = capacity(self.profile)
+        for fitting in placements(policy, best, self.shape, self.engine, constraints, room):
+            if not fitting:
+                continue
+            seconds, pinned = self._ranking(programme, fitting)
+            fastest: list[int] = np.argsort(seconds, kind="stable")[:_PREDICTED].tolist()
+            candidates += [fitting[i] for i in fastest]
+            if pinned[fastest[0]]:  # elsewhere there may be a placement that can be pinned
+                break
+        return max(candidates, key=lambda p: self.predict(p).throughput_tok_s, default=None)
 
     def _pinned(self, policy: OffloadPolicy, weights: Fractions, peak: TierBytes) -> bool:
         """Whether weights are copied from pinned memory: on request, which users make where there is room for it.
@@ -157,26 +163,24 @@ class ClosedFormPlanner:
         others = peak.host - weights[1] * model_weight_bytes(self.shape, policy)
         return pinned <= PINNED_SHARE * host and pinned + others <= host
 
-    def _ranking_s(self, programme: Programme, policies: Sequence[OffloadPolicy]) -> FloatArray:
-        """Seconds of policies that differ in their fractions, by the linear programme's costs.
+    def _ranking(self, programme: Programme, policies: Sequence[OffloadPolicy]) -> tuple[FloatArray, Sequence[bool]]:
+        """Seconds of policies that differ in their fractions, by the programme's costs; and whether weights are pinned.
 
-        What is not pinned, on which the costs do not depend linearly, is taken to be copied before it is loaded.
+        Costs do not depend on that linearly: what is not pinned is taken to be copied before it is loaded.
         """
-        seconds = []
         constraints = self._constraints(policies[0])
+        fractions, pinned = [], []
         for policy in policies:
             assert policy.cache and policy.activations
             weights = self.engine.placed_weights(self.shape, policy)
+            fractions.append((*weights, *policy.cache, *policy.activations))
             peak = peak_memory(constraints, weights, policy.cache, policy.activations)
-            each = float(programme.seconds(np.array([[*weights, *policy.cache, *policy.activations]]))[0])
-            if not self._pinned(policy, weights, peak):
-                size = (weights[1] + weights[2]) * model_weight_bytes(self.shape, policy)
-                each += self.lengths.generated * size / self.machine.link.h2d_pageable
-            seconds.append(each)
-        return np.array(seconds)
-
-    def _throughput(self, policy: OffloadPolicy) -> float:
-        return self.predict(policy).throughput_tok_s
+            pinned.append(self._pinned(policy, weights, peak) or not self.engine.pins_copies)
+        placed = np.array(fractions)
+        unpinned_s = (
+            self.lengths.generated * model_weight_bytes(self.shape, policies[0]) / self.machine.link.h2d_pageable
+        )
+        return programme.seconds(placed) + np.where(pinned, 0.0, placed[:, 1] * unpinned_s), pinned
 
     def missing(self, prediction: Prediction) -> Mapping[str, float]:
         """Bytes that each tier is short of."""

@@ -26,8 +26,8 @@ _STEPS = (0.0, 0.01, 0.02, 0.04)
 def placements(
     policy: OffloadPolicy, best: OffloadPolicy, shape: ModelShape, engine: EngineCostModel,
     constraints: Sequence[MemoryConstraint], room: TierBytes,
-) -> list[OffloadPolicy]:  # fmt: skip
-    """All realisable placements that fit, near the programme's `best`; of the grid if none of those does.
+) -> Iterator[list[OffloadPolicy]]:  # fmt: skip
+    """All realisable placements that fit: those near the programme's `best`, then those of the grid.
 
     What `policy` sets stays.
     """
@@ -50,9 +50,7 @@ def placements(
                 for c in dict.fromkeys(caches)
                 if all(sum(map(math.prod, zip(need.cache, c, strict=True))) <= free for need, free in left)
             ]
-        if fitting:
-            return fitting
-    return []
+        yield fitting
 
 
 def _cuts(shape: ModelShape) -> Sequence[float]:

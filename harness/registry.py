@@ -189,6 +189,7 @@ planner: Callable[[], services.Planner] = _module("engines.planning.plan")
 simulator: Callable[[], services.Simulator] = _module("engines.planning.simulated")
 forecaster: Callable[[], services.Forecaster] = _module("engines.planning.forecast")
 published_figures: Callable[[], services.PublishedFigures] = _module("engines.planning.published")
+model_fits: Callable[[], services.ModelFits] = _module("engines.planning.fit")
 _tasks: Callable[[], services.TaskCatalogue] = _module("suites.tasks")
 
 

@@ -15,8 +15,13 @@ _SOURCES = {
 
 
 def published_table(rows: Sequence[CellSummary], reproduces: Collection[str]) -> Table | None:
-    """A row for each published result with these cells' model and lengths; None without any."""
-    lines, sources = [], []
+    """A row for each published result with these cells' model and lengths; a table that says so if a paper has none.
+
+    None if no suite reproduces a paper's table.
+    """
+    lines = []
+    sources: list[str] = []
+    silent: list[str] = []
     best = next(iter(ranked(rows)), None)
     for name in sorted(set(reproduces) & set(_SOURCES)):
         source, prompt_len = _SOURCES[name]
@@ -25,9 +30,11 @@ def published_table(rows: Sequence[CellSummary], reproduces: Collection[str]) ->
         for row, speed in zip(published, speeds, strict=True):
             published_speed = Cell(speed, why="" if row["throughput"] else "out of memory")
             lines.append([Cell(row["system"]), Cell(_policy(row)), published_speed, _ours(best, row)])
-        sources += [source] * bool(published)
-    if not lines:
+        (sources if published else silent).append(source)
+    if not sources and not silent:
         return None
+    if not sources:
+        return plain_table(f"No published results for this model and these lengths in {'; '.join(silent)}.", [], [])
     cell = f"{best.name}, {best.kind}" if best else "no ranked cell"
     columns = [Column("Published system", numeric=False), Column("Its policy", numeric=False, wide=True),
                Column("Published", "tok/s"), Column("Ours", f"{TIMES_SIGN} published")]  # fmt: skip

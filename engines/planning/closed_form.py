@@ -84,8 +84,6 @@ class SublayerCosts:
         size = weight_bytes(sublayer, self._policy)
         off_device = (host + disk) * size
         loaded = self._copied(off_device, 0, self._engine.pinned_weights) + busy(disk=disk * size / self._disk_read)
-        if self._policy.weight_bits < 16 and sublayer.quantized and self._engine.packed_load_rate:
-            loaded = np.maximum(loaded, busy(h2d=off_device / self._engine.packed_load_rate))
         return loaded if self._engine.unpack_each_batch else loaded + self._unpack(sublayer)
 
     def batch(self, sublayer: Sublayer, works: Sequence[BatchWork]) -> Seconds:
@@ -119,7 +117,8 @@ class SublayerCosts:
         size = work.tokens * self._shape.hidden * VALUE_BYTES
         off_device = (host + disk) * size
         moved = busy(disk=disk * size / self._disk_read + disk * size / self._disk_write)
-        return moved + self._copied(off_device, off_device)
+        copied = self._copied(off_device, off_device)
+        return moved + (busy(device=copied.sum()) if self._engine.activations_wait else copied)
 
     def _attention(self, work: BatchWork) -> Seconds:
         """Stores new keys and values, and attends."""
@@ -138,8 +137,9 @@ class SublayerCosts:
         if machine.has_device and not self._host_attends:
             return total + self._copied(off_device * old, 0, engine.pinned_cache) + self._device_attention(work, 1.0)
         on_host = off_device if machine.has_device else 1.0
-        calls = work.tokens * shape.num_heads * (machine.host.attention_call_s or 0.0) * on_host
-        seconds = on_host * old / attention_rate(machine.host, policy.kv_bits) + calls
+        seconds = on_host * old / attention_rate(machine.host, policy.kv_bits)
+        if engine.head_calls:
+            seconds = max(seconds, on_host * work.tokens * shape.num_heads * (machine.host.attention_call_s or 0.0))
         rows = work.tokens * shape.num_heads * shape.head_dim * VALUE_BYTES * on_host
         return total + busy(host=seconds) + self._copied(rows, 3 * rows) + self._device_attention(work, 1 - on_host)
 
@@ -160,8 +160,11 @@ class SublayerCosts:
         if not self._machine.has_device:
             return busy()
         link, share = self._machine.link, self._engine.link_share
-        h2d, d2h = (link.h2d, link.d2h) if pinned else (link.h2d_pageable, link.d2h_pageable)
-        return busy(h2d=up / (h2d * share), d2h=down / (d2h * share))
+        if pinned:
+            return busy(h2d=up / (link.h2d * share), d2h=down / (link.d2h * share))
+        if self._engine.pins_copies:
+            return busy(host=up / link.h2d_pageable, h2d=up / link.h2d, d2h=down / link.d2h_pageable)
+        return busy(h2d=up / link.h2d_pageable, d2h=down / link.d2h_pageable)
 
 
 def sync_intervals(

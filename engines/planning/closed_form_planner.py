@@ -1,23 +1,31 @@
 """Predicts by the closed form what a policy does on a machine: throughput, latency, bottleneck and memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from engines.offload.memory.device import PINNED_SHARE
 from engines.planning.closed_form import RESOURCES, SublayerCosts, decode_work, mean_over, mixed_work, prefill_work
 from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.flexgen_memory import flexgen_constraints
 from engines.planning.machine import Machine
-from engines.planning.memory import TierBytes, capacity, memory_constraints, peak_memory
-from engines.planning.placement import best_fractions
+from engines.planning.memory import MemoryConstraint, TierBytes, capacity, memory_constraints, peak_memory
+from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
+from engines.planning.rounding import placements
 from engines.planning.thread_control import best_threads, concurrent_operators, relative_time, with_attention_time
-from engines.planning.workload import Fractions, kv_bytes, model_weight_bytes
+from engines.planning.workload import FloatArray, Fractions, kv_bytes, model_weight_bytes, pinned_bytes, sublayers
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
 
+#: Batch sizes that are tried, a fifth to a half apart.
+BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
+               1536, 2048)  # fmt: skip
+#: Placements that are predicted, of those that the linear programme's costs rank first.
+_PREDICTED = 3
 _ALL_ON_DISK: Fractions = (0.0, 0.0, 1.0)
-#: Fractions of weights or cache that rounding may push to a lower tier.
-_ROUNDING_STEPS = (0.01, 0.02, 0.04)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class ClosedFormPlanner:
 
     #: Whether `predict` simulates the job; otherwise it is as fast as `estimate`.
     simulates = False
+    #: The batch sizes that a search tries.
+    batch_sizes: Sequence[int] = BATCH_SIZES
 
     def __init__(self, job: PlannedJob, profile: HardwareProfile, engine: EngineCostModel) -> None:
         self.job = job
@@ -80,9 +90,10 @@ class ClosedFormPlanner:
         require_modelled(policy)
         engine = self._engine_for(policy)
         assert policy.cache and policy.activations
-        constraints = memory_constraints(self.shape, policy, self.lengths)
+        constraints = self._constraints(policy)
         weights = engine.placed_weights(self.shape, policy)
         peak = peak_memory(constraints, weights, policy.cache, policy.activations)
+        engine = replace(engine, pinned_weights=self._pinned(policy, weights, peak))
         cost = SublayerCosts(self.shape, policy, self._machine_for(policy), engine, self._disk_read(peak)).pass_seconds
         prompt, steps = self.lengths.prompt, self.lengths.generated
         batch = policy.gpu_batch_size
@@ -123,13 +134,55 @@ class ClosedFormPlanner:
             cache=policy.cache or _ALL_ON_DISK,
             activations=policy.activations or _ALL_ON_DISK,
         )
-        return self.runnable(policy) or self._best(policy) or on_disk
+        return self.runnable(policy) or self._programme(policy).best(policy) or on_disk
 
     def runnable(self, policy: OffloadPolicy) -> OffloadPolicy | None:
         """The policy with its best fractions as the engine realises them; None if none fit."""
-        best = self._best(policy)
-        fitting = (p for p in (_moved_down(best) if best else ()) if not self.missing(self.predict(p)))
-        return next(fitting, None)
+        constraints, programme = self._constraints(policy), self._programme(policy)
+        best = programme.best(policy)
+        candidates: list[OffloadPolicy] = []
+        if best is None:
+            return None
+        room = capacity(self.profile)
+        for fitting in placements(policy, best, self.shape, self.engine, constraints, room):
+            if not fitting:
+                continue
+            seconds, pinned = self._ranking(programme, fitting)
+            fastest: list[int] = np.argsort(seconds, kind="stable")[:_PREDICTED].tolist()
+            candidates += [fitting[i] for i in fastest]
+            if pinned[fastest[0]]:  # elsewhere there may be a placement that can be pinned
+                break
+        return max(candidates, key=lambda p: self.predict(p).throughput_tok_s, default=None)
+
+    def _pinned(self, policy: OffloadPolicy, weights: Fractions, peak: TierBytes) -> bool:
+        """Whether weights are copied from pinned memory: on request, which users make where there is room for it.
+
+        Weights are pinned before anything else is allocated; as for our engine, no more than a share of the host is.
+        """
+        if not self.engine.pins_copies:
+            return self.engine.pinned_weights
+        host = self.profile.host.memory
+        pinned = weights[1] * sum(part.count * pinned_bytes(part, policy) for part in sublayers(self.shape))
+        others = peak.host - weights[1] * model_weight_bytes(self.shape, policy)
+        return pinned <= PINNED_SHARE * host and pinned + others <= host
+
+    def _ranking(self, programme: Programme, policies: Sequence[OffloadPolicy]) -> tuple[FloatArray, Sequence[bool]]:
+        """Seconds of policies that differ in their fractions, by the programme's costs; and whether weights are pinned.
+
+        Costs do not depend on that linearly: what is not pinned is taken to be copied before it is loaded.
+        """
+        constraints = self._constraints(policies[0])
+        fractions, pinned = [], []
+        for policy in policies:
+            assert policy.cache and policy.activations
+            weights = self.engine.placed_weights(self.shape, policy)
+            fractions.append((*weights, *policy.cache, *policy.activations))
+            peak = peak_memory(constraints, weights, policy.cache, policy.activations)
+            pinned.append(self._pinned(policy, weights, peak) or not self.engine.pins_copies)
+        placed = np.array(fractions)
+        link = self._machine_for(policies[0]).link
+        unpinned_s = self.lengths.generated * model_weight_bytes(self.shape, policies[0]) / link.h2d_pageable
+        return programme.seconds(placed) + np.where(pinned, 0.0, placed[:, 1] * unpinned_s), pinned
 
     def missing(self, prediction: Prediction) -> Mapping[str, float]:
         """Bytes that each tier is short of."""
@@ -140,10 +193,6 @@ class ClosedFormPlanner:
         planner = copy(self)
         planner.engine, planner._on_threads = replace(self.engine, thread_control=control), {}
         return planner
-
-    def _best(self, policy: OffloadPolicy) -> OffloadPolicy | None:
-        machine = self._machine_for(policy)
-        return best_fractions(self.shape, policy, self.lengths, machine, self._engine_for(policy))
 
     def _machine_for(self, policy: OffloadPolicy) -> Machine:
         """The machine whose host attends on the policy's threads, beside a device; else on those the engine allots."""
@@ -156,6 +205,17 @@ class ClosedFormPlanner:
             time = relative_time(host, degree, *choice)
             self._on_threads[policy.threads] = Machine(with_attention_time(self.profile, time))
         return self._on_threads[policy.threads]
+
+    def _constraints(self, policy: OffloadPolicy) -> Sequence[MemoryConstraint]:
+        """What must fit, for the policy's batches and bits and any fractions."""
+        constraints = flexgen_constraints if self.engine.whole_tensors else memory_constraints
+        return constraints(self.shape, policy, self.lengths)
+
+    def _programme(self, policy: OffloadPolicy) -> Programme:
+        engine = self._engine_for(policy)
+        return linear_programme(
+            self.shape, policy, self.lengths, self._machine_for(policy), engine, self._constraints(policy)
+        )
 
     def _engine_for(self, policy: OffloadPolicy) -> EngineCostModel:
         """The engine under a policy: while the host attends, the device needs another batch to multiply."""
@@ -193,22 +253,3 @@ def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) 
     cache = block * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers
     on_disk = max(0.0, model_weight_bytes(shape, policy) + cache - room.device - room.host)
     return block_bound(block * steps, compute_s, steps * on_disk / machine.profile.disk.read)
-
-
-def _moved_down(policy: OffloadPolicy) -> Iterator[OffloadPolicy]:
-    """The policy, then with some percents of weights or cache moved to a lower tier, as rounding to matrices may do."""
-    assert policy.weights and policy.cache
-    yield policy
-    for share in _ROUNDING_STEPS:
-        for weights in _lower(policy.weights, share):
-            yield replace(policy, weights=weights)
-        for cache in _lower(policy.cache, share):
-            yield replace(policy, cache=cache)
-
-
-def _lower(fractions: Fractions, share: float) -> Iterator[Fractions]:
-    device, host, disk = fractions
-    moved = min(host, share)
-    yield device, host - moved, disk + moved
-    moved = min(device, share)
-    yield device - moved, host + moved, disk

@@ -21,6 +21,8 @@ from engines.planning.workload import (
 from harness.api import HardwareProfile, ModelShape, OffloadPolicy
 
 TIERS = ("device", "host", "disk")
+#: Share of a device beside CUDA's context that torch's tensors fill: it rounds sizes, and frees leave gaps.
+ALLOCATED_SHARE = 0.96
 
 
 @dataclass(frozen=True)

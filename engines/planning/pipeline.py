@@ -11,6 +11,7 @@ from dataclasses import replace
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.device_planner import DevicePlanner
 from engines.planning.engine_cost_models import EngineCostModel
+from engines.planning.generate_planner import GeneratePlanner
 from engines.planning.host_planner import HostPlanner
 from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import VALUE_BYTES
@@ -74,11 +75,13 @@ def planner_for(job: PlannedJob, profile: HardwareProfile, engine: EngineCostMod
         return HostPlanner(job, profile)
     if stages > 1:
         return PipelinePlanner(job, profile, engine, stages)
+    if engine.weight_tiers:
+        return GeneratePlanner(job, profile, engine)
     return (DevicePlanner if engine.name == "offload" else ClosedFormPlanner)(job, profile, engine)
 
 
 def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:
-    """One stage's share of the host."""
+    """One stage's share of the host, whose memory also limits its link."""
     parts = min(stages, max(1, profile.devices))
     host, disk = profile.host, profile.disk
     shared = replace(
@@ -89,8 +92,15 @@ def _stage_profile(profile: HardwareProfile, stages: int) -> HardwareProfile:
         attention={bits: rate / parts for bits, rate in host.attention.items()},
         cores=max(1, host.cores // parts),
     )
+    assert profile.link is not None
+    link = replace(
+        profile.link,
+        h2d=min(profile.link.h2d, shared.bandwidth),
+        d2h=min(profile.link.d2h, shared.bandwidth),
+    )
     return replace(
         profile,
         host=shared,
+        link=link,
         disk=replace(disk, capacity=disk.capacity / parts, read=disk.read / parts, write=disk.write / parts),
     )

@@ -47,8 +47,8 @@ def plan(
     else:
         space = SearchSpace(
             schedules=_offered(planner.engine, schedules, stages),
-            bits=ALL_BITS if bits is None else bits,
-            cpu_attention=(False, True) if profile.device else (False,),
+            bits=planner.engine.offered_bits(ALL_BITS if bits is None else bits),
+            cpu_attention=(False, True) if profile.device and planner.engine.host_attention else (False,),
             latency_s=latency_s,
             base=OffloadPolicy(threads=policy_threads(profile, planner.engine)),
         )
@@ -129,6 +129,7 @@ def _given(planner: ClosedFormPlanner, policy: OffloadPolicy) -> Candidate:
     schedules = planner.engine.schedules
     if policy.schedule not in schedules:
         raise HarnessError(f"the engine has no schedule {policy.schedule} (it has {', '.join(schedules)})")
+    planner.engine.offered_bits([(policy.weight_bits, policy.kv_bits)])
     if policy.schedule == "row" and policy.num_gpu_batches > 1:
         raise HarnessError(f"schedule row has one batch at a time, not {policy.num_gpu_batches}: "
                            "set num_gpu_batches to 1, or take zigzag")  # fmt: skip

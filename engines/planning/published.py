@@ -27,6 +27,8 @@ from harness.common.published import published_rows
 _LM_OFFLOAD_GB = 280
 #: Its batch size: the table gives only the product with the number of batches.
 _LM_OFFLOAD_BATCH = 64
+#: Bytes/s that FlexGen's table 24 gives for its local disk: what one stream reads, and all without read-ahead.
+_ONE_STREAM = 1.6e9
 #: The fits of constants, with the labels of the cells that each used.
 FITS = Path(__file__).with_name("fits.yaml")
 FITTED: frozenset[str] = frozenset(label for fit in yaml.safe_load(FITS.read_text()).values() for label in fit["cells"])
@@ -38,8 +40,9 @@ class Cell:
 
     figure: its throughput in token/s, as text, whose last digit tells the precision; None if it ran out of memory.
     policy: searched if it has no fractions.
-    disk: bytes/s read and written, if not by the machine's own disk.
+    disk: rates of reading and writing, as shares of the machine's own disk.
     stages: of a pipeline, one machine each.
+    decoding: whether the figure is that of decoding alone: generated tokens but the first, by the time after prefill.
     fitted: constants were fitted on it.
     repeated: an earlier table has the same run.
     """
@@ -55,6 +58,7 @@ class Cell:
     page_cache: bool = True
     disk: tuple[float, float] | None = None
     stages: int = 1
+    decoding: bool = False
     fitted: bool = False
     repeated: bool = False
 
@@ -62,6 +66,11 @@ class Cell:
     def unseen(self) -> bool:
         """Whether it is evidence: nothing was fitted on it, and no earlier cell is the same run."""
         return not (self.fitted or self.repeated)
+
+    @property
+    def paper_table(self) -> str:
+        """The paper's own table: those from 14 to 16 differ by the prompt."""
+        return {256: "14", 512: "15", 1024: "16"}[self.lengths.prompt] if self.table == "14-16" else self.table
 
     @property
     def label(self) -> str:
@@ -103,14 +112,17 @@ def evaluate(
         profile, engine = profiles[cell.hardware], cost_models[cell.engine]
         disk = profile.disk
         if cell.disk:
-            disk = replace(disk, read=cell.disk[0], write=cell.disk[1])
+            disk = replace(disk, read=cell.disk[0] * disk.read, write=cell.disk[1] * disk.write)
         if not cell.page_cache:
-            disk, engine = replace(disk, read=disk.read * engine.page_cache_miss_share), replace(engine, direct_io=True)
+            disk, engine = replace(disk, read=min(disk.read, _ONE_STREAM)), replace(engine, direct_io=True)
         job = PlannedJob(shape(cell.model), [cell.lengths])
         planner = planner_for(job, replace(profile, disk=disk), engine, cell.stages)
         prediction = planner.predict(_complete(planner, cell.policy))
-        error = None if cell.figure is None else error_of(prediction.throughput_tok_s, cell.figure)
-        outcomes.append(Outcome(cell, prediction.throughput_tok_s, error, not planner.missing(prediction)))
+        rate = prediction.throughput_tok_s
+        if cell.decoding:
+            rate = prediction.requests * (cell.lengths.generated - 1) / prediction.decode_s
+        error = None if cell.figure is None else error_of(rate, cell.figure)
+        outcomes.append(Outcome(cell, rate, error, not planner.missing(prediction)))
     return outcomes
 
 
@@ -134,7 +146,7 @@ def cells() -> list[Cell]:
     """All published cells, in the order of the tables."""
     first: dict[Cell, Cell] = {}  # by all but table and name: tables that repeat a run have one figure
     marked = []
-    for cell in (*_flexgen(), *_ablation(), *_pipelines(), *_disks(), *_lm_offload()):
+    for cell in (*_flexgen(), *_ablation(), *_scaling(), *_disks(), *_lm_offload()):
         run = replace(cell, table="", name="")
         marked.append(replace(first[run], table=cell.table, name=cell.name, repeated=True) if run in first
                       else replace(cell, fitted=cell.label in FITTED))  # fmt: skip
@@ -169,24 +181,34 @@ def _ablation() -> Iterator[Cell]:
                        policy, throughput, page_cache)  # fmt: skip
 
 
-def _pipelines() -> Iterator[Cell]:
-    """Four machines with a T4 each; the paper does not give their policies."""
-    for size, figure in (("6.7b", "201.12"), ("30b", "23.61"), ("175b", "2.33")):
-        yield Cell("3", "flexgen on four machines", "t4_gcp", f"facebook/opt-{size}", "flexgen_ref", Lengths(512, 32),
-                   OffloadPolicy(schedule="zigzag"), figure, stages=4)  # fmt: skip
+def _scaling() -> Iterator[Cell]:
+    """One machine with table 15's policies, and four with a T4 each, whose policies the paper does not give."""
+    of_one = {cell.model: cell.policy for cell in _flexgen() if cell.name == "flexgen" and cell.lengths.prompt == 512}
+    machines = {"1": ("one machine", 1), "4": ("four machines", 4)}
+    for row in _other("3"):
+        size, count, *rest = row["key"].split()
+        if "DeepSpeed" in rest:
+            continue
+        (name, stages), measure = machines[count], "decoding" if "decoding" in row["field"] else "generation"
+        model = f"facebook/{size}"
+        policy = of_one[model] if stages == 1 else OffloadPolicy(schedule="zigzag")
+        yield Cell("3", f"flexgen on {name}{', decoding' * (measure == 'decoding')}", "t4_gcp", model, "flexgen_ref",
+                   Lengths(512, 32), policy, row["value"], stages=stages, decoding=measure == "decoding")  # fmt: skip
+
+
+def _other(table: str) -> Iterator[dict[str, str]]:
+    """The rows of one of FlexGen's small tables."""
+    return (row for row in published_rows("flexgen_other") if row["table"] == table)
 
 
 def _disks() -> Iterator[Cell]:
     """OPT-175B with table 2's policy on other disks."""
     policy = OffloadPolicy(32, 8, "zigzag", (0.0, 0.5, 0.5), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), cpu_attention=True)
-    slow = (0.5e9, 0.5e9)
-    for name, disk, page_cache, figure in (
-        ("local disk, no page cache", None, False, "0.49"),
-        ("persistent disk", slow, True, "0.30"),
-        ("persistent disk, no page cache", slow, False, "0.292"),
-    ):
+    slow = (0.5 / 1.6, 0.5 / 1.3)  # of the local disk's 1.6e9 and 1.3e9 bytes/s
+    for row in _other("24"):
+        name, figure = row["key"], row["value"].split("/")[1]  # the first is OPT-30B's, which needs no disk
         yield Cell("24", name, "t4_gcp", "facebook/opt-175b", "flexgen_ref", Lengths(512, 32), policy, figure,
-                   page_cache, disk)  # fmt: skip
+                   "page cache off" not in name, slow if "persistent" in name else None)  # fmt: skip
 
 
 def _lm_offload() -> Iterator[Cell]:
@@ -206,8 +228,12 @@ def _lm_offload() -> Iterator[Cell]:
 
 
 def _lm_offload_comparisons() -> Iterator[Cell]:
-    """Its comparison of quantization and attention: OPT-30B, 64+128, 640 sequences."""
-    base = OffloadPolicy(64, 10, "zigzag", (0.55, 0.45, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0), cpu_attention=False)
+    """Its comparison of quantization and attention: OPT-30B, 64+128, 640 sequences.
+
+    With attention on the device 38.88 GB of weights are moved for each token, which are 66 %.
+    """
+    base = OffloadPolicy(64, 10, "zigzag", (0.34, 0.66, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0), cpu_attention=False)
+    of_table_3 = (0.55, 0.45, 0.0)
     compared: tuple[tuple[str, Bits, Bits, bool, str], ...] = (
         ("host attention", 16, 16, True, "41"),
         ("device attention", 16, 16, False, "46"),
@@ -216,7 +242,8 @@ def _lm_offload_comparisons() -> Iterator[Cell]:
         ("device attention, both in 4 bits", 4, 4, False, "55"),
     )
     for name, weight_bits, kv_bits, on_host, figure in compared:
-        policy = replace(base, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=on_host)
+        policy = replace(base, weight_bits=weight_bits, kv_bits=kv_bits, cpu_attention=on_host,
+                         weights=of_table_3 if on_host else base.weights)  # fmt: skip
         engine = "flexgen_ref" if on_host else "lm_offload"
         yield Cell("LM-Offload 1", name, "a100_40g", "facebook/opt-30b", engine, Lengths(64, 128), policy, figure)
 

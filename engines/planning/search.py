@@ -5,6 +5,7 @@ LM-Offload (Wu et al. 2024), section 3.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -12,8 +13,6 @@ from typing import get_args
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from harness.api import RESOURCE_WORDS, Bits, OffloadPolicy, Schedule
 
-_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024,
-                1536, 2048)  # fmt: skip
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40)
 #: The coarse grid takes every third of either; the search climbs from its best point.
 _STRIDE = 3
@@ -126,22 +125,22 @@ def _predicted(planner: ClosedFormPlanner, tried: Sequence[Candidate], space: Se
 def _climb(planner: ClosedFormPlanner, kind: OffloadPolicy, space: SearchSpace) -> list[Candidate]:
     """All candidates met on the way uphill over batch size and number of batches, from the best of a coarse grid."""
     numbers = _NUM_BATCHES if kind.schedule == "zigzag" else (1,)
+    sizes = planner.batch_sizes
     tried: dict[tuple[int, int], Candidate | None] = {}
 
-    def score(at: tuple[int, int]) -> float:
+    def score(at: tuple[int, int]) -> tuple[float, float]:
         if at not in tried:
-            size, number = _BATCH_SIZES[at[0]], numbers[at[1]]
+            size, number = sizes[at[0]], numbers[at[1]]
             if space.requests is not None:
                 size = min(size, -(-space.requests // number))
-            tried[at] = _candidate(planner, replace(kind, gpu_batch_size=size, num_gpu_batches=number), space)
-        candidate = tried[at]
-        return candidate.prediction.throughput_tok_s if candidate else 0.0
+            tried[at] = _candidate(planner, replace(kind, gpu_batch_size=size, num_gpu_batches=number))
+        return _merit(tried[at], space)
 
-    grid = (range(0, len(_BATCH_SIZES), _STRIDE), range(0, len(numbers), _STRIDE))
+    grid = (range(0, len(sizes), _STRIDE), range(0, len(numbers), _STRIDE))
     at = max(itertools.product(*grid), key=score)
-    while (better := max(_around(at, len(_BATCH_SIZES), len(numbers)), key=score)) != at and score(better) > score(at):
+    while (better := max(_around(at, len(sizes), len(numbers)), key=score)) != at and score(better) > score(at):
         at = better
-    return [candidate for candidate in tried.values() if candidate is not None]
+    return [candidate for candidate in tried.values() if candidate and space.allows(candidate.prediction)]
 
 
 def _soonest(candidates: Iterable[Candidate]) -> Candidate | None:
@@ -157,13 +156,20 @@ def _around(at: tuple[int, int], rows: int, columns: int) -> Iterable[tuple[int,
     return [(i, j) for i, j in near if 0 <= i < rows and 0 <= j < columns]
 
 
-def _candidate(planner: ClosedFormPlanner, policy: OffloadPolicy, space: SearchSpace) -> Candidate | None:
-    """The policy with its best fractions; None if none fit or the latency limit is missed."""
+def _candidate(planner: ClosedFormPlanner, policy: OffloadPolicy) -> Candidate | None:
+    """The policy with its best fractions; None if none fit."""
     runnable = planner.runnable(policy)
     if runnable is None:
         return None
-    estimate = planner.estimate(runnable)
-    return Candidate(runnable, estimate) if space.allows(estimate) else None
+    return Candidate(runnable, planner.estimate(runnable))
+
+
+def _merit(candidate: Candidate | None, space: SearchSpace) -> tuple[float, float]:
+    """What the climb compares: throughput; below it, how near to the latency limit a candidate is that misses it."""
+    if candidate is None:
+        return 0.0, -math.inf
+    prediction = candidate.prediction
+    return prediction.throughput_tok_s if space.allows(prediction) else 0.0, -prediction.block_latency_s
 
 
 def _name(kind: OffloadPolicy, with_attention: bool) -> str:

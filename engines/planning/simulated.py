@@ -21,8 +21,8 @@ from engines.planning.threads import limited
 from engines.planning.workload import Lengths, model_weight_bytes
 from harness import api
 
-#: The largest batch that `tune: max_batch` tries, and the most requests that are simulated.
-_MAX_BATCH, _MAX_SIMULATED = 4096, 4096
+#: The most requests that are simulated.
+_MAX_SIMULATED = 4096
 #: Trace metrics that are ratios, not sums over passes.
 _RATIOS = ("rows_per_pass", "disk_hidden")
 
@@ -86,7 +86,6 @@ class _Cell:
         self, spec: api.RunSpec, model: api.LocalModel, profile: api.HardwareProfile,
         lengths: Sequence[tuple[int, int]], host_attention: bool = True,
     ) -> None:  # fmt: skip
-        self._attention = (False, True) if host_attention else (False,)
         self._spec = spec
         self._model = model
         self._profile = profile
@@ -105,9 +104,13 @@ class _Cell:
             budget=None if spec.limits.host_memory is None else profile.host.memory,
             reserved=workload.prompt_len + workload.gen_len,
         )
-        self._planner = planner_for(self._job, profile, engine_cost_model(spec.engine), stages)
-        if spec.policy.schedule not in self._planner.engine.schedules:
+        engine = engine_cost_model(spec.engine)
+        self._planner = planner_for(self._job, profile, engine, stages)
+        self._attention = (False, True) if host_attention and engine.host_attention else (False,)
+        if spec.policy.schedule not in engine.schedules:
             raise api.HarnessError(f"engine {spec.engine} has no schedule {spec.policy.schedule}")
+        bits = ALL_BITS if spec.tune == "search_bits" else ((spec.policy.weight_bits, spec.policy.kv_bits),)
+        self._bits = engine.offered_bits(bits)
 
     def record(self) -> api.RunRecord:
         """Raises InfeasibleError with the missing bytes."""
@@ -143,7 +146,7 @@ class _Cell:
         on_host = self._profile.device is None
         space = SearchSpace(
             schedules=[policy.schedule],
-            bits=ALL_BITS if self._spec.tune == "search_bits" else ((policy.weight_bits, policy.kv_bits),),
+            bits=self._bits,
             cpu_attention=(policy.cpu_attention,) if on_host else self._attention,
             latency_s=latency_s,
             requests=None if requests == "auto" else requests,
@@ -156,11 +159,11 @@ class _Cell:
         return best.policy
 
     def _largest_batch(self) -> tuple[api.OffloadPolicy, Prediction]:
-        """As _predicted, of the largest batch that fits, in steps of a quarter, as a measured search takes them."""
-        size = 1
-        fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size), " even at batch 1")
+        """As _predicted, of the largest of the planner's batch sizes that fits."""
+        first, *larger = self._planner.batch_sizes
+        fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=first), f" even at batch {first}")
         with suppress(api.InfeasibleError):
-            while (size := size + max(1, size // 4)) <= _MAX_BATCH:
+            for size in larger:
                 fitting = self._predicted(replace(self._spec.policy, gpu_batch_size=size))
         return fitting
 

@@ -1,12 +1,19 @@
 """What a job asks of a machine: lengths of a request, and the sublayers of a model with their parameters and bytes."""
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from harness.api import ModelShape, OffloadPolicy
 from harness.api.machine import mean_cached_tokens
 
 #: Of device, host and disk; they sum to 1.
 Fractions = tuple[float, float, float]
+
+FloatArray = npt.NDArray[np.float64]
 
 #: Bytes of a value that is not quantized, and of an activation.
 VALUE_BYTES = 2.0
@@ -34,7 +41,8 @@ class Lengths:
 class Sublayer:
     """An attention or feed-forward sublayer, or the head: the unit in which FlexGen's schedule loads weights.
 
-    params: values of its matrices, of which there are `matrices`, taken to be of one size.
+    params: values of its matrices.
+    tensors: sizes of all its tensors in the order in which FlexGen places them: matrices with their biases, then norms.
     count: how many such sublayers the model has.
     attends: whether the KV cache is read and written here.
     quantized: whether the policy's weight bits apply.
@@ -45,33 +53,53 @@ class Sublayer:
 
     params: int
     count: int
-    matrices: int
+    tensors: tuple[int, ...]
     attends: bool = False
     quantized: bool = True
     is_head: bool = False
     active_share: float = 1.0
 
+    @property
+    def middles(self) -> FloatArray:
+        """Where the middle of each tensor falls, as a share of their sizes together."""
+        sizes = np.array(self.tensors, np.float64)
+        middles: FloatArray = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+        return middles
 
-def sublayers(shape: ModelShape) -> list[Sublayer]:
+
+@lru_cache(maxsize=64)
+def sublayers(shape: ModelShape) -> tuple[Sublayer, Sublayer, Sublayer]:
     """Attention, feed-forward and head. Embedding tables are left out: small, and looked up only."""
+    hidden, ffn = shape.hidden, shape.ffn
     forward = shape.forward_stored
-    matrices = max(1, round(forward / (shape.hidden * shape.ffn)))
-    return [
-        Sublayer(shape.attention_params, shape.num_layers, 4, attends=True),
-        Sublayer(forward, shape.num_layers, matrices, active_share=shape.forward_params / forward),
-        Sublayer(shape.hidden * shape.vocab, 1, 1, quantized=False, is_head=True),
-    ]
+    matrices = max(1, round(forward / (hidden * ffn)))
+    each = forward // matrices
+    if shape.family == "opt":  # every product has a bias, and a norm a scale and a bias
+        attends: tuple[int, ...] = (*(hidden * hidden, hidden) * 4, hidden, hidden)
+        feeds: tuple[int, ...] = (each, ffn, each, hidden, hidden, hidden)
+        head: tuple[int, ...] = (hidden, hidden, hidden * shape.vocab)
+    else:
+        queries, keys = hidden * shape.num_heads * shape.head_dim, hidden * shape.num_kv_heads * shape.head_dim
+        attends, feeds = (queries, keys, keys, queries, hidden), (*(each,) * matrices, hidden)
+        head = (hidden, hidden * shape.vocab)
+    return (
+        Sublayer(shape.attention_params, shape.num_layers, attends, attends=True),
+        Sublayer(forward, shape.num_layers, feeds, active_share=shape.forward_params / forward),
+        Sublayer(hidden * shape.vocab, 1, head, quantized=False, is_head=True),
+    )
 
 
-def by_whole_matrices(sublayer: Sublayer, fractions: Fractions) -> Fractions:
-    """Fractions where each matrix lies in the tier that its middle falls into, counted from disk to host to device.
+@lru_cache(maxsize=4096)
+def by_whole_tensors(sublayer: Sublayer, fractions: Fractions) -> Fractions:
+    """Fractions where each tensor lies in the tier that its middle falls into, counted from disk to host to device.
 
-    Source: FlexGen's code, `init_weight_list`.
+    Biases count: they put the middle of OPT's second feed-forward matrix just below three quarters. Source: FlexGen's
+    code, `init_weight_list` and `get_choice`.
     """
     _, host, disk = fractions
-    middles = [(i + 0.5) / sublayer.matrices for i in range(sublayer.matrices)]
-    on_disk = sum(middle < disk for middle in middles) / sublayer.matrices
-    off_device = sum(middle < disk + host for middle in middles) / sublayer.matrices
+    sizes, middles = np.array(sublayer.tensors, np.float64), sublayer.middles
+    on_disk = float(sizes[middles < disk].sum() / sizes.sum())
+    off_device = float(sizes[middles < disk + host].sum() / sizes.sum())
     return 1 - off_device, off_device - on_disk, on_disk
 
 
@@ -79,6 +107,16 @@ def weight_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
     """Stored bytes of one sublayer's weights."""
     bits = policy.weight_bits if sublayer.quantized else 16
     return sublayer.params * policy.value_bytes(bits, VALUE_BYTES)
+
+
+def pinned_bytes(sublayer: Sublayer, policy: OffloadPolicy) -> float:
+    """Bytes of one sublayer's weights in pinned memory, which torch allocates in powers of two for each tensor.
+
+    The scales and minima of a quantized matrix are a tensor of their own.
+    """
+    bits = policy.weight_bits if sublayer.quantized else 16
+    each = (bits / 8, policy.value_bytes(bits, VALUE_BYTES) - bits / 8)
+    return sum(2.0 ** math.ceil(math.log2(size * b)) for size in sublayer.tensors for b in each if b)
 
 
 def model_weight_bytes(shape: ModelShape, policy: OffloadPolicy) -> float:

@@ -112,6 +112,13 @@ class PublishedFigures(Protocol):
         """A row for each figure, with its prediction."""
 
 
+class ModelFits(Protocol):
+    """Fits of the performance model's constants to figures of papers."""
+
+    def held_out(self, profiles: Mapping[str, HardwareProfile]) -> list[dict[str, Any]]:
+        """A row for each published table, with the errors of constants that were fitted without it."""
+
+
 class TaskCatalogue(Protocol):
     """Accuracy tasks by name."""
 

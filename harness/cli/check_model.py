@@ -22,18 +22,16 @@ def check_model(as_json: bool) -> None:
     """
     from harness import hardware, registry
 
-    cells = registry.published_figures().table({name: hardware.load(name) for name in hardware.names()})
+    profiles = {name: hardware.load(name) for name in hardware.names()}
+    cells = registry.published_figures().table(profiles)
     if as_json:
         click.echo(json.dumps(cells))
         return
     print_rows([{**cell, "error": _signed(cell["error"])} for cell in cells])
-    click.echo()
-    # absolute relative errors: of cells that no constant was fitted on, and of those that one was
-    groups: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
-    for cell in cells:
-        unseen, fitted = groups.setdefault((cell["hardware"], cell["engine"]), ([], []))
-        if cell["error"] is not None and not cell["repeated"]:
-            (fitted if cell["fitted"] else unseen).append(abs(cell["error"]))
+    click.echo("\nErrors on whole tables that no constant was fitted on (leave one table out):")
+    held_out = registry.model_fits().held_out(profiles)
+    print_rows([{key: f"{v:.1%}" if isinstance(v, float) else v for key, v in row.items()} for row in held_out])
+    click.echo("\nErrors of the shipped constants:")
     print_rows(
         [
             {

@@ -91,6 +91,7 @@ SERVICES = [
     (services.Simulator, registry.simulator),
     (services.Forecaster, registry.forecaster),
     (services.PublishedFigures, registry.published_figures),
+    (services.ModelFits, registry.model_fits),
     (services.TaskCatalogue, registry._tasks),
     (services.LmEval, registry.lm_eval),
 ]

@@ -143,7 +143,9 @@ def test_published_figures_stand_beside_ours(tmp_path):
     (tmp_path / "suite.yaml").write_text("name: x\nreproduces: flexgen_throughput_t4\n")
     assert "Published results and ours" in report(tmp_path, [record(spec)])
     assert read_runs([tmp_path]).reproduces == {"flexgen_throughput_t4"}
-    assert published_table(ROWS, {"flexgen_throughput_t4"}) is None  # another model
+    other = published_table(ROWS, {"flexgen_throughput_t4"})  # another model
+    assert other is not None and "No published results for this model" in other.caption
+    assert "No published results for this model" in report(tmp_path, [record(cell("ours", "offload"))])
 
 
 def test_the_end_of_a_log_is_shown_of_what_should_not_have_failed(tmp_path):

@@ -29,15 +29,19 @@ from engines.planning.planned_job import PlannedJob
 from engines.planning.search import Candidate, SearchSpace, search
 from engines.planning.thread_control import policy_threads
 from engines.planning.threads import on_threads
-from engines.planning.workload import Lengths, by_whole_matrices, model_weight_bytes, sublayers
+from engines.planning.workload import Lengths, by_whole_tensors, model_weight_bytes, pinned_bytes, sublayers
 from harness import hardware
-from harness.api import HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
 from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
 JOB = PlannedJob(shape(OPT_30B), [Lengths(512, 32)])
 PROFILES = {name: hardware.load(name) for name in hardware.names()}
 OFFLOAD = engine_cost_model("offload")
+
+
+#: ZeRO's passes took 1.3 times as long there as with the other prompts of the same models, for reasons unknown.
+ZERO_AT_256 = "14-16 deepspeed 6.7b 256+32 32x1 w0/100 c100/0"
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,15 @@ def test_errors_on_cells_that_nothing_was_fitted_on(outcomes: list[published.Out
         assert median(unseen(outcomes, "t4_gcp", engine)) <= limit
     for engine in ("flexgen_ref", "deepspeed_zero", "lm_offload"):
         assert median(unseen(outcomes, "a100_40g", engine)) <= 0.20
+
+
+def test_errors_on_tables_that_were_left_out_of_the_fit() -> None:
+    rows = {(row["hardware"], row["table"]): row for row in fit.held_out(PROFILES)}
+    assert {"14", "15", "16", "4", "21", "3", "24"} == {table for machine, table in rows if machine == "t4_gcp"}
+    for (machine, table), row in rows.items():
+        assert row["median error"] <= (0.20 if table in ("3", "24", "15") or machine == "a100_40g" else 0.08), table
+    for machine in ("t4_gcp", "a100_40g"):
+        assert len(fit.fitted_constants(machine)) <= len(fit.fitted_cells(machine))
 
 
 def test_at_most_a_third_of_the_cells_is_fitted(outcomes: list[published.Outcome]) -> None:
@@ -304,13 +317,24 @@ def test_memory_rows_are_linear_and_count_everything_once(policy: OffloadPolicy)
     assert total >= weights
 
 
-def test_whole_matrices_go_where_their_middles_fall() -> None:
-    """FlexGen's own rounding: of four matrices 20 % is one, of two none; the disk comes first."""
+def test_whole_tensors_go_where_their_middles_fall() -> None:
+    """As FlexGen's own rounding: of four matrices 20 % is one, of two none; the disk comes first."""
     attention, forward = sublayers(shape(OPT_30B))[:2]
-    assert (attention.matrices, forward.matrices) == (4, 2)
-    assert by_whole_matrices(attention, (0.2, 0.8, 0.0)) == (0.25, 0.75, 0.0)
-    assert by_whole_matrices(forward, (0.2, 0.8, 0.0)) == (0.0, 1.0, 0.0)
-    assert by_whole_matrices(attention, (0.0, 0.5, 0.5)) == (0.0, 0.5, 0.5)
+    assert by_whole_tensors(attention, (0.2, 0.8, 0.0)) == pytest.approx((0.25, 0.75, 0.0), abs=1e-3)
+    assert by_whole_tensors(forward, (0.2, 0.8, 0.0)) == pytest.approx((0.0, 1.0, 0.0), abs=1e-3)
+    assert by_whole_tensors(attention, (0.0, 0.5, 0.5)) == pytest.approx((0.0, 0.5, 0.5), abs=1e-3)
+
+
+def test_biases_decide_where_matrices_on_the_boundary_go() -> None:
+    """The list of FlexGen's tensors, by hand: fc1, its bias, fc2, its bias, and two vectors of the norm."""
+    hidden = 7168
+    sizes = [4 * hidden**2, 4 * hidden, 4 * hidden**2, hidden, hidden, hidden]
+    middle = (sum(sizes[:2]) + sizes[2] / 2) / sum(sizes)
+    assert 0.7499 < middle < 0.75
+    forward = sublayers(shape(OPT_30B))[1]
+    assert by_whole_tensors(forward, (0.25, 0.75, 0.0))[0] < 1e-3  # vectors alone
+    assert by_whole_tensors(forward, (0.26, 0.74, 0.0))[0] == pytest.approx(0.5, abs=1e-3)
+    assert by_whole_tensors(forward, (0.75, 0.25, 0.0))[1] == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("engine", ["offload", "flexgen_ref"])
@@ -322,6 +346,98 @@ def test_the_searched_policy_is_at_least_as_good_as_the_published_one(engine: st
             plans = ClosedFormPlanner(job, PROFILES["t4_gcp"], engine_cost_model(engine))
             ours = best(plans, SearchSpace(schedules=("row", "zigzag"))).prediction.throughput_tok_s
             assert ours >= 0.97 * plans.predict(cell.policy).throughput_tok_s
+
+
+def test_a_search_finds_the_batches_and_throughputs_that_the_baselines_reached() -> None:
+    """The paper tried batches of its own: for OPT-30B and 256 tokens it has 12 of ZeRO where doubling stops at 8."""
+    for cell in published.cells():
+        if cell.table != "14-16" or cell.engine not in ("accelerate", "deepspeed_zero"):
+            continue
+        plans = planner_for(PlannedJob(shape(cell.model), [cell.lengths]), PROFILES["t4_gcp"],
+                            engine_cost_model(cell.engine), 1)  # fmt: skip
+        found = search(plans, SearchSpace(["row"], cpu_attention=(False,))).best
+        if cell.figure is None:
+            assert found is None, cell.label
+            continue
+        assert found is not None, cell.label
+        policy, asked = found.policy, cell.policy
+        assert policy.gpu_batch_size == (8 if asked.gpu_batch_size == 12 else asked.gpu_batch_size), cell.label
+        assert (policy.weights, policy.cache) == (asked.weights, asked.cache), cell.label
+        error = published.error_of(found.prediction.throughput_tok_s, cell.figure)
+        assert abs(error) < (0.4 if cell.label == ZERO_AT_256 else 0.3), cell.label
+
+
+def test_flexgens_search_finds_block_sizes_and_throughputs_like_the_published() -> None:
+    for cell in published.cells():
+        if (cell.table, cell.name) == ("14-16", "flexgen") and "6.7b" not in cell.model:
+            plans = planner_for(PlannedJob(shape(cell.model), [cell.lengths]), PROFILES["t4_gcp"],
+                                engine_cost_model("flexgen_ref"), 1)  # fmt: skip
+            found = best(plans, SearchSpace(("zigzag",)))
+            assert 0.5 < found.policy.block_size / cell.policy.block_size < 2, cell.label
+            assert abs(published.error_of(found.prediction.throughput_tok_s, cell.figure or "")) < 0.3, cell.label
+
+
+def test_compressed_weights_cost_each_batch_their_decompression() -> None:
+    """And no more: with one small batch a pass of OPT-175B is little longer than the copies of its 98 GB."""
+    plans = planner(model=OPT_175B)
+    plans.engine = engine_cost_model("flexgen_ref")
+    policy = OffloadPolicy(4, 1, "zigzag", (0.0, 1.0, 0.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0), 4, 4)
+    steps = [plans.predict(replace(policy, num_gpu_batches=n)).decode_s / 31 for n in (1, 2, 3)]
+    assert 15 < steps[0] < 40
+    assert 5 < steps[1] - steps[0] == pytest.approx(steps[2] - steps[1], rel=0.05)
+
+
+def test_memory_is_pinned_in_powers_of_two_and_only_where_it_fits() -> None:
+    """Of OPT-175B's compressed weights each matrix of 75 MB takes 128 MB; OPT-30B's in 16 bits fit."""
+    attention, *_ = sublayers(shape(OPT_175B))
+    assert pinned_bytes(attention, OffloadPolicy(weight_bits=4)) == pytest.approx(4 * (2**27 + 2**24), rel=1e-2)
+    held: dict[str, Any] = {"weights": (0.0, 1.0, 0.0), "cache": (1.0, 0.0, 0.0), "activations": (1.0, 0.0, 0.0)}
+    for model, bits, pinned in ((OPT_30B, 16, True), (OPT_175B, 4, False)):
+        plans = planner(model=model)
+        plans.engine = engine_cost_model("flexgen_ref")
+        used = plans.predict(OffloadPolicy(1, weight_bits=bits, **held)).used
+        assert (used["host"] == 0) == pinned
+
+
+def test_an_engine_refuses_bits_that_it_lacks() -> None:
+    with pytest.raises(HarnessError, match="accelerate has no 4-bit weights with a 4-bit cache"):
+        plan(OPT_30B, 512, 32, PROFILES["t4_gcp"], "accelerate", schedules=("row",), bits=[(4, 4)], latency_s=None,
+             policy=None, stages=None)  # fmt: skip
+
+
+def test_a_feasible_latency_is_not_called_infeasible() -> None:
+    """70 % of OPT-30B's compressed weights fit the device; the programme's share, in whole tensors, does not."""
+    policy = OffloadPolicy(8, weights=(0.7, 0.3, 0.0), cache=(1.0, 0.0, 0.0), activations=(1.0, 0.0, 0.0),
+                           weight_bits=4, kv_bits=4)  # fmt: skip
+    plans = ClosedFormPlanner(JOB, PROFILES["t4_gcp"], engine_cost_model("flexgen_ref"))
+    prediction = plans.predict(policy)
+    assert not plans.missing(prediction)
+    assert prediction.block_latency_s < 160
+    found = best(plans, SearchSpace(("row", "zigzag"), [(4, 4)], latency_s=160)).prediction
+    assert found.throughput_tok_s >= prediction.throughput_tok_s
+
+
+@given(st.sampled_from(["flexgen_ref", "lm_offload"]), st.sampled_from(["6.7b", "30b", "66b"]),
+       st.sampled_from([(16, 16), (4, 4)]), st.sampled_from([1, 4, 16]), st.floats(1.0, 1.5))  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_a_search_never_gives_up_on_what_is_feasible(
+    engine: str, size: str, bits: tuple[Bits, Bits], batch: int, slack: float
+) -> None:
+    """Whatever policy of a grid fits the memory and a latency limit, the search finds one at least about as fast."""
+    job = PlannedJob(shape(f"facebook/opt-{size}"), [Lengths(512, 32)])
+    plans = ClosedFormPlanner(job, PROFILES["t4_gcp"], engine_cost_model(engine))
+    shares = [(a / 10, (10 - a - b) / 10, b / 10) for a in range(0, 11, 2) for b in range(0, 11 - a, 5)]
+    ends = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    fitting = []
+    for weights, cache, activations in itertools.product(shares, ends, ends[:2]):
+        policy = OffloadPolicy(batch, 1, "row", weights, cache, activations, *bits)
+        prediction = plans.predict(policy)
+        if not plans.missing(prediction):
+            fitting.append(prediction)
+    soonest = min(fitting, key=lambda p: p.block_latency_s, default=None)
+    if soonest is not None:
+        space = SearchSpace(("row",), [bits], (False,), latency_s=slack * soonest.block_latency_s)
+        assert best(plans, space).prediction.throughput_tok_s >= 0.97 * soonest.throughput_tok_s
 
 
 def test_the_sweep_of_opt_175b_is_limited_by_arithmetic() -> None:
@@ -438,7 +554,7 @@ def test_stages_share_the_layers_and_wait_where_there_are_fewer_batches() -> Non
     held = {"weights": (0.2, 0.8, 0.0), "cache": (0.0, 1.0, 0.0), "activations": (0.0, 1.0, 0.0)}
     rates = []
     for batches in (1, 2, 4, 8):
-        policy = OffloadPolicy(48, batches, "zigzag", cpu_attention=True, **held)
+        policy = OffloadPolicy(24, batches, "zigzag", cpu_attention=True, **held)  # weights can be pinned by all
         apart, together = one.predict(policy), four.predict(policy)
         assert together.throughput_tok_s < 4.2 * apart.throughput_tok_s  # the head is the last stage's alone
         assert together.peak.host < 0.3 * apart.peak.host

@@ -1,17 +1,22 @@
-"""The quantizer of weights: each group's scale and minimum by least squares; the reference in torch.
+"""The quantizer of weights: each group's scale and minimum of least squared error; the reference in torch.
 
 What is stored is as quantize.py says, and so are the codes: the nearest to a group's values. But the scale and the
 minimum that reach from the least value to the largest are not those of least squared error. The search for better ones
 alternates two steps: for a scale and a minimum the nearest codes, and for the codes the scale and the minimum of least
 squared error, a regression in closed form. Alternation ends in a local minimum, so it starts from several ranges: each
 end of the group's, moved inwards by 0, 1/2 and 1 step. Each takes one regression, and the best is refined by up to
-REFITS more. A group keeps the nearest's scale and minimum unless the search found a smaller error after rounding to
-float16; so a group whose values lie on such a grid comes back as it was.
+REFITS more. At 3 bits regressions clip outliers that models need, so there the best of CLIPS * CLIPS ranges is taken,
+each end cut by up to a tenth of the group's range.
+
+A group keeps the nearest's scale and minimum unless the search found a smaller error after rounding to float16; so a
+group whose values lie on such a grid comes back as it was.
 
 Why squared error: docs/results/quantizers-2026-11-24 compares it with other objectives by a real model's perplexity.
 
 Source: the alternation is Lloyd's (1957) with equidistant levels; llama.cpp's make_qkx2_quants does so for weights.
 """
+
+import itertools
 
 import torch
 
@@ -20,6 +25,7 @@ from engines.offload.memory.storage import Grouped
 
 #: As in csrc/least_squares.h.
 STARTS, MOVE, REFITS = 3, 0.5, 4
+CLIPS, CLIP = 5, 0.05
 #: Groups at a time: bounds the memory of the search.
 _CHUNK = 1 << 14
 _HALF_MAX = 65504.0
@@ -77,12 +83,20 @@ def _search(
         off = (x - minimum[:, None] - codes(scale, minimum) * scale[:, None]) * inside
         return (off * off).sum(-1)
 
+    def clipped(low: int, high: int) -> _Fit:
+        cut = CLIP * (x.amax(-1) - least) / 2
+        line = step - (low + high) * cut / top, least + low * cut
+        return error(*line), *line
+
     best: _Fit = (torch.full_like(mean, torch.inf), step, least)
-    starts = [(low * MOVE, high * MOVE) for low in range(STARTS) for high in range(STARTS)]
-    for low, high in starts:
-        best = _better(best, refit(step * (1 - (low + high) / top), least + low * step))
-    for _ in range(REFITS):
-        best = _better(best, refit(*best[1:]))
+    if bits == 3:
+        for low, high in itertools.product(range(CLIPS), repeat=2):
+            best = _better(best, clipped(low, high))
+    else:
+        for low, high in itertools.product(range(STARTS), repeat=2):
+            best = _better(best, refit(step * (1 - (low + high) * MOVE / top), least + low * MOVE * step))
+        for _ in range(REFITS):
+            best = _better(best, refit(*best[1:]))
     fitted = (best[1].float().clamp(max=_HALF_MAX).half(), (best[2] + mean).float().clamp(-_HALF_MAX, _HALF_MAX).half())
     ours, theirs = (error(s.double(), m.double() - mean) for s, m in (fitted, (scale, minimum)))
     better = (fitted[0] > 0) & (scale > 0) & (ours < theirs)  # false where a group holds NaN or infinity

@@ -2,14 +2,15 @@
 
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
 #include "simd.h"
 
 namespace {
 
-constexpr int kStarts = 3, kRefits = 4;  // as in least_squares.py
-constexpr float kMove = 0.5f;
+constexpr int kStarts = 3, kRefits = 4, kClips = 5;  // as in least_squares.py
+constexpr float kMove = 0.5f, kClip = 0.05f;
 
 // A code c stands for minimum + c * scale.
 struct Line { float scale, minimum; };
@@ -20,7 +21,7 @@ class Group {
  public:
   static constexpr float top = (1 << kBits) - 1;
 
-  Group(const float* x, int64_t count) : count_(count), vectors_((count + kLanes - 1) / kLanes) {
+  Group(const float* x, int64_t count) : x_(x), count_(count), vectors_((count + kLanes - 1) / kLanes) {
     double sum = 0;
     for (int64_t i = 0; i < count; ++i) sum += x[i];
     mean_ = static_cast<float>(sum / count);
@@ -28,7 +29,7 @@ class Group {
     for (int64_t v = 0; v < vectors_; ++v) {
       const int64_t left = count - v * kLanes;
       inside_[v] = spread(1);
-      values_[v] = left < kLanes ? widen(x + v * kLanes, left) : load(x + v * kLanes);
+      values_[v] = original(v);
       for (int64_t i = left; i < kLanes; ++i) inside_[v][i] = 0;
       values_[v] = (values_[v] - mean_) * inside_[v];
       squares += values_[v] * values_[v];
@@ -58,15 +59,32 @@ class Group {
   float error(const Line& line) const {
     Lanes squares = {};
     for (int64_t v = 0; v < vectors_; ++v) {
-      const Lanes off = (values_[v] - line.minimum - codes(v, line) * line.scale) * inside_[v];
+      const Lanes off = (values_[v] - (line.minimum + codes(v, line) * line.scale)) * inside_[v];
       squares += off * off;
     }
     return add_up(squares);
   }
 
+  // The same of the values themselves, with their mean, as unpacking gives them: without an error of its own.
+  double stored_error(const Line& line) const {
+    double sum = 0;
+    for (int64_t v = 0; v < vectors_; ++v) {
+      const Lanes value = original(v), off = value - (line.minimum + codes_of(value, v, line) * line.scale);
+      for (int64_t i = 0; i < std::min(kLanes, count_ - v * kLanes); ++i) sum += double{off[i]} * off[i];
+    }
+    return sum;
+  }
+
  private:
-  Lanes codes(int64_t v, const Line& line) const {
-    Lanes code = (values_[v] - line.minimum) * (1 / line.scale) + 0.5f;
+  Lanes original(int64_t v) const {
+    const int64_t left = count_ - v * kLanes;
+    return left < kLanes ? widen(x_ + v * kLanes, left) : load(x_ + v * kLanes);
+  }
+
+  Lanes codes(int64_t v, const Line& line) const { return codes_of(values_[v], v, line); }
+
+  Lanes codes_of(Lanes values, int64_t v, const Line& line) const {
+    Lanes code = (values - line.minimum) * (1 / line.scale) + 0.5f;
     code = code < 0 ? Lanes{} : code;
     code = code > top ? spread(top) : code;
     return __builtin_convertvector(__builtin_convertvector(code, Integers), Lanes) * inside_[v];
@@ -74,6 +92,7 @@ class Group {
 
   static constexpr int64_t kMost = 128 / kLanes;
   Lanes values_[kMost], inside_[kMost];
+  const float* x_;
   int64_t count_, vectors_;
   float mean_, energy_;
 };
@@ -81,18 +100,31 @@ class Group {
 // The line of least error among those that the search meets, for a group whose values lie from `least` to `most`.
 template <int kBits>
 Line best_line(const Group<kBits>& group, float least, float most) {
-  const float step = (most - least) / Group<kBits>::top;
+  constexpr float top = Group<kBits>::top;
+  const float step = (most - least) / top;
   Line best = {step, least};
   float error = std::numeric_limits<float>::infinity();
-  const auto improve = [&](Line line) {
-    const float found = group.refit(line);
+  const auto keep = [&](const Line& line, float found) {
     if (!(found < error)) return false;
     error = found, best = line;
     return true;
   };
+  if (kBits == 3) {
+    for (int low = 0; low < kClips; ++low)
+      for (int high = 0; high < kClips; ++high) {
+        const float cut = kClip * (most - least) / 2;
+        const Line line = {step - (low + high) * cut / top, least + low * cut};
+        keep(line, group.error(line));
+      }
+    return best;
+  }
+  const auto improve = [&](Line line) {
+    const float found = group.refit(line);
+    return keep(line, found);
+  };
   for (int low = 0; low < kStarts; ++low)
     for (int high = 0; high < kStarts; ++high)
-      improve({step - (low + high) * kMove * step / Group<kBits>::top, least + low * kMove * step});
+      improve({step - (low + high) * kMove * step / top, least + low * kMove * step});
   for (int i = 0; i < kRefits && improve(best); ++i) {}
   return best;
 }

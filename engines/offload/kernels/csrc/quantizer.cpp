@@ -64,7 +64,7 @@ struct LeastSquares {
     const Line line = best_line(group, least - group.mean(), most - group.mean());
     const Halves fitted(line.scale, line.minimum + group.mean());
     const auto error = [&](const Halves& stored) {
-      return group.error({stored.wide_scale(), stored.wide_minimum() - group.mean()});
+      return group.stored_error({stored.wide_scale(), stored.wide_minimum()});
     };
     return fitted.wide_scale() > 0 && error(fitted) < error(nearest) ? fitted : nearest;
   }

@@ -125,8 +125,10 @@ def scaled_rotary_checkpoint(folder):
     torch.manual_seed(0)
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8}  # fmt: skip
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                         vocab_size=512, max_position_embeddings=64, initializer_range=0.2, rope_parameters=rope)  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        **sizes, vocab_size=512, max_position_embeddings=64, initializer_range=0.2, rope_parameters=rope
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 

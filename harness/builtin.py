@@ -104,6 +104,12 @@ ENGINES: Mapping[str, EngineEntry] = {
         summary="AirLLM: one layer in memory at a time (LLaMA and its like)",
         environment="airllm",
     ),
+    "ollm": EngineEntry(
+        "engines.adapters.ollm:OllmEngine",
+        ("torch", "transformers", "ollm"),
+        summary="oLLM: layers read from disk as they run, some held in RAM; one sequence at a time (LLaMA, bfloat16)",
+        environment="ollm",
+    ),
     "vllm": EngineEntry(
         "engines.adapters.vllm:VllmEngine",
         ("torch", "vllm"),
@@ -144,11 +150,6 @@ ENGINES: Mapping[str, EngineEntry] = {
 _BY_SERVER = "comes with the adapter for engines behind a server of their own"
 #: Engines that are not built: what each is, and why not.
 NOT_BUILT = {
-    "ollm": (
-        "oLLM: layers from disk, KV cache on disk",
-        "1.0.3 requires flash-attn, which builds only with CUDA, and patches classes of transformers 4; its "
-        "feed-forward takes one sequence at a time. Read, not run",
-    ),
     "fastgen": ("DeepSpeed-FastGen (MII), for CUDA devices", _BY_SERVER),
     "tensorrt_llm": ("TensorRT-LLM, for NVIDIA devices", _BY_SERVER),
     "petals": (

@@ -207,7 +207,7 @@ class CausalLMEngine(api.Engine, ABC):
         sampler = sampling.RowSampler(rows, eos)
         start = time.perf_counter() - began
         output = self._module.generate(
-            ids,
+            inputs=ids,
             attention_mask=mask,
             do_sample=False,  # RowSampler adds the noise that makes a greedy choice a sample
             max_new_tokens=max(s.max_tokens for s in rows),

@@ -7,6 +7,7 @@ requirements. Versions come from constraints.txt, so that engines share them, un
 """
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,8 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 #: Environments that no worker of ours runs in: they have none of the harness's dependencies.
 _STANDALONE = ("helm",)
+#: flash-attn, which oLLM requires and we leave out, tells its requirements without CUDA's compiler only so.
+_METADATA_ONLY = {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
 
 
 def file_of(name: str) -> Path:
@@ -39,7 +42,8 @@ def pins(name: str) -> str:
     constraints = [] if pins_torch else ["-c", str(_ROOT / "constraints.txt")]
     how = ["--quiet", "--dry-run", "--ignore-installed", "--no-build-isolation", "--report", "-"]
     command = [sys.executable, "-m", "pip", "install", *how, *constraints, *packages]
-    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    environment = os.environ | _METADATA_ONLY
+    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
     resolved = [m for entry in report["install"] if (m := entry["metadata"])["name"] not in without]
     # without the local part of a version: a CPU build is taken where an index has one
     lines = sorted((f"{m['name']}=={m['version'].partition('+')[0]}" for m in resolved), key=str.lower)

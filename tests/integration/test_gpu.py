@@ -28,14 +28,17 @@ def test_transformers_on_a_device_answers_as_on_the_cpu_with_its_cache_moved_or_
         ("deepspeed_zero", "tiny/opt", "{parameters: host}"),
         ("flexgen_ref", "tiny/opt", "{}"),
         ("airllm", "tiny/llama", "{}"),
+        ("ollm", "tiny/llama", "{}"),
         ("vllm", "tiny/llama", "{}"),
     ],
 )
 def test_a_peer_runs_on_a_device(cli, engine, model, options):
     pytest.importorskip({"deepspeed_zero": "deepspeed", "flexgen_ref": "flexgen"}.get(engine, engine))
+    dtype, batch = ("bfloat16", 1) if engine == "ollm" else ("float16", 3)
+    limits, policy = "{device_memory: 2GiB}", f"{{gpu_batch_size: {batch}}}"
     suite = cli.suite(
-        f"  - {{engine: {engine}, options: {options}, limits: {{device_memory: 2GiB}}, policy: {{gpu_batch_size: 3}}}}",
-        model=f"{{id: {model}, weights: dummy, dtype: float16}}",
+        f"  - {{engine: {engine}, options: {options}, limits: {limits}, policy: {policy}}}",
+        model=f"{{id: {model}, weights: dummy, dtype: {dtype}}}",
         **SHORT,
     )
     cli.run(suite)

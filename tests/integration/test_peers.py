@@ -1,6 +1,8 @@
 """The engines we are compared with, each in an environment of its own, beside transformers on the same tiny models."""
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.common.host_cpu import cpu_flags
 
@@ -16,11 +18,11 @@ def environments(tmp_path_factory):
     return tmp_path_factory.mktemp("environments")
 
 
-def answers(cli, environments, model: str, matrix: str, workload: str = SHORT):
+def answers(cli, environments, model: str, matrix: str, workload: str = SHORT, dtype: str = "float32"):
     """How many tokens each request got and a digest of them, by cell; and the records."""
     (cli.folder / "cache").mkdir(exist_ok=True)
     (cli.folder / "cache" / "environments").symlink_to(environments)
-    model = f'{{id: "{model}", weights: dummy, dtype: float32}}'
+    model = f'{{id: "{model}", weights: dummy, dtype: {dtype}}}'
     suite = cli.suite(EXACT + matrix, model=model, workload=workload, repeats=1, warmup=1, timeout="900s",
                       launcher="venv", seed=3)  # fmt: skip
     cli.run(suite)
@@ -116,6 +118,55 @@ def test_airllm_answers_as_transformers_does_a_layer_at_a_time(cli, environments
   - {name: opt, engine: airllm, model: {id: tiny/opt}, expect: unsupported}
 """)  # fmt: skip
     assert found["layers"] == found["exact"]
+
+
+def scaled_rotary_checkpoint(folder):
+    """A LLaMA in one file whose rotary positions are neither scaled nor based as transformers 4 defaults to."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8}  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        **sizes, vocab_size=512, max_position_embeddings=64, initializer_range=0.2, rope_parameters=rope
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_ollm_answers_as_transformers_does_one_sequence_at_a_time(cli, environments):
+    folder = scaled_rotary_checkpoint(cli.folder / "scaled")
+    found, records = answers(cli, environments, "tiny/llama", f"""
+  - &scaled
+    name: scaled-alone
+    engine: transformers
+    launcher: process
+    model: {{id: "{folder}", weights: auto}}
+    policy: {{gpu_batch_size: 1}}
+  - {{<<: *scaled, name: scaled, engine: ollm, launcher: venv}}
+""" + """
+  - {name: alone, engine: transformers, launcher: process, policy: {gpu_batch_size: 1}}
+  - {name: layers, engine: ollm, policy: {gpu_batch_size: 1}}
+  - {name: held, engine: ollm, options: {resident_layers: 1}, policy: {gpu_batch_size: 1}}
+  - {name: fitted, engine: ollm, limits: {host_memory: 128MiB}, policy: {gpu_batch_size: 1}}
+  - {name: disk, engine: ollm, options: {disk_cache: true}, policy: {gpu_batch_size: 1}}
+  - {name: batch, engine: ollm, policy: {gpu_batch_size: 3}, expect: unsupported}
+  - {name: single, engine: ollm, policy: {gpu_batch_size: 1, compute_dtype: float32}, expect: unsupported}
+  - {name: opt, engine: ollm, model: {id: tiny/opt}, policy: {gpu_batch_size: 1}, expect: unsupported}
+  - {name: small, engine: ollm, policy: {gpu_batch_size: 1}, limits: {host_memory: 64KiB}, expect: infeasible}
+  - name: held-small
+    engine: ollm
+    options: {resident_layers: 1000}
+    policy: {gpu_batch_size: 1}
+    limits: {host_memory: 64MiB}
+    expect: infeasible
+""", dtype="bfloat16")  # fmt: skip
+    assert found["scaled"] == found["scaled-alone"]
+    assert found["layers"] == found["alone"] == found["held"] == found["fitted"] == found["disk"]
+    in_ram = [records[name].load.weights_by_tier[1] for name in ("layers", "held", "fitted")]
+    assert in_ram == sorted(in_ram)
+    assert len(set(in_ram)) == 3, "no layer, one, and all of them"
+    assert records["fitted"].load.weights_by_tier[2] == 0
+    assert records["disk"].load.policy.cache == (0, 0, 1)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])

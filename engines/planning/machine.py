@@ -84,5 +84,6 @@ def faster(host: Processor, factor: float) -> Processor:
         dequantize=host.dequantize and factor * host.dequantize,
         elementwise=host.elementwise and factor * host.elementwise,
         layer_call_s=host.layer_call_s and host.layer_call_s / factor,
+        sequence_call_s=host.sequence_call_s and host.sequence_call_s / factor,
         probed=scaled(host.probed),
     )

@@ -257,10 +257,12 @@ class Simulator:
         if key not in self._product_seconds:
             values = tile.shape[0] * tile.shape[1]
             padded = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
-            seconds = self._machine.product_s(padded, values, tile.nbytes)
-            if not isinstance(tile.stored, Plain):
+            if isinstance(tile.stored, Plain):
+                seconds = self._machine.product_s(padded, values, tile.nbytes)
+            else:  # at few rows the rates are those of reading 16-bit weights, of which these are a part
+                seconds = 2 * padded * values / self._machine.flops(math.inf)
                 seconds += values / unpack_rate(self._machine.host, self._policy.weight_bits)
-            self._product_seconds[key] = seconds
+            self._product_seconds[key] = seconds / (self._machine.host.in_passes or 1.0)
         return self._product_seconds[key]
 
     def _attention_s(self, chunk: ScheduledChunk[SimulatedSequence]) -> float:
@@ -268,6 +270,7 @@ class Simulator:
         shape, seen = self._placed.shape, chunk.sequence.cached + chunk.count
         new_values = 2 * chunk.count * shape.num_kv_heads * shape.head_dim
         storing = self._machine.store_kv_s(new_values, self._policy.kv_bits)
+        storing += self._machine.host.sequence_call_s or 0.0
         if chunk.count > 1:
             pairs = chunk.count * (chunk.sequence.cached + chunk.count / 2)
             flops = 4 * pairs * shape.num_heads * shape.head_dim

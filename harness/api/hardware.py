@@ -36,8 +36,10 @@ class Processor:
 
     Free of cost if missing: `attention_call_s`, the overhead in seconds per sequence and head of an engine that calls
     a library for attention; `elementwise`, values/s (rows times hidden size, per layer) of the operations between
-    products; `layer_call_s`, the remaining seconds of a pass per layer; `beside_disk`, the fraction of the products'
-    rate that remains while the disk is read.
+    products; `layer_call_s`, the remaining seconds of a pass per layer; `sequence_call_s`, the seconds of our
+    attention per sequence and layer beside what it reads and stores; `in_passes`, the fraction of their rate that
+    products reach within a pass, beside the rest of its work; `beside_disk`, the fraction of it that remains while the
+    disk is read.
 
     `probed`: FLOP/s at 256 rows by columns of the matrix, measured as beside each launch, to tell how far the machine
     has drifted. `by_threads`: FLOP/s at 256 rows by number of threads, and
@@ -58,6 +60,8 @@ class Processor:
     attention_call_s: float | None = None
     elementwise: float | None = None
     layer_call_s: float | None = None
+    sequence_call_s: float | None = None
+    in_passes: float | None = None
     beside_disk: float | None = None
     probed: Mapping[str, float] = field(default_factory=dict)
     cores: int = 1
@@ -154,7 +158,11 @@ class HardwareProfile:
             if not (isinstance(value, (int, float)) and math.isfinite(value) and _least(path) <= value < _ABSURD):
                 raise HarnessError(f"hardware {self.name}: {path} is {value}; it must be a positive number, in bytes, "
                                    "values or operations (a second), dollars or watts")  # fmt: skip
-        shares = {"host.beside_disk": self.host.beside_disk, "disk.beside_products": self.disk.beside_products}
+        shares = {
+            "host.in_passes": self.host.in_passes,
+            "host.beside_disk": self.host.beside_disk,
+            "disk.beside_products": self.disk.beside_products,
+        }
         for path, share in shares.items():
             if share is not None and share > 1:
                 raise HarnessError(f"hardware {self.name}: {path} is {share}; a fraction is at most 1")
@@ -186,7 +194,11 @@ class HardwareProfile:
 def _least(path: str) -> float:
     """The least plausible figure: 1 for rates (per second) and memory (bytes), next to 0 for seconds, fractions and
     prices."""
-    return 1e-12 if path.endswith(("_s", "beside_disk", "beside_products")) or path.startswith("prices.") else 1.0
+    return (
+        1e-12
+        if path.endswith(("_s", "in_passes", "beside_disk", "beside_products")) or path.startswith("prices.")
+        else 1.0
+    )
 
 
 def _figures(part: Any, path: str = "") -> Iterator[tuple[str, object]]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.offload.calibrate.engine import remaining_share
+from engines.offload.calibrate.engine import bare_products_s, remaining_share
 
 
 @given(st.floats(0.1, 100), st.floats(0.1, 100), st.floats(0.15, 1), st.floats(0.15, 1))
@@ -19,3 +19,10 @@ def test_the_shares_are_those_that_slowed_the_work(products, reads, of_products,
 def test_noise_gives_neither_more_than_the_whole_rate_nor_none():
     assert remaining_share(alone=2.0, beside=1.9, other=1.0) == 1.0
     assert 0 < remaining_share(alone=1.0, beside=9.0, other=2.0) < 0.2
+
+
+def test_products_by_themselves_take_their_operations_at_the_rate_of_their_rows():
+    """Twelve passes of 96 rows, and 384 rows of prompts in two: of four layers of opt-1.3b's size."""
+    params = 4 * 12 * 2048**2
+    seconds = bare_products_s(14, {"96": 1e12, "192": 2e12})
+    assert seconds == pytest.approx(2 * params * (12 * 96 / 1e12 + 384 / 2e12))

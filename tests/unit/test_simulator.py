@@ -177,6 +177,20 @@ def test_only_overlap_hides_the_disk() -> None:
     assert times[True] < times[False]
 
 
+def test_products_in_passes_and_calls_of_attention_take_longer_than_by_themselves() -> None:
+    model, lengths = shape("facebook/opt-1.3b"), [Lengths(4, 6)] * 5
+    policy = OffloadPolicy(5, schedule="row")
+    placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
+    tasks = []
+    for changes in ({}, {"in_passes": 0.5, "sequence_call_s": 1e-3}):
+        simulator = Simulator(placed, policy, Machine(replace(LAPTOP, host=replace(LAPTOP.host, **changes))))
+        simulator.run(simulated_sequences(lengths))
+        tasks.append(simulator.timeline.tasks)
+    assert tasks[1]["task_products"] == pytest.approx(2 * tasks[0]["task_products"])
+    calls = 5 * 6 * model.num_layers  # a prompt and five tokens of each sequence
+    assert tasks[1]["task_attention"] == pytest.approx(tasks[0]["task_attention"] + 1e-3 * calls)
+
+
 @pytest.mark.parametrize(
     ("rows", "bottleneck"), [(2, "disk"), (64, "products")], ids=["limited by the disk", "limited by arithmetic"]
 )

@@ -14,9 +14,12 @@ from transformers.utils import logging
 from engines.models.checkpoints import prepare
 from engines.offload.engine import OffloadEngine
 from harness import api
+from harness.common.curve import interpolate
 from harness.common.disk_rate import sequential_read_rates
 
 _LAYERS, _HIDDEN, _VOCAB = 4, 2048, 512
+#: Values of the layers' matrices.
+_PARAMS = 12 * _HIDDEN * _HIDDEN * _LAYERS
 #: Prompt tokens of a pass, as under a limit of a few GiB.
 _CHUNK = 256
 #: Jobs as (prompts, tokens of each, generated): equal rows in short and in long prompts, and passes of few rows.
@@ -31,10 +34,12 @@ _LEAST_SHARE = 0.1
 _LEAST_S = 1e-6
 
 
-def measure(cache: Path, dtype: api.Dtype, kinds: Sequence[api.Bits], rounds: int) -> dict[str, list[float]]:
+def measure(
+    cache: Path, dtype: api.Dtype, kinds: Sequence[api.Bits], flops: Mapping[str, float], rounds: int
+) -> dict[str, list[float]]:
     """Samples of the host's rates by their path in a profile, for KV caches of `kinds` bits, computing in `dtype`.
 
-    Scratch files and kernels go under `cache`.
+    Scratch files and kernels go under `cache`. `flops`: FLOP/s of products by themselves, by rows.
     """
     samples: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(dir=cache) as name:
@@ -49,14 +54,17 @@ def measure(cache: Path, dtype: api.Dtype, kinds: Sequence[api.Bits], rounds: in
                 for rates in _rounds(engine, bits, rounds):
                     for path, rate in rates.items():
                         samples[path].append(rate)
-        for shares in _beside_reads(model, folder, dtype, -(-rounds // 2)):
+        for shares in _shares(model, folder, dtype, flops, -(-rounds // 2)):
             for path, share in shares.items():
                 samples[path].append(share)
     return dict(samples)
 
 
-def _beside_reads(model: api.LocalModel, folder: Path, dtype: api.Dtype, rounds: int) -> Iterator[dict[str, float]]:
-    """By round: what is left of the products' rate while the disk is read, and of the disk's while products run.
+def _shares(
+    model: api.LocalModel, folder: Path, dtype: api.Dtype, flops: Mapping[str, float], rounds: int
+) -> Iterator[dict[str, float]]:
+    """By round: what a pass reaches of the products' own rate, what is left of that while the disk is read, and what is
+    left of the disk's rate while products run.
 
     The engine runs with all weights in memory, then with all on disk, which is then read alone.
     """
@@ -64,19 +72,28 @@ def _beside_reads(model: api.LocalModel, folder: Path, dtype: api.Dtype, rounds:
     for _ in range(rounds):
         with _loaded(model, folder, replace(policy, weights=(0.0, 1.0, 0.0))) as (engine, _):
             _run(engine, _FEW)
-            alone = _run(engine, _STREAMED)["task_products_s"]
+            held = _run(engine, _STREAMED)
         with _loaded(model, folder, replace(policy, weights=(0.0, 0.0, 1.0))) as (engine, report):
             _run(engine, _FEW)
             both = _run(engine, _STREAMED)
         rates = sequential_read_rates(Path(model.path), _READ_S)
         if not rates:  # a file system without direct I/O
             return
-        products, reads = both["task_products_s"], both["task_load_weights_s"]
+        alone, products, reads = held["task_products_s"], both["task_products_s"], both["task_load_weights_s"]
         reading_alone = report.weights_by_tier[2] * both["passes"] / max(rates)
         yield {
+            "host.in_passes": min(1.0, bare_products_s(round(held["passes"]), flops) / alone),
             "host.beside_disk": remaining_share(alone, products, reads),
             "disk.beside_products": remaining_share(reading_alone, reads, products),
         }
+
+
+def bare_products_s(passes: int, flops: Mapping[str, float]) -> float:
+    """Seconds of the products of _STREAMED at rates by rows: of its decoding, and of its prompts in other passes."""
+    count, prompt, generated = _STREAMED
+    prefills = passes - (generated - 1)
+    runs = [(generated - 1, float(count)), (prefills, count * prompt / prefills)]
+    return sum(times * 2 * _PARAMS * rows / interpolate(flops, rows) for times, rows in runs)
 
 
 def remaining_share(alone: float, beside: float, other: float) -> float:
@@ -88,7 +105,8 @@ def remaining_share(alone: float, beside: float, other: float) -> float:
 
 
 def _rounds(engine: OffloadEngine, bits: api.Bits, rounds: int) -> Iterator[dict[str, float]]:
-    """By round: FLOP/s of prefill attention, values/s cached, values/s between products, seconds a layer and pass."""
+    """By round: FLOP/s of prefill attention, values/s cached, values/s between products, seconds a layer and pass, and
+    seconds of attention a sequence and layer beside what it reads and stores."""
     _run(engine, _SHORT)  # warms up
     for _ in range(rounds):
         short, long, few = (_run(engine, job) for job in (_SHORT, _LONG, _FEW))
@@ -98,6 +116,9 @@ def _rounds(engine: OffloadEngine, bits: api.Bits, rounds: int) -> Iterator[dict
         # if the short prompts were disturbed, the long ones alone give a lower bound
         rate = (flops[1] - flops[0]) / longer if longer > 0 else flops[1] / long["task_attention_s"]
         storing = max(short["task_attention_s"] - flops[0] / rate, _LEAST_S)
+        count, prompt, generated = _FEW
+        cached = 2 * count * (prompt + generated - 1) * _HIDDEN * _LAYERS
+        attended = few["task_attention_s"] - cached * storing / (2 * rows * _HIDDEN)
         call = few["task_other_s"] / few["passes"] / _LAYERS
         between = max(short["task_other_s"] - call * short["passes"] * _LAYERS, _LEAST_S)
         yield {
@@ -105,6 +126,7 @@ def _rounds(engine: OffloadEngine, bits: api.Bits, rounds: int) -> Iterator[dict
             f"host.cached.{bits}": 2 * rows * _HIDDEN / storing,
             "host.elementwise": rows * _HIDDEN / between,
             "host.layer_call_s": call,
+            "host.sequence_call_s": max(attended, _LEAST_S) / (count * generated * _LAYERS),
         }
 
 

@@ -74,7 +74,8 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
     report("the engine beside its products")
     kinds: Sequence[api.Bits] = (16, 4) if quick else (16, 8, 4, 3)
     with _in_words(cache, "run a small model"):
-        samples |= calibrate_engine.measure(cache, product.dtype, kinds, 2 if quick else rounds)
+        flops = {str(rows): statistics.median(samples[f"host.flops.{rows}"]) for rows in _ROWS}
+        samples |= calibrate_engine.measure(cache, product.dtype, kinds, flops, 2 if quick else rounds)
     report("disk")
     size = (256 if quick else 1024) << 20
     with _in_words(folder, f"write and read {size >> 20} MiB there to measure the disk"):

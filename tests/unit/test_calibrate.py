@@ -22,7 +22,8 @@ def test_noise_gives_neither_more_than_the_whole_rate_nor_none():
 
 
 def test_products_by_themselves_take_their_operations_at_the_rate_of_their_rows():
-    """Twelve passes of 96 rows, and 384 rows of prompts in two: of four layers of opt-1.3b's size."""
-    params = 4 * 12 * 2048**2
+    """Twelve passes of 96 rows, which meet the head too, and 384 rows of prompts in two: of four layers of opt-1.3b's
+    size and 512 words."""
+    layers, head = 4 * 12 * 2048**2, 512 * 2048
     seconds = bare_products_s(14, {"96": 1e12, "192": 2e12})
-    assert seconds == pytest.approx(2 * params * (12 * 96 / 1e12 + 384 / 2e12))
+    assert seconds == pytest.approx(2 * ((layers + head) * 12 * 96 / 1e12 + layers * 384 / 2e12))

@@ -71,10 +71,10 @@ def _shares(
     policy = replace(_policy(16, dtype), gpu_batch_size=_STREAMED[0])
     for _ in range(rounds):
         with _loaded(model, folder, replace(policy, weights=(0.0, 1.0, 0.0))) as (engine, _):
-            _run(engine, _FEW)
+            _run(engine, _STREAMED)  # warms up: a library prepares for each number of rows
             held = _run(engine, _STREAMED)
         with _loaded(model, folder, replace(policy, weights=(0.0, 0.0, 1.0))) as (engine, report):
-            _run(engine, _FEW)
+            _run(engine, _STREAMED)
             both = _run(engine, _STREAMED)
         rates = sequential_read_rates(Path(model.path), _READ_S)
         if not rates:  # a file system without direct I/O
@@ -92,8 +92,9 @@ def bare_products_s(passes: int, flops: Mapping[str, float]) -> float:
     """Seconds of the products of _STREAMED at rates by rows: of its decoding, and of its prompts in other passes."""
     count, prompt, generated = _STREAMED
     prefills = passes - (generated - 1)
-    runs = [(generated - 1, float(count)), (prefills, count * prompt / prefills)]
-    return sum(times * 2 * _PARAMS * rows / interpolate(flops, rows) for times, rows in runs)
+    decoded = _PARAMS + _VOCAB * _HIDDEN  # of prompts only the last rows meet the head
+    runs = [(generated - 1, float(count), decoded), (prefills, count * prompt / prefills, _PARAMS)]
+    return sum(times * 2 * params * rows / interpolate(flops, rows) for times, rows, params in runs)
 
 
 def remaining_share(alone: float, beside: float, other: float) -> float:

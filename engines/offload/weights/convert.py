@@ -24,7 +24,7 @@ from harness.api import HarnessError, LocalModel
 #: Part of a folder's key: raise it when the same checkpoint's files are laid out differently.
 _LAYOUT = 1
 #: Part of the key of folders with quantized tiles: raise it when the same values get other codes. 1 rounded between a
-#: group's least value and its largest, 2 is least squares.
+#: group's least value and its largest, 2 is kernels/least_squares.py.
 _QUANTIZER = 2
 _SMALL = "small.safetensors"
 _PIECE = 4 << 20

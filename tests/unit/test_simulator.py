@@ -182,13 +182,16 @@ def test_products_in_passes_and_calls_of_attention_take_longer_than_by_themselve
     policy = OffloadPolicy(5, schedule="row")
     placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
     tasks = []
-    for changes in ({}, {"in_passes": 0.5, "sequence_call_s": 1e-3}):
-        simulator = Simulator(placed, policy, Machine(replace(LAPTOP, host=replace(LAPTOP.host, **changes))))
+    for changes in ({}, {"in_passes": 0.5, "sequence_call_s": 1e-3, "layer_call_s": 1e-2}):
+        host = replace(LAPTOP.host, **{"layer_call_s": 0.0} | changes)
+        simulator = Simulator(placed, policy, Machine(replace(LAPTOP, host=host)))
         simulator.run(simulated_sequences(lengths))
         tasks.append(simulator.timeline.tasks)
     assert tasks[1]["task_products"] == pytest.approx(2 * tasks[0]["task_products"])
     calls = 5 * 6 * model.num_layers  # a prompt and five tokens of each sequence
     assert tasks[1]["task_attention"] == pytest.approx(tasks[0]["task_attention"] + 1e-3 * calls)
+    between = 1e-2 * simulator.timeline.passes * model.num_layers
+    assert tasks[1]["task_other"] == pytest.approx(tasks[0]["task_other"] + between)
 
 
 @pytest.mark.parametrize(

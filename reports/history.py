@@ -22,6 +22,8 @@ from reports.text import finite, grouped, one_line
 SCHEMA = 1
 #: The most values in a statement, which databases limit.
 _MOST_VALUES = 500
+#: What the store holds as the status of launches that ended ok and that others disturbed.
+_DISTURBED = "disturbed"
 _METADATA = sa.MetaData()
 _SCHEMA = sa.Table("offload_harness_schema", _METADATA, sa.Column("version", sa.Integer, primary_key=True))
 _RECORDS = sa.Table(
@@ -38,7 +40,7 @@ _RECORDS = sa.Table(
     sa.Column("engine", sa.Text, nullable=False),
     sa.Column("workload", sa.Text, nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False, index=True),
-    sa.Column("status", sa.String(20), nullable=False),
+    sa.Column("status", sa.String(20), nullable=False),  # or _DISTURBED
     sa.Column("tok_s", sa.Float),
     sa.Column("record", sa.Text, nullable=False),
 )
@@ -46,12 +48,16 @@ _RECORDS = sa.Table(
 
 @dataclass(frozen=True)
 class Point:
-    """The launches of a cell at a commit on a machine. `started_at` is that of the first launch; speeds in tok/s."""
+    """The launches of a cell at a commit on a machine. `started_at` is that of the first launch; speeds in tok/s.
+
+    `speeds` leaves out launches that others disturbed, unless all were.
+    """
 
     commit: str
     started_at: str
     speeds: tuple[float, ...]
     failed: int
+    disturbed: int
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
         "engine": one_line(record.spec.engine),
         "workload": workload_of(record),
         "fingerprint": record.fingerprint,
-        "status": record.status,
+        "status": _DISTURBED if record.status == "ok" and record.disturbed else record.status,
         "tok_s": throughput(record) if record.status == "ok" else None,
         "record": json.dumps(to_json(record), allow_nan=False),
     }
@@ -172,17 +178,18 @@ def _row(record: RunRecord) -> dict[str, Any]:
 
 def _series(rows: Sequence[dict[str, Any]]) -> Series:
     commits = grouped(rows, lambda row: row["commit"] + ("+" if row["dirty"] else ""))
-    points = tuple(
-        Point(
-            commit,
-            launches[0]["started_at"],
-            tuple(speed for r in launches if (speed := finite(r["tok_s"])) and speed > 0),
-            sum(r["status"] != "ok" for r in launches),
-        )
-        for commit, launches in commits.items()
-    )
+    points = tuple(_point(commit, launches) for commit, launches in commits.items())
     named = {k: rows[-1][k] for k in ("suite", "cell", "engine", "workload", "fingerprint", "machine")}
     return Series(**named, points=points)
+
+
+def _point(commit: str, launches: Sequence[dict[str, Any]]) -> Point:
+    def speeds(status: str) -> tuple[float, ...]:
+        return tuple(v for r in launches if r["status"] == status and (v := finite(r["tok_s"])) and v > 0)
+
+    disturbed = sum(r["status"] == _DISTURBED for r in launches)
+    failed = sum(r["status"] not in ("ok", _DISTURBED) for r in launches)
+    return Point(commit, launches[0]["started_at"], speeds("ok") or speeds(_DISTURBED), failed, disturbed)
 
 
 @contextlib.contextmanager

@@ -105,12 +105,12 @@ def trend_table(series: Series, change_points: Iterable[Change]) -> Table:
     for point, speed in zip(series.points, speeds, strict=True):
         interval, change = interval_of(point.speeds), by_commit.get(point.commit)
         texts = (short(point.commit), point.started_at, speed, span(*interval) if interval else MISSING,
-                 str(len(point.speeds)), str(point.failed))  # fmt: skip
+                 str(len(point.speeds)), str(point.disturbed), str(point.failed))  # fmt: skip
         words = f"{change.direction}: {change.ratio:.3f}" if change else ""
         rows.append([*map(Cell, texts), Cell(words, tone="bad" if change and change.ratio < 1 else "good")])
     columns = [Column("Commit", numeric=False), Column("First launch", numeric=False), Column("Median", "tok/s"),
-               Column("95 % interval", "tok/s"), Column("Launches"), Column("Failed"),
-               Column("Change", numeric=False)]  # fmt: skip
+               Column("95 % interval", "tok/s"), Column("Launches"),
+               Column("Disturbed"), Column("Failed"), Column("Change", numeric=False)]  # fmt: skip
     return plain_table(f"{series.cell}, {series.engine}, machine {series.machine}", columns, rows)
 
 

@@ -118,6 +118,12 @@ def repeats(spec: api.RunSpec, speeds: Iterable[float], **changes: Any) -> list[
     return [record(spec, i, speed, **changes) for i, speed in enumerate(speeds)]
 
 
+def beside(others_s: float, launch: api.RunRecord) -> api.RunRecord:
+    """The launch, with ten seconds of CPU time of its own during which other processes used `others_s`."""
+    used = (("cpu_own_s", 10.0), ("cpu_other_s", others_s))
+    return replace(launch, measurements=tuple(api.Measurement(name, "s", (s,), "generate") for name, s in used))
+
+
 def write(folder: Path, records: Iterable[api.RunRecord], tail: str = "") -> Path:
     """A run directory."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from reports.samples import Sample, in_turns
 from reports.speed import Rules
 from reports.verdicts import ORDER, Comparison
 from tests import simulate_noise
-from tests.records import HOSTILE, PROVENANCE, assert_tables_are_whole, cell, failed, record, repeats, write
+from tests.records import HOSTILE, PROVENANCE, assert_tables_are_whole, beside, cell, failed, record, repeats, write
 from tests.simulate_compare import Case, alarm, rate, seen, turns
 
 SPEEDS = (10.1, 9.8, 10.4, 9.9, 10.0, 10.2, 9.7)
@@ -305,9 +305,7 @@ def test_interleave_takes_turns(launches):
 
 def loaded(speeds: Sequence[float], others: Sequence[float]) -> list[RunRecord]:
     """Launches that used ten seconds of CPU time, during which other processes used so many."""
-    return [replace(r, measurements=(Measurement("cpu_own_s", "s", (10.0,), "generate"),
-                                     Measurement("cpu_other_s", "s", (other,), "generate")))
-            for r, other in zip(repeats(cell(), speeds), others, strict=True)]  # fmt: skip
+    return [beside(other, r) for r, other in zip(repeats(cell(), speeds), others, strict=True)]
 
 
 #: Launches of one code on a machine that others load now and then, by a factor of up to forty.

@@ -11,7 +11,7 @@ import pytest
 from harness.api import HarnessError, RunRecord
 from reports.history import History, Point, Series
 from reports.trend import FEWEST, changes, trend_panel
-from tests.records import PROVENANCE, cell, failed, record, repeats, report
+from tests.records import PROVENANCE, beside, cell, failed, record, repeats, report
 
 
 def at_commit(number: int, speeds: tuple[float, ...], dirty: bool = False) -> list[RunRecord]:
@@ -51,6 +51,15 @@ def test_failures_are_kept_without_a_figure(history):
     history.add([record(cell(), 0, 2.0, provenance=known), failed(cell(), "oom_host", "", 1, provenance=known)])
     (series,) = history.series()
     assert [(p.commit, p.speeds, p.failed) for p in series.points] == [("a" * 40 + "+", (2.0,), 1)]
+
+
+def test_disturbed_launches_are_counted_and_left_out_unless_all_were(history):
+    *quiet, slow = at_commit(1, (2.0, 2.1, 0.4))
+    history.add([*quiet, *(beside(9.0, r) for r in (slow, *at_commit(2, (0.5, 0.6))))])
+    (series,) = history.series()
+    assert [(p.speeds, p.disturbed, p.failed) for p in series.points] == [((2.0, 2.1), 1, 0), ((0.5, 0.6), 2, 0)]
+    rows = trend_panel(series).table.bodies[0].rows
+    assert [[c.text for c in row][4:7] for row in rows] == [["2", "1", "0"], ["2", "2", "0"]]
 
 
 def test_machines_and_cells_have_series_of_their_own(history):
@@ -108,7 +117,7 @@ def series_of(*levels: float, each: int, noise: float = 0.01, seed: int = 0) -> 
     """So many commits at each level, five launches a commit."""
     rng = random.Random(seed)
     points = [
-        Point(f"{i:040x}", "", tuple(level * (1 + rng.gauss(0, noise)) for _ in range(5)), 0)
+        Point(f"{i:040x}", "", tuple(level * (1 + rng.gauss(0, noise)) for _ in range(5)), 0, 0)
         for i, level in enumerate(level for level in levels for _ in range(each))
     ]
     return Series("demo", "c", "offload", "w", "f", "m", tuple(points))
@@ -134,7 +143,7 @@ def test_changes_are_found_where_they_are(seed):
 
 def test_commits_without_a_figure_are_passed_over():
     series = series_of(10.0, 8.0, each=6)
-    points = [*series.points[:3], Point("f" * 40, "", (), 5), *series.points[3:]]
+    points = [*series.points[:3], Point("f" * 40, "", (), 5, 0), *series.points[3:]]
     assert [c.index for c in changes(replace(series, points=tuple(points)))] == [7]
 
 

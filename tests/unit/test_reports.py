@@ -40,6 +40,7 @@ from tests.records import (
     HOSTILE,
     PROVENANCE,
     assert_tables_are_whole,
+    beside,
     cell,
     demo,
     failed,
@@ -159,9 +160,7 @@ def test_expected_failures():
 def on_busy_machine(others: Sequence[float], speeds: Sequence[float] = (2.0, 2.1, 1.9, 1.0)) -> list[RunRecord]:
     """Launches of ten CPU seconds, of which the last two lost so many to others."""
     taken = (0.1,) * (len(speeds) - len(others)) + tuple(others)
-    used = [(Measurement("cpu_own_s", "s", (10.0,), "generate"), Measurement("cpu_other_s", "s", (t,), "generate"))
-            for t in taken]  # fmt: skip
-    return [replace(r, measurements=m) for r, m in zip(repeats(cell(), speeds), used, strict=True)]
+    return [beside(other, r) for r, other in zip(repeats(cell(), speeds), taken, strict=True)]
 
 
 def test_disturbed_launches_are_left_out_and_named(tmp_path):

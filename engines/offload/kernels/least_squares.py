@@ -3,10 +3,10 @@
 What is stored is as quantize.py says, and so are the codes: the nearest to a group's values. But the scale and the
 minimum that reach from the least value to the largest are not those of least squared error. The search for better ones
 alternates two steps: for a scale and a minimum the nearest codes, and for the codes the scale and the minimum of least
-squared error, a regression in closed form. Alternation ends in a local minimum, so it starts from several ranges: each
-end of the group's, moved inwards by 0, 1/2 and 1 step. Each takes one regression, and the best is refined by up to
-REFITS more. At 3 bits regressions clip outliers that models need, so there the best of CLIPS * CLIPS ranges is taken,
-each end cut by up to a tenth of the group's range.
+squared error, a regression in closed form. Alternation ends in a local minimum, so it starts from STARTS ranges: both
+ends of the group's, moved inwards by 0, 3/4, 3/2 and 9/4 steps. Each takes REFITS regressions, and the best is kept. At
+3 bits regressions clip outliers that models need, so there the best of CLIPS * CLIPS ranges is taken, each end cut by
+up to a tenth of the group's range.
 
 A group keeps the nearest's scale and minimum unless the search found a smaller error after rounding to float16; so a
 group whose values lie on such a grid comes back as it was.
@@ -24,7 +24,7 @@ from engines.offload.kernels import quantize
 from engines.offload.memory.storage import Grouped
 
 #: As in csrc/least_squares.h.
-STARTS, MOVE, REFITS = 3, 0.5, 4
+STARTS, MOVE, REFITS = 4, 0.75, 4
 CLIPS, CLIP = 5, 0.05
 #: Groups at a time: bounds the memory of the search.
 _CHUNK = 1 << 14
@@ -93,10 +93,11 @@ def _search(
         for low, high in itertools.product(range(CLIPS), repeat=2):
             best = _better(best, clipped(low, high))
     else:
-        for low, high in itertools.product(range(STARTS), repeat=2):
-            best = _better(best, refit(step * (1 - (low + high) * MOVE / top), least + low * MOVE * step))
-        for _ in range(REFITS):
-            best = _better(best, refit(*best[1:]))
+        for start in range(STARTS):
+            line = step * (1 - 2 * start * MOVE / top), least + start * MOVE * step
+            for _ in range(REFITS):
+                fit = refit(*line)
+                best, line = _better(best, fit), fit[1:]
     fitted = (best[1].float().clamp(max=_HALF_MAX).half(), (best[2] + mean).float().clamp(-_HALF_MAX, _HALF_MAX).half())
     ours, theirs = (error(s.double(), m.double() - mean) for s, m in (fitted, (scale, minimum)))
     better = (fitted[0] > 0) & (scale > 0) & (ours < theirs)  # false where a group holds NaN or infinity

@@ -24,8 +24,8 @@ from harness.api import HarnessError, LocalModel
 #: Part of a folder's key: raise it when the same checkpoint's files are laid out differently.
 _LAYOUT = 1
 #: Part of the key of folders with quantized tiles: raise it when the same values get other codes. 1 rounded between a
-#: group's least value and its largest, 2 is kernels/least_squares.py.
-_QUANTIZER = 2
+#: group's least value and its largest, 2 and 3 are kernels/least_squares.py, which started from other ranges in 2.
+_QUANTIZER = 3
 _SMALL = "small.safetensors"
 _PIECE = 4 << 20
 _REMOVE = "remove its folder, and the checkpoint will be converted again"

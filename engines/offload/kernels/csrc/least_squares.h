@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int kStarts = 3, kRefits = 4, kClips = 5;  // as in least_squares.py
-constexpr float kMove = 0.5f, kClip = 0.05f;
+constexpr int kStarts = 4, kRefits = 4, kClips = 5;  // as in least_squares.py
+constexpr float kMove = 0.75f, kClip = 0.05f;
 
 // A code c stands for minimum + c * scale.
 struct Line { float scale, minimum; };
@@ -105,9 +105,7 @@ Line best_line(const Group<kBits>& group, float least, float most) {
   Line best = {step, least};
   float error = std::numeric_limits<float>::infinity();
   const auto keep = [&](const Line& line, float found) {
-    if (!(found < error)) return false;
-    error = found, best = line;
-    return true;
+    if (found < error) error = found, best = line;
   };
   if (kBits == 3) {
     for (int low = 0; low < kClips; ++low)
@@ -118,14 +116,14 @@ Line best_line(const Group<kBits>& group, float least, float most) {
       }
     return best;
   }
-  const auto improve = [&](Line line) {
-    const float found = group.refit(line);
-    return keep(line, found);
-  };
-  for (int low = 0; low < kStarts; ++low)
-    for (int high = 0; high < kStarts; ++high)
-      improve({step - (low + high) * kMove * step / top, least + low * kMove * step});
-  for (int i = 0; i < kRefits && improve(best); ++i) {}
+  for (int start = 0; start < kStarts; ++start) {
+    const float inwards = start * kMove * step;
+    Line line = {step - 2 * inwards / top, least + inwards};
+    for (int i = 0; i < kRefits; ++i) {
+      const float found = group.refit(line);
+      keep(line, found);
+    }
+  }
   return best;
 }
 

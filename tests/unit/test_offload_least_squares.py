@@ -69,7 +69,7 @@ def test_values_on_a_grid_come_back_as_they_were(cache, way, how, data):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("bits", "most"), [(3, 0.85), (4, 0.85), (8, 0.95)])
+@pytest.mark.parametrize(("bits", "most"), [(3, 0.85), (4, 0.87), (8, 0.95)])
 def test_random_values_lose_much_less(cache, way, bits, most):
     how, x = Grouped(bits, 64), torch.randn(64, 640, generator=torch.Generator().manual_seed(1))
     ours = errors(x, packer(way, how, cache)(x), how).sum()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.api import Accuracy, HarnessError, Measurement, OffloadPolicy, RunRecord
+from harness.api import Accuracy, HarnessError, OffloadPolicy, RunRecord
 from reports.compare import compare_engines, compare_records, compare_runs, more_failures
 from reports.compare_formats import FORMATS
 from reports.records import Runs

@@ -60,6 +60,7 @@ class OffloadEngine:
                 resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(threads))
             host_kernels = HostKernels(job.cache, torch.get_num_threads())
+            resources.callback(host_kernels.close)
             backend = self._backend(request, host_kernels, resources)
             self._runner = ModelRunner(load(request, backend, host_kernels, resources))
             self._resources = resources.pop_all()

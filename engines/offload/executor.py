@@ -1,5 +1,6 @@
 """Runs a pass: each batch is a greenlet that stops when it needs a weight, so a tile is read once for all batches."""
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class Executor:
         self._outputs = {matrix.name: matrix.rows for matrix in matrices}
         self._experts = ExpertRouting(matrices, loaded.stream)
         self._batches = 0  # of the pass that runs
+        self._product: JointGemm | None = None  # that runs
+        self._in_use: deque[int] = deque()  # numbers of its tiles that hold a slot of the ring, in order
         loaded.meta_model.weights = self
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
@@ -107,6 +110,7 @@ class Executor:
         try:
             self._run(self._pass_ops(len(batches)), running)
         except BaseException:
+            self._finish()
             for batch in running:
                 batch.abandon()
             raise
@@ -114,41 +118,62 @@ class Executor:
 
     def _run(self, ops: Sequence[Op], batches: Sequence[_Batch]) -> None:
         in_ring: dict[int, torch.Tensor] = {}  # by tile
-        joint: JointGemm | None = None
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             if op.kind == "load":
                 if self._experts.needs(self._tiles[op.tile].matrix):
+                    if not self._stream.is_ready():  # compute meanwhile, and free slots for it
+                        self._catch_up()
                     in_ring[op.tile] = self._stream.next(op.tile)
                 else:
                     self._stream.skip()
             elif op.kind == "multiply":
-                joint = self._multiply(op, joint, batches, in_ring)
+                self._multiply(op, batches, in_ring)
             elif op.kind == "resume":
-                joint = None
+                self._finish()
                 batches[op.batch].resume(following is not None and following.kind == "attend")
                 if following is None or following.kind != "resume":
                     for batch in batches:
                         batch.resume_paused()
 
-    def _multiply(
-        self, op: Op, joint: JointGemm | None, batches: Sequence[_Batch], in_ring: dict[int, torch.Tensor]
-    ) -> JointGemm | None:
-        """Multiplies one tile into its matrix's product; the matrix's first tile starts the product."""
+    def _multiply(self, op: Op, batches: Sequence[_Batch], in_ring: dict[int, torch.Tensor]) -> None:
+        """Adds one tile to its matrix's product, which the matrix's first tile starts."""
         tile = self._tiles[op.tile]
         if not self._experts.needs(tile.matrix):
-            return joint
+            return
         began = self._timeline.now()
-        if joint is None:
-            joint = JointGemm(self._requests(tile.matrix, op.batch, batches), self._outputs[tile.matrix])
-            for batch, rows in zip(batches, joint.parts, strict=True):
+        if self._product is None:
+            requests = self._requests(tile.matrix, op.batch, batches)
+            self._product = JointGemm(requests, self._outputs[tile.matrix], self._loaded.gemms[tile.stored])
+            for batch, rows in zip(batches, self._product.parts, strict=True):
                 batch.answer = batch.answer if rows is None else rows
         stored = in_ring[op.tile] if op.tile in in_ring else self._loaded.resident[op.tile]
-        joint.add(self._loaded.gemms[tile.stored].gemm, tile, stored_view(stored, tile.stored, *tile.shape))
+        number = self._product.add(tile, stored_view(stored, tile.stored, *tile.shape))
         if op.tile in in_ring and op.batch in (ALL, len(batches) - 1):
             del in_ring[op.tile]
-            self._stream.release()
+            self._in_use.append(number)
+        self._release(self._product)
         self._timeline.add("compute", tile.matrix, began, self._timeline.now())
-        return joint
+
+    def _catch_up(self) -> None:
+        """Multiplies what was added to the product that runs, if any."""
+        if (product := self._product) is not None:
+            began = self._timeline.now()
+            product.wait()
+            self._release(product)
+            self._timeline.add("compute", product.matrix, began, self._timeline.now())
+
+    def _finish(self) -> None:
+        """Completes and ends the product that runs, if any."""
+        self._catch_up()
+        if self._product is not None:
+            self._product.close()
+            self._product = None
+
+    def _release(self, product: JointGemm) -> None:
+        """Frees the ring's slots of tiles that were multiplied."""
+        while self._in_use and product.is_done(self._in_use[0]):
+            self._in_use.popleft()
+            self._stream.release()
 
     def _requests(self, matrix: str, number: int, batches: Sequence[_Batch]) -> list[GemmRequest | None]:
         """The requests that batch `number`, or each batch for ALL, has stopped for. All are for `matrix`, unless it is

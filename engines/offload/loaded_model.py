@@ -10,7 +10,7 @@ from engines.offload.kernels import AttentionKernel, Hadamard
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan
-from engines.offload.memory.storage import Storage
+from engines.offload.memory.storage import WeightStorage
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap
@@ -59,7 +59,7 @@ class LoadedModel:
     tiles: Sequence[WeightTile]
     resident: Mapping[int, torch.Tensor]
     stream: WeightStream
-    gemms: Mapping[Storage, GemmBackend]
+    gemms: Mapping[WeightStorage, GemmBackend]
     overlaps: Sequence[AttentionOverlap]
     cache: PagedCache
     attention: AttentionKernel

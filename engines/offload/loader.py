@@ -14,7 +14,7 @@ from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.rows import io_compute_balance_rows
-from engines.offload.memory.storage import Grouped, Storage, storages
+from engines.offload.memory.storage import Grouped, WeightStorage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
@@ -38,12 +38,12 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     offloaded_share = policy.activations[2] if policy.activations else 0.0  # of activations
 
     # what is computed, and how
-    gemms = backend.choose_gemms(layers, outside)
-    gemm = gemms[layers]
+    chosen = backend.choose_gemms(layers, outside)
+    gemm, gemms = chosen[layers], {way.stored: way for way in chosen.values()}
     meta_model = MetaModel(Path(model.path), model.shape, getattr(torch, gemm.dtype))
     backend.require(meta_model)
     offloaded_layers = meta_model.layers() if offloaded_share else ()
-    tiles = model_tiles(meta_model.matrices, layers, outside, backend.tile_values)
+    tiles = model_tiles(meta_model.matrices, gemm.stored, chosen[outside].stored, backend.tile_values)
     kernel = backend.kernels.attention(cached, sparse)
 
     # what goes where
@@ -131,7 +131,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     )
 
 
-def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[Storage, GemmBackend]) -> int:
+def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[WeightStorage, GemmBackend]) -> int:
     """Bytes of the buffers that tiles are unpacked or cast into: each way to multiply keeps one of its largest tile."""
     return sum(
         max(tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored) * gemm.cast_bytes

@@ -54,7 +54,8 @@ class Backend(Protocol):
     tile_values: int | None = None
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, GemmBackend]:
-        """The fastest way to multiply decoder layers' weights and the others, by how they are stored; measured."""
+        """The fastest way to multiply decoder layers' weights and the others; measured. The keys are how the policy has
+        them stored; each way says how it wants them."""
 
     def require(self, model: MetaModel) -> None:
         """Raises UnsupportedError for a model that cannot run here under the policy."""

@@ -18,12 +18,14 @@ from engines.offload.kernels.quantizer import (
     compiled_weight_packer,
     numba_quantizer,
     numba_weight_packer,
+    panel_quantizer,
     plain_quantizer,
     reference_quantizer,
 )
 from engines.offload.kernels.reference_attention import reference_attention, reference_memory
+from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.host import attention_memory
-from engines.offload.memory.storage import Grouped, Plain, Storage
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage
 from harness.api import ModelShape
 
 _Kernel = TypeVar("_Kernel")
@@ -58,11 +60,14 @@ class HostKernels:
     def __init__(self, cache: Path, threads: int) -> None:
         self._cache = cache
         self._threads = threads
+        self._pool: TilePool | None = None
         self.note = ""
 
-    def quantizer(self, stored: Storage) -> Quantizer:
+    def quantizer(self, stored: WeightStorage) -> Quantizer:
         if isinstance(stored, Plain):
             return plain_quantizer(stored)
+        if isinstance(stored, Panels):
+            return panel_quantizer()
         if compiled := self._compiled(lambda: compiled_quantizer(stored, self._cache, self._threads)):
             return compiled
         try:
@@ -82,6 +87,16 @@ class HostKernels:
     def gemm(self, stored: Storage) -> Gemm | None:
         """GEMM in float32 with weights as they are stored; None where it cannot be built."""
         return self._compiled(lambda: compiled_gemm(stored, self._cache, self._threads))
+
+    def tile_pool(self) -> TilePool | None:
+        """Threads that multiply weights in panels, one pool for all; None where it cannot be built."""
+        self._pool = self._pool or self._compiled(lambda: TilePool(self._cache, self._threads))
+        return self._pool
+
+    def close(self) -> None:
+        """Ends the threads of the tile pool. Idempotent."""
+        if self._pool is not None:
+            self._pool.close()
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
         """As KernelSet says; these kernels are the same, `sparse` or not."""

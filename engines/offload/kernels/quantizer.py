@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from engines.offload.kernels import least_squares, quantize
+from engines.offload.kernels import least_squares, panels, quantize
 from engines.offload.kernels.build import CSRC, function
-from engines.offload.memory.storage import Grouped, Plain, Storage
+from engines.offload.memory.storage import PANEL, Grouped, Panels, Plain, WeightStorage
 
 #: Float rows [..., columns] to [..., columns] in the stored dtype, or to packed rows uint8 [..., row_bytes].
 Pack = Callable[[torch.Tensor], torch.Tensor]
@@ -28,8 +28,10 @@ class Quantizer:
     unpack: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def stored_view(raw: torch.Tensor, stored: Storage, rows: int, columns: int) -> torch.Tensor:
+def stored_view(raw: torch.Tensor, stored: WeightStorage, rows: int, columns: int) -> torch.Tensor:
     """The stored bytes uint8 [...] of a weight W[rows, columns], viewed as kernels and quantizers take it."""
+    if isinstance(stored, Panels):
+        return raw.view(torch.bfloat16).view(-1, -(-columns // 2), PANEL, 2)
     if isinstance(stored, Plain):
         return raw.view(getattr(torch, stored.dtype)).view(rows, columns)
     return raw.view(-1, stored.row_bytes(columns if stored.group_axis else rows))
@@ -43,6 +45,15 @@ def plain_quantizer(stored: Plain) -> Quantizer:
         out.copy_(values)
 
     return Quantizer(lambda x: x.to(dtype), unpack)
+
+
+def panel_quantizer() -> Quantizer:
+    """To panels of bfloat16, and back."""
+
+    def unpack(stored: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(panels.unpack(stored, *out.shape))
+
+    return Quantizer(lambda x: panels.pack(x.bfloat16()), unpack)
 
 
 def reference_quantizer(stored: Grouped) -> Quantizer:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.offload.memory.storage import Grouped, Storage
+from engines.offload.memory.storage import Grouped, Panels, WeightStorage
 from harness.api import ModelShape
 
 #: Direct I/O requires offsets, lengths and addresses to be multiples of this.
@@ -66,7 +66,7 @@ class WeightTile:
     file: str
     offset: int
     nbytes: int
-    stored: Storage
+    stored: WeightStorage
 
     @property
     def span(self) -> int:
@@ -107,13 +107,15 @@ def aligned(nbytes: int) -> int:
 
 
 def model_tiles(
-    matrices: Sequence[Matrix], layers: Storage, outside: Storage, tile_values: int | None = None
+    matrices: Sequence[Matrix], layers: WeightStorage, outside: WeightStorage, tile_values: int | None = None
 ) -> list[WeightTile]:
     """The tiles of a model whose decoder layers are stored as `layers` and whose other matrices as `outside`."""
     return tiles_of(matrices, [layers if m.in_layer else outside for m in matrices], tile_values)
 
 
-def tiles_of(matrices: Sequence[Matrix], stored: Sequence[Storage], tile_values: int | None = None) -> list[WeightTile]:
+def tiles_of(
+    matrices: Sequence[Matrix], stored: Sequence[WeightStorage], tile_values: int | None = None
+) -> list[WeightTile]:
     """The tiles of all matrices in order, one file a group, every tile page-aligned in its file.
 
     stored: how each matrix is stored.
@@ -140,14 +142,16 @@ def matrix_spans(tiles: Sequence[WeightTile]) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise([0, *starts, len(tiles)])]
 
 
-def _cuts(matrix: Matrix, stored: Storage, size: int) -> list[tuple[int, int, int]]:
+def _cuts(matrix: Matrix, stored: WeightStorage, size: int) -> list[tuple[int, int, int]]:
     """(axis, start, stop) of each tile.
 
-    The longer side is cut, as tiles near to squares reuse inputs and outputs best, and between whole groups.
+    The longer side is cut, as tiles near to squares reuse inputs and outputs best, and between whole groups. Panels are
+    whole rows, so that their tiles' products do not have to be added up.
     """
-    axis, length = (0, matrix.rows) if matrix.rows >= matrix.columns else (1, matrix.columns)
-    group_axis = stored.group_axis if isinstance(stored, Grouped) else 1
-    grain = stored.grain if axis == group_axis else 1
+    by_rows = matrix.rows >= matrix.columns or isinstance(stored, Panels)
+    axis, length = (0, matrix.rows) if by_rows else (1, matrix.columns)
+    cut_axis = 0 if isinstance(stored, Panels) else stored.group_axis if isinstance(stored, Grouped) else 1
+    grain = stored.grain if axis == cut_axis else 1
     grains = -(-length // grain)
     count = min(grains, -(-matrix.rows * matrix.columns // size))
     bounds = [min(length, grains * i // count * grain) for i in range(count + 1)]

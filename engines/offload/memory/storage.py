@@ -1,4 +1,4 @@
-"""How rows of values are stored, plain or quantized in groups, and what that takes in bytes; without torch."""
+"""How rows of values are stored: plain, in panels, quantized in groups; and what takes how many bytes; no torch."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,8 @@ from harness.api import DTYPE_BYTES, Dtype, OffloadPolicy, UnsupportedError
 BITS, GROUPS = (3, 4, 8), (32, 64, 128)
 #: Values that are packed together: the codes of eight fill whole bytes at any number of bits.
 CODES_PER_WORD = 8
+#: Rows of a panel.
+PANEL = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,28 @@ class Plain:
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a weight W[rows, columns]."""
         return rows * self.row_bytes(columns)
+
+
+@dataclass(frozen=True)
+class Panels:
+    """bfloat16 weights as a CPU's units take them: panels of PANEL rows, in each pairs of columns one after the other,
+    and of a pair both values of every row. The last rows and the last column are padded with zeros.
+
+    The layout is the same for every CPU: csrc/panel_product.h multiplies it by AVX512-BF16's units, or in float32.
+    """
+
+    @property
+    def name(self) -> str:
+        return "panels"
+
+    @property
+    def grain(self) -> int:
+        """A matrix can be cut between so many rows."""
+        return PANEL
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight W[rows, columns]."""
+        return -(-rows // PANEL) * PANEL * -(-columns // 2) * 2 * DTYPE_BYTES["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +104,8 @@ class Grouped:
 
 
 Storage = Plain | Grouped
+#: Weights on the host can be in panels, keys and values cannot.
+WeightStorage = Storage | Panels
 
 
 def storages(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Storage]:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from engines.common.folders import build_once
 from engines.models import file_digest as content
 from engines.models import shards
-from engines.offload.kernels import Pack
+from engines.offload.kernels import Pack, panels
 from engines.offload.memory.layout import Matrix, WeightTile
-from engines.offload.memory.storage import Grouped, Plain, Storage
+from engines.offload.memory.storage import Grouped, Panels, Plain, WeightStorage
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from harness.api import HarnessError, LocalModel
 
@@ -133,9 +133,11 @@ def folder_key(
     The fields are spelled out here, because renaming one of WeightTile's would make every folder be converted again.
     """
 
-    def storage(stored: Storage) -> dict[str, Any]:
+    def storage(stored: WeightStorage) -> dict[str, Any]:
         if isinstance(stored, Plain):
             return {"dtype": stored.dtype}
+        if isinstance(stored, Panels):
+            return {"dtype": "bfloat16", "panel": stored.grain}
         known = {"bits": stored.bits, "group": stored.group, "across": stored.group_axis == 0}
         return known if quantizer == 1 else known | {"quantizer": quantizer}
 
@@ -156,6 +158,8 @@ def _pieces(
         part = _read(source, matrices[tile.matrix], tile)
         if isinstance(tile.stored, Plain):
             stored = _stored(tile.matrix, part, dtype)
+        elif isinstance(tile.stored, Panels):
+            stored = panels.pack(_stored(tile.matrix, part, torch.bfloat16))
         else:
             finite = _stored(tile.matrix, part, part.dtype)
             stored = packers[tile.stored](finite if tile.stored.group_axis else finite.T)

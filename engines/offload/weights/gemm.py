@@ -15,8 +15,9 @@ import torch
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import Gemm, HostKernels, Quantizer, stored_view
 from engines.offload.kernels.gemm import torch_gemm
+from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.layout import TILE_VALUES
-from engines.offload.memory.storage import Plain, Storage
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage
 from harness.api import DTYPE_BYTES, Dtype
 
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
@@ -31,27 +32,33 @@ _ROW_PAD = 16
 
 @dataclass(frozen=True)
 class GemmBackend:
-    """How weights of one storage are multiplied. `dtype`: of activations.
+    """How weights are multiplied, and how they have to be `stored` for it. `dtype`: of activations.
 
     `cast_bytes`: bytes per value of a tile for the copies made before its GEMM; 0 for none. `flops`: measured FLOP/s,
-    the copies' time included; 0 before it is measured.
+    the copies' time included; 0 before it is measured. `pool`: the threads that multiply, where tiles can be added to a
+    product as they arrive.
     """
 
     name: str
     dtype: Dtype
     gemm: Gemm
     cast_bytes: int
+    stored: WeightStorage
     flops: float = 0.0
+    pool: TilePool | None = None
 
 
 def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: HostKernels) -> GemmBackend:
-    """The fastest GEMM for weights `stored` so, about `hidden` wide, and activations in one of `dtypes`; measured."""
+    """The fastest GEMM for weights `stored` so or in panels, about `hidden` wide, and activations in one of `dtypes`;
+    measured."""
     quantizer = kernels.quantizer(stored)
     candidates = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
-        candidates.append(GemmBackend("kernel", "float32", compiled, 0))
-    tiles = _tiles(stored, quantizer, hidden)
-    seconds = _seconds_per_flop([_Trial(candidate, tiles, hidden) for candidate in candidates])
+        candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
+    if stored == Plain("bfloat16") and (pool := kernels.tile_pool()) is not None and pool.dtype in dtypes:
+        candidates.append(GemmBackend("panels", pool.dtype, pool.gemm, 0, Panels(), pool=pool))
+    tiles = {way: _tiles(way, kernels.quantizer(way), hidden) for way in {candidate.stored for candidate in candidates}}
+    seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in candidates])
     fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])
     return replace(best, flops=1 / fastest)
 
@@ -80,10 +87,10 @@ def _torch_gemm(stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacks_to_
     `unpacks_to_dtype`: the quantizer can unpack to `dtype`; otherwise it unpacks to float32.
     """
     if stored == Plain(dtype):
-        return GemmBackend("torch", dtype, torch_gemm, 0)
+        return GemmBackend("torch", dtype, torch_gemm, 0, stored)
     unpacked: Dtype = dtype if unpacks_to_dtype or isinstance(stored, Plain) else "float32"
     copies = DTYPE_BYTES[dtype] + (DTYPE_BYTES[unpacked] if unpacked != dtype else 0)
-    return GemmBackend("torch", dtype, _DequantizingGemm(stored, quantizer, dtype, unpacked), copies)
+    return GemmBackend("torch", dtype, _DequantizingGemm(stored, quantizer, dtype, unpacked), copies, stored)
 
 
 class _DequantizingGemm:
@@ -119,7 +126,7 @@ def _tile_size(hidden: int) -> tuple[int, int]:
 
 
 def _tiles(
-    stored: Storage, quantizer: Quantizer, hidden: int, device: torch.device | None = None
+    stored: WeightStorage, quantizer: Quantizer, hidden: int, device: torch.device | None = None
 ) -> list[torch.Tensor]:
     size = _tile_size(hidden)
     values = torch.full(size[::-1] if _is_transposed(stored) else size, 0.01, device=device)
@@ -157,6 +164,6 @@ def _seconds_per_flop(trials: Sequence[_Trial]) -> list[float]:
     return [min(column) for column in zip(*rounds, strict=True)]
 
 
-def _is_transposed(stored: Storage) -> bool:
+def _is_transposed(stored: WeightStorage) -> bool:
     """Whether the rows that are stored are those of W^T."""
-    return not isinstance(stored, Plain) and stored.group_axis == 0
+    return isinstance(stored, Grouped) and stored.group_axis == 0

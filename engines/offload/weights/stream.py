@@ -88,6 +88,10 @@ class WeightStream:
         self._timeline.add("wait", "stall", began, time.perf_counter())
         return self._ring.view(slot, tile.nbytes)
 
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait."""
+        return self._taken in self._ready
+
     def release(self) -> None:
         """Frees the slot of the oldest tile that is held."""
         with self._lock:

@@ -1,0 +1,90 @@
+"""Products with weights in panels, on threads that share their parts and do not wait for a thread without a CPU."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.offload.kernels.build import CSRC, function
+from engines.offload.memory.storage import PANEL
+from harness.api import Dtype
+
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class TilePool:
+    """`threads` threads, of which the caller is one: see csrc/tile_pool.h.
+
+    `dtype`: of activations; bfloat16 where the CPU has units for it. A pool must be closed before the memory of any
+    weight that it multiplied is unmapped. Raises NoCompilerError where it cannot be built.
+    """
+
+    def __init__(self, cache: Path, threads: int) -> None:
+        def find(name: str, arguments: Sequence[Any], result: Any = None) -> Any:
+            found = function(CSRC / "panel_gemm.cpp", name, arguments, cache)
+            found.restype = result
+            return found
+
+        self._open = find("open_product", [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE], _POINTER)
+        self.add = find("add_tile", [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE])
+        self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
+        self.wait_for = find("wait_for", [_POINTER, _SIZE])
+        self.end = find("close_product", [_POINTER])
+        self.dtype: Dtype = "bfloat16" if find("activation_bytes", [], _INT)() == 2 else "float32"
+        self._handle = find("open_pool", [_INT], _POINTER)(threads)
+        self.close = weakref.finalize(self, find("close_pool", [_POINTER]), self._handle)  # idempotent
+
+    def product(self, x: torch.Tensor) -> "PanelProduct":
+        """The product of x [rows, columns] in `dtype` and the tiles of one matrix, which are added to it."""
+        assert x.dtype == getattr(torch, self.dtype)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return PanelProduct(self, self._open(self._handle, x.data_ptr(), x.stride(0), *x.shape), x)
+
+    def gemm(self, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
+        """See Gemm: `weight` in panels; `start` is a bias or None."""
+        product = self.product(x)
+        product.add(weight, start, out)
+        product.close()
+
+
+class PanelProduct:
+    """x times the transpose of one matrix, on a pool's threads. Each tile is some rows of the matrix."""
+
+    def __init__(self, pool: TilePool, handle: int, x: torch.Tensor) -> None:
+        self._pool = pool
+        self._handle: int | None = handle
+        self._columns = x.shape[1]
+        self._rows = x.shape[0]
+        self._tiles = 0
+
+    def add(self, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Starts with out [rows, n] = x W^T + bias [n] for the next tile W [n, columns], in panels.
+
+        `out` must be kept until the tile is done, `weight` as TilePool says.
+        """
+        n = out.shape[1]
+        assert weight.shape == (-(-n // PANEL), -(-self._columns // 2), PANEL, 2) and weight.is_contiguous()
+        assert out.stride(1) == 1 and len(out) == self._rows and out.dtype == getattr(torch, self._pool.dtype)
+        assert bias is None or (bias.shape == (n,) and bias.is_contiguous() and bias.dtype == out.dtype)
+        self._pool.add(
+            self._handle, weight.data_ptr(), n, None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0)
+        )
+        self._tiles += 1
+
+    def is_done(self, tile: int) -> bool:
+        """Whether tile number `tile`, in the order of `add`, is done."""
+        return self._handle is None or bool(self._pool.is_done(self._handle, tile))
+
+    def wait(self) -> None:
+        """Computes, with the other threads, until all tiles that were added are done."""
+        if self._handle is not None:
+            self._pool.wait_for(self._handle, self._tiles)
+
+    def close(self) -> None:
+        """Waits, and ends the product. Idempotent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._pool.end(handle)

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.api import HarnessError
 from harness.common.plugins import Plugin
@@ -44,6 +44,7 @@ class EngineEntry(Entry):
     predicted: bool = False  # whether there is a performance model of it on a machine without a device
     environment: str = ""  # name of its list of pins and of its image, for an environment of its own
     needs: str = ""  # what it needs beside packages, in words
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables that its process should have
     plugin: Plugin | None = None  # where it comes from, for an engine of another distribution
 
 
@@ -144,6 +145,7 @@ ENGINES: Mapping[str, EngineEntry] = {
         longest="engines.planning.longest:longest_sequence",
         predicted=True,
         environment="offload",
+        env={"OMP_WAIT_POLICY": "PASSIVE"},  # torch's idle threads leave the CPU to the pool that multiplies
     ),
 }
 

@@ -56,8 +56,8 @@ class OffloadEngine:
                 raise api.UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
         request = LoadRequest(model, policy, limits, job)
         with ExitStack() as resources:  # a load that fails ends what it has started
+            resources.callback(torch.set_num_threads, torch.get_num_threads())
             if threads := [count for count in (policy.threads, limits.threads) if count is not None]:
-                resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(min(threads))
             host_kernels = HostKernels(job.cache, torch.get_num_threads())
             resources.callback(host_kernels.close)

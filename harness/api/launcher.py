@@ -160,7 +160,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Work for one worker and its limits: seconds, bytes of host memory, CPU threads, and whether it sees a device."""
+    """Work for one worker and its limits: seconds, bytes of host memory, CPU threads, and whether it sees a device.
+
+    `env`: environment variables beside those that every worker has.
+    """
 
     work: Work
     exchange: Exchange
@@ -168,6 +171,7 @@ class WorkerRequest:
     limit_bytes: int | None = None
     threads: int | None = None
     gpu: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sandbox(Protocol):

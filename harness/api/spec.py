@@ -181,9 +181,11 @@ class RunSpec:
     workload: WorkloadSpec
     policy: OffloadPolicy = OffloadPolicy()
     tune: Tune = "none"
-    #: Values of settings to try, by `options.NAME` or `policy.FIELD`; the fastest are taken. See harness.run.tuning.
+    #: Values of settings to try, by `options.NAME`, `policy.FIELD` or `env.NAME`; the fastest are taken. See
+    #: harness.run.tuning.
     candidates: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engine's process
     limits: HardwareLimits = HardwareLimits()
     seed: int = 0
     warmup: int = 1
@@ -201,19 +203,21 @@ class RunSpec:
     LABELS: ClassVar[tuple[str, ...]] = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
     #: Fields added later. At their defaults they stay out of the fingerprint, so that it equals that of older records.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "": {"latency_s": None, "launcher": "process", "image": "", "candidates": {}},
+        "": {"latency_s": None, "launcher": "process", "image": "", "candidates": {}, "env": {}},
         "workload": {"trace": "", "task": ""},
         "policy": {"weight_groups": "input", "overlap": True, "nano_batches": 1, "nano_overlap": True},
         "limits": {"disk_bandwidth": None},
     }
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
-        """The cell with other values of `options.NAME` and `policy.FIELD`."""
+        """The cell with other values of `options.NAME`, `policy.FIELD` and `env.NAME`."""
         spec = self
         for path, value in settings.items():
             section, _, name = path.partition(".")
             if section == "options":
                 spec = dataclasses.replace(spec, options={**spec.options, name: value})
+            elif section == "env":
+                spec = dataclasses.replace(spec, env={**spec.env, name: value})
             else:
                 spec = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, **{name: value}))
         return spec

@@ -1,11 +1,13 @@
 """`harness calibrate`: measures this host."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
 import click
 
+from harness import builtin
 from harness.cli.errors import interrupt, say
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import print_rows
@@ -32,6 +34,7 @@ def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path, **price
       harness calibrate --power 250 --electricity 0.2       plans and reports tell tokens per dollar and joule
     """
     signal.signal(signal.SIGTERM, interrupt)
+    os.environ |= builtin.ENGINES["offload"].env  # as the engine's own process has them; torch is not loaded yet
     from harness.api import Prices, to_json
     from harness.hardware import calibration
 

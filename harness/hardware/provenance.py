@@ -15,15 +15,12 @@ from typing import Any
 
 import psutil
 
+from harness.common.env import ENV_PREFIXES
 from harness.common.host_cpu import cpu_flags, cpuinfo
 
 #: Instruction sets that affect the speed of engines' kernels.
 _FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
           "amx_tile", "amx_int8", "amx_bf16", "avx_vnni", "asimd", "asimddp", "bf16", "i8mm", "sve")  # fmt: skip
-
-#: Prefixes of the environment variables that OpenMP, MKL, oneDNN, the allocator and engines read.
-_SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD", "TORCH_",
-             "PYTORCH_", "CUDA_VISIBLE_DEVICES", "DS_", "VLLM_", "GGML_")  # fmt: skip
 
 
 def collect() -> dict[str, Any]:
@@ -95,7 +92,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def settings() -> dict[str, str]:
     """Environment variables that affect an engine's speed or memory allocation."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+    prefixes = (*ENV_PREFIXES, "CUDA_VISIBLE_DEVICES")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
 def now() -> str:

@@ -153,7 +153,7 @@ class ContainerSandbox:
             self.image,
             entrypoint=["python", "-P", "-m", WORKER],
             command=[mounts.WORK],
-            environment=settings(request.threads, request.gpu) | {"HOME": "/tmp"},
+            environment=settings(request.threads, request.gpu, request.env) | {"HOME": "/tmp"},
             labels={OWNER: owner()},
             mounts=mounted,
             user=user,

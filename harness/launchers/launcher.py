@@ -56,7 +56,7 @@ class CellLauncher:
         """Settings that reach the engine from the user's environment and that the cell does not decide."""
         if not sandbox.inherits_environment:
             return {}
-        ours = settings(spec.limits.threads, spec.limits.gpu)
+        ours = settings(spec.limits.threads, spec.limits.gpu, engine_env(spec))
         return {name: self.scrub(value) for name, value in provenance.settings().items() if name not in ours}
 
     def _sandbox(self, spec: api.RunSpec, exchange: api.Exchange) -> api.Sandbox:
@@ -194,7 +194,7 @@ class CellLauncher:
         work: api.RunCell | api.MeasureIdle, exchange: api.Exchange, timeout_s: float, limit: int | None
     ) -> api.WorkerRequest:
         limits = work.spec.limits
-        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu)
+        return api.WorkerRequest(work, exchange, timeout_s, limit, limits.threads, limits.gpu, engine_env(work.spec))
 
     def _help(self, kind: type[T], work: api.Work, exchange: api.Exchange, failed: str) -> T:
         """What a helper's work gives, of type `kind`; see `_value`."""
@@ -239,3 +239,8 @@ def judge(outcome: api.Outcome, timeout_s: float, limit: int | None) -> api.Refu
     died = -code in {s.value for s in signal.Signals}
     end = f"died of {signal.Signals(-code).name}" if died else f"exited with {code}"
     return api.Refusal("error", f"worker {end}; last log lines: {outcome.log_tail}")
+
+
+def engine_env(spec: api.RunSpec) -> Mapping[str, str]:
+    """Environment variables that a cell's engine asks for, under those that the cell sets."""
+    return {**registry.engine_entry(spec.engine).env, **spec.env}

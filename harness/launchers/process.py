@@ -56,7 +56,7 @@ class ProcessSandbox:
             )
 
     def _start(self, request: WorkerRequest, command: list[str]) -> subprocess.Popen[bytes]:
-        environment, log = os.environ | settings(request.threads, request.gpu), request.exchange.log
+        environment, log = os.environ | settings(request.threads, request.gpu, request.env), request.exchange.log
         if self.packages is not None:
             environment["PYTHONPATH"] = str(self.packages)
         try:

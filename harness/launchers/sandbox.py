@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ _GRACE_S = 60.0
 _LOG_TAIL_LINES = 3
 
 
-def settings(threads: int | None, gpu: bool) -> dict[str, str]:
-    """Environment variables of a worker. A worker without `gpu` sees no device: engines would take one unasked."""
+def settings(threads: int | None, gpu: bool, env: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of a worker, with `env` of its cell. A worker without `gpu` sees no device: engines would
+    take one unasked."""
     variables = {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -34,7 +35,7 @@ def settings(threads: int | None, gpu: bool) -> dict[str, str]:
     }
     if threads is not None:
         variables |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return variables | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    return variables | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}) | dict(env)
 
 
 @contextlib.contextmanager

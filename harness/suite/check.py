@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from harness import api, registry
+from harness.common.env import ENV_PREFIXES
 from harness.common.published import PublishedTable
 from harness.common.units import MAX_SIZE
 from harness.common.words import nearest
@@ -82,6 +83,9 @@ _HEADER = TypeAdapter(Header)
 _RUN_SPEC = TypeAdapter(api.RunSpec)
 _HARDWARE = TypeAdapter(api.HardwareProfile)
 _POLICY = TypeAdapter(api.OffloadPolicy)
+
+#: What is wrong with other environment variables in a cell.
+_OTHER_ENV = f"a cell can set variables that begin with {', '.join(ENV_PREFIXES)}"
 
 
 def each(function: Callable[[S], T], arguments: Iterable[S]) -> list[T]:
@@ -178,6 +182,7 @@ def _problems(spec: api.RunSpec, node: Node) -> Iterator[tuple[str, str]]:
     if workload.task:
         for key in node.find(("workload",)).only("prompt_len", "gen_len").entries:
             yield f"workload.{key}", f"workload.{key}: the examples of a task have their own lengths"
+    yield from ((f"env.{name}", f"env.{name}: {_OTHER_ENV}") for name in spec.env if not name.startswith(ENV_PREFIXES))
     if spec.image and spec.launcher != "docker":
         yield "image", "image goes with `launcher: docker`: other launchers use no image"
     if not spec.model.id:
@@ -191,8 +196,12 @@ def _candidate_problem(spec: api.RunSpec, path: str, values: tuple[object, ...])
     problem = ""
     if spec.tune.startswith("search"):
         problem = "`policy: search` chooses by a plan; candidates go with a given policy or `max_batch`"
-    elif section not in ("options", "policy") or not name:
-        problem = "expected options.NAME or policy.FIELD"
+    elif section not in ("options", "policy", "env") or not name:
+        problem = "expected options.NAME, policy.FIELD or env.NAME"
+    elif section == "env" and not name.startswith(ENV_PREFIXES):
+        problem = _OTHER_ENV
+    elif section == "env" and not all(isinstance(value, str) for value in values):
+        problem = "values of environment variables are texts, in quotes where they look like numbers"
     elif section == "policy" and name not in settings:
         problem = f"no such setting to try; {nearest(name, settings)}"
     elif not values:

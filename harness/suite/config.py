@@ -31,7 +31,7 @@ _TUNED = tuple(tune for tune in get_args(Tune) if tune != "none")
 _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
 _DURATIONS = ("timeout", "latency")
 _DEFAULTS = (
-    *("engine", "options", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune", "candidates"),
+    *("engine", "options", "env", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune", "candidates"),
     *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference", "launcher", "image"),
 )
 _SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
@@ -48,9 +48,9 @@ def load_suite(path: Path, overrides: Sequence[str] = ()) -> SuiteSpec:
     A cell's mappings merge over the suite's and its scalars replace them; `limits: none` lifts the limits. `policy:
     max_batch`, or `max_batch: true` inside a policy, means `tune: max_batch` over the merged policy, and the search
     starts at its `gpu_batch_size`; `tune: none` keeps that batch. `candidates: {options.NAME: [values]}`, or with
-    `policy.FIELD`, lists values to try beside the cell's own. As an override, `policy.x=v` merges and keeps the
-    tuning; `policy=v` replaces the whole policy and its tuning; `workload=v`, `model=v`, `options=v` and `limits=v`
-    replace the whole section.
+    `policy.FIELD` or `env.NAME`, lists values to try beside the cell's own. As an override, `policy.x=v` merges and
+    keeps the tuning; `policy=v` replaces the whole policy and its tuning; `workload=v`, `model=v`, `options=v` and
+    `limits=v` replace the whole section.
 
     Raises HarnessError with a line for each problem: file:line:column or the --set option, what is wrong,
     and the nearest valid key.

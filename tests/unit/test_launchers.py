@@ -16,7 +16,7 @@ from harness.api import Exchange, HarnessError, Outcome, RunCell, WorkerRequest,
 from harness.builtin import ENGINES
 from harness.hardware import provenance
 from harness.launchers import images, sandbox
-from harness.launchers.launcher import CellLauncher, judge_helper
+from harness.launchers.launcher import CellLauncher, engine_env, judge_helper
 from harness.launchers.process import ProcessSandbox
 from harness.launchers.venv import VirtualEnvironments, install_steps, pip_environment
 from harness.suite.config import load_cell
@@ -120,8 +120,8 @@ def test_a_result_that_is_not_the_worker_s_is_none(tmp_path, kind):
 
 
 def test_without_a_limit_of_device_memory_no_engine_sees_a_device():
-    assert sandbox.settings(None, gpu=False)["CUDA_VISIBLE_DEVICES"] == ""
-    assert "CUDA_VISIBLE_DEVICES" not in sandbox.settings(None, gpu=True)
+    assert sandbox.settings(None, gpu=False, env={})["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in sandbox.settings(None, gpu=True, env={})
 
 
 @pytest.mark.parametrize(("told", "code"), [(137, -9), (73, 73), (255, 255)])
@@ -196,6 +196,16 @@ def test_settings_that_reach_an_engine_are_told_but_for_those_that_the_cell_deci
     assert "CUDA_VISIBLE_DEVICES" not in inherited and "OMP_NUM_THREADS" in inherited
     limits = replace(SPEC.limits, threads=2)
     assert "OMP_NUM_THREADS" not in launcher.inherited(replace(SPEC, limits=limits), process)
+    assert "OMP_NUM_THREADS" not in launcher.inherited(replace(SPEC, env={"OMP_NUM_THREADS": "3"}), process)
+
+
+def test_a_process_has_the_variables_of_its_engine_and_of_its_cell(monkeypatch):
+    """A cell's win over its engine's, and both over the user's."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1")
+    cell = replace(SPEC, engine="offload", env={"GOMP_SPINCOUNT": "7"})
+    assert engine_env(cell) == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "7"}
+    assert engine_env(replace(cell, env={"OMP_WAIT_POLICY": "ACTIVE"})) == {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert sandbox.settings(2, gpu=False, env={"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_model_file_that_a_containers_user_cannot_read_is_named(tmp_path):

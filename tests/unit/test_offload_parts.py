@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.memory.layout import ALIGN, Matrix, matrix_spans, tiles_of
 from engines.offload.memory.rows import padded_rows
-from engines.offload.memory.storage import Grouped, Plain
+from engines.offload.memory.storage import Grouped, Panels, Plain
 from engines.offload.pass_ops import ALL, attention_overlaps, pass_ops
 from engines.offload.timeline import Timeline
+from engines.offload.weights.gemm import GemmBackend
 from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
 
 
@@ -21,9 +22,10 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((64, 2048), (96, 2048), (96,)))
     exact = x.double() @ weight.double().T + bias.double()
-    joint = JointGemm([GemmRequest("m", x[:24], bias), GemmRequest("m", x[24:], bias)], 96)
+    backend = GemmBackend("torch", "bfloat16", torch_gemm, 0, Plain("bfloat16"))
+    joint = JointGemm([GemmRequest("m", x[:24], bias), GemmRequest("m", x[24:], bias)], 96, backend)
     for tile in tiles_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
-        joint.add(torch_gemm, tile, weight[:, tile.start : tile.stop].contiguous())
+        joint.add(tile, weight[:, tile.start : tile.stop].contiguous())
 
     def off(found):
         return (found.double() - exact).pow(2).mean().sqrt()
@@ -33,7 +35,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
 
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["a", "b"])), min_size=1, max_size=5),
-    st.sampled_from([Plain("bfloat16"), Plain("float32"), Grouped(4, 64), Grouped(3, 32, group_axis=0)]),
+    st.sampled_from([Plain("bfloat16"), Plain("float32"), Panels(), Grouped(4, 64), Grouped(3, 32, group_axis=0)]),
     st.integers(1, 20_000),
 )
 def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_values):

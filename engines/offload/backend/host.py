@@ -39,6 +39,7 @@ class HostBackend(Backend):
         gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels)}
         if outside != layers:
             gemms[outside] = gemm.choose_gemm(outside, hidden, [gemms[layers].dtype], self.kernels)
+        torch.set_num_threads(min(gemm.torch_threads(way.pool) for way in gemms.values()))
         return gemms
 
     def require(self, model: MetaModel) -> None:

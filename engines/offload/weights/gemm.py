@@ -6,6 +6,7 @@ cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured
 
 import copy
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +24,16 @@ from harness.api import DTYPE_BYTES, Dtype
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
 _ROWS, _DEVICE_ROWS = 256, 2048
 _ROUNDS = 12
+#: After so many seconds torch's threads, if they spin, have gone to sleep.
+_REST_S = 0.01
 #: Most columns and rows of a tile that is measured.
 _WIDTH, _HEIGHT = 2048, 4096
 #: Values between the rows of an output. Rows a power of two apart, as in most models, map to few sets of the CPU's
 #: caches: MKL wrote a product of 300 rows 15 % slower into such a matrix.
 _ROW_PAD = 16
+#: Panels are taken unless another way needs less than this part of their time: their pool bears other processes on the
+#: CPU, and a choice that changed from one load to the next would convert the checkpoint again.
+_CLEARLY_FASTER = 0.8
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,16 @@ def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: 
         candidates.append(GemmBackend("panels", pool.dtype, pool.gemm, 0, Panels(), pool=pool))
     tiles = {way: _tiles(way, kernels.quantizer(way), hidden) for way in {candidate.stored for candidate in candidates}}
     seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in candidates])
-    fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0])
+    fastest, best = min(
+        zip(seconds, candidates, strict=True), key=lambda pair: pair[0] * (_CLEARLY_FASTER if pair[1].pool else 1.0)
+    )
     return replace(best, flops=1 / fastest)
+
+
+def torch_threads(pool: TilePool | None) -> int:
+    """Threads for torch's own operations beside `pool`: one, where idle ones would spin on the pool's CPUs."""
+    spins = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
+    return 1 if pool is not None and spins else torch.get_num_threads()
 
 
 def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator) -> GemmBackend:
@@ -143,6 +157,7 @@ class _Trial:
         self._x = torch.full((rows, columns), 0.01, dtype=getattr(torch, candidate.dtype), device=tiles[0].device)
         self._out = torch.empty(rows, outputs, dtype=self._x.dtype, device=self._x.device)
         self._gemm = copy.copy(candidate.gemm)  # its buffers go with the trial
+        self.pool = candidate.pool
         self.flops = 2 * rows * columns * outputs
 
     def seconds(self, turn: int) -> float:
@@ -160,8 +175,20 @@ class _Trial:
 @torch.inference_mode()
 def _seconds_per_flop(trials: Sequence[_Trial]) -> list[float]:
     """Each trial's best of several rounds; a round runs all in turn, so a disturbance meets all alike."""
-    rounds = [[trial.seconds(i) for trial in trials] for i in range(_ROUNDS)]
+    rounds = [[_seconds(trial, i) for trial in trials] for i in range(_ROUNDS)]
     return [min(column) for column in zip(*rounds, strict=True)]
+
+
+def _seconds(trial: _Trial, turn: int) -> float:
+    """A GEMM's seconds per FLOP, with as many threads of torch's as it would run beside."""
+    threads = torch.get_num_threads()
+    if (beside := torch_threads(trial.pool)) < threads:
+        torch.set_num_threads(beside)
+        time.sleep(_REST_S)
+    try:
+        return trial.seconds(turn)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _is_transposed(stored: WeightStorage) -> bool:

@@ -15,7 +15,6 @@
 namespace {
 
 constexpr int64_t kPanel = 16;           // rows of W in a panel
-constexpr int64_t kPairs = 1024;         // pairs of columns that are multiplied at a time: x's rows stay in the L1 cache
 
 inline int64_t pairs_of(int64_t k) { return (k + 1) / 2; }
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
@@ -60,38 +59,53 @@ void block(const Activation* x, int64_t ldx, const BFloat16* w, int64_t apart, i
 
 using Activation = float;
 #ifdef __AVX512F__
-constexpr int64_t kBlock = 12, kTogether = 1;
+constexpr int64_t kBlock = 12, kTogether = 1, kVector = 16;
 #else
-constexpr int64_t kBlock = 6, kTogether = 1;  // twelve accumulators of 16 registers
+constexpr int64_t kBlock = 6, kTogether = 1, kVector = 8;  // twelve accumulators, two weights and an x of 16 registers
 #endif
+constexpr int64_t kVectors = kPanel / kVector;
 
-typedef float Sixteen __attribute__((vector_size(kPanel * 4)));
-typedef uint32_t SixteenBits __attribute__((vector_size(kPanel * 4)));
+typedef float Floats __attribute__((vector_size(kVector * 4)));
+typedef uint32_t Words __attribute__((vector_size(kVector * 4)));
 
 template <int R, int C>
 void block(const Activation* x, int64_t ldx, const BFloat16* w, int64_t, int64_t pairs, float* sums, int64_t lds,
            bool first) {
-  Sixteen sum[R];
+  Floats sum[R][kVectors];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    if (first) sum[r] = Sixteen{};
-    else std::memcpy(&sum[r], sums + r * lds, sizeof sum[r]);
-  }
-  for (int64_t p = 0; p < pairs; ++p) {
-    SixteenBits both;
-    std::memcpy(&both, w + p * 2 * kPanel, sizeof both);
-    const Sixteen left = (Sixteen)(both << 16), right = (Sixteen)(both & 0xffff0000u);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      sum[r] += x[r * ldx + 2 * p] * left;
-      sum[r] += x[r * ldx + 2 * p + 1] * right;
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      sum[r][v] = Floats{};
+      if (!first) std::memcpy(&sum[r][v], sums + r * lds + v * kVector, sizeof sum[r][v]);
     }
+  for (int64_t p = 0; p < pairs; ++p, w += 2 * kPanel, x += 2) {
+    Words both[kVectors];
+    Floats left[kVectors], right[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      std::memcpy(&both[v], w + v * 2 * kVector, sizeof both[v]);
+      left[v] = (Floats)(both[v] << 16), right[v] = (Floats)(both[v] & 0xffff0000u);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += x[r * ldx] * left[v];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sum[r][v] += x[r * ldx + 1] * right[v];
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) std::memcpy(sums + r * lds, &sum[r], sizeof sum[r]);
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) std::memcpy(sums + r * lds + v * kVector, &sum[r][v], sizeof sum[r][v]);
 }
 
 #endif
+
+// Pairs of columns that are multiplied at a time: 4 KiB of a row of x, so that a block of rows stays in the L1 cache.
+constexpr int64_t kPairs = 2048 / sizeof(Activation);
 
 // `block` for rows <= R and panels <= C.
 template <int R, int C>

@@ -1,0 +1,166 @@
+"""Products with weights in panels, on a pool of threads: right for any shape, alike on any number of threads, and none
+waits for a thread that has lost its CPU."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.offload.kernels import build, panels
+from engines.offload.kernels.tile_pool import TilePool
+from engines.offload.memory.storage import PANEL, Panels
+
+
+@pytest.fixture(scope="module")
+def pools(cache):
+    """Pools by their number of threads: more than there are CPUs, too."""
+    found = {threads: TilePool(cache, threads) for threads in (1, 2, 5)}
+    yield found
+    for pool in found.values():
+        pool.close()
+
+
+def multiply(pool, x, tiles, biases=None):
+    """x times the transpose of the tiles, whose rows follow each other, added one by one."""
+    out = torch.full((len(x), sum(len(tile) for tile in tiles) + 3), float("nan"), dtype=x.dtype)  # rows apart
+    packed = [panels.pack(tile) for tile in tiles]
+    product, start = pool.product(x), 0
+    for i, tile in enumerate(tiles):
+        product.add(packed[i], None if biases is None else biases[i], out[:, start : start + len(tile)])
+        start += len(tile)
+    product.close()
+    assert out[:, start:].isnan().all(), "it wrote past its columns"
+    return out[:, :start]
+
+
+def values(pool, *size):
+    return torch.randn(*size).to(getattr(torch, pool.dtype))
+
+
+@given(
+    st.sampled_from([1, 2, 5]),
+    st.integers(0, 40) | st.sampled_from([256, 257, 300]),
+    st.lists(st.integers(1, 100), min_size=1, max_size=4),
+    st.integers(1, 70) | st.sampled_from([2047, 2048, 2050, 4100]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, columns, biased, seed):
+    torch.manual_seed(seed)
+    pool = pools[threads]
+    x, tiles = values(pool, rows, columns), [torch.randn(height, columns).bfloat16() for height in heights]
+    biases = [values(pool, height) for height in heights] if biased else None
+    found = multiply(pool, x, tiles, biases).double()
+    weight, bias = torch.cat(tiles).double(), torch.cat(biases).double() if biased else 0.0
+    exact, sizes = x.double() @ weight.T + bias, x.double().abs() @ weight.abs().T
+    # the rounding of the result, and of `columns` additions in float32
+    step = 2.0**-8 if pool.dtype == "bfloat16" else 2.0**-24
+    assert ((found - exact).abs() <= step * exact.abs() + columns * 2.0**-24 * sizes + 1e-30).all()
+
+
+@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 300), st.data())
+def test_a_row_depends_neither_on_other_rows_nor_on_threads(pools, rows, outputs, columns, data):
+    x, weight = values(pools[1], rows, columns), torch.randn(outputs, columns).bfloat16()
+    some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
+    whole = multiply(pools[2], x, [weight])
+    assert torch.equal(multiply(pools[1], x[some], [weight]), whole[some])
+    assert torch.equal(multiply(pools[5], x, [weight]), whole)
+
+
+@given(st.integers(1, 50), st.integers(1, 50))
+def test_panels_give_back_their_rows(rows, columns):
+    weight = torch.randn(rows, columns).bfloat16()
+    packed = panels.pack(weight)
+    assert packed.nbytes == Panels().matrix_bytes(rows, columns)
+    assert torch.equal(panels.unpack(packed, rows, columns), weight)
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinity_stay_in_their_row_and_column(pools, special):
+    pool = pools[2]
+    x, weight = values(pool, 20, 34), torch.randn(40, 34).bfloat16()
+    x[3, 5] = special
+    found = multiply(pool, x, [weight])
+    assert (~found.isfinite()).any(1).nonzero().flatten().tolist() == [3]
+    weight[PANEL + 1, 33] = special
+    found = multiply(pool, x[4:], [weight])
+    assert (~found.isfinite()).any(0).nonzero().flatten().tolist() == [PANEL + 1]
+
+
+def test_an_operand_may_change_once_the_product_has_started(pools):
+    pool = pools[2]
+    x, weight = values(pool, 30, 64), torch.randn(48, 64).bfloat16()
+    expected, out, packed = multiply(pool, x, [weight]), torch.empty(30, 48, dtype=x.dtype), panels.pack(weight)
+    product = pool.product(x)
+    x.zero_()
+    product.add(packed, None, out)
+    product.wait()
+    assert product.is_done(0)
+    product.close()
+    product.close()  # idempotent
+    assert torch.equal(out, expected)
+
+
+def test_rows_may_be_any_stride_apart(pools):
+    pool = pools[2]
+    x, weight = values(pool, 9, 100), torch.randn(20, 30).bfloat16()
+    for view in (x[:, 7:37], x[::2, :30], values(pool, 30, 9).T):
+        assert torch.equal(multiply(pool, view, [weight]), multiply(pool, view.contiguous(), [weight]))
+
+
+def test_many_small_products_on_more_threads_than_cpus(pools):
+    pool = pools[5]
+    weights = [torch.randn(height, 48).bfloat16() for height in (1, 16, 50, 130)]
+    x = values(pool, 7, 48)
+    expected = multiply(pools[1], x, weights)
+    for _ in range(300):
+        assert torch.equal(multiply(pool, x, weights), expected)
+
+
+def test_nobody_waits_for_a_thread_that_sleeps_in_a_part(tmp_path, cache):
+    """As one does that another process has pushed off its CPU. What it computes when it wakes up is dropped."""
+    source = tmp_path / "sleeper.cpp"
+    source.write_text(f'#include "{build.CSRC / "tile_pool.h"}"\n' + _SLEEPER)
+    sleeper = build.function(source, "sleeper", [ctypes.POINTER(ctypes.c_int)], cache)
+    counts = (ctypes.c_int * 3)()
+    sleeper(counts)
+    was_asleep, most_writes, least_writes = counts
+    assert (was_asleep, most_writes, least_writes) == (1, 1, 1)
+
+
+_SLEEPER = """
+#include <algorithm>
+
+static std::atomic<bool> asleep{false}, woken{false};
+static std::atomic<int> writes[8];
+
+struct Sleeper : Task {
+  std::thread::id caller = std::this_thread::get_id();
+  Sleeper() : Task(8) {}
+
+ protected:
+  void compute(int, Aligned&) const override {
+    if (std::this_thread::get_id() != caller) {
+      if (asleep.exchange(true)) return;
+      while (!woken) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } else {
+      while (!asleep) std::this_thread::yield();  // the other thread has begun a part
+    }
+  }
+  void write(int part, Aligned&) const override { ++writes[part]; }
+};
+
+extern "C" void sleeper(int* counts) {
+  {
+    TilePool pool(2);
+    auto task = std::make_shared<Sleeper>();
+    pool.add(task);
+    pool.wait(task);
+    counts[0] = asleep && !woken;
+    woken = true;
+  }
+  counts[1] = *std::max_element(writes, writes + 8), counts[2] = *std::min_element(writes, writes + 8);
+}
+"""

@@ -143,16 +143,16 @@ def _chosen(kernels: HostKernels) -> gemm.GemmBackend:
 
 def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
     """FLOP/s with 16-bit weights."""
-    seconds = _multiplied(way, Plain("bfloat16"), rows, kernels, rounds)
+    seconds = _multiplied(way, rows, kernels, rounds)
     return [2 * rows * TILE_VALUES / s for s in seconds]
 
 
-def _multiplied(way: gemm.GemmBackend, stored: Storage, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
+def _multiplied(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
     """Seconds a tile. Tiles alternate so that none is in a cache, as when a model runs."""
-    height = TILE_VALUES // _WIDTH
+    height, stored = TILE_VALUES // _WIDTH, way.stored
     raw = kernels.quantizer(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
     tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
-    counted = padded_rows(rows, api.DTYPE_BYTES[way.dtype])
+    counted = rows if way.pool else padded_rows(rows, api.DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))
     out = gemm.padded_output(counted, height, x)
     turns = itertools.cycle(tiles)
@@ -174,7 +174,7 @@ def _attention(stored: Storage, kernels: HostKernels, rounds: int) -> list[float
 
 def _unpacking(way: gemm.GemmBackend, flops: float, kernels: HostKernels, rounds: int) -> list[float]:
     """4-bit values/s dequantized: a product of few rows, less its arithmetic at `flops`."""
-    seconds = _multiplied(way, Grouped(4, 64), _FEW, kernels, rounds)
+    seconds = _multiplied(way, _FEW, kernels, rounds)
     arithmetic = 2 * _FEW * TILE_VALUES / flops
     return [TILE_VALUES / max(s - arithmetic, s / 10) for s in seconds]  # noise must not make the rate infinite
 

@@ -9,12 +9,12 @@ import torch
 
 from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import HostKernels
+from engines.offload.kernels import HostKernels, Pack
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
 from engines.offload.memory.rows import io_compute_balance_rows
-from engines.offload.memory.storage import Grouped, WeightStorage, storages
+from engines.offload.memory.storage import Plain, WeightStorage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
@@ -67,7 +67,9 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     # weights
     timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
     source = CheckpointReader(model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
-    packers = {stored: host_kernels.weight_packer(stored) for stored in gemms if isinstance(stored, Grouped)}
+    packers: Mapping[WeightStorage, Pack] = {
+        stored: host_kernels.weight_packer(stored) for stored in gemms if not isinstance(stored, Plain)
+    }
     layout = CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
     converted = convert(model, source, layout, packers, job.cache, job.on_progress)
     tables = {name: converted.table(name) for name in meta_model.tables}

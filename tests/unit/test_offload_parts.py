@@ -35,7 +35,16 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
 
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.sampled_from(["a", "b"])), min_size=1, max_size=5),
-    st.sampled_from([Plain("bfloat16"), Plain("float32"), Panels(), Grouped(4, 64), Grouped(3, 32, group_axis=0)]),
+    st.sampled_from(
+        [
+            Plain("bfloat16"),
+            Plain("float32"),
+            Panels(),
+            Panels(Grouped(3, 64)),
+            Grouped(4, 64),
+            Grouped(3, 32, group_axis=0),
+        ]
+    ),
     st.integers(1, 20_000),
 )
 def test_blocks_tile_every_matrix_and_never_overlap_on_disk(sizes, stored, tile_values):

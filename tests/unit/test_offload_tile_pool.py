@@ -8,9 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.offload.kernels import build, panels
+from engines.offload.kernels import build, panels, quantize
+from engines.offload.kernels.quantizer import stored_view
 from engines.offload.kernels.tile_pool import TilePool
-from engines.offload.memory.storage import PANEL, Panels
+from engines.offload.memory.storage import BITS, GROUPS, PANEL, Grouped, Panels
+
+PLAIN = Panels()
+QUANTIZED = [Panels(Grouped(bits, group)) for bits in BITS for group in GROUPS]
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +26,21 @@ def pools(cache):
         pool.close()
 
 
-def multiply(pool, x, tiles, biases=None):
+def pack(stored, weight):
+    """Panels of a weight [rows, columns], and the values that they stand for."""
+    if stored.grouped is None:
+        return panels.pack(weight.bfloat16()), weight.bfloat16()
+    rows = quantize.pack(weight, stored.grouped)
+    return panels.pack_groups(rows, weight.shape[1], stored), quantize.unpack(rows, weight.shape[1], stored.grouped)
+
+
+def multiply(pool, x, tiles, biases=None, stored=PLAIN):
     """x times the transpose of the tiles, whose rows follow each other, added one by one."""
     out = torch.full((len(x), sum(len(tile) for tile in tiles) + 3), float("nan"), dtype=x.dtype)  # rows apart
-    packed = [panels.pack(tile) for tile in tiles]
+    packed = [pack(stored, tile)[0] for tile in tiles]
     product, start = pool.product(x), 0
     for i, tile in enumerate(tiles):
-        product.add(packed[i], None if biases is None else biases[i], out[:, start : start + len(tile)])
+        product.add(stored, packed[i], None if biases is None else biases[i], out[:, start : start + len(tile)])
         start += len(tile)
     product.close()
     assert out[:, start:].isnan().all(), "it wrote past its columns"
@@ -45,42 +57,56 @@ def values(pool, *size):
     st.lists(st.integers(1, 100), min_size=1, max_size=4),
     st.integers(1, 70) | st.sampled_from([2047, 2048, 2050, 4100]),
     st.booleans(),
+    st.sampled_from([PLAIN, *QUANTIZED]),
     st.integers(0, 2**31),
 )
-def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, columns, biased, seed):
+def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, columns, biased, stored, seed):
     torch.manual_seed(seed)
     pool = pools[threads]
-    x, tiles = values(pool, rows, columns), [torch.randn(height, columns).bfloat16() for height in heights]
+    x, tiles = values(pool, rows, columns), [torch.randn(height, columns) for height in heights]
     biases = [values(pool, height) for height in heights] if biased else None
-    found = multiply(pool, x, tiles, biases).double()
-    weight, bias = torch.cat(tiles).double(), torch.cat(biases).double() if biased else 0.0
+    found = multiply(pool, x, tiles, biases, stored).double()
+    weight = torch.cat([pack(stored, tile)[1] for tile in tiles]).double()
+    bias = torch.cat(biases).double() if biased else 0.0
     exact, sizes = x.double() @ weight.T + bias, x.double().abs() @ weight.abs().T
+    if stored.grouped is not None:  # codes and minima are multiplied apart: each part is larger than their sum
+        sizes = sizes + (2 << stored.grouped.bits) * x.double().abs().sum(1, keepdim=True) * weight.abs().max()
     # the rounding of the result, and of `columns` additions in float32
     step = 2.0**-8 if pool.dtype == "bfloat16" else 2.0**-24
     assert ((found - exact).abs() <= step * exact.abs() + columns * 2.0**-24 * sizes + 1e-30).all()
 
 
-@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 300), st.data())
-def test_a_row_depends_neither_on_other_rows_nor_on_threads(pools, rows, outputs, columns, data):
-    x, weight = values(pools[1], rows, columns), torch.randn(outputs, columns).bfloat16()
+@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 300), st.sampled_from([PLAIN, *QUANTIZED]), st.data())
+def test_a_row_depends_neither_on_other_rows_nor_on_threads(pools, rows, outputs, columns, stored, data):
+    x, weight = values(pools[1], rows, columns), torch.randn(outputs, columns)
     some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
-    whole = multiply(pools[2], x, [weight])
-    assert torch.equal(multiply(pools[1], x[some], [weight]), whole[some])
-    assert torch.equal(multiply(pools[5], x, [weight]), whole)
+    whole = multiply(pools[2], x, [weight], stored=stored)
+    assert torch.equal(multiply(pools[1], x[some], [weight], stored=stored), whole[some])
+    assert torch.equal(multiply(pools[5], x, [weight], stored=stored), whole)
 
 
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_panels_give_back_their_rows(rows, columns):
     weight = torch.randn(rows, columns).bfloat16()
     packed = panels.pack(weight)
-    assert packed.nbytes == Panels().matrix_bytes(rows, columns)
+    assert packed.nbytes == PLAIN.matrix_bytes(rows, columns)
+    assert torch.equal(stored_view(packed.view(torch.uint8).flatten(), PLAIN, rows, columns), packed)
     assert torch.equal(panels.unpack(packed, rows, columns), weight)
+
+
+@pytest.mark.parametrize("stored", QUANTIZED, ids=str)
+@given(rows=st.integers(1, 50), columns=st.integers(1, 300))
+def test_quantized_panels_stand_for_the_values_of_the_rows_they_are_made_of(stored, rows, columns):
+    packed, expected = pack(stored, torch.randn(rows, columns))
+    assert packed.nbytes == stored.matrix_bytes(rows, columns)
+    assert torch.equal(stored_view(packed.flatten(), stored, rows, columns), packed)
+    assert torch.equal(panels.unpack_groups(packed, rows, columns, stored), expected)
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity_stay_in_their_row_and_column(pools, special):
     pool = pools[2]
-    x, weight = values(pool, 20, 34), torch.randn(40, 34).bfloat16()
+    x, weight = values(pool, 20, 34), torch.randn(40, 34)
     x[3, 5] = special
     found = multiply(pool, x, [weight])
     assert (~found.isfinite()).any(1).nonzero().flatten().tolist() == [3]
@@ -91,11 +117,11 @@ def test_nan_and_infinity_stay_in_their_row_and_column(pools, special):
 
 def test_an_operand_may_change_once_the_product_has_started(pools):
     pool = pools[2]
-    x, weight = values(pool, 30, 64), torch.randn(48, 64).bfloat16()
-    expected, out, packed = multiply(pool, x, [weight]), torch.empty(30, 48, dtype=x.dtype), panels.pack(weight)
+    x, weight = values(pool, 30, 64), torch.randn(48, 64)
+    expected, out, packed = multiply(pool, x, [weight]), torch.empty(30, 48, dtype=x.dtype), pack(PLAIN, weight)[0]
     product = pool.product(x)
     x.zero_()
-    product.add(packed, None, out)
+    product.add(PLAIN, packed, None, out)
     product.wait()
     assert product.is_done(0)
     product.close()

@@ -22,7 +22,7 @@ from engines.offload.kernels import DeviceKernels, HostKernels, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.rows import padded_rows
-from engines.offload.memory.storage import Grouped, Plain, Storage
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
 from engines.offload.weights import gemm
 from harness import api
 from harness.common.buffers import direct_buffer
@@ -150,7 +150,8 @@ def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: in
 def _multiplied(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
     """Seconds a tile. Tiles alternate so that none is in a cache, as when a model runs."""
     height, stored = TILE_VALUES // _WIDTH, way.stored
-    raw = kernels.quantizer(stored).pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
+    pack = kernels.weight_packer(stored) if isinstance(stored, Panels) else kernels.quantizer(stored).pack
+    raw = pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
     tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
     counted = rows if way.pool else padded_rows(rows, api.DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))

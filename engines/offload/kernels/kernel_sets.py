@@ -18,14 +18,14 @@ from engines.offload.kernels.quantizer import (
     compiled_weight_packer,
     numba_quantizer,
     numba_weight_packer,
-    panel_quantizer,
+    panel_pack,
     plain_quantizer,
     reference_quantizer,
 )
 from engines.offload.kernels.reference_attention import reference_attention, reference_memory
 from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.host import attention_memory
-from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
 from harness.api import ModelShape
 
 _Kernel = TypeVar("_Kernel")
@@ -63,11 +63,9 @@ class HostKernels:
         self._pool: TilePool | None = None
         self.note = ""
 
-    def quantizer(self, stored: WeightStorage) -> Quantizer:
+    def quantizer(self, stored: Storage) -> Quantizer:
         if isinstance(stored, Plain):
             return plain_quantizer(stored)
-        if isinstance(stored, Panels):
-            return panel_quantizer()
         if compiled := self._compiled(lambda: compiled_quantizer(stored, self._cache, self._threads)):
             return compiled
         try:
@@ -75,8 +73,10 @@ class HostKernels:
         except ImportError:
             return reference_quantizer(stored)
 
-    def weight_packer(self, stored: Grouped) -> Pack:
+    def weight_packer(self, stored: Grouped | Panels) -> Pack:
         """Packs weights at conversion: slower than the quantizer's `pack`, with a smaller error."""
+        if isinstance(stored, Panels):
+            return panel_pack(stored, None if stored.grouped is None else self.weight_packer(stored.grouped))
         if compiled := self._compiled(lambda: compiled_weight_packer(stored, self._cache, self._threads)):
             return compiled
         try:

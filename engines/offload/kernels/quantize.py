@@ -60,6 +60,12 @@ def split(packed: torch.Tensor, columns: int, stored: Grouped) -> tuple[torch.Te
     return codes, _halves(scale).float(), _halves(minimum).float()
 
 
+def parts(packed: torch.Tensor, columns: int, stored: Grouped) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The codes [..., columns], one a value, of packed rows, and their scales and minima float16 [..., groups]."""
+    codes, scale, minimum = split(packed, columns, stored)
+    return _codes_of(codes, stored.bits)[..., :columns], scale.half(), minimum.half()
+
+
 def unpack(packed: torch.Tensor, columns: int, stored: Grouped) -> torch.Tensor:
     """Dequantizes packed rows uint8 [..., row_bytes] to float32 [..., columns]."""
     codes, *parts = split(packed, columns, stored)

@@ -31,6 +31,8 @@ class Quantizer:
 def stored_view(raw: torch.Tensor, stored: WeightStorage, rows: int, columns: int) -> torch.Tensor:
     """The stored bytes uint8 [...] of a weight W[rows, columns], viewed as kernels and quantizers take it."""
     if isinstance(stored, Panels):
+        if stored.grouped is not None:
+            return raw.view(-(-rows // PANEL), stored.grouped.groups(columns), -1)
         return raw.view(torch.bfloat16).view(-1, -(-columns // 2), PANEL, 2)
     if isinstance(stored, Plain):
         return raw.view(getattr(torch, stored.dtype)).view(rows, columns)
@@ -47,13 +49,11 @@ def plain_quantizer(stored: Plain) -> Quantizer:
     return Quantizer(lambda x: x.to(dtype), unpack)
 
 
-def panel_quantizer() -> Quantizer:
-    """To panels of bfloat16, and back."""
-
-    def unpack(stored: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(panels.unpack(stored, *out.shape))
-
-    return Quantizer(lambda x: panels.pack(x.bfloat16()), unpack)
+def panel_pack(stored: Panels, pack: Pack | None) -> Pack:
+    """Rows [rows, columns] to panels. `pack` quantizes rows; None where panels are not quantized."""
+    if pack is None:
+        return lambda x: panels.pack(x.bfloat16())
+    return lambda x: panels.pack_groups(pack(x), x.shape[1], stored)
 
 
 def reference_quantizer(stored: Grouped) -> Quantizer:

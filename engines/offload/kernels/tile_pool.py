@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from engines.offload.kernels.build import CSRC, function
-from engines.offload.memory.storage import PANEL
+from engines.offload.kernels.gemm import Gemm
+from engines.offload.memory.storage import Panels
 from harness.api import Dtype
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -29,7 +30,8 @@ class TilePool:
             return found
 
         self._open = find("open_product", [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE], _POINTER)
-        self.add = find("add_tile", [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE])
+        arguments = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE]
+        self.add = {name: find(f"add_{name}", arguments) for name in ("panels", "panels3", "panels4", "panels8")}
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
         self.end = find("close_product", [_POINTER])
@@ -43,11 +45,15 @@ class TilePool:
         x = x if x.stride(1) == 1 else x.contiguous()
         return PanelProduct(self, self._open(self._handle, x.data_ptr(), x.stride(0), *x.shape), x)
 
-    def gemm(self, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
-        """See Gemm: `weight` in panels; `start` is a bias or None."""
-        product = self.product(x)
-        product.add(weight, start, out)
-        product.close()
+    def gemm(self, stored: Panels) -> Gemm:
+        """Products with a single tile `stored` so; their `start` is a bias or None."""
+
+        def gemm(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
+            product = self.product(x)
+            product.add(stored, weight, start, out)
+            product.close()
+
+        return gemm
 
 
 class PanelProduct:
@@ -60,18 +66,19 @@ class PanelProduct:
         self._rows = x.shape[0]
         self._tiles = 0
 
-    def add(self, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Starts with out [rows, n] = x W^T + bias [n] for the next tile W [n, columns], in panels.
+    def add(self, stored: Panels, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Starts with out [rows, n] = x W^T + bias [n] for the next tile W [n, columns], `stored` so as all tiles are.
 
         `out` must be kept until the tile is done, `weight` as TilePool says.
         """
         n = out.shape[1]
-        assert weight.shape == (-(-n // PANEL), -(-self._columns // 2), PANEL, 2) and weight.is_contiguous()
+        assert weight.nbytes == stored.matrix_bytes(n, self._columns) and weight.is_contiguous()
         assert out.stride(1) == 1 and len(out) == self._rows and out.dtype == getattr(torch, self._pool.dtype)
         assert bias is None or (bias.shape == (n,) and bias.is_contiguous() and bias.dtype == out.dtype)
-        self._pool.add(
-            self._handle, weight.data_ptr(), n, None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0)
-        )
+        self._pool.add[stored.name](
+            self._handle, weight.data_ptr(), stored.grouped.group if stored.grouped else 0, n,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0),
+        )  # fmt: skip
         self._tiles += 1
 
     def is_done(self, tile: int) -> bool:

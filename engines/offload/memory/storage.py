@@ -37,28 +37,6 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Panels:
-    """bfloat16 weights as a CPU's units take them: panels of PANEL rows, in each pairs of columns one after the other,
-    and of a pair both values of every row. The last rows and the last column are padded with zeros.
-
-    The layout is the same for every CPU: csrc/panel_product.h multiplies it by AVX512-BF16's units, or in float32.
-    """
-
-    @property
-    def name(self) -> str:
-        return "panels"
-
-    @property
-    def grain(self) -> int:
-        """A matrix can be cut between so many rows."""
-        return PANEL
-
-    def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a weight W[rows, columns]."""
-        return -(-rows // PANEL) * PANEL * -(-columns // 2) * 2 * DTYPE_BYTES["bfloat16"]
-
-
-@dataclass(frozen=True)
 class Grouped:
     """Codes of `bits` bits in groups of `group` values, each group with a scale and a minimum in float16.
 
@@ -101,6 +79,37 @@ class Grouped:
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a weight W[rows, columns]."""
         return rows * self.row_bytes(columns) if self.group_axis else columns * self.row_bytes(rows)
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Weights as a CPU's units take them, in bfloat16 or quantized: panels of PANEL rows, in each pairs of columns one
+    after the other, and of a pair both values of every row. What is missing at the ends is padded.
+
+    The layout is the same for every CPU: csrc/panel_product.h multiplies it by AVX512-BF16's units, or in float32.
+    """
+
+    grouped: Grouped | None = None
+
+    @property
+    def name(self) -> str:
+        return "panels" if self.grouped is None else f"panels{self.grouped.bits}"
+
+    @property
+    def grain(self) -> int:
+        """A matrix can be cut between so many rows."""
+        return PANEL
+
+    def panel_bytes(self, columns: int) -> int:
+        """Bytes of a panel of `columns` columns."""
+        if self.grouped is None:
+            return PANEL * -(-columns // 2) * 2 * DTYPE_BYTES["bfloat16"]
+        bits, group = self.grouped.bits, self.grouped.group
+        return self.grouped.groups(columns) * PANEL * (4 + bits * group // 8)
+
+    def matrix_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight W[rows, columns]."""
+        return -(-rows // PANEL) * self.panel_bytes(columns)
 
 
 Storage = Plain | Grouped

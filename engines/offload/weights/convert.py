@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from engines.common.folders import build_once
 from engines.models import file_digest as content
 from engines.models import shards
-from engines.offload.kernels import Pack, panels
+from engines.offload.kernels import Pack
 from engines.offload.memory.layout import Matrix, WeightTile
-from engines.offload.memory.storage import Grouped, Panels, Plain, WeightStorage
+from engines.offload.memory.storage import Panels, Plain, WeightStorage
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from harness.api import HarnessError, LocalModel
 
@@ -86,7 +86,7 @@ class ConvertedCheckpoint:
 
 
 def convert(
-    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, packers: Mapping[Grouped, Pack],
+    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, packers: Mapping[WeightStorage, Pack],
     cache: Path, on_progress: Callable[[int, int], None],
 ) -> ConvertedCheckpoint:  # fmt: skip
     """Converts `model` into a folder under `cache`, tile by tile, unless one of the same content and layout is there.
@@ -137,7 +137,8 @@ def folder_key(
         if isinstance(stored, Plain):
             return {"dtype": stored.dtype}
         if isinstance(stored, Panels):
-            return {"dtype": "bfloat16", "panel": stored.grain}
+            inside: WeightStorage = Plain("bfloat16") if stored.grouped is None else stored.grouped
+            return {"panel": stored.grain, **storage(inside)}
         known = {"bits": stored.bits, "group": stored.group, "across": stored.group_axis == 0}
         return known if quantizer == 1 else known | {"quantizer": quantizer}
 
@@ -150,7 +151,7 @@ def folder_key(
 
 
 def _pieces(
-    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, packers: Mapping[Grouped, Pack]
+    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, packers: Mapping[WeightStorage, Pack]
 ) -> Iterator[tuple[str, bytes]]:
     """What to append to the files of tiles and tables, in this order: (file, bytes)."""
     matrices = {matrix.name: matrix for matrix in layout.matrices}
@@ -159,7 +160,8 @@ def _pieces(
         if isinstance(tile.stored, Plain):
             stored = _stored(tile.matrix, part, dtype)
         elif isinstance(tile.stored, Panels):
-            stored = panels.pack(_stored(tile.matrix, part, torch.bfloat16))
+            kept = dtype if tile.stored.grouped is None else part.dtype
+            stored = packers[tile.stored](_stored(tile.matrix, part, kept))
         else:
             finite = _stored(tile.matrix, part, part.dtype)
             stored = packers[tile.stored](finite if tile.stored.group_axis else finite.T)

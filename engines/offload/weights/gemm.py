@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engines.offload.device.protocol import Accelerator
-from engines.offload.kernels import Gemm, HostKernels, Quantizer, stored_view
+from engines.offload.kernels import Gemm, HostKernels, Pack, Quantizer, stored_view
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.layout import TILE_VALUES
@@ -61,14 +61,22 @@ def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: 
     candidates = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
         candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
-    if stored == Plain("bfloat16") and (pool := kernels.tile_pool()) is not None and pool.dtype in dtypes:
-        candidates.append(GemmBackend("panels", pool.dtype, pool.gemm, 0, Panels(), pool=pool))
-    tiles = {way: _tiles(way, kernels.quantizer(way), hidden) for way in {candidate.stored for candidate in candidates}}
+    tiles: dict[WeightStorage, list[torch.Tensor]] = {stored: _tiles(stored, quantizer.pack, hidden)}
+    if (panels := _panels(stored)) is not None and (pool := kernels.tile_pool()) is not None and pool.dtype in dtypes:
+        candidates.append(GemmBackend("panels", pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
+        tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
     seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in candidates])
     fastest, best = min(
         zip(seconds, candidates, strict=True), key=lambda pair: pair[0] * (_CLEARLY_FASTER if pair[1].pool else 1.0)
     )
     return replace(best, flops=1 / fastest)
+
+
+def _panels(stored: Storage) -> Panels | None:
+    """The panels in which weights that are to be `stored` so can be; None where there are none."""
+    if isinstance(stored, Grouped):
+        return Panels(stored) if stored.group_axis == 1 else None
+    return Panels() if stored.dtype == "bfloat16" else None
 
 
 def torch_threads(pool: TilePool | None) -> int:
@@ -80,7 +88,7 @@ def torch_threads(pool: TilePool | None) -> int:
 def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator) -> GemmBackend:
     """The GEMM of a device's library, with weights dequantized or cast there first; its rate is measured."""
     candidate = _torch_gemm(stored, quantizer, dtype, unpacks_to_dtype=True)
-    trial = _Trial(candidate, _tiles(stored, quantizer, hidden, device.where), hidden, _DEVICE_ROWS)
+    trial = _Trial(candidate, _tiles(stored, quantizer.pack, hidden, device.where), hidden, _DEVICE_ROWS)
     with torch.inference_mode():
         stamps = [device.stamp()]
         for i in range(_ROUNDS):
@@ -139,12 +147,10 @@ def _tile_size(hidden: int) -> tuple[int, int]:
     return min(TILE_VALUES // columns, _HEIGHT), columns
 
 
-def _tiles(
-    stored: WeightStorage, quantizer: Quantizer, hidden: int, device: torch.device | None = None
-) -> list[torch.Tensor]:
+def _tiles(stored: WeightStorage, pack: Pack, hidden: int, device: torch.device | None = None) -> list[torch.Tensor]:
     size = _tile_size(hidden)
     values = torch.full(size[::-1] if _is_transposed(stored) else size, 0.01, device=device)
-    raw = quantizer.pack(values).view(torch.uint8)
+    raw = pack(values).view(torch.uint8)
     return [stored_view(raw.flatten().clone(), stored, *size) for _ in range(4)]
 
 

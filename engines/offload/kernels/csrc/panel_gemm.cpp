@@ -190,6 +190,9 @@ extern "C" void wait_for(void* product, int64_t tiles) {
   for (int64_t i = 0; i < tiles; ++i) of.pool.threads.wait(of.tiles[i]);
 }
 
+// Returns when no thread reads the tiles of products that have ended, late ones included.
+extern "C" void settle(void* pool) { static_cast<Pool*>(pool)->threads.settle(); }
+
 // Computes until all its tiles are done, and ends the product.
 extern "C" void close_product(void* product) {
   wait_for(product, static_cast<Product*>(product)->tiles.size());

@@ -41,6 +41,18 @@ inline Floats load_floats(const float* from) {
   return values;
 }
 
+// a * b + c, rounded once where the CPU can. A compiler that may choose where to do so chooses differently from one
+// instance of a template to the next, and a row's result would depend on how many rows there are.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline void store_floats(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
 // x[R, pairs] times C panels, `apart` values from one to the next: sum by sum from begin(row, column) to end(row, column,
@@ -81,11 +93,11 @@ inline __attribute__((always_inline)) void block(const Activation* x, int64_t ld
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += x[r * ldx] * left[v];
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = fused(x[r * ldx] - Floats{}, left[v], sum[r][v]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += x[r * ldx + 1] * right[v];
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = fused(x[r * ldx + 1] - Floats{}, right[v], sum[r][v]);
 #endif
   }
 #pragma GCC unroll 16

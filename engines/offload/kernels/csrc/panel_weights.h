@@ -84,8 +84,10 @@ struct GroupedPanels {
               x.x + r * x.ld + g * group, x.ld, codes, kMost, pairs,
               [](int64_t, int64_t) { return Floats{}; },
               [&](int64_t i, int64_t j, Floats sum) {
-                const Floats found = sum * load_floats(scales + j) + of_group[i * x.groups] * load_floats(minima + j);
-                store_floats(to + i * kSumsApart + j, g ? load_floats(to + i * kSumsApart + j) + found : found);
+                const Floats before = g ? load_floats(to + i * kSumsApart + j) : Floats{};
+                const Floats scaled = fused(sum, load_floats(scales + j), before);
+                const Floats minimum = load_floats(minima + j);
+                store_floats(to + i * kSumsApart + j, fused(of_group[i * x.groups] - Floats{}, minimum, scaled));
               });
         });
     }

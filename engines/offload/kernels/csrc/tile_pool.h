@@ -122,6 +122,11 @@ class TilePool {
     if (asleep_.load() > 0) more_.notify_all();
   }
 
+  // Returns when no thread is inside a task, late ones included. All tasks must be done.
+  void settle() {
+    while (busy_.load(std::memory_order_acquire) > 0) std::this_thread::yield();
+  }
+
   // Computes, with the other threads, until `task` is done; tasks that were added before it come first.
   void wait(const std::shared_ptr<Task>& task) {
     while (!task->done()) {
@@ -147,11 +152,18 @@ class TilePool {
     return queue_.empty() ? nullptr : queue_.front();
   }
 
+  // A worker computes parts until none is open.
+  void compute(Aligned& scratch) {
+    busy_.fetch_add(1);  // before it looks for a task: `settle` must not miss it
+    while (const std::shared_ptr<Task> open = next_open())
+      for (int part; (part = open->take()) >= 0;) open->run(part, scratch);
+    busy_.fetch_sub(1, std::memory_order_release);
+  }
+
   void work() {
     Aligned scratch;
     while (true) {
-      while (const std::shared_ptr<Task> open = next_open())
-        for (int part; (part = open->take()) >= 0;) open->run(part, scratch);
+      compute(scratch);
       // Between two products of a layer there is little time: look for the next one before sleeping.
       const uint64_t seen = added_.load(std::memory_order_acquire);
       const auto until = std::chrono::steady_clock::now() + kSpin;
@@ -170,7 +182,7 @@ class TilePool {
   std::condition_variable more_;
   std::deque<std::shared_ptr<Task>> queue_;
   std::atomic<uint64_t> added_{0};
-  std::atomic<int> asleep_{0};
+  std::atomic<int> asleep_{0}, busy_{0};
   bool closing_ = false;
   Aligned scratch_;
   std::vector<std::thread> workers_;

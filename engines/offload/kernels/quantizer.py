@@ -10,7 +10,7 @@ import torch
 
 from engines.offload.kernels import least_squares, panels, quantize
 from engines.offload.kernels.build import CSRC, function
-from engines.offload.memory.storage import PANEL, Grouped, Panels, Plain, WeightStorage
+from engines.offload.memory.storage import CHUNK, CHUNK_BYTES, PANEL, Grouped, Panels, Plain, WeightStorage
 
 #: Float rows [..., columns] to [..., columns] in the stored dtype, or to packed rows uint8 [..., row_bytes].
 Pack = Callable[[torch.Tensor], torch.Tensor]
@@ -31,6 +31,8 @@ class Quantizer:
 def stored_view(raw: torch.Tensor, stored: WeightStorage, rows: int, columns: int) -> torch.Tensor:
     """The stored bytes uint8 [...] of a weight W[rows, columns], viewed as kernels and quantizers take it."""
     if isinstance(stored, Panels):
+        if stored.exact12:
+            return raw.view(-(-rows // PANEL), -(-columns // CHUNK), CHUNK_BYTES)
         if stored.grouped is not None:
             return raw.view(-(-rows // PANEL), stored.grouped.groups(columns), -1)
         return raw.view(torch.bfloat16).view(-1, -(-columns // 2), PANEL, 2)

@@ -10,6 +10,9 @@ BITS, GROUPS = (3, 4, 8), (32, 64, 128)
 CODES_PER_WORD = 8
 #: Rows of a panel.
 PANEL = 16
+#: In twelve bits: columns of a panel's chunk, and its bytes, of which 16 are a header.
+CHUNK = 64
+CHUNK_BYTES = 16 + PANEL * CHUNK * 12 // 8
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,11 @@ class Panels:
     """
 
     grouped: Grouped | None = None
+    exact12: bool = False  # bfloat16 in twelve bits: see csrc/exact12.h
 
     @property
     def name(self) -> str:
-        return "panels" if self.grouped is None else f"panels{self.grouped.bits}"
+        return "panels12" if self.exact12 else f"panels{self.grouped.bits}" if self.grouped else "panels"
 
     @property
     def grain(self) -> int:
@@ -102,6 +106,8 @@ class Panels:
 
     def panel_bytes(self, columns: int) -> int:
         """Bytes of a panel of `columns` columns."""
+        if self.exact12:
+            return -(-columns // CHUNK) * CHUNK_BYTES
         if self.grouped is None:
             return PANEL * -(-columns // 2) * 2 * DTYPE_BYTES["bfloat16"]
         bits, group = self.grouped.bits, self.grouped.group

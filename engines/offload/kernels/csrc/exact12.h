@@ -47,21 +47,45 @@ class Chunk {
   }
 
   void unpack(BFloat16* out) const {
+#ifdef __AVX512BW__
+    alignas(64) uint16_t exponents[32];  // by code, twice: a lookup takes five bits, of which the fifth may be any
+    for (int code = 0; code < 16; ++code) exponents[code] = exponents[code + 16] = code ? (base_ + code) << 7 : 0;
+    const __m512i table = _mm512_load_si512(exponents);
+    for (int64_t i = 0; i < kChunk; i += 2 * kPair) {
+      const __m512i codes = widen_bytes(exponents_ + i / 2);
+      put(out + i, _mm512_permutexvar_epi16(codes, table), widen_bytes(rest_ + i));
+      put(out + i + kPair, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table), widen_bytes(rest_ + i + kPair));
+    }
+#else
     const Halves base = Halves{} + base_;
     for (int64_t i = 0; i < kChunk; i += 2 * kPair) {
       const Halves codes = widen_halves(exponents_ + i / 2);
       put(out + i, codes & 15, base, widen_halves(rest_ + i));
       put(out + i + kPair, codes >> 4, base, widen_halves(rest_ + i + kPair));
     }
+#endif
     for (int i = 0; i < exceptions_; ++i) out[listed_[i].at].bits = listed_[i].bits;
   }
 
  private:
   static constexpr int kMost = 3;
-  typedef uint16_t Halves __attribute__((vector_size(2 * kPair)));
-  typedef uint8_t Bytes __attribute__((vector_size(kPair)));
 
   static int exponent(uint16_t bits) { return bits >> 7 & 0xff; }
+
+#ifdef __AVX512BW__
+  static __m512i widen_bytes(const uint8_t* from) {
+    return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+
+  static void put(BFloat16* out, __m512i exponents, __m512i rest) {
+    constexpr int kSelect = 0xea;  // (a & b) | c
+    const __m512i lower = _mm512_ternarylogic_epi64(rest, _mm512_set1_epi16(0x7f), exponents, kSelect);
+    const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+    _mm512_storeu_si512(out, _mm512_ternarylogic_epi64(_mm512_slli_epi16(rest, 8), sign, lower, kSelect));
+  }
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kPair)));
+  typedef uint8_t Bytes __attribute__((vector_size(kPair)));
 
   static Halves widen_halves(const uint8_t* from) {
     Bytes bytes;
@@ -74,6 +98,7 @@ class Chunk {
     const Halves values = (rest & 0x7f) | exponents << 7 | (rest & 0x80) << 8;
     std::memcpy(out, &values, sizeof values);
   }
+#endif
 
   uint16_t base_;
   uint8_t exceptions_, unused_;

@@ -49,31 +49,28 @@ struct PlainPanels {
   }
 };
 
-// bfloat16 in twelve bits: chunks are unpacked, a few at a time, into the L1 cache. The sums are PlainPanels', bit for bit.
+// bfloat16 in twelve bits, a chunk at a time unpacked into the L1 cache. The sums are PlainPanels', bit for bit.
 struct Exact12Panels {
   static int64_t panel_bytes(int64_t k, int64_t) { return chunks_of(k) * sizeof(Chunk); }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
-    constexpr int64_t kMost = 4;  // chunks at a time
-    alignas(64) BFloat16 values[kTogether * kMost * kChunk];
-    const int64_t chunks = chunks_of(x.k);
-    for (int64_t from = 0; from < chunks; from += kMost) {
-      const int64_t some = std::min(kMost, chunks - from);
-      for (int64_t c = 0; c < count; ++c)
-        for (int64_t i = 0; i < some; ++i) {
-          const Chunk* chunk = reinterpret_cast<const Chunk*>(panels) + c * chunks + from + i;
-          for (size_t ahead = 0; ahead < sizeof *chunk; ahead += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(chunk + kMost) + ahead);
-          chunk->unpack(values + (c * kMost + i) * kChunk);
-        }
-      const int64_t first = from * kChunk / kPair, pairs = std::min(some * kChunk / kPair, pairs_of(x.k) - first);
+    alignas(64) BFloat16 values[kTogether * kChunk];
+    const int64_t chunks = chunks_of(x.k), chunk_pairs = kChunk / kPair;
+    for (int64_t i = 0; i < chunks; ++i) {
+      for (int64_t c = 0; c < count; ++c) {
+        const Chunk* chunk = reinterpret_cast<const Chunk*>(panels) + c * chunks + i;
+        for (size_t ahead = 0; ahead < sizeof *chunk; ahead += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(chunk + 2) + ahead);
+        chunk->unpack(values + c * kChunk);
+      }
+      const int64_t pairs = std::min(chunk_pairs, pairs_of(x.k) - i * chunk_pairs);
       for (int64_t r = 0; r < x.count; r += kBlock)
         with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
           float* to = sums + r * kSumsApart;
           block<R, C>(
-              x.x + r * x.ld + 2 * first, x.ld, values, kMost * kChunk, pairs,
-              [=](int64_t i, int64_t j) { return from ? load_floats(to + i * kSumsApart + j) : Floats{}; },
-              [=](int64_t i, int64_t j, Floats sum) { store_floats(to + i * kSumsApart + j, sum); });
+              x.x + r * x.ld + i * 2 * chunk_pairs, x.ld, values, kChunk, pairs,
+              [=](int64_t row, int64_t j) { return i ? load_floats(to + row * kSumsApart + j) : Floats{}; },
+              [=](int64_t row, int64_t j, Floats sum) { store_floats(to + row * kSumsApart + j, sum); });
         });
     }
   }

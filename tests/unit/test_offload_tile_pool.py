@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.kernels import build, panels, quantize
-from engines.offload.kernels.quantizer import stored_view
-from engines.offload.kernels.tile_pool import TilePool, exact12_packer
+from engines.offload.kernels.quantizer import exact12_pack, stored_view
+from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.storage import BITS, CHUNK, GROUPS, PANEL, Grouped, Panels
 from tests.offload import KERNELS
 
@@ -30,7 +30,7 @@ def pools(cache):
 def pack(stored, weight):
     """Panels of a weight [rows, columns], and the values that they stand for."""
     if stored.exact12:
-        return exact12_packer(KERNELS.parent)(panels.pack(weight.bfloat16())), weight.bfloat16()
+        return exact12_pack(KERNELS.parent)(weight.bfloat16()), weight.bfloat16()
     if stored.grouped is None:
         return panels.pack(weight.bfloat16()), weight.bfloat16()
     rows = quantize.pack(weight, stored.grouped)
@@ -119,7 +119,7 @@ def test_twelve_bits_give_back_every_bit_or_refuse(pools, rows, columns, pattern
     for at, pattern in others:
         bits[at % len(bits)] = pattern
     weight = bits.to(torch.uint16).view(torch.bfloat16).view(rows, columns)
-    packed = exact12_packer(KERNELS.parent)(panels.pack(weight))
+    packed = exact12_pack(KERNELS.parent)(weight)
     exponents = bits >> 7 & 255
     outside = ((exponents > 0) & ((exponents < 113) | (exponents > 127))).sum()  # of the patterns' range at most
     assert packed is not None or outside > 3
@@ -133,14 +133,14 @@ def test_twelve_bits_give_back_every_bit_or_refuse(pools, rows, columns, pattern
 
 def test_every_bit_pattern_is_packed_among_ones(pools):
     """NaNs, infinities and denormals too; but not all of them together."""
-    pack12 = exact12_packer(KERNELS.parent)
+    pack12 = exact12_pack(KERNELS.parent)
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     for some in every.split(4096):
         weight = torch.ones(PANEL, len(some) * CHUNK, dtype=torch.bfloat16)
         weight[5, 7::CHUNK] = some
-        found = panels.unpack12(pack12(panels.pack(weight)), *weight.shape)
+        found = panels.unpack12(pack12(weight), *weight.shape)
         assert torch.equal(found.contiguous().view(torch.int16), weight.view(torch.int16))
-    assert pack12(panels.pack(every.view(256, 256))) is None
+    assert pack12(every.view(256, 256)) is None
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 300), st.integers(0, 2**31))

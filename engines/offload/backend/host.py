@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 
@@ -36,11 +37,20 @@ class HostBackend(Backend):
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
         dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
-        gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels)}
+        exact12 = self._exact12()
+        gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels, exact12)}
         if outside != layers:
             gemms[outside] = gemm.choose_gemm(outside, hidden, [gemms[layers].dtype], self.kernels)
         torch.set_num_threads(min(gemm.torch_threads(way.pool) for way in gemms.values()))
         return gemms
+
+    def _exact12(self) -> Literal["no", "may", "must"]:
+        """Twelve bits save what is read from disk and held in memory: without a limit nothing has to be saved."""
+        policy = self._load.policy
+        if policy.weight_format == "exact12":
+            return "must"
+        streams = self._load.limits.host_memory is not None or (policy.weights is not None and policy.weights[2] > 0)
+        return "may" if policy.weight_format == "auto" and policy.weight_bits == 16 and streams else "no"
 
     def require(self, model: MetaModel) -> None:
         """The host runs every model that MetaModel takes."""

@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,11 @@ import torch
 
 from engines.offload.kernels.build import CSRC, function
 from engines.offload.kernels.gemm import Gemm
-from engines.offload.memory.storage import CHUNK, CHUNK_BYTES, Panels
+from engines.offload.memory.storage import Panels
 from harness.api import Dtype
 
 #: Names of the storages that the pool multiplies.
 _STORED = ("panels", "panels12", "panels3", "panels4", "panels8")
-#: Columns of a pair.
-_PAIR = 2
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -65,21 +63,6 @@ class TilePool:
     def settle(self) -> None:
         """Returns when no thread reads the weights of products that have ended."""
         self._settle(self._handle)
-
-
-def exact12_packer(cache: Path) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Packs panels of bfloat16, [panels, pairs, PANEL, 2], in twelve bits: uint8 [panels, chunks, CHUNK_BYTES], or None
-    where their exponents differ too much. Raises NoCompilerError where it cannot be built."""
-    pack = function(CSRC / "panel_gemm.cpp", "pack_exact12", [_POINTER, _SIZE, _SIZE, _POINTER], cache)
-    pack.restype = _INT
-
-    def packed(panels: torch.Tensor) -> torch.Tensor | None:
-        panels = panels.contiguous()
-        out = torch.empty(len(panels), -(-_PAIR * panels.shape[1] // CHUNK), CHUNK_BYTES, dtype=torch.uint8)
-        fits = pack(panels.data_ptr(), len(panels), panels.shape[1], out.data_ptr())
-        return out if fits else None
-
-    return packed
 
 
 class PanelProduct:

@@ -163,7 +163,7 @@ def _buffered(direct: bool, cache: PagedCache, offload: ActivationOffload | None
 def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[WeightStorage, GemmBackend]) -> int:
     """Bytes of the buffers that tiles are unpacked or cast into: each way to multiply keeps one of its largest tile."""
     return sum(
-        max(tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored) * gemm.cast_bytes
+        max((tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored), default=0) * gemm.cast_bytes
         for stored, gemm in gemms.items()
     )
 

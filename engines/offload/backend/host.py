@@ -78,7 +78,8 @@ class HostBackend(Backend):
                 scratch, shape.num_layers, plan.disk_kv_blocks, record, self.timeline, throttle, overlap
             )
             stack.callback(blocks.close)
-        return PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
+        quantizer, writer = self.kernels.quantizer(stored), self.kernels.row_writer()
+        return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, writer=writer)
 
     def placement(self) -> Placement:
         """Without a device all that is in memory is on the host, whatever a policy gives the device."""

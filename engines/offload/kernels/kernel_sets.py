@@ -11,6 +11,7 @@ from engines.offload.kernels.attention import AttentionKernel, compiled_attentio
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
+from engines.offload.kernels.layer_blocks import RowWriter, compiled_writer, torch_writer
 from engines.offload.kernels.quantizer import (
     Quantizer,
     WeightPack,
@@ -115,6 +116,10 @@ class HostKernels:
 
     def hadamard(self) -> Hadamard:
         return self._compiled(lambda: compiled_hadamard(self._cache, self._threads)) or hadamard
+
+    def row_writer(self) -> RowWriter:
+        """Writes new keys and values into KV blocks."""
+        return self._compiled(lambda: compiled_writer(self._cache)) or torch_writer
 
     def _compiled(self, build: Callable[[], _Kernel]) -> _Kernel | None:
         """What `build` gives, or None where nothing can be built: after the first failure it is not tried again."""

@@ -16,7 +16,7 @@ from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
-from engines.offload.memory.storage import Storage
+from engines.offload.memory.storage import Storage, may_use_twelve_bits
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
@@ -45,12 +45,10 @@ class HostBackend(Backend):
         return gemms
 
     def _exact12(self) -> Literal["no", "may", "must"]:
-        """Twelve bits save what is read from disk and held in memory: without a limit nothing has to be saved."""
         policy = self._load.policy
         if policy.weight_format == "exact12":
             return "must"
-        streams = self._load.limits.host_memory is not None or (policy.weights is not None and policy.weights[2] > 0)
-        return "may" if policy.weight_format == "auto" and policy.weight_bits == 16 and streams else "no"
+        return "may" if may_use_twelve_bits(policy, self._load.limits.host_memory is not None) else "no"
 
     def require(self, model: MetaModel) -> None:
         """The host runs every model that MetaModel takes."""

@@ -43,12 +43,15 @@ def compiled_writer(cache: Path) -> RowWriter:
         size, (_, heads, _, width) = new.itemsize, blocks.shape
         new = new if new.stride(2) == 1 else new.contiguous()
         assert new.dtype == blocks.dtype and new.shape[1:] == (heads, width) and blocks[0, 0].is_contiguous()
-        indices = [target.blocks, target.offsets, *([] if target.tokens is None else [target.tokens])]
-        assert all(index.dtype == torch.long and index.is_contiguous() for index in indices)
+        tokens, slots, offsets = (
+            None if index is None else index.long().contiguous()
+            for index in (target.tokens, target.blocks, target.offsets)
+        )
+        assert slots is not None and offsets is not None
         write_rows(
             new.data_ptr(), new.stride(0) * size, new.stride(1) * size, blocks.data_ptr(), blocks.stride(0) * size,
-            blocks.stride(1) * size, None if target.tokens is None else target.tokens.data_ptr(),
-            target.blocks.data_ptr(), target.offsets.data_ptr(), len(target.blocks), heads, width * size,
+            blocks.stride(1) * size, None if tokens is None else tokens.data_ptr(), slots.data_ptr(),
+            offsets.data_ptr(), len(slots), heads, width * size,
         )  # fmt: skip
 
     return write

@@ -134,3 +134,18 @@ def storages(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Sto
     if policy.weight_bits != 16:
         layers = Grouped(policy.weight_bits, policy.group_size, group_axis=0 if policy.weight_groups == "output" else 1)
     return layers, plain, plain if policy.kv_bits == 16 else Grouped(policy.kv_bits, policy.group_size)
+
+
+def panels_of(stored: Storage, twelve_bits: bool) -> Panels | None:
+    """The panels in which a host can keep weights that are to be `stored` so, in `twelve_bits` if they are bfloat16.
+    None where there are none."""
+    if isinstance(stored, Grouped):
+        return Panels(stored) if stored.group_axis == 1 else None
+    return Panels(exact12=twelve_bits) if stored.dtype == "bfloat16" else None
+
+
+def may_use_twelve_bits(policy: OffloadPolicy, limited: bool) -> bool:
+    """Whether the engine may keep bfloat16 in twelve bits on a host by itself: where memory is `limited` or weights are
+    to be on disk, since else nothing has to be saved."""
+    streams = limited or (policy.weights is not None and policy.weights[2] > 0)
+    return policy.weight_format == "auto" and policy.weight_bits == 16 and streams

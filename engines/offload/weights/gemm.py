@@ -19,7 +19,7 @@ from engines.offload.kernels import Gemm, HostKernels, Quantizer, WeightPack, st
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.layout import TILE_VALUES
-from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage, panels_of
 from harness.api import DTYPE_BYTES, Dtype, UnsupportedError
 
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
@@ -92,11 +92,8 @@ def choose_gemm(
 
 def _kept(stored: Storage, exact12: Literal["no", "may", "must"]) -> list[Panels]:
     """The panels in which weights that are to be `stored` so can be."""
-    if isinstance(stored, Grouped):
-        return [Panels(stored)] if stored.group_axis == 1 else []
-    if stored.dtype != "bfloat16":
-        return []
-    return [Panels()] if exact12 == "no" else [Panels(), Panels(exact12=True)]
+    ways = [panels_of(stored, twelve_bits) for twelve_bits in ([False] if exact12 == "no" else [False, True])]
+    return [panels for panels in dict.fromkeys(ways) if panels is not None]
 
 
 def _handicap(stored: WeightStorage) -> float:

@@ -9,19 +9,20 @@ import torch
 
 from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import HostKernels, Pack
+from engines.offload.kernels import HostKernels, WeightPack
+from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, mib
 from engines.offload.memory.rows import io_compute_balance_rows
-from engines.offload.memory.storage import Plain, WeightStorage, storages
+from engines.offload.memory.storage import Panels, Plain, WeightStorage, storages
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
-from engines.offload.weights.convert import CheckpointLayout, convert
-from engines.offload.weights.gemm import GemmBackend
+from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoint, convert
+from engines.offload.weights.gemm import GemmBackend, with_plain_panels
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import DTYPE_BYTES, Dtype, LoadReport, ModelShape, OffloadPolicy
@@ -39,39 +40,36 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
     # what is computed, and how
     chosen = backend.choose_gemms(layers, outside)
-    gemm, gemms = chosen[layers], {way.stored: way for way in chosen.values()}
+    gemm, gemms = chosen[layers], with_plain_panels(chosen.values())
     meta_model = MetaModel(Path(model.path), model.shape, getattr(torch, gemm.dtype))
     backend.require(meta_model)
     offloaded_layers = meta_model.layers() if offloaded_share else ()
-    tiles = model_tiles(meta_model.matrices, gemm.stored, chosen[outside].stored, backend.tile_values)
+    tiles: Sequence[WeightTile] = model_tiles(
+        meta_model.matrices, gemm.stored, chosen[outside].stored, backend.tile_values
+    )
     kernel = backend.kernels.attention(cached, sparse)
 
     # what goes where
     compute_bytes = DTYPE_BYTES[gemm.dtype]
-    plan = backend.plan(
-        MemoryRequest(
-            shape=model.shape,
-            tiles=tiles,
-            cache=cached,
-            compute_bytes=compute_bytes,
-            cast_bytes=_cast_bytes(tiles, gemms),
-            small_bytes=backend.bound_values(meta_model) * compute_bytes,
-            attention_bytes=backend.kernels.attention_memory(
-                cached, model.shape, job.max_sequence, compute_bytes, sparse
-            ),
-            max_sequence=job.max_sequence,
-            mean_sequence=job.mean_sequence,
-        )
+    needs = MemoryRequest(
+        shape=model.shape,
+        tiles=tiles,
+        cache=cached,
+        compute_bytes=compute_bytes,
+        cast_bytes=_cast_bytes(tiles, gemms),
+        small_bytes=backend.bound_values(meta_model) * compute_bytes,
+        attention_bytes=backend.kernels.attention_memory(cached, model.shape, job.max_sequence, compute_bytes, sparse),
+        max_sequence=job.max_sequence,
+        mean_sequence=job.mean_sequence,
     )
+    plan = backend.plan(needs)
 
     # weights
     timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
-    source = CheckpointReader(model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
-    packers: Mapping[WeightStorage, Pack] = {
-        stored: host_kernels.weight_packer(stored) for stored in gemms if not isinstance(stored, Plain)
-    }
-    layout = CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
-    converted = convert(model, source, layout, packers, job.cache, job.on_progress)
+    converted = _converted(request, meta_model, tiles, host_kernels)
+    if converted.tiles != tiles:  # some weights were too varied for twelve bits
+        tiles = converted.tiles
+        plan = backend.plan(replace(needs, tiles=tiles))
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights
@@ -96,14 +94,8 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
     balance = io_compute_balance_rows(sum(tile.nbytes for tile in streamed), load_rate, gemm.flops, model.shape)
-    direct = {
-        "weights": reader.direct or not streamed,
-        "KV blocks": cache.offloaded is None or cache.offloaded.direct,
-        "activations": offload is None or offload.direct,
-    }
-    buffered = [what for what in direct if not direct[what]]
     notes = [*backend.notes(), converted.note, f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s"]
-    notes += [f"the file system refuses direct I/O: {what} pass through the page cache" for what in buffered]
+    notes += [_exact12_note(tiles), *_buffered(reader.direct or not streamed, cache, offload)]
     overlaps: Sequence[AttentionOverlap] = ()
     if policy.nano_batches > 1 and policy.nano_overlap:
         is_streamed = [i not in plan.resident for i in range(len(tiles))]
@@ -133,10 +125,45 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     )
 
 
+def _converted(
+    request: LoadRequest, meta_model: MetaModel, tiles: Sequence[WeightTile], kernels: HostKernels
+) -> ConvertedCheckpoint:
+    """The checkpoint, converted on first use."""
+    source = CheckpointReader(request.model, meta_model.prefix, meta_model.aliases, meta_model.transforms)
+    packers: dict[WeightStorage, WeightPack] = {}
+    for stored in dict.fromkeys(tile.stored for tile in tiles):
+        if not isinstance(stored, Plain):
+            packers[stored] = kernels.weight_packer(stored)
+    layout = CheckpointLayout(meta_model.matrices, tiles, meta_model.tables, meta_model.small)
+    return convert(request.model, source, layout, packers, request.job.cache, request.job.on_progress)
+
+
+def _exact12_note(tiles: Sequence[WeightTile]) -> str:
+    """What twelve bits save, in words; empty where there are none."""
+    packed = [tile for tile in tiles if isinstance(tile.stored, Panels) and tile.stored.exact12]
+    if not packed:
+        return ""
+    plain = sum(Panels().matrix_bytes(*tile.shape) for tile in packed)
+    also = f", {len(tiles) - len(packed)} of {len(tiles)} tiles plain" if len(packed) < len(tiles) else ""
+    return f"bfloat16 in 12 exact bits: {mib(sum(tile.nbytes for tile in packed))} instead of {mib(plain)}{also}"
+
+
+def _buffered(direct: bool, cache: PagedCache, offload: ActivationOffload | None) -> list[str]:
+    """Notes on what passes through the page cache; `direct`: weights do not."""
+    known = {
+        "weights": direct,
+        "KV blocks": cache.offloaded is None or cache.offloaded.direct,
+        "activations": offload is None or offload.direct,
+    }
+    return [
+        f"the file system refuses direct I/O: {what} pass through the page cache" for what in known if not known[what]
+    ]
+
+
 def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[WeightStorage, GemmBackend]) -> int:
     """Bytes of the buffers that tiles are unpacked or cast into: each way to multiply keeps one of its largest tile."""
     return sum(
-        max(tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored) * gemm.cast_bytes
+        max((tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored), default=0) * gemm.cast_bytes
         for stored, gemm in gemms.items()
     )
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
-from engines.offload.memory.storage import Storage, storages
+from engines.offload.memory.storage import WeightStorage, may_use_twelve_bits, panels_of, storages
 from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduler import steady_blocks
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, bound, require_modelled
@@ -124,8 +124,10 @@ def place_model(
     Raises InfeasibleError as the engine does.
     """
     layers, outside, cache = storages(job.dtype, policy)
-    tiles, experts = _tiles(job.shape, layers, outside)
-    fused = compute_dtype == "float32"  # the kernel dequantizes in registers
+    twelve_bits = policy.weight_format == "exact12" or may_use_twelve_bits(policy, budget is not None)
+    in_panels = [panels_of(stored, twelve_bits) for stored in (layers, outside)]
+    tiles, experts = _tiles(job.shape, in_panels[0] or layers, in_panels[1] or outside)
+    fused = compute_dtype == "float32" or in_panels[0] is not None  # the kernel dequantizes in registers
     request = job.memory_request(
         tiles, cache, compute_dtype,
         cast_bytes=0 if fused or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
@@ -135,7 +137,9 @@ def place_model(
 
 
 @lru_cache(maxsize=64)
-def _tiles(shape: ModelShape, layers: Storage, outside: Storage) -> tuple[Sequence[WeightTile], frozenset[str]]:
+def _tiles(
+    shape: ModelShape, layers: WeightStorage, outside: WeightStorage
+) -> tuple[Sequence[WeightTile], frozenset[str]]:
     """A model's tiles, and the names of its experts' matrices."""
     matrices = matrices_of(shape)
     tiles = model_tiles(matrices, layers, outside)

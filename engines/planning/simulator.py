@@ -16,7 +16,7 @@ from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_byte
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.rows import io_compute_balance_rows, padded_rows
-from engines.offload.memory.storage import Plain, Storage
+from engines.offload.memory.storage import Panels, Plain, Storage
 from engines.offload.pass_ops import attention_overlaps, pass_ops
 from engines.offload.prefill_budget import SimulatedSequence, make_scheduler
 from engines.offload.scheduler import ScheduledChunk, split
@@ -256,8 +256,9 @@ class Simulator:
         key = (tile.shape, tile.nbytes, rows)
         if key not in self._product_seconds:
             values = tile.shape[0] * tile.shape[1]
-            padded = padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
-            if isinstance(tile.stored, Plain):
+            in_panels = isinstance(tile.stored, Panels)
+            padded = rows if in_panels else padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
+            if isinstance(tile.stored, Plain) or (isinstance(tile.stored, Panels) and tile.stored.grouped is None):
                 seconds = self._machine.product_s(padded, values, tile.nbytes)
             else:  # at few rows the rates are those of reading 16-bit weights, of which these are a part
                 seconds = 2 * padded * values / self._machine.flops(math.inf)

@@ -72,9 +72,10 @@ class OffloadPolicy:
 
     The fractions of each triple (device, host, disk: wg wc wd for weights, cg cc cd for the KV cache, hg hc hd for
     activations) sum to 1; None leaves the placement to the engine. 16 bits keep the checkpoint's precision; fewer
-    quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`). Without
-    `overlap`, transfers and arithmetic alternate. A sweep splits its batch into `nano_batches`; with `nano_overlap`
-    the attention of one runs beside the products of another.
+    quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`).
+    `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. Without `overlap`, transfers and
+    arithmetic alternate. A sweep splits its batch into `nano_batches`; with `nano_overlap` the attention of one runs
+    beside the products of another.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
     """
 
@@ -90,6 +91,7 @@ class OffloadPolicy:
     kv_bits: Bits = 16
     group_size: int = 64
     weight_groups: Literal["input", "output"] = "input"
+    weight_format: Literal["auto", "plain", "exact12"] = "auto"
     cpu_attention: bool = False
     value_sparsity: float = 1.0
     overlap: bool = True
@@ -122,6 +124,9 @@ class OffloadPolicy:
         if not self.nano_overlap and self.nano_batches == 1:
             raise HarnessError("policy.nano_overlap is false and nano_batches is 1, of which nothing overlaps; set "
                                "nano_batches to 2 or more")  # fmt: skip
+        if self.weight_format == "exact12" and self.weight_bits != 16:
+            raise HarnessError(f"policy.weight_format is exact12 and weight_bits is {self.weight_bits}; weights have "
+                               "one format: leave one out")  # fmt: skip
         if not 0 < self.value_sparsity <= 1:
             raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
         for name in ("weights", "cache", "activations"):
@@ -205,9 +210,15 @@ class RunSpec:
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "": {"latency_s": None, "launcher": "process", "image": "", "candidates": {}, "env": {}},
         "workload": {"trace": "", "task": ""},
-        "policy": {"weight_groups": "input", "overlap": True, "nano_batches": 1, "nano_overlap": True},
+        "policy": {
+            "weight_groups": "input",
+            "weight_format": "auto",
+            "overlap": True,
+            "nano_batches": 1,
+            "nano_overlap": True,
+        },
         "limits": {"disk_bandwidth": None},
-    }
+    }  # fmt: skip
 
     def with_settings(self, settings: Mapping[str, Any]) -> "RunSpec":
         """The cell with other values of `options.NAME`, `policy.FIELD` and `env.NAME`."""

@@ -12,7 +12,7 @@ from engines.offload.kernels import AttentionMetadata, AttentionSpec, NoCompiler
 from engines.offload.kernels.attention import compiled_attention, merge_attention_states
 from engines.offload.kernels.build import load, openmp
 from engines.offload.kernels.gemm import compiled_gemm, torch_gemm
-from engines.offload.kernels.layer_blocks import LayerBlocks
+from engines.offload.kernels.layer_blocks import LayerBlocks, Target, compiled_writer, torch_writer
 from engines.offload.kernels.quantizer import plain_quantizer
 from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
@@ -300,3 +300,27 @@ def test_attention_to_two_parts_is_put_together_as_attention_to_all(cache, heads
         torch.testing.assert_close(torch.logaddexp(lse[1], lse[2]), lse[0], rtol=1e-5, atol=1e-5)
     none = reference_attention(plain_quantizer(Plain("float32")))(query, blocks, nothing, AttentionSpec(0.3), lse[1])
     assert torch.equal(merge_attention_states(none, lse[1], expected, lse[0]), expected)
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_rows_are_written_where_torch_writes_them(cache, dtype, data):
+    heads, width, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 70)), data.draw(st.integers(0, 40))
+    seed = data.draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size):
+        return torch.randint(0, 200, size, generator=generator).to(dtype)
+
+    blocks = random(9, 2, heads, BLOCK_SIZE, width)
+    slots = torch.randperm(9 * BLOCK_SIZE, generator=generator)[:count]
+    tokens = None
+    if data.draw(st.booleans()):
+        tokens = torch.randperm(50, generator=generator)[:count]
+    new = random(heads, count if tokens is None else 50, width).transpose(0, 1)  # as attention has it
+    target = Target(tokens, slots // BLOCK_SIZE, slots % BLOCK_SIZE, staged=False)
+    found, expected = blocks.clone(), blocks.clone()
+    for which in (0, 1):
+        compiled_writer(cache)(found[:, which], target, new)
+        torch_writer(expected[:, which], target, new)
+    assert torch.equal(found, expected)

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.offload.kernels import build, panels, quantize
-from engines.offload.kernels.quantizer import stored_view
+from engines.offload.kernels.quantizer import exact12_pack, stored_view
 from engines.offload.kernels.tile_pool import TilePool
-from engines.offload.memory.storage import BITS, GROUPS, PANEL, Grouped, Panels
+from engines.offload.memory.storage import BITS, CHUNK, GROUPS, PANEL, Grouped, Panels
+from tests.offload import KERNELS
 
-PLAIN = Panels()
+PLAIN, EXACT12 = Panels(), Panels(exact12=True)
 QUANTIZED = [Panels(Grouped(bits, group)) for bits in BITS for group in GROUPS]
 
 
@@ -28,6 +29,8 @@ def pools(cache):
 
 def pack(stored, weight):
     """Panels of a weight [rows, columns], and the values that they stand for."""
+    if stored.exact12:
+        return exact12_pack(KERNELS.parent)(weight.bfloat16()), weight.bfloat16()
     if stored.grouped is None:
         return panels.pack(weight.bfloat16()), weight.bfloat16()
     rows = quantize.pack(weight, stored.grouped)
@@ -58,7 +61,7 @@ def values(pool, *size):
     st.lists(st.integers(1, 100), min_size=1, max_size=4),
     st.integers(1, 70) | st.sampled_from([2047, 2048, 2050, 4100]),
     st.booleans(),
-    st.sampled_from([PLAIN, *QUANTIZED]),
+    st.sampled_from([PLAIN, EXACT12, *QUANTIZED]),
     st.integers(0, 2**31),
 )
 def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, columns, biased, stored, seed):
@@ -77,7 +80,13 @@ def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, colum
     assert ((found - exact).abs() <= step * exact.abs() + columns * 2.0**-24 * sizes + 1e-30).all()
 
 
-@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 300), st.sampled_from([PLAIN, *QUANTIZED]), st.data())
+@given(
+    st.integers(1, 300),
+    st.integers(1, 60),
+    st.integers(1, 300),
+    st.sampled_from([PLAIN, EXACT12, *QUANTIZED]),
+    st.data(),
+)
 def test_a_row_depends_neither_on_other_rows_nor_on_threads(pools, rows, outputs, columns, stored, data):
     x, weight = values(pools[1], rows, columns), torch.randn(outputs, columns)
     some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
@@ -93,6 +102,53 @@ def test_panels_give_back_their_rows(rows, columns):
     assert packed.nbytes == PLAIN.matrix_bytes(rows, columns)
     assert torch.equal(stored_view(packed.view(torch.uint8).flatten(), PLAIN, rows, columns), packed)
     assert torch.equal(panels.unpack(packed, rows, columns), weight)
+
+
+#: bfloat16's bit patterns, many of them near 1 and few far from it.
+_PATTERNS = st.integers(0x3C00, 0x3FFF) | st.sampled_from([0, 0x8000, 1, 0x807F, 0xBF80])
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 200),
+    st.lists(_PATTERNS, min_size=1, max_size=60),
+    st.lists(st.tuples(st.integers(0, 7999), st.integers(0, 0xFFFF)), max_size=4),
+)
+def test_twelve_bits_give_back_every_bit_or_refuse(pools, rows, columns, patterns, others):
+    bits = torch.tensor([patterns[i % len(patterns)] for i in range(rows * columns)], dtype=torch.int32)
+    for at, pattern in others:
+        bits[at % len(bits)] = pattern
+    weight = bits.to(torch.uint16).view(torch.bfloat16).view(rows, columns)
+    packed = exact12_pack(KERNELS.parent)(weight)
+    exponents = bits >> 7 & 255
+    outside = ((exponents > 0) & ((exponents < 113) | (exponents > 127))).sum()  # of the patterns' range at most
+    assert packed is not None or outside > 3
+    if packed is None:
+        return
+    assert packed.nbytes == EXACT12.matrix_bytes(rows, columns)
+    assert torch.equal(stored_view(packed.flatten(), EXACT12, rows, columns), packed)
+    found = panels.unpack12(packed, rows, columns)
+    assert torch.equal(found.contiguous().view(torch.int16), weight.view(torch.int16))
+
+
+def test_every_bit_pattern_is_packed_among_ones(pools):
+    """NaNs, infinities and denormals too; but not all of them together."""
+    pack12 = exact12_pack(KERNELS.parent)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    for some in every.split(4096):
+        weight = torch.ones(PANEL, len(some) * CHUNK, dtype=torch.bfloat16)
+        weight[5, 7::CHUNK] = some
+        found = panels.unpack12(pack12(weight), *weight.shape)
+        assert torch.equal(found.contiguous().view(torch.int16), weight.view(torch.int16))
+    assert pack12(every.view(256, 256)) is None
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 300), st.integers(0, 2**31))
+def test_products_in_twelve_bits_are_those_in_sixteen_bit_for_bit(pools, rows, outputs, columns, seed):
+    torch.manual_seed(seed)
+    x, weight = values(pools[2], rows, columns), torch.randn(outputs, columns)
+    weight[0, 0] = 1e-30  # an exception
+    assert torch.equal(multiply(pools[2], x, [weight], stored=EXACT12), multiply(pools[2], x, [weight]))
 
 
 @pytest.mark.parametrize("stored", QUANTIZED, ids=str)

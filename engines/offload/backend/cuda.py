@@ -47,6 +47,8 @@ class CudaBackend(Backend):
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, model = self._load.policy.compute_dtype, self._load.model
+        if self._load.policy.weight_format == "exact12":
+            raise UnsupportedError("policy.weight_format: exact12 is for weights on a host without a device")
         dtype: Dtype = model.dtype if requested == "auto" else requested
         self._dtype = getattr(torch, dtype)
         return {

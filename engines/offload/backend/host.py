@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
-from engines.offload.memory.storage import Storage
+from engines.offload.memory.storage import Storage, may_use_twelve_bits
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
@@ -36,11 +37,18 @@ class HostBackend(Backend):
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
         dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
-        gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels)}
+        exact12 = self._exact12()
+        gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels, exact12)}
         if outside != layers:
             gemms[outside] = gemm.choose_gemm(outside, hidden, [gemms[layers].dtype], self.kernels)
         torch.set_num_threads(min(gemm.torch_threads(way.pool) for way in gemms.values()))
         return gemms
+
+    def _exact12(self) -> Literal["no", "may", "must"]:
+        policy = self._load.policy
+        if policy.weight_format == "exact12":
+            return "must"
+        return "may" if may_use_twelve_bits(policy, self._load.limits.host_memory is not None) else "no"
 
     def require(self, model: MetaModel) -> None:
         """The host runs every model that MetaModel takes."""
@@ -68,7 +76,8 @@ class HostBackend(Backend):
                 scratch, shape.num_layers, plan.disk_kv_blocks, record, self.timeline, throttle, overlap
             )
             stack.callback(blocks.close)
-        return PagedCache(shape, plan.kv_blocks, stored, self.kernels.quantizer(stored), blocks)
+        quantizer, writer = self.kernels.quantizer(stored), self.kernels.row_writer()
+        return PagedCache(shape, plan.kv_blocks, stored, quantizer, blocks, writer=writer)
 
     def placement(self) -> Placement:
         """Without a device all that is in memory is on the host, whatever a policy gives the device."""

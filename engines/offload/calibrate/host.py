@@ -18,7 +18,7 @@ import torch
 from engines.offload.calibrate import device as calibrate_device
 from engines.offload.calibrate import engine as calibrate_engine
 from engines.offload.device import cuda
-from engines.offload.kernels import DeviceKernels, HostKernels, stored_view
+from engines.offload.kernels import DeviceKernels, HostKernels, WeightPack, stored_view
 from engines.offload.kernels.bench import attention_of_one_token, seconds_of
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.rows import padded_rows
@@ -150,8 +150,10 @@ def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: in
 def _multiplied(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
     """Seconds a tile. Tiles alternate so that none is in a cache, as when a model runs."""
     height, stored = TILE_VALUES // _WIDTH, way.stored
-    pack = kernels.weight_packer(stored) if isinstance(stored, Panels) else kernels.quantizer(stored).pack
-    raw = pack(torch.full((height, _WIDTH), 0.01)).view(torch.uint8).flatten()
+    pack: WeightPack = kernels.weight_packer(stored) if isinstance(stored, Panels) else kernels.quantizer(stored).pack
+    packed = pack(torch.full((height, _WIDTH), 0.01))
+    assert packed is not None, "values that are alike"
+    raw = packed.view(torch.uint8).flatten()
     tiles = [stored_view(raw.clone(), stored, height, _WIDTH) for _ in range(max(2, _ROTATED // len(raw)))]
     counted = rows if way.pool else padded_rows(rows, api.DTYPE_BYTES[way.dtype])
     x = torch.full((counted, _WIDTH), 0.01, dtype=getattr(torch, way.dtype))

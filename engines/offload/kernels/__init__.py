@@ -5,7 +5,7 @@ from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm
 from engines.offload.kernels.hadamard import Hadamard
 from engines.offload.kernels.kernel_sets import DeviceKernels, HostKernels, KernelSet
-from engines.offload.kernels.quantizer import Pack, Quantizer, stored_view
+from engines.offload.kernels.quantizer import Pack, Quantizer, WeightPack, stored_view
 
 __all__ = [
     "AttentionKernel",
@@ -19,6 +19,7 @@ __all__ = [
     "NoCompilerError",
     "Pack",
     "Quantizer",
+    "WeightPack",
     "merge_attention_states",
     "stored_view",
 ]

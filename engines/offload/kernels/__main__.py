@@ -89,7 +89,7 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
     """
     pool = TilePool(cache, threads)
     kernels = HostKernels(cache, threads)
-    kinds = {
+    kinds = {"12 bit, exact": Panels(exact12=True)} | {
         kind: Panels() if isinstance(stored, Plain) else Panels(stored)
         for kind, stored in _KINDS.items()
         if isinstance(stored, Plain | Grouped)
@@ -123,7 +123,8 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
 
 def _panels(stored: Panels, kernels: HostKernels) -> list[torch.Tensor]:
     """The layer's matrices."""
-    return [kernels.weight_packer(stored)(torch.randn(n, k) * 0.02) for n, k in _LAYER]
+    packed = [kernels.weight_packer(stored)(torch.randn(n, k) * 0.02) for n, k in _LAYER]
+    return [tile for tile in packed if tile is not None]
 
 
 def _multiply(pool: TilePool, stored: Panels, layers: Sequence[Sequence[torch.Tensor]], rows: int) -> Work:

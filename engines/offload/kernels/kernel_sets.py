@@ -11,11 +11,13 @@ from engines.offload.kernels.attention import AttentionKernel, compiled_attentio
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
 from engines.offload.kernels.hadamard import Hadamard, compiled_hadamard, hadamard
+from engines.offload.kernels.layer_blocks import RowWriter, compiled_writer, torch_writer
 from engines.offload.kernels.quantizer import (
-    Pack,
     Quantizer,
+    WeightPack,
     compiled_quantizer,
     compiled_weight_packer,
+    exact12_pack,
     numba_quantizer,
     numba_weight_packer,
     panel_pack,
@@ -73,8 +75,10 @@ class HostKernels:
         except ImportError:
             return reference_quantizer(stored)
 
-    def weight_packer(self, stored: Grouped | Panels) -> Pack:
+    def weight_packer(self, stored: Grouped | Panels) -> WeightPack:
         """Packs weights at conversion: slower than the quantizer's `pack`, with a smaller error."""
+        if isinstance(stored, Panels) and stored.exact12:
+            return exact12_pack(self._cache)
         if isinstance(stored, Panels):
             return panel_pack(stored, None if stored.grouped is None else self.weight_packer(stored.grouped))
         if compiled := self._compiled(lambda: compiled_weight_packer(stored, self._cache, self._threads)):
@@ -112,6 +116,10 @@ class HostKernels:
 
     def hadamard(self) -> Hadamard:
         return self._compiled(lambda: compiled_hadamard(self._cache, self._threads)) or hadamard
+
+    def row_writer(self) -> RowWriter:
+        """Writes new keys and values into KV blocks."""
+        return self._compiled(lambda: compiled_writer(self._cache)) or torch_writer
 
     def _compiled(self, build: Callable[[], _Kernel]) -> _Kernel | None:
         """What `build` gives, or None where nothing can be built: after the first failure it is not tried again."""

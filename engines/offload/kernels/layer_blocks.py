@@ -1,10 +1,14 @@
 """One layer's KV blocks as attention reads them: resident, or staged for the pass."""
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from engines.offload.kernels.build import CSRC, function
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,39 @@ class Target:
     blocks: torch.Tensor
     offsets: torch.Tensor
     staged: bool
+
+
+#: Writes rows [tokens, kv_heads, ...] of new tokens into blocks [blocks, kv_heads, BLOCK_SIZE, ...] of keys or values.
+RowWriter = Callable[[torch.Tensor, Target, torch.Tensor], None]
+
+
+def torch_writer(blocks: torch.Tensor, target: Target, new: torch.Tensor) -> None:
+    """By torch, on any device: the reference."""
+    blocks[target.blocks, :, target.offsets] = new if target.tokens is None else new[target.tokens]
+
+
+def compiled_writer(cache: Path) -> RowWriter:
+    """In C++, where torch's indexing would go element by element. Raises NoCompilerError where it cannot be built."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    arguments = [pointer, number, number, pointer, number, number, *[pointer] * 3, *[number] * 3]
+    write_rows = function(CSRC / "kv_rows.cpp", "write_rows", arguments, cache)
+
+    def write(blocks: torch.Tensor, target: Target, new: torch.Tensor) -> None:
+        size, (_, heads, _, width) = new.itemsize, blocks.shape
+        new = new if new.stride(2) == 1 else new.contiguous()
+        assert new.dtype == blocks.dtype and new.shape[1:] == (heads, width) and blocks[0, 0].is_contiguous()
+        tokens, slots, offsets = (
+            None if index is None else index.long().contiguous()
+            for index in (target.tokens, target.blocks, target.offsets)
+        )
+        assert slots is not None and offsets is not None
+        write_rows(
+            new.data_ptr(), new.stride(0) * size, new.stride(1) * size, blocks.data_ptr(), blocks.stride(0) * size,
+            blocks.stride(1) * size, None if tokens is None else tokens.data_ptr(), slots.data_ptr(),
+            offsets.data_ptr(), len(slots), heads, width * size,
+        )  # fmt: skip
+
+    return write
 
 
 class KVBlocks(Protocol):
@@ -62,12 +99,12 @@ class LayerBlocks:
         staged = table - len(self.rows)
         return torch.where(staged < 0, resident, _addresses(self.staged, staged.clamp(min=0)))
 
-    def put(self, which: int, targets: Sequence[Target], new: torch.Tensor) -> None:
+    def put(self, which: int, targets: Sequence[Target], new: torch.Tensor, writer: RowWriter) -> None:
         """Writes keys (`which` 0) or values (1) `new` [tokens, kv_heads, ...]."""
         for target in targets:
             to = self.staged if target.staged else self.rows
             assert to is not None
-            to[:, which][target.blocks, :, target.offsets] = new if target.tokens is None else new[target.tokens]
+            writer(to[:, which], target, new)
 
 
 def _addresses(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

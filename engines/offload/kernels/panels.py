@@ -3,7 +3,7 @@
 import torch
 
 from engines.offload.kernels import quantize
-from engines.offload.memory.storage import PANEL, Panels
+from engines.offload.memory.storage import CHUNK, PANEL, Panels
 
 #: Columns of a pair, whose codes are in the halves of a word, and bits of a half.
 _PAIR, _HALF = 2, 16
@@ -19,6 +19,22 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def unpack(panels: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """What `pack` was given, as [rows, columns]."""
     return panels.transpose(1, 2).reshape(len(panels) * PANEL, -1)[:rows, :columns]
+
+
+def unpack12(chunks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """bfloat16 [rows, columns] of chunks in twelve bits, uint8 [panels, chunks, CHUNK_BYTES]: the reference of
+    csrc/exact12.h."""
+    header, exponents, rest = torch.split(chunks, [16, PANEL * CHUNK // 2, PANEL * CHUNK], -1)
+    both = exponents.view(*exponents.shape[:2], -1, 1, _PAIR * PANEL).int()  # a byte has codes of two pairs of columns
+    codes = torch.cat([both & 15, both >> 4], -2).flatten(-3)
+    base = header[..., :2].contiguous().view(torch.int16).int()
+    bits = (rest.int() & 0x7F) | torch.where(codes > 0, codes + base, 0) << 7 | (rest.int() & 0x80) << 8
+    listed = header[..., 4:].contiguous().view(torch.uint16).int().view(*header.shape[:2], -1, 2)
+    for panel, chunk in header[..., 2].nonzero().tolist():
+        for at, value in listed[panel, chunk, : header[panel, chunk, 2]].tolist():
+            bits[panel, chunk, at] = value
+    values = bits.to(torch.uint16).view(torch.bfloat16).view(len(chunks), -1, PANEL, _PAIR)
+    return unpack(values, rows, columns)
 
 
 def pack_groups(packed: torch.Tensor, columns: int, stored: Panels) -> torch.Tensor:

@@ -10,10 +10,12 @@ import torch
 
 from engines.offload.kernels import least_squares, panels, quantize
 from engines.offload.kernels.build import CSRC, function
-from engines.offload.memory.storage import PANEL, Grouped, Panels, Plain, WeightStorage
+from engines.offload.memory.storage import CHUNK, CHUNK_BYTES, PANEL, Grouped, Panels, Plain, WeightStorage
 
 #: Float rows [..., columns] to [..., columns] in the stored dtype, or to packed rows uint8 [..., row_bytes].
 Pack = Callable[[torch.Tensor], torch.Tensor]
+#: A weight's rows [rows, columns] to what is stored, or None where the storage cannot hold these values.
+WeightPack = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Quantizer:
 def stored_view(raw: torch.Tensor, stored: WeightStorage, rows: int, columns: int) -> torch.Tensor:
     """The stored bytes uint8 [...] of a weight W[rows, columns], viewed as kernels and quantizers take it."""
     if isinstance(stored, Panels):
+        if stored.exact12:
+            return raw.view(-(-rows // PANEL), -(-columns // CHUNK), CHUNK_BYTES)
         if stored.grouped is not None:
             return raw.view(-(-rows // PANEL), stored.grouped.groups(columns), -1)
         return raw.view(torch.bfloat16).view(-1, -(-columns // 2), PANEL, 2)
@@ -49,11 +53,31 @@ def plain_quantizer(stored: Plain) -> Quantizer:
     return Quantizer(lambda x: x.to(dtype), unpack)
 
 
-def panel_pack(stored: Panels, pack: Pack | None) -> Pack:
+def panel_pack(stored: Panels, pack: WeightPack | None) -> WeightPack:
     """Rows [rows, columns] to panels. `pack` quantizes rows; None where panels are not quantized."""
     if pack is None:
         return lambda x: panels.pack(x.bfloat16())
-    return lambda x: panels.pack_groups(pack(x), x.shape[1], stored)
+
+    def packed(x: torch.Tensor) -> torch.Tensor | None:
+        rows = pack(x)
+        return None if rows is None else panels.pack_groups(rows, x.shape[1], stored)
+
+    return packed
+
+
+def exact12_pack(cache: Path) -> WeightPack:
+    """bfloat16 rows to chunks in twelve bits, uint8 [panels, chunks, CHUNK_BYTES]; None where exponents vary too much.
+    Raises NoCompilerError where it cannot be built."""
+    pack = function(CSRC / "panel_gemm.cpp", "pack_exact12", [ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p],
+                    cache)  # fmt: skip
+    pack.restype = ctypes.c_int
+
+    def packed(x: torch.Tensor) -> torch.Tensor | None:
+        plain = panels.pack(x.bfloat16())
+        out = torch.empty(len(plain), -(-x.shape[1] // CHUNK), CHUNK_BYTES, dtype=torch.uint8)
+        return out if pack(plain.data_ptr(), len(plain), plain.shape[1], out.data_ptr()) else None
+
+    return packed
 
 
 def reference_quantizer(stored: Grouped) -> Quantizer:

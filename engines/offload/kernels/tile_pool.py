@@ -13,6 +13,8 @@ from engines.offload.kernels.gemm import Gemm
 from engines.offload.memory.storage import Panels
 from harness.api import Dtype
 
+#: Names of the storages that the pool multiplies.
+_STORED = ("panels", "panels12", "panels3", "panels4", "panels8")
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -32,7 +34,7 @@ class TilePool:
 
         self._open = find("open_product", [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE], _POINTER)
         arguments = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE]
-        self.add = {name: find(f"add_{name}", arguments) for name in ("panels", "panels3", "panels4", "panels8")}
+        self.add = {name: find(f"add_{name}", arguments) for name in _STORED}
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
         self.end = find("close_product", [_POINTER])

@@ -79,7 +79,7 @@ class PackedAttention:
             for row, (table, token) in enumerate(tokens)
             if row not in written_on_host
         ]
-        rows, blocks, offsets = torch.tensor(slots, dtype=torch.long).view(-1, 3).unbind(1)
+        rows, blocks, offsets = torch.tensor(slots, dtype=torch.long).view(-1, 3).T.contiguous()
         return self.context.cache.slot_mapping(None if len(slots) == len(tokens) else rows, blocks, offsets)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from engines.offload.kernels import Quantizer
-from engines.offload.kernels.layer_blocks import LayerBlocks, Target
+from engines.offload.kernels.layer_blocks import LayerBlocks, RowWriter, Target, torch_writer
 from engines.offload.kv_cache.block_manager import BlockManager, Chunk
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks
@@ -39,6 +39,7 @@ class PagedCache(BlockManager):
         offloaded: OffloadedBlocks | None = None,
         device: torch.device | None = None,
         host_attention: HostAttention | None = None,
+        writer: RowWriter = torch_writer,
     ) -> None:
         num_offloaded = 0 if offloaded is None else offloaded.num_blocks
         super().__init__(num_device_blocks + num_offloaded, num_offloaded)
@@ -46,6 +47,7 @@ class PagedCache(BlockManager):
         self._block_shape, dtype = block_layout(shape, stored)
         self._rows = torch.empty(shape.num_layers, num_device_blocks, *self._block_shape, dtype=dtype, device=device)
         self._quantizer = quantizer
+        self._writer = writer
         self.offloaded = offloaded
         self.host_attention = host_attention
         self._staged_writes: set[int] = set()  # offloaded blocks that this pass writes where they are staged
@@ -110,7 +112,7 @@ class PagedCache(BlockManager):
     def write(self, to: LayerBlocks, slots: Sequence[Target], key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores key and value [kv_heads, tokens, head_dim] of a batch's tokens, in its order."""
         for which, new in enumerate((key, value)):
-            to.put(which, slots, self._quantizer.pack(new.transpose(0, 1)))
+            to.put(which, slots, self._quantizer.pack(new.transpose(0, 1)), self._writer)
 
     def _written(self, chunks: Iterable[Chunk]) -> set[int]:
         """Offloaded blocks that chunks write to."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from engines.offload.memory.storage import Grouped, Panels, WeightStorage
 from harness.api import ModelShape
@@ -134,6 +134,17 @@ def tiles_of(
             tiles.append(WeightTile(len(tiles), matrix.name, axis, start, stop, shape, file, offset, nbytes, storage))
             ends[file] = offset + aligned(nbytes)
     return tiles
+
+
+def stored_as(tiles: Sequence[WeightTile], stored: Mapping[int, WeightStorage]) -> list[WeightTile]:
+    """The same tiles, those whose index is in `stored` stored so, laid out anew."""
+    ends: dict[str, int] = {}
+    laid = []
+    for tile in tiles:
+        how = stored.get(tile.index, tile.stored)
+        laid.append(replace(tile, stored=how, nbytes=how.matrix_bytes(*tile.shape), offset=ends.get(tile.file, 0)))
+        ends[tile.file] = laid[-1].offset + laid[-1].span
+    return laid
 
 
 def matrix_spans(tiles: Sequence[WeightTile]) -> list[range]:

@@ -10,6 +10,9 @@ BITS, GROUPS = (3, 4, 8), (32, 64, 128)
 CODES_PER_WORD = 8
 #: Rows of a panel.
 PANEL = 16
+#: In twelve bits: columns of a panel's chunk, and its bytes, of which 16 are a header.
+CHUNK = 64
+CHUNK_BYTES = 16 + PANEL * CHUNK * 12 // 8
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,11 @@ class Panels:
     """
 
     grouped: Grouped | None = None
+    exact12: bool = False  # bfloat16 in twelve bits: see csrc/exact12.h
 
     @property
     def name(self) -> str:
-        return "panels" if self.grouped is None else f"panels{self.grouped.bits}"
+        return "panels12" if self.exact12 else f"panels{self.grouped.bits}" if self.grouped else "panels"
 
     @property
     def grain(self) -> int:
@@ -102,6 +106,8 @@ class Panels:
 
     def panel_bytes(self, columns: int) -> int:
         """Bytes of a panel of `columns` columns."""
+        if self.exact12:
+            return -(-columns // CHUNK) * CHUNK_BYTES
         if self.grouped is None:
             return PANEL * -(-columns // 2) * 2 * DTYPE_BYTES["bfloat16"]
         bits, group = self.grouped.bits, self.grouped.group
@@ -128,3 +134,18 @@ def storages(dtype: Dtype, policy: OffloadPolicy) -> tuple[Storage, Storage, Sto
     if policy.weight_bits != 16:
         layers = Grouped(policy.weight_bits, policy.group_size, group_axis=0 if policy.weight_groups == "output" else 1)
     return layers, plain, plain if policy.kv_bits == 16 else Grouped(policy.kv_bits, policy.group_size)
+
+
+def panels_of(stored: Storage, twelve_bits: bool) -> Panels | None:
+    """The panels in which a host can keep weights that are to be `stored` so, in `twelve_bits` if they are bfloat16.
+    None where there are none."""
+    if isinstance(stored, Grouped):
+        return Panels(stored) if stored.group_axis == 1 else None
+    return Panels(exact12=twelve_bits) if stored.dtype == "bfloat16" else None
+
+
+def may_use_twelve_bits(policy: OffloadPolicy, limited: bool) -> bool:
+    """Whether the engine may keep bfloat16 in twelve bits on a host by itself: where memory is `limited` or weights are
+    to be on disk, since else nothing has to be saved."""
+    streams = limited or (policy.weights is not None and policy.weights[2] > 0)
+    return policy.weight_format == "auto" and policy.weight_bits == 16 and streams

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from engines.common.folders import build_once
 from engines.models import file_digest as content
 from engines.models import shards
-from engines.offload.kernels import Pack
-from engines.offload.memory.layout import Matrix, WeightTile
-from engines.offload.memory.storage import Panels, Plain, WeightStorage
+from engines.offload.kernels import WeightPack, panels
+from engines.offload.memory.layout import Matrix, WeightTile, aligned, stored_as
+from engines.offload.memory.storage import Grouped, Panels, Plain, WeightStorage
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from harness.api import HarnessError, LocalModel
 
@@ -27,6 +27,8 @@ _LAYOUT = 1
 #: group's least value and its largest, 2 and 3 are kernels/least_squares.py, which started from other ranges in 2.
 _QUANTIZER = 3
 _SMALL = "small.safetensors"
+#: Lists the tiles that could not be packed.
+_PLAIN = "plain.json"
 _PIECE = 4 << 20
 _REMOVE = "remove its folder, and the checkpoint will be converted again"
 
@@ -46,7 +48,8 @@ class CheckpointLayout:
 class ConvertedCheckpoint:
     """A converted checkpoint's folder: its tiles in the order of use, read by TileReader, and tensors read by name.
 
-    `note` names a folder of the same checkpoint that an earlier quantizer wrote, or is empty.
+    A tile that twelve bits cannot hold is plain. `note` names a folder of the same checkpoint that an earlier quantizer
+    wrote, or is empty.
     """
 
     folder: Path
@@ -86,13 +89,13 @@ class ConvertedCheckpoint:
 
 
 def convert(
-    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, packers: Mapping[WeightStorage, Pack],
+    model: LocalModel, source: CheckpointReader, layout: CheckpointLayout, packers: Mapping[WeightStorage, WeightPack],
     cache: Path, on_progress: Callable[[int, int], None],
 ) -> ConvertedCheckpoint:  # fmt: skip
     """Converts `model` into a folder under `cache`, tile by tile, unless one of the same content and layout is there.
 
-    `packers` quantize tiles. Raises HarnessError for a checkpoint that does not fit the model or holds NaN,
-    DiskFullError where it cannot be written.
+    `packers` pack tiles that are not plain. Raises HarnessError for a checkpoint that does not fit the model or holds
+    NaN, DiskFullError where it cannot be written.
     """
     dtype, tables = getattr(torch, model.dtype), layout.tables
     contents = [content.digest(shard, cache) for shard in source.shards]
@@ -104,8 +107,8 @@ def convert(
     needed = sum(tile.span for tile in layout.tiles) + sum(a * b for a, b in tables.values()) * dtype.itemsize
 
     def write(folder: Path) -> None:
-        done = 0
-        for name, data in _pieces(source, layout, dtype, packers):
+        done, plain = 0, list[int]()
+        for name, data in _pieces(source, layout, dtype, packers, plain):
             with (folder / name).open("ab") as file:
                 file.write(data)
             done += len(data)
@@ -115,11 +118,13 @@ def convert(
         for name, tensor in tensors.items():
             _stored(name, tensor, tensor.dtype)
         shards.save(tensors, folder / _SMALL)
+        (folder / _PLAIN).write_text(json.dumps(plain))
 
     folder = build_once(folder_of(_QUANTIZER), "converted weights", needed, write)
     stale = [old for old in map(folder_of, range(1, _QUANTIZER)) if old != folder and old.is_dir()]
     note = f"the weights were quantized again, with a smaller error; nothing reads {stale[0]} any more" if stale else ""
-    converted = ConvertedCheckpoint(folder, dtype, layout.tiles, tables, note)
+    plain = dict.fromkeys(_plain_tiles(folder), Panels())
+    converted = ConvertedCheckpoint(folder, dtype, stored_as(layout.tiles, plain), tables, note)
     converted.check()
     return converted
 
@@ -138,7 +143,7 @@ def folder_key(
             return {"dtype": stored.dtype}
         if isinstance(stored, Panels):
             inside: WeightStorage = Plain("bfloat16") if stored.grouped is None else stored.grouped
-            return {"panel": stored.grain, **storage(inside)}
+            return {"panel": stored.grain, **storage(inside)} | ({"bits": 12} if stored.exact12 else {})
         known = {"bits": stored.bits, "group": stored.group, "across": stored.group_axis == 0}
         return known if quantizer == 1 else known | {"quantizer": quantizer}
 
@@ -151,21 +156,24 @@ def folder_key(
 
 
 def _pieces(
-    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, packers: Mapping[WeightStorage, Pack]
-) -> Iterator[tuple[str, bytes]]:
-    """What to append to the files of tiles and tables, in this order: (file, bytes)."""
+    source: CheckpointReader, layout: CheckpointLayout, dtype: torch.dtype, packers: Mapping[WeightStorage, WeightPack],
+    plain: list[int],
+) -> Iterator[tuple[str, bytes]]:  # fmt: skip
+    """What to append to the files of tiles and tables, in this order: (file, bytes). Appends to `plain` the indices of
+    tiles that could not be packed."""
     matrices = {matrix.name: matrix for matrix in layout.matrices}
     for tile in layout.tiles:
-        part = _read(source, matrices[tile.matrix], tile)
-        if isinstance(tile.stored, Plain):
-            stored = _stored(tile.matrix, part, dtype)
-        elif isinstance(tile.stored, Panels):
-            kept = dtype if tile.stored.grouped is None else part.dtype
-            stored = packers[tile.stored](_stored(tile.matrix, part, kept))
-        else:
-            finite = _stored(tile.matrix, part, part.dtype)
-            stored = packers[tile.stored](finite if tile.stored.group_axis else finite.T)
-        yield tile.file, _bytes(stored).ljust(tile.span, b"\0")
+        part, stored = _read(source, matrices[tile.matrix], tile), tile.stored
+        exact = isinstance(stored, Plain) or (isinstance(stored, Panels) and stored.grouped is None)
+        values = _stored(tile.matrix, part, dtype if exact else part.dtype)
+        packed: torch.Tensor | None = values
+        if not isinstance(stored, Plain):
+            packed = packers[stored](values.T if isinstance(stored, Grouped) and stored.group_axis == 0 else values)
+        if packed is None:
+            plain.append(tile.index)
+            packed = panels.pack(values)
+        nbytes = _bytes(packed)
+        yield tile.file, nbytes.ljust(aligned(len(nbytes)), b"\0")
     for name, shape in layout.tables.items():
         view = source.view(name, shape)
         rows = max(1, _PIECE // (shape[1] * dtype.itemsize))
@@ -184,6 +192,17 @@ def _read(source: CheckpointReader, matrix: Matrix, tile: WeightTile) -> torch.T
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _plain_tiles(folder: Path) -> list[int]:
+    """Indices of the tiles that could not be packed. Raises HarnessError for a damaged list."""
+    path = folder / _PLAIN
+    if not path.exists():  # converted before there was such a list
+        return []
+    try:
+        return [int(index) for index in json.loads(path.read_bytes())]
+    except (ValueError, TypeError) as exc:
+        raise HarnessError(f"{path} is damaged; {_REMOVE}") from exc
 
 
 def _table_file(name: str) -> str:

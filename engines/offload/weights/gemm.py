@@ -8,18 +8,19 @@ import copy
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from engines.offload.device.protocol import Accelerator
-from engines.offload.kernels import Gemm, HostKernels, Pack, Quantizer, stored_view
+from engines.offload.kernels import Gemm, HostKernels, Quantizer, WeightPack, stored_view
 from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.layout import TILE_VALUES
-from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage
-from harness.api import DTYPE_BYTES, Dtype
+from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage, panels_of
+from harness.api import DTYPE_BYTES, Dtype, UnsupportedError
 
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
 _ROWS, _DEVICE_ROWS = 256, 2048
@@ -34,6 +35,8 @@ _ROW_PAD = 16
 #: Panels are taken unless another way needs less than this part of their time: their pool bears other processes on the
 #: CPU, and a choice that changed from one load to the next would convert the checkpoint again.
 _CLEARLY_FASTER = 0.8
+#: Of panels, those in twelve bits are taken unless the others need less than this part of their time.
+_LITTLE_SLOWER = 0.85
 
 
 @dataclass(frozen=True)
@@ -54,29 +57,59 @@ class GemmBackend:
     pool: TilePool | None = None
 
 
-def choose_gemm(stored: Storage, hidden: int, dtypes: Sequence[Dtype], kernels: HostKernels) -> GemmBackend:
+def choose_gemm(
+    stored: Storage,
+    hidden: int,
+    dtypes: Sequence[Dtype],
+    kernels: HostKernels,
+    exact12: Literal["no", "may", "must"] = "no",
+) -> GemmBackend:
     """The fastest GEMM for weights `stored` so or in panels, about `hidden` wide, and activations in one of `dtypes`;
-    measured."""
+    measured. `exact12`: whether bfloat16 may or must be kept in twelve bits; it may where products take little longer.
+
+    Raises UnsupportedError where it must and cannot.
+    """
     quantizer = kernels.quantizer(stored)
     candidates = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
         candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
     tiles: dict[WeightStorage, list[torch.Tensor]] = {stored: _tiles(stored, quantizer.pack, hidden)}
-    if (panels := _panels(stored)) is not None and (pool := kernels.tile_pool()) is not None and pool.dtype in dtypes:
-        candidates.append(GemmBackend("panels", pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
+    pool = kernels.tile_pool()
+    kept = _kept(stored, exact12) if pool is not None and pool.dtype in dtypes else []
+    if exact12 == "must" and Panels(exact12=True) not in kept:
+        raise UnsupportedError("policy.weight_format: exact12 is for weights in bfloat16 on a host, computed in its "
+                               f"fastest dtype, with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
+    for panels in kept:
+        assert pool is not None
+        candidates.append(GemmBackend(panels.name, pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
         tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
+    if exact12 == "must":
+        candidates = candidates[-1:]
     seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in candidates])
-    fastest, best = min(
-        zip(seconds, candidates, strict=True), key=lambda pair: pair[0] * (_CLEARLY_FASTER if pair[1].pool else 1.0)
-    )
+    fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0] * _handicap(pair[1].stored))
     return replace(best, flops=1 / fastest)
 
 
-def _panels(stored: Storage) -> Panels | None:
-    """The panels in which weights that are to be `stored` so can be; None where there are none."""
-    if isinstance(stored, Grouped):
-        return Panels(stored) if stored.group_axis == 1 else None
-    return Panels() if stored.dtype == "bfloat16" else None
+def _kept(stored: Storage, exact12: Literal["no", "may", "must"]) -> list[Panels]:
+    """The panels in which weights that are to be `stored` so can be."""
+    ways = [panels_of(stored, twelve_bits) for twelve_bits in ([False] if exact12 == "no" else [False, True])]
+    return [panels for panels in dict.fromkeys(ways) if panels is not None]
+
+
+def _handicap(stored: WeightStorage) -> float:
+    """A factor on the time of weights kept so, by which they are preferred."""
+    if not isinstance(stored, Panels):
+        return 1.0
+    return _CLEARLY_FASTER * (_LITTLE_SLOWER if stored.exact12 else 1.0)
+
+
+def with_plain_panels(ways: Iterable[GemmBackend]) -> dict[WeightStorage, GemmBackend]:
+    """Ways to multiply by how weights are stored; with one for tiles that twelve bits cannot hold."""
+    gemms = {way.stored: way for way in ways}
+    for way in list(gemms.values()):
+        if isinstance(way.stored, Panels) and way.stored.exact12 and way.pool is not None:
+            gemms.setdefault(Panels(), replace(way, gemm=way.pool.gemm(Panels()), stored=Panels()))
+    return gemms
 
 
 def torch_threads(pool: TilePool | None) -> int:
@@ -147,10 +180,14 @@ def _tile_size(hidden: int) -> tuple[int, int]:
     return min(TILE_VALUES // columns, _HEIGHT), columns
 
 
-def _tiles(stored: WeightStorage, pack: Pack, hidden: int, device: torch.device | None = None) -> list[torch.Tensor]:
+def _tiles(
+    stored: WeightStorage, pack: WeightPack, hidden: int, device: torch.device | None = None
+) -> list[torch.Tensor]:
     size = _tile_size(hidden)
     values = torch.full(size[::-1] if _is_transposed(stored) else size, 0.01, device=device)
-    raw = pack(values).view(torch.uint8)
+    packed = pack(values)
+    assert packed is not None, "values that are alike"
+    raw = packed.view(torch.uint8)
     return [stored_view(raw.flatten().clone(), stored, *size) for _ in range(4)]
 
 

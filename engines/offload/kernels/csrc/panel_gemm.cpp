@@ -177,9 +177,19 @@ extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int6
   }
 
 ADD_TILE(panels, PlainPanels)
+ADD_TILE(panels12, Exact12Panels)
 ADD_TILE(panels3, GroupedPanels<3>)
 ADD_TILE(panels4, GroupedPanels<4>)
 ADD_TILE(panels8, GroupedPanels<8>)
+
+// Packs panels of bfloat16, of `pairs` pairs of columns, in twelve bits. Returns whether all chunks can be; else `out`
+// is of no use.
+extern "C" int pack_exact12(const BFloat16* panels, int64_t count, int64_t pairs, Chunk* out) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t at = 0; at < pairs * kPair; at += kChunk)
+      if (!(out++)->pack(panels + i * pairs * kPair + at, std::min(kChunk, pairs * kPair - at))) return 0;
+  return 1;
+}
 
 // Whether tile number `tile` is done.
 extern "C" int is_done(void* product, int64_t tile) { return static_cast<Product*>(product)->tiles[tile]->done(); }

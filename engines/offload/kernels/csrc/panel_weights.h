@@ -1,4 +1,4 @@
-// Weights in panels, as they are stored: plain bfloat16, or quantized in groups.
+// Weights in panels, as they are stored: plain bfloat16, bfloat16 in twelve bits, or quantized in groups.
 //
 // Each kind has the bytes of a panel, and multiplies: sums[rows, panels] = x[rows, k] times up to kTogether panels. The
 // order in which a value is summed depends on k alone, so a row's result does not depend on the other rows.
@@ -7,8 +7,8 @@
 
 #include <vector>
 
+#include "exact12.h"
 #include "packed_rows.h"
-#include "panel_product.h"
 
 namespace {
 
@@ -44,6 +44,33 @@ struct PlainPanels {
               x.x + r * x.ld + 2 * from, x.ld, w + from * kPair, apart, some,
               [=](int64_t i, int64_t j) { return from ? load_floats(to + i * kSumsApart + j) : Floats{}; },
               [=](int64_t i, int64_t j, Floats sum) { store_floats(to + i * kSumsApart + j, sum); });
+        });
+    }
+  }
+};
+
+// bfloat16 in twelve bits, a chunk at a time unpacked into the L1 cache. The sums are PlainPanels', bit for bit.
+struct Exact12Panels {
+  static int64_t panel_bytes(int64_t k, int64_t) { return chunks_of(k) * sizeof(Chunk); }
+
+  static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
+    alignas(64) BFloat16 values[kTogether * kChunk];
+    const int64_t chunks = chunks_of(x.k), chunk_pairs = kChunk / kPair;
+    for (int64_t i = 0; i < chunks; ++i) {
+      for (int64_t c = 0; c < count; ++c) {
+        const Chunk* chunk = reinterpret_cast<const Chunk*>(panels) + c * chunks + i;
+        for (size_t ahead = 0; ahead < sizeof *chunk; ahead += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(chunk + 2) + ahead);
+        chunk->unpack(values + c * kChunk);
+      }
+      const int64_t pairs = std::min(chunk_pairs, pairs_of(x.k) - i * chunk_pairs);
+      for (int64_t r = 0; r < x.count; r += kBlock)
+        with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
+          float* to = sums + r * kSumsApart;
+          block<R, C>(
+              x.x + r * x.ld + i * 2 * chunk_pairs, x.ld, values, kChunk, pairs,
+              [=](int64_t row, int64_t j) { return i ? load_floats(to + row * kSumsApart + j) : Floats{}; },
+              [=](int64_t row, int64_t j, Floats sum) { store_floats(to + row * kSumsApart + j, sum); });
         });
     }
   }

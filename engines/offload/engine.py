@@ -32,6 +32,7 @@ class OffloadEngine:
             raise TypeError("attention_units must be at least 1")
         self._attention_units = attention_units
         self._runner: ModelRunner | None = None
+        self._host_kernels: HostKernels | None = None
         self._resources = ExitStack()  # what `close` must end
 
     def capabilities(self) -> api.Capabilities:
@@ -63,7 +64,7 @@ class OffloadEngine:
             resources.callback(host_kernels.close)
             backend = self._backend(request, host_kernels, resources)
             self._runner = ModelRunner(load(request, backend, host_kernels, resources))
-            self._resources = resources.pop_all()
+            self._resources, self._host_kernels = resources.pop_all(), host_kernels
         return self.loaded.report
 
     def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
@@ -108,6 +109,8 @@ class OffloadEngine:
         return self.loaded.stats()
 
     def close(self) -> None:
+        if self._host_kernels is not None:
+            self._host_kernels.close()  # before any weight goes: a late thread of the pool may still read one
         self._runner = None  # its tensors must be gone when the device returns memory
         self._resources.close()
 

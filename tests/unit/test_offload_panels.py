@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engines.offload.engine import OffloadEngine
+from engines.offload.kernels import HostKernels
 from engines.offload.memory.storage import Panels
 from engines.offload.weights import gemm
 from harness import api
@@ -155,3 +156,14 @@ def test_quantized_weights_have_one_format():
 def test_by_itself_the_engine_saves_bytes_only_where_some_are_read_again(model, cache, policy, kept):
     _, report = load_and_answer(model, cache, requests_of(1, 2), gpu_batch_size=4, **policy)
     assert kept is None or bool(note_of(report)) == kept
+
+
+def test_the_pool_ends_before_any_weight_goes(model, cache, monkeypatch):
+    """A thread that has lost its CPU in a product may read a weight when it comes back."""
+    seen = []
+    engine, _ = load(model, cache, **EXACT12)
+    close = HostKernels.close
+    monkeypatch.setattr(HostKernels, "close", lambda kernels: (seen.append(engine._runner is not None), close(kernels)))
+    engine.close()
+    assert seen[0]
+    engine.close()  # idempotent

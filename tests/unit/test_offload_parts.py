@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.offload.kernels import panels
 from engines.offload.kernels.gemm import torch_gemm
+from engines.offload.kernels.tile_pool import TilePool
 from engines.offload.memory.layout import ALIGN, Matrix, matrix_spans, tiles_of
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Panels, Plain
@@ -31,6 +33,44 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
         return (found.double() - exact).pow(2).mean().sqrt()
 
     assert off(torch.cat(joint.parts)) < 1.6 * off(torch.addmm(bias, x, weight.T))
+
+
+@pytest.mark.parametrize("way", ["torch", "panels"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_joint_product_is_each_batch_s_own_once_its_tiles_are_done(cache, way, biased):
+    """Of rows of one matrix in several tiles, for some batches and not for others."""
+    pool = TilePool(cache, 2)
+    dtype = getattr(torch, pool.dtype)
+    stored = Panels() if way == "panels" else Plain(pool.dtype)
+    backend = GemmBackend(way, pool.dtype, torch_gemm, 0, stored, pool=pool if way == "panels" else None)
+    weight, bias = torch.randn(100, 40).bfloat16(), torch.randn(100).to(dtype) if biased else None
+    inputs = [torch.randn(rows, 40).to(dtype) for rows in (3, 5)]
+    requests = [GemmRequest("m", inputs[0], bias), None, GemmRequest("m", inputs[1], bias)]
+    joint = JointGemm(requests, 100, backend)
+    tiles = tiles_of([Matrix("m", 100, 40, "f")], [stored], 40 * 32)
+    kept = [weight[tile.start : tile.stop].to(dtype) for tile in tiles]
+    kept = [panels.pack(part.bfloat16()) for part in kept] if way == "panels" else kept
+    assert [joint.add(tile, part) for tile, part in zip(tiles, kept, strict=True)] == list(range(len(tiles)))
+    joint.wait()
+    assert all(joint.is_done(number) for number in range(len(tiles)))
+    assert joint.matrix == "m" and joint.parts[1] is None
+    for x, part in zip(inputs, joint.parts[::2], strict=True):
+        exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+        torch.testing.assert_close(part.double(), exact, rtol=2**-7, atol=2**-5)
+    joint.close()
+    pool.close()
+
+
+def test_a_product_of_no_rows_is_done_at_once(cache):
+    """No batch of a pass wants logits."""
+    pool = TilePool(cache, 2)
+    backend = GemmBackend("panels", pool.dtype, torch_gemm, 0, Panels(), pool=pool)
+    joint = JointGemm([GemmRequest("m", torch.empty(0, 8, dtype=getattr(torch, pool.dtype)), None)], 16, backend)
+    (tile,) = tiles_of([Matrix("m", 16, 8, "f")], [Panels()])
+    assert joint.add(tile, torch.empty(0)) == 0 and joint.is_done(0)
+    joint.wait()
+    joint.close()
+    assert joint.parts[0].shape == (0, 16)
 
 
 @given(

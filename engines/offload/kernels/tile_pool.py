@@ -34,7 +34,7 @@ class TilePool:
 
         self._open = find("open_product", [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE], _POINTER)
         arguments = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE]
-        self.add = {name: find(f"add_{name}", arguments) for name in _STORED}
+        self.add_tile = {name: find(f"add_{name}", arguments) for name in _STORED}
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
         self.end = find("close_product", [_POINTER])
@@ -84,7 +84,7 @@ class PanelProduct:
         assert weight.nbytes == stored.matrix_bytes(n, self._columns) and weight.is_contiguous()
         assert out.stride(1) == 1 and len(out) == self._rows and out.dtype == getattr(torch, self._pool.dtype)
         assert bias is None or (bias.shape == (n,) and bias.is_contiguous() and bias.dtype == out.dtype)
-        self._pool.add[stored.name](
+        self._pool.add_tile[stored.name](
             self._handle, weight.data_ptr(), stored.grouped.group if stored.grouped else 0, n,
             None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0),
         )  # fmt: skip

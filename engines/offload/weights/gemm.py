@@ -74,17 +74,17 @@ def choose_gemm(
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
         candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
     tiles: dict[WeightStorage, list[torch.Tensor]] = {stored: _tiles(stored, quantizer.pack, hidden)}
-    pool = kernels.tile_pool()
-    kept = _kept(stored, exact12) if pool is not None and pool.dtype in dtypes else []
-    if exact12 == "must" and Panels(exact12=True) not in kept:
+    kept = _kept(stored, exact12)
+    pool = kernels.tile_pool() if kept else None
+    if pool is not None and pool.dtype in dtypes:
+        for panels in kept:
+            candidates.append(GemmBackend(panels.name, pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
+            tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
+    if exact12 == "must":
+        candidates = [candidate for candidate in candidates if candidate.stored == Panels(exact12=True)]
+    if not candidates:
         raise UnsupportedError("policy.weight_format: exact12 is for weights in bfloat16 on a host, computed in its "
                                f"fastest dtype, with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
-    for panels in kept:
-        assert pool is not None
-        candidates.append(GemmBackend(panels.name, pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
-        tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
-    if exact12 == "must":
-        candidates = candidates[-1:]
     seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in candidates])
     fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0] * _handicap(pair[1].stored))
     return replace(best, flops=1 / fastest)

@@ -1,8 +1,8 @@
 // bfloat16 in twelve bits, exactly: a sign and seven bits of mantissa, and four bits for the exponent.
 //
 // Exponents of weights crowd below the largest: of 8 bits they carry 2.5. A chunk of kChunk values has a base; the code c
-// of 1 to 15 stands for the exponent base + c, and 0 for the exponent 0, of zeros and denormals. What lies outside, one
-// in ten thousand of a normal distribution's values, stands in full in a short list. A chunk with more of these cannot be
+// of 1 to 15 stands for the exponent base + c, and 0 for the exponent 0, of zeros and denormals. What lies outside, one or
+// two in ten thousand of a normal distribution's values, stands in full in a short list. A chunk with more of these cannot be
 // packed. DFloat11 (Zhang et al. 2025) codes exponents by Huffman's method for weights that stay on a GPU; four bits are
 // longer and need no tree.
 

@@ -40,7 +40,7 @@ class HostRing(Ring):
 
     def __init__(self, tiles: Sequence[WeightTile], slots: int, reader: TileReader) -> None:
         size = _size(tiles, slots)
-        super().__init__(page_aligned(math.prod(size)).view(size))
+        super().__init__(page_aligned(math.prod(size)).view(size).zero_())  # else the first reads allocate its pages
         self._reader = reader
 
     def fetch(self, tiles: Sequence[WeightTile], slots: Sequence[int]) -> None:

@@ -127,7 +127,7 @@ class CausalLMEngine(api.Engine, ABC):
         refuse_disk_limit(self.name, limits)
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
-        dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+        dtype = policy.float_dtype(self.name, model.dtype)
         request = PlacementRequest(model, dtype, policy, limits, job, device_budget(limits))
         placement = self._place(request)
         self._module, self._device = placement.module.eval(), request.device

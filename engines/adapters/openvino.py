@@ -54,7 +54,7 @@ class OpenVinoEngine(api.Engine):
         if policy.weight_bits not in (16, 8) or policy.kv_bits not in (16, 8):
             raise api.UnsupportedError("engine openvino stores weights, keys and values in 16 or 8 bits here")
         shape, batch = model.shape, policy.gpu_batch_size
-        dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+        dtype = policy.float_dtype(self.name, model.dtype)
         work = sum(working_bytes(shape, batch, job.max_sequence, api.DTYPE_BYTES[dtype])) + SLACK_BYTES
         weights = model.weight_bytes * policy.weight_bits // 16
         require_memory(self.name, weights + work, limits.host_memory, "its weights and working memory")

@@ -53,7 +53,7 @@ class VllmEngine(api.Engine):
         if device_budget(limits) is None or limits.device_memory is None:
             raise api.UnsupportedError("vLLM offloads from a CUDA device: it needs limits.device_memory")
         shape, batch = model.shape, policy.gpu_batch_size
-        dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+        dtype = policy.float_dtype(self.name, model.dtype)
         weights = shape.params_total * api.DTYPE_BYTES[dtype]
         whole = torch.cuda.get_device_properties(0).total_memory
         device = min(whole, limits.device_memory)

@@ -41,7 +41,7 @@ class VllmCpuEngine(VllmEngine):
         policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
         refuse_disk_limit(self.name, limits)
         shape, batch = model.shape, policy.gpu_batch_size
-        dtype = model.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+        dtype = policy.float_dtype(self.name, model.dtype)
         width = api.DTYPE_BYTES[dtype]
         blocks = batch * -(-job.max_sequence // _BLOCK) + 1
         space = math.ceil(blocks * _BLOCK * shape.kv_bytes_per_token(width) / 2**30)

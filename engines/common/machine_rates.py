@@ -38,7 +38,7 @@ def gemm_rates(
         rates: dict[str, dict[str, list[float]]] = {}
         for dtype in dtypes:
             copies = max(1, _ROTATED_BYTES // (n * k * getattr(torch, dtype).itemsize))
-            weights = torch.full((copies, n, k), 0.01, dtype=getattr(torch, dtype))
+            weights = _filled((copies, n, k), getattr(torch, dtype))
             rates[dtype] = {
                 str(count): [s for way in _ways(dtype) for s in _samples(way, weights, count)]
                 for count in rows
@@ -107,10 +107,17 @@ class _Way:
 
 
 def _ways(dtype: str) -> list[_Way]:
+    if dtype == "int8":
+        return [_Way(lambda x, weight: torch._int_mm(x, weight.t()))]
     ways = [_Way(torch.nn.functional.linear)]
     if torch._C._has_mkldnn:
         ways.append(_Way(_by_onednn, torch.ops.mkldnn._reorder_linear_weight))
     return [*ways, _Way(_by_numpy)] if dtype == "float32" else ways
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small values, of which products do not overflow."""
+    return torch.full(shape, 0.01 if dtype.is_floating_point else 1, dtype=dtype)
 
 
 def _by_onednn(x: torch.Tensor, packed: torch.Tensor) -> object:
@@ -125,7 +132,7 @@ def _by_numpy(x: torch.Tensor, weight: torch.Tensor) -> object:
 def _samples(way: _Way, weights: torch.Tensor, rows: int) -> list[float]:
     """FLOP/s of each repetition after a warm-up, at least one, in rotation over weights [copies, n, k]."""
     copies, n, k = weights.shape
-    x = torch.full((rows, k), 0.01, dtype=weights.dtype)
+    x = _filled((rows, k), weights.dtype)
     rotation = itertools.cycle([way.prepare(weight, rows) for weight in weights[: min(copies, _REPETITIONS + 1)]])
     way.multiply(x, next(rotation))
     samples: list[float] = []

@@ -25,7 +25,7 @@ from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoin
 from engines.offload.weights.gemm import GemmBackend, with_plain_panels
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import DTYPE_BYTES, Dtype, LoadReport, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, Arithmetic, LoadReport, ModelShape, OffloadPolicy
 
 
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
@@ -121,7 +121,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         activation_offload=offload,
         io_compute_balance_rows=balance,
         timeline=timeline,
-        report=_report(model.shape, realised, plan, backend.placement(), gemm.dtype, notes),
+        report=_report(model.shape, realised, plan, backend.placement(), gemm.arithmetic, notes),
     )
 
 
@@ -169,13 +169,14 @@ def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[WeightStorage, GemmB
 
 
 def _report(
-    shape: ModelShape, policy: OffloadPolicy, plan: MemoryPlan, placement: Placement, dtype: Dtype, notes: list[str]
-) -> LoadReport:
+    shape: ModelShape, policy: OffloadPolicy, plan: MemoryPlan, placement: Placement, arithmetic: Arithmetic,
+    notes: list[str],
+) -> LoadReport:  # fmt: skip
     total = sum(placement.weights)
     device, host, disk = (nbytes / total for nbytes in placement.weights)
     policy = replace(
         policy,
-        compute_dtype=dtype,
+        compute_dtype=arithmetic,
         weights=(device, host, disk),
         cache=placement.cache,
         activations=placement.activations,
@@ -186,7 +187,7 @@ def _report(
         max_context=shape.max_context,
         block_size=plan.sequences,
         policy=policy,
-        compute_dtype=dtype,
+        compute_dtype=arithmetic,
         weights_by_tier=placement.weights,
         steady_blocks=steady_blocks(policy),
         notes=tuple(filter(None, notes)),

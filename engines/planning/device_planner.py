@@ -79,7 +79,7 @@ class DevicePlanner(ClosedFormPlanner):
     def _plan(self, policy: OffloadPolicy, margin: float = 0.0) -> MemoryPlan:
         """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""
         if (policy, margin) not in self._plans:
-            dtype = self.job.dtype if policy.compute_dtype == "auto" else policy.compute_dtype
+            dtype = policy.float_dtype("offload on a device", self.job.dtype)
             cast_bytes = 0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype]
             cache = storages(self.job.dtype, policy)[2]
             request = self.job.memory_request(self._tiles(policy), cache, dtype, cast_bytes=cast_bytes)

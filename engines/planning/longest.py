@@ -47,7 +47,7 @@ class _Planner:
         layers, outside, self._cache = storages(model.dtype, policy)
         # on a host, `auto` is settled at load, by which is fastest there
         auto: list[Dtype] = [model.dtype] if self._device is not None else [model.dtype, "float32"]
-        dtypes = auto if policy.compute_dtype == "auto" else [policy.compute_dtype]
+        dtypes = auto if policy.compute_dtype in ("auto", "int8") else [policy.float_dtype("offload", model.dtype)]
         self._dtype = max(dtypes, key=lambda name: DTYPE_BYTES[name])
         self._cast_bytes = sum(max(_cast_bytes(stored, name) for name in dtypes) for stored in {layers, outside})
         tile_limit = None if self._device is None else tile_values(self._shape)

@@ -10,7 +10,7 @@ from typing import cast
 
 from engines.models.shapes import shape as shape_of
 from engines.offload.scheduler import steady_blocks
-from engines.planning.closed_form_planner import Prediction
+from engines.planning.closed_form_planner import Prediction, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.pipeline import planner_for
 from engines.planning.plan import shortage
@@ -56,6 +56,7 @@ def search_policy(
 
     Raises HarnessError for what cannot be planned, InfeasibleError if nothing fits.
     """
+    require_modelled(spec.policy)
     dtype = spec.policy.compute_dtype
     if dtype not in ("auto", profile.host.dtype):
         # the rates stay those of the profile's dtype, which hardly changes what is best; memory is this dtype's

@@ -8,6 +8,7 @@ from harness.api.common import (
     DTYPE_BYTES,
     FINAL_STATUSES,
     SCHEMA_VERSION,
+    Arithmetic,
     Bits,
     DiskFullError,
     Dtype,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from harness.api.common import FORBID, Bits, HarnessError, Schedule, Status, Tune, UnsupportedError
+from harness.api.common import FORBID, Bits, Dtype, HarnessError, Schedule, Status, Tune, UnsupportedError
 from harness.api.serial import to_json
 
 
@@ -73,7 +73,8 @@ class OffloadPolicy:
     The fractions of each triple (device, host, disk: wg wc wd for weights, cg cc cd for the KV cache, hg hc hd for
     activations) sum to 1; None leaves the placement to the engine. 16 bits keep the checkpoint's precision; fewer
     quantize in groups of `group_size` values, weights along a matrix's inputs or outputs (`weight_groups`).
-    `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. Without `overlap`, transfers and
+    `weight_format`: bfloat16 weights can be kept in 12 bits, with the same values. `compute_dtype`: int8 rounds
+    activations to eight bits where they are multiplied with quantized weights. Without `overlap`, transfers and
     arithmetic alternate. A sweep splits its batch into `nano_batches`; with `nano_overlap` the attention of one runs
     beside the products of another.
     Source: FlexGen (Sheng et al. 2023), section 4.3.
@@ -99,12 +100,19 @@ class OffloadPolicy:
     nano_overlap: bool = True
     prefill_chunk: int | None = None
     threads: int | None = None
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
     @property
     def block_size(self) -> int:
         """Sequences that share one pass over the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
+
+    def float_dtype(self, engine: str, stored: Dtype) -> Dtype:
+        """The dtype that `engine`, which has no int8 arithmetic, computes in; `stored`, the model's, for auto. Raises
+        UnsupportedError for int8."""
+        if self.compute_dtype == "int8":
+            raise UnsupportedError(f"engine {engine} has no policy.compute_dtype int8; leave it out, or use another dtype")
+        return stored if self.compute_dtype == "auto" else self.compute_dtype
 
     def value_bytes(self, bits: Bits, plain_bytes: float) -> float:
         """Bytes of a value stored in `bits`, with its share of its group's scale and minimum, each in float16.
@@ -127,6 +135,9 @@ class OffloadPolicy:
         if self.weight_format == "exact12" and self.weight_bits != 16:
             raise HarnessError(f"policy.weight_format is exact12 and weight_bits is {self.weight_bits}; weights have "
                                "one format: leave one out")  # fmt: skip
+        if self.compute_dtype == "int8" and self.weight_bits not in (4, 8):
+            raise HarnessError(f"policy.compute_dtype is int8 and weight_bits is {self.weight_bits}; int8 arithmetic is "
+                               "for weights of 8 or 4 bits: set weight_bits, or leave it out")  # fmt: skip
         if not 0 < self.value_sparsity <= 1:
             raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
         for name in ("weights", "cache", "activations"):

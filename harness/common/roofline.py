@@ -87,7 +87,7 @@ def bounds_of(
     requests.
 
     The job has `requests` requests, or as many as the launch. Its bound takes the fastest dtype that was probed, since
-    an engine may choose it. What the launch itself read in a second counts among the disk's samples.
+    an engine may choose it; int8, whose answers differ, only where the launch computed in it. What the launch itself read in a second counts among the disk's samples.
     """
     spec, load, model = record.spec, record.load, record.model
     if load is None or model is None or spec.workload.kind == "task":
@@ -102,7 +102,8 @@ def bounds_of(
     own = roofline(model, spec, load.block_size, load.compute_dtype, machine)
     requests = max(requests or len(record.requests), load.block_size)
     spec = replace(spec, workload=replace(workload, num_requests="auto"))
-    jobs = [b for dtype in machine.gemm_flops if (b := job_roofline(model, spec, requests, dtype, machine))]
+    dtypes = set(machine.gemm_flops) - ({"int8"} - {load.compute_dtype})
+    jobs = [b for dtype in sorted(dtypes) if (b := job_roofline(model, spec, requests, dtype, machine))]
     return own, max(jobs, key=lambda b: b.throughput_tok_s, default=None)
 
 

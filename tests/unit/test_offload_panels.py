@@ -167,3 +167,42 @@ def test_the_pool_ends_before_any_weight_goes(model, cache, monkeypatch):
     engine.close()
     assert seen[0]
     engine.close()  # idempotent
+
+
+INT8 = {"weight_bits": 8, "compute_dtype": "int8", "gpu_batch_size": 4}
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.02)])
+def test_int8_answers_are_nearly_those_of_the_same_weights(model, cache, bits, most):
+    engine, report = load(model, cache, **INT8 | {"weight_bits": bits})
+    assert report.compute_dtype == report.policy.compute_dtype == "int8"
+    assert any("products by int8 panels" in note for note in report.notes)
+    found = scores(engine)
+    engine.close()
+    engine, report = load(model, cache, weight_bits=bits, gpu_batch_size=4)
+    expected = scores(engine)
+    engine.close()
+    assert report.compute_dtype != "int8"
+    assert found != expected
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, rel=most)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"weight_bits": 3}, "int8 is for policy.weight_bits 8 or 4"),
+        ({"weight_groups": "output"}, "int8 is for policy.weight_bits 8 or 4 along a matrix's inputs"),
+    ],
+)
+def test_where_int8_cannot_be(tmp_path, cache, policy, message):
+    model = random_model(tmp_path / "m", "llama", torch.bfloat16)
+    with pytest.raises(api.UnsupportedError, match=message):
+        load(model, cache, **INT8 | policy)
+
+
+def test_int8_is_for_quantized_weights_and_for_this_engine_alone():
+    with pytest.raises(api.HarnessError, match="for weights of 8 or 4 bits: set weight_bits"):
+        api.OffloadPolicy(compute_dtype="int8").validate()
+    with pytest.raises(api.UnsupportedError, match=r"engine accelerate has no policy\.compute_dtype int8"):
+        api.OffloadPolicy(compute_dtype="int8", weight_bits=8).float_dtype("accelerate", "bfloat16")

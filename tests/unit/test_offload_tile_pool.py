@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from engines.offload.kernels import build, panels, quantize
 from engines.offload.kernels.quantizer import exact12_pack, stored_view
-from engines.offload.kernels.tile_pool import TilePool
+from engines.offload.kernels.tile_pool import CODED, TilePool
 from engines.offload.memory.storage import BITS, CHUNK, GROUPS, PANEL, Grouped, Panels
 from tests.offload import KERNELS
 
 PLAIN, EXACT12 = Panels(), Panels(exact12=True)
 QUANTIZED = [Panels(Grouped(bits, group)) for bits in BITS for group in GROUPS]
+WHOLE = [stored for stored in QUANTIZED if stored.name in CODED]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +38,11 @@ def pack(stored, weight):
     return panels.pack_groups(rows, weight.shape[1], stored), quantize.unpack(rows, weight.shape[1], stored.grouped)
 
 
-def multiply(pool, x, tiles, biases=None, stored=PLAIN):
+def multiply(pool, x, tiles, biases=None, stored=PLAIN, int8=False):
     """x times the transpose of the tiles, whose rows follow each other, added one by one."""
     out = torch.full((len(x), sum(len(tile) for tile in tiles) + 3), float("nan"), dtype=x.dtype)  # rows apart
     packed = [pack(stored, tile)[0] for tile in tiles]
-    product, start = pool.product(x), 0
+    product, start = pool.product(x, int8), 0
     for i, tile in enumerate(tiles):
         product.add(stored, packed[i], None if biases is None else biases[i], out[:, start : start + len(tile)])
         start += len(tile)
@@ -80,19 +81,68 @@ def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, colum
     assert ((found - exact).abs() <= step * exact.abs() + columns * 2.0**-24 * sizes + 1e-30).all()
 
 
+def in_eight_bits(x, group):
+    """x as products in whole numbers take it, in float64."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest < 2.0**-100, 0, 127 / largest)
+    codes = (groups.double() * inverse.double()).round()
+    return (codes * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
+
+
+@given(
+    st.sampled_from([1, 2, 5]),
+    st.integers(0, 40) | st.sampled_from([256, 257, 300]),
+    st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    st.integers(1, 300) | st.sampled_from([2047, 2048, 2050]),
+    st.booleans(),
+    st.sampled_from(WHOLE),
+    st.integers(0, 2**31),
+)
+def test_a_product_in_int8_is_that_of_the_rounded_activations(
+    pools, threads, rows, heights, columns, biased, stored, seed
+):
+    torch.manual_seed(seed)
+    pool = pools[threads]
+    x, tiles = values(pool, rows, columns), [torch.randn(height, columns) for height in heights]
+    x[:1] = 0  # a row without any
+    x[1:2] *= 1e-37
+    biases = [values(pool, height) for height in heights] if biased else None
+    found = multiply(pool, x, tiles, biases, stored, int8=True).double()
+    weight = torch.cat([pack(stored, tile)[1] for tile in tiles]).double()
+    rounded, bias = in_eight_bits(x, stored.grouped.group), torch.cat(biases).double() if biased else 0.0
+    exact = rounded @ weight.T + bias
+    # codes and minima are multiplied apart: each part is larger than their sum
+    sizes = (2 << stored.grouped.bits) * rounded.abs().sum(1, keepdim=True) * weight.abs().max() + abs(bias)
+    step = 2.0**-8 if pool.dtype == "bfloat16" else 2.0**-24
+    additions = 4 * stored.grouped.groups(columns)
+    assert ((found - exact).abs() <= step * exact.abs() + additions * 2.0**-24 * sizes + 1e-30).all()
+    assert ((rounded - x.double()).abs() <= x.double().abs().amax(1, keepdim=True) / 254 * 1.001).all()
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinity_stay_in_their_row_in_int8(pools, special):
+    x, weight = values(pools[2], 20, 134), torch.randn(40, 134)
+    x[3, 65] = special
+    found = multiply(pools[2], x, [weight], stored=WHOLE[0], int8=True)
+    assert found.isnan().all(1).nonzero().flatten().tolist() == [3]
+    assert found.isnan().sum() == 40
+
+
 @given(
     st.integers(1, 300),
     st.integers(1, 60),
     st.integers(1, 300),
-    st.sampled_from([PLAIN, EXACT12, *QUANTIZED]),
+    st.sampled_from([(stored, False) for stored in (PLAIN, EXACT12, *QUANTIZED)] + [(stored, True) for stored in WHOLE]),
     st.data(),
 )
-def test_a_row_depends_neither_on_other_rows_nor_on_threads(pools, rows, outputs, columns, stored, data):
+def test_a_row_depends_neither_on_other_rows_nor_on_threads(pools, rows, outputs, columns, kind, data):
+    stored, int8 = kind
     x, weight = values(pools[1], rows, columns), torch.randn(outputs, columns)
     some = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=9))
-    whole = multiply(pools[2], x, [weight], stored=stored)
-    assert torch.equal(multiply(pools[1], x[some], [weight], stored=stored), whole[some])
-    assert torch.equal(multiply(pools[5], x, [weight], stored=stored), whole)
+    whole = multiply(pools[2], x, [weight], stored=stored, int8=int8)
+    assert torch.equal(multiply(pools[1], x[some], [weight], stored=stored, int8=int8), whole[some])
+    assert torch.equal(multiply(pools[5], x, [weight], stored=stored, int8=int8), whole)
 
 
 @given(st.integers(1, 50), st.integers(1, 50))

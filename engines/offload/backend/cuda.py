@@ -46,10 +46,10 @@ class CudaBackend(Backend):
         self._host_attention: HostAttention | None = None
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
-        requested, model = self._load.policy.compute_dtype, self._load.model
+        model = self._load.model
         if self._load.policy.weight_format == "exact12":
             raise UnsupportedError("policy.weight_format: exact12 is for weights on a host without a device")
-        dtype: Dtype = model.dtype if requested == "auto" else requested
+        dtype = self._load.policy.float_dtype("offload on a device", model.dtype)
         self._dtype = getattr(torch, dtype)
         return {
             stored: gemm.device_gemm(stored, model.shape.hidden, dtype, self.kernels.quantizer(stored), self.device)

@@ -36,9 +36,11 @@ class HostBackend(Backend):
 
     def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
-        dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
-        exact12 = self._exact12()
-        gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels, exact12)}
+        if requested == "int8":
+            gemms = {layers: gemm.int8_gemm(layers, hidden, self.kernels)}
+        else:
+            dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
+            gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels, self._exact12())}
         if outside != layers:
             gemms[outside] = gemm.choose_gemm(outside, hidden, [gemms[layers].dtype], self.kernels)
         torch.set_num_threads(min(gemm.torch_threads(way.pool) for way in gemms.values()))

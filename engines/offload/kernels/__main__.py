@@ -16,7 +16,7 @@ from engines.offload.kernels.bench import DIM, Work, attention_of_one_token, int
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.kernel_sets import HostKernels
 from engines.offload.kernels.quantizer import Quantizer, compiled_quantizer, numba_quantizer, reference_quantizer
-from engines.offload.kernels.tile_pool import TilePool
+from engines.offload.kernels.tile_pool import CODED, TilePool
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
 
 _ROUNDS = 7
@@ -85,7 +85,7 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
     """Products with a layer's weights in panels, out of the caches, and by other ways where there are any.
 
     The bound is the rate at which memory is copied, or that of the fastest library's product with weights that it has
-    packed and that are in the caches.
+    packed and that are in the caches, in the pool's dtype: int8 arithmetic may exceed it.
     """
     pool = TilePool(cache, threads)
     kernels = HostKernels(cache, threads)
@@ -94,6 +94,8 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
         for kind, stored in _KINDS.items()
         if isinstance(stored, Plain | Grouped)
     }
+    coded = {f"{kind}, int8": stored for kind, stored in kinds.items() if stored.name in CODED}
+    kinds |= coded
     panels = {kind: _panels(stored, kernels) for kind, stored in kinds.items()}
     layers = {kind: [[tile.clone() for tile in layer] for _ in range(_LAYERS)] for kind, layer in panels.items()}
     values = sum(n * k for n, k in _LAYER)
@@ -104,7 +106,7 @@ def _products(cache: Path, threads: int) -> Iterator[str]:
     fused = _fused()
     for rows in (1, 4, 8, 16, 64, 256):
         work: dict[str, Work] = {"copy": lambda: target.copy_(source), "library": library}
-        work |= {kind: _multiply(pool, kinds[kind], layers[kind], rows) for kind in kinds}
+        work |= {kind: _multiply(pool, kinds[kind], layers[kind], rows, kind in coded) for kind in kinds}
         if pool.dtype == "bfloat16":
             work["fused"] = partial(fused, rows)
         seconds = interleaved(work, _ROUNDS)
@@ -127,11 +129,11 @@ def _panels(stored: Panels, kernels: HostKernels) -> list[torch.Tensor]:
     return [tile for tile in packed if tile is not None]
 
 
-def _multiply(pool: TilePool, stored: Panels, layers: Sequence[Sequence[torch.Tensor]], rows: int) -> Work:
+def _multiply(pool: TilePool, stored: Panels, layers: Sequence[Sequence[torch.Tensor]], rows: int, int8: bool) -> Work:
     """Each matrix of each layer once: a product a matrix, as in a pass."""
     dtype = getattr(torch, pool.dtype)
     operands = [(torch.randn(rows, k, dtype=dtype), torch.empty(rows, n, dtype=dtype)) for n, k in _LAYER]
-    gemm = pool.gemm(stored)
+    gemm = pool.gemm(stored, int8)
 
     def work() -> None:
         for layer in layers:

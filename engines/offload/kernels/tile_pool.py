@@ -13,8 +13,9 @@ from engines.offload.kernels.gemm import Gemm
 from engines.offload.memory.storage import Panels
 from harness.api import Dtype
 
-#: Names of the storages that the pool multiplies.
+#: Names of the storages that the pool multiplies, and of those for which it can take activations in eight bits.
 _STORED = ("panels", "panels12", "panels3", "panels4", "panels8")
+CODED = ("panels4", "panels8")
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -35,6 +36,7 @@ class TilePool:
         self._open = find("open_product", [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE], _POINTER)
         arguments = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE]
         self.add_tile = {name: find(f"add_{name}", arguments) for name in _STORED}
+        self.add_coded_tile = {name: find(f"add_coded_{name}", arguments) for name in CODED}
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
         self.end = find("close_product", [_POINTER])
@@ -43,17 +45,20 @@ class TilePool:
         self._handle = find("open_pool", [_INT], _POINTER)(threads)
         self.close = weakref.finalize(self, find("close_pool", [_POINTER]), self._handle)  # idempotent
 
-    def product(self, x: torch.Tensor) -> "PanelProduct":
-        """The product of x [rows, columns] in `dtype` and the tiles of one matrix, which are added to it."""
+    def product(self, x: torch.Tensor, int8: bool = False) -> "PanelProduct":
+        """The product of x [rows, columns] in `dtype` and the tiles of one matrix, which are added to it.
+
+        `int8`: x is rounded to eight bits by groups of columns, as large as the weights', which are `CODED`.
+        """
         assert x.dtype == getattr(torch, self.dtype)
         x = x if x.stride(1) == 1 else x.contiguous()
-        return PanelProduct(self, self._open(self._handle, x.data_ptr(), x.stride(0), *x.shape), x)
+        return PanelProduct(self, self._open(self._handle, x.data_ptr(), x.stride(0), *x.shape), x, int8)
 
-    def gemm(self, stored: Panels) -> Gemm:
-        """Products with a single tile `stored` so; their `start` is a bias or None."""
+    def gemm(self, stored: Panels, int8: bool = False) -> Gemm:
+        """Products with a single tile `stored` so; their `start` is a bias or None. `int8`: as in `product`."""
 
         def gemm(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
-            product = self.product(x)
+            product = self.product(x, int8)
             product.add(stored, weight, start, out)
             product.close()
             self.settle()
@@ -68,8 +73,9 @@ class TilePool:
 class PanelProduct:
     """x times the transpose of one matrix, on a pool's threads. Each tile is some rows of the matrix."""
 
-    def __init__(self, pool: TilePool, handle: int, x: torch.Tensor) -> None:
+    def __init__(self, pool: TilePool, handle: int, x: torch.Tensor, int8: bool) -> None:
         self._pool = pool
+        self._add_tile = pool.add_coded_tile if int8 else pool.add_tile
         self._handle: int | None = handle
         self._columns = x.shape[1]
         self._rows = x.shape[0]
@@ -84,7 +90,7 @@ class PanelProduct:
         assert weight.nbytes == stored.matrix_bytes(n, self._columns) and weight.is_contiguous()
         assert out.stride(1) == 1 and len(out) == self._rows and out.dtype == getattr(torch, self._pool.dtype)
         assert bias is None or (bias.shape == (n,) and bias.is_contiguous() and bias.dtype == out.dtype)
-        self._pool.add_tile[stored.name](
+        self._add_tile[stored.name](
             self._handle, weight.data_ptr(), stored.grouped.group if stored.grouped else 0, n,
             None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0),
         )  # fmt: skip

@@ -17,10 +17,10 @@ import torch
 from engines.offload.device.protocol import Accelerator
 from engines.offload.kernels import Gemm, HostKernels, Quantizer, WeightPack, stored_view
 from engines.offload.kernels.gemm import torch_gemm
-from engines.offload.kernels.tile_pool import TilePool
+from engines.offload.kernels.tile_pool import CODED, TilePool
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage, panels_of
-from harness.api import DTYPE_BYTES, Dtype, UnsupportedError
+from harness.api import DTYPE_BYTES, Arithmetic, Dtype, UnsupportedError
 
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
 _ROWS, _DEVICE_ROWS = 256, 2048
@@ -45,7 +45,8 @@ class GemmBackend:
 
     `cast_bytes`: bytes per value of a tile for the copies made before its GEMM; 0 for none. `flops`: measured FLOP/s,
     the copies' time included; 0 before it is measured. `pool`: the threads that multiply, where tiles can be added to a
-    product as they arrive.
+    product as they arrive. `int8`: activations are rounded to eight bits for the products, whose arithmetic is in
+    whole numbers.
     """
 
     name: str
@@ -55,6 +56,12 @@ class GemmBackend:
     stored: WeightStorage
     flops: float = 0.0
     pool: TilePool | None = None
+    int8: bool = False
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The type of the numbers that are multiplied."""
+        return "int8" if self.int8 else self.dtype
 
 
 def choose_gemm(
@@ -101,6 +108,19 @@ def _handicap(stored: WeightStorage) -> float:
     if not isinstance(stored, Panels):
         return 1.0
     return _CLEARLY_FASTER * (_LITTLE_SLOWER if stored.exact12 else 1.0)
+
+
+def int8_gemm(stored: Storage, hidden: int, kernels: HostKernels) -> GemmBackend:
+    """The GEMM in whole numbers for weights `stored` so, about `hidden` wide, with activations in the pool's dtype; its
+    rate is measured. Raises UnsupportedError where there is none."""
+    panels = panels_of(stored, twelve_bits=False)
+    pool = kernels.tile_pool() if panels is not None and panels.name in CODED else None
+    if panels is None or pool is None:
+        raise UnsupportedError("policy.compute_dtype: int8 is for policy.weight_bits 8 or 4 along a matrix's inputs, on a "
+                               f"host with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
+    way = GemmBackend(f"int8 {panels.name}", pool.dtype, pool.gemm(panels, int8=True), 0, panels, pool=pool, int8=True)
+    [seconds] = _seconds_per_flop([_Trial(way, _tiles(panels, kernels.weight_packer(panels), hidden), hidden)])
+    return replace(way, flops=1 / seconds)
 
 
 def with_plain_panels(ways: Iterable[GemmBackend]) -> dict[WeightStorage, GemmBackend]:

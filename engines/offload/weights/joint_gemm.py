@@ -49,7 +49,7 @@ class JointGemm:
         self._added = 0
         self._product: PanelProduct | None = None
         if backend.pool and rows:
-            self._product = backend.pool.product(self._x)
+            self._product = backend.pool.product(self._x, backend.int8)
 
     def add(self, tile: WeightTile, weight: torch.Tensor) -> int:
         """Adds the contribution of one tile, whose stored values are `weight`; returns its number."""

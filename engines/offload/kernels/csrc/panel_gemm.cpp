@@ -5,73 +5,12 @@
 
 #include <functional>
 
-#include "panel_weights.h"
-#include "tile_pool.h"
+#include "coded_product.h"
 
 namespace {
 
 constexpr int64_t kRowsOfPart = 256;                // of x: bounds a thread's scratch memory
 constexpr int64_t kFewRows = 8, kGroupsOfPart = 4;  // of kTogether panels: with few rows a part is a hundred kilobytes
-
-// A copy of x, and what products with quantized weights need of it.
-struct Operand {
-  Aligned memory, sums;
-  int64_t count, k, ld, group;
-
-  const Activation* values() const { return static_cast<const Activation*>(memory.get()); }
-
-  // Sums each row's values by groups of columns, as the products of codes are summed.
-  void sum_groups(int64_t size) {
-    if (group == size) return;
-    group = size;
-    const int64_t groups = (k + size - 1) / size;
-    float* to = static_cast<float*>(sums.at_least(std::max<int64_t>(1, count) * groups * sizeof *to));
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t g = 0; g < groups; ++g) {
-        const Activation* from = values() + i * ld + g * size;
-        Lanes sum = {};
-        const int64_t columns = std::min(size, k - g * size);
-        for (int64_t j = 0; j < columns; j += kLanes)
-          sum += columns - j < kLanes ? widen(from + j, columns - j) : widen(from + j);
-        to[i * groups + g] = add_up(sum);
-      }
-  }
-
-  Rows rows() const {
-    return {values(), ld, count, k, static_cast<const float*>(sums.get()), group ? (k + group - 1) / group : 0};
-  }
-};
-
-// Copies of x that are no longer used, for the next products: fresh memory would have to be mapped page by page.
-class Copies {
- public:
-  std::shared_ptr<Operand> copy(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
-    std::shared_ptr<Operand> made(spare(), [this](Operand* used) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      spare_.emplace_back(used);
-    });
-    made->count = rows, made->k = k, made->group = 0;
-    made->ld = pairs_of(k) * 2 + 64 / sizeof(Activation);  // rows a power of two apart would share sets of the caches
-    Activation* to = static_cast<Activation*>(made->memory.at_least(std::max<int64_t>(1, rows) * made->ld * sizeof *to));
-    for (int64_t i = 0; i < rows; ++i) {
-      std::memcpy(to + i * made->ld, x + i * ldx, k * sizeof *to);
-      if (k % 2) to[i * made->ld + k] = {};
-    }
-    return made;
-  }
-
- private:
-  Operand* spare() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (spare_.empty()) return new Operand();
-    Operand* operand = spare_.back().release();
-    spare_.pop_back();
-    return operand;
-  }
-
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Operand>> spare_;
-};
 
 struct Pool {
   explicit Pool(int threads) : threads(threads) {}
@@ -85,22 +24,22 @@ class TileProduct : public Task {
  public:
   TileProduct(std::shared_ptr<Operand> x, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,
               Activation* out, int64_t ldo)
-      : Task(static_cast<int>(groups_of(n, x->count) * chunks_of(x->count))), x_(std::move(x)), w_(w), group_(group),
+      : Task(static_cast<int>(groups_of(n, x->count()) * chunks_of(x->count()))), x_(std::move(x)), w_(w), group_(group),
         n_(n), bias_(bias ? std::vector<Activation>(bias, bias + n) : std::vector<Activation>()), out_(out), ldo_(ldo) {}
 
  protected:
   void compute(int part, Aligned& scratch) const override {
     const Part p(*this, part);
-    float* sums = static_cast<float*>(scratch.at_least(panels_of_part(x_->count) * kPanel * p.rows * sizeof(float)));
-    const Rows rows = x_->rows().from(p.row, p.rows);
+    float* sums = static_cast<float*>(scratch.at_least(panels_of_part(x_->count()) * kPanel * p.rows * sizeof(float)));
+    const auto rows = Weights::rows_of(*x_).from(p.row, p.rows);
     for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows)
-      Weights::multiply(rows, w_ + (p.panel + done) * Weights::panel_bytes(x_->k, group_),
+      Weights::multiply(rows, w_ + (p.panel + done) * Weights::panel_bytes(x_->columns(), group_),
                         std::min(kTogether, p.panels - done), group_, sums);
   }
 
   void write(int part, Aligned& scratch) const override {
     const Part p(*this, part);
-    const float* sums = static_cast<const float*>(scratch.get());
+    const float* sums = static_cast<const float*>(scratch.data());
     for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows) {
       const int64_t first = (p.panel + done) * kPanel;
       const int64_t columns = std::min(n_ - first, std::min(kTogether, p.panels - done) * kPanel);
@@ -126,8 +65,8 @@ class TileProduct : public Task {
   struct Part {
     int64_t row, rows, panel, panels;
     Part(const TileProduct& of, int part) {
-      const int64_t chunks = chunks_of(of.x_->count), most = panels_of_part(of.x_->count);
-      row = part % chunks * kRowsOfPart, rows = std::min(kRowsOfPart, of.x_->count - row);
+      const int64_t chunks = chunks_of(of.x_->count()), most = panels_of_part(of.x_->count());
+      row = part % chunks * kRowsOfPart, rows = std::min(kRowsOfPart, of.x_->count() - row);
       panel = part / chunks * most, panels = std::min(most, panels_of(of.n_) - panel);
     }
   };
@@ -147,7 +86,11 @@ struct Product {
 
   template <typename Weights>
   void add(const uint8_t* w, int64_t group, int64_t n, const Activation* bias, Activation* out, int64_t ldo) {
-    if (group) x->sum_groups(group);
+    if (group && x->take_form(Weights::form(group))) {
+      const auto deriving = std::make_shared<Deriving>(x);
+      pool.threads.add(deriving);
+      pool.threads.wait(deriving);
+    }
     tiles.push_back(std::make_shared<TileProduct<Weights>>(x, w, group, n, bias, out, ldo));
     pool.threads.add(tiles.back());
   }
@@ -169,7 +112,8 @@ extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int6
 }
 
 // Adds `n` rows of W in panels, which must stay as they are until the tile is done and mapped until the pool is closed:
-// out[rows, n] and bias[n], or null, are theirs. All tiles of a product have groups of `group` columns, or none.
+// out[rows, n] and bias[n], or null, are theirs. All tiles of a product have groups of `group` columns, or none, and are
+// added by one of these functions; but plain panels and those in twelve bits go together.
 #define ADD_TILE(name, weights)                                                                                    \
   extern "C" void add_##name(void* product, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,    \
                              Activation* out, int64_t ldo) {                                                       \
@@ -181,6 +125,8 @@ ADD_TILE(panels12, Exact12Panels)
 ADD_TILE(panels3, GroupedPanels<3>)
 ADD_TILE(panels4, GroupedPanels<4>)
 ADD_TILE(panels8, GroupedPanels<8>)
+ADD_TILE(coded_panels4, CodedPanels<4>)
+ADD_TILE(coded_panels8, CodedPanels<8>)
 
 // Packs panels of bfloat16, of `pairs` pairs of columns, in twelve bits. Returns whether all chunks can be; else `out`
 // is of no use.

@@ -1,35 +1,25 @@
 // Weights in panels, as they are stored: plain bfloat16, bfloat16 in twelve bits, or quantized in groups.
 //
-// Each kind has the bytes of a panel, and multiplies: sums[rows, panels] = x[rows, k] times up to kTogether panels. The
-// order in which a value is summed depends on k alone, so a row's result does not depend on the other rows.
+// Each kind has the bytes of a panel and the form in which it takes x, and multiplies: sums[rows, panels] = x[rows, k]
+// times up to kTogether panels. The order in which a value is summed depends on k alone, so a row's result does not depend
+// on the other rows.
 
 #pragma once
 
-#include <vector>
-
 #include "exact12.h"
 #include "packed_rows.h"
+#include "panel_operand.h"
 
 namespace {
 
 constexpr int64_t kSumsApart = kTogether * kPanel;  // of the rows of sums
 
-// Rows of x, and the sum of each row's values by groups of columns, where weights are quantized in such groups.
-struct Rows {
-  const Activation* x;
-  int64_t ld, count, k;
-  const float* group_sums;
-  int64_t groups;
-
-  Rows from(int64_t row, int64_t rows) const {
-    return {x + row * ld, ld, rows, k, group_sums + row * groups, groups};
-  }
-};
-
 struct PlainPanels {
   // Pairs of columns that are multiplied at a time: 4 KiB of a row of x, so that a block of rows stays in the L1 cache.
   static constexpr int64_t kPairs = 2048 / sizeof(Activation);
 
+  static Rows rows_of(const Operand& x) { return x.rows(); }
+  static Form form(int64_t) { return {}; }
   static int64_t panel_bytes(int64_t k, int64_t) { return pairs_of(k) * kPair * sizeof(BFloat16); }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
@@ -51,6 +41,8 @@ struct PlainPanels {
 
 // bfloat16 in twelve bits, a chunk at a time unpacked into the L1 cache. The sums are PlainPanels', bit for bit.
 struct Exact12Panels {
+  static Rows rows_of(const Operand& x) { return x.rows(); }
+  static Form form(int64_t) { return {}; }
   static int64_t panel_bytes(int64_t k, int64_t) { return chunks_of(k) * sizeof(Chunk); }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
@@ -83,9 +75,19 @@ struct Exact12Panels {
 // each group's sum is scaled in float32.
 template <int kBits>
 struct GroupedPanels {
+  static Rows rows_of(const Operand& x) { return x.rows(); }
+  static Form form(int64_t group) { return {group, 0}; }
   static int64_t groups_of(int64_t k, int64_t group) { return (k + group - 1) / group; }
   static int64_t group_bytes(int64_t group) { return 4 * kPanel + kPanel * group * kBits / 8; }
   static int64_t panel_bytes(int64_t k, int64_t group) { return groups_of(k, group) * group_bytes(group); }
+
+  // The scales and minima of a group's rows.
+  static void scales_of(const uint8_t* from, float* scales, float* minima) {
+    for (int64_t j = 0; j < kPanel; j += kLanes) {
+      store(scales + j, widen(reinterpret_cast<const Float16*>(from) + j));
+      store(minima + j, widen(reinterpret_cast<const Float16*>(from) + kPanel + j));
+    }
+  }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     constexpr int64_t kMost = 64 * kPair;  // pairs of the largest group
@@ -97,10 +99,7 @@ struct GroupedPanels {
       for (int64_t c = 0; c < count; ++c) {
         const uint8_t* from = panels + c * apart + g * bytes;
         for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(from + 4 * bytes + ahead);
-        for (int64_t j = 0; j < kPanel; j += kLanes) {
-          store(scales + c * kPanel + j, widen(reinterpret_cast<const Float16*>(from) + j));
-          store(minima + c * kPanel + j, widen(reinterpret_cast<const Float16*>(from) + kPanel + j));
-        }
+        scales_of(from, scales + c * kPanel, minima + c * kPanel);
         unpack(from + 4 * kPanel, group, codes + c * kMost);
       }
       for (int64_t r = 0; r < x.count; r += kBlock)

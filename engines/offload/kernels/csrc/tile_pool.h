@@ -53,7 +53,8 @@ class Aligned {
     return data_;
   }
 
-  const void* get() const { return data_; }
+  void* data() { return data_; }
+  const void* data() const { return data_; }
 
  private:
   void* data_ = nullptr;

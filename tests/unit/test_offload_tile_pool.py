@@ -222,13 +222,13 @@ def test_nan_and_infinity_stay_in_their_row_and_column(pools, special):
     assert (~found.isfinite()).any(0).nonzero().flatten().tolist() == [PANEL + 1]
 
 
-def test_an_operand_may_change_once_the_product_has_started(pools):
+def test_an_operand_may_change_once_a_tile_was_added(pools):
     pool = pools[2]
     x, weight = values(pool, 30, 64), torch.randn(48, 64)
     expected, out, packed = multiply(pool, x, [weight]), torch.empty(30, 48, dtype=x.dtype), pack(PLAIN, weight)[0]
     product = pool.product(x)
-    x.zero_()
     product.add(PLAIN, packed, None, out)
+    x.zero_()
     product.wait()
     assert product.is_done(0)
     product.close()

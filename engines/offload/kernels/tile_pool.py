@@ -39,14 +39,17 @@ class TilePool:
         self.add_coded_tile = {name: find(f"add_coded_{name}", arguments) for name in CODED}
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
-        self.end = find("close_product", [_POINTER])
+        self._end = find("close_product", [_POINTER], _POINTER)
+        self._was_left = find("was_left", [_POINTER], _INT)
         self._settle = find("settle", [_POINTER])
         self.dtype: Dtype = "bfloat16" if find("activation_bytes", [], _INT)() == 2 else "float32"
         self._handle = find("open_pool", [_INT], _POINTER)(threads)
+        self._late: list[tuple[int, torch.Tensor]] = []  # operands that a late thread may still read
         self.close = weakref.finalize(self, find("close_pool", [_POINTER]), self._handle)  # idempotent
 
     def product(self, x: torch.Tensor, int8: bool = False) -> "PanelProduct":
-        """The product of x [rows, columns] in `dtype` and the tiles of one matrix, which are added to it.
+        """The product of x [rows, columns] in `dtype` and the tiles of one matrix, which are added to it. x must not
+        change before the first is.
 
         `int8`: x is rounded to eight bits by groups of columns, as large as the weights', which are `CODED`.
         """
@@ -65,6 +68,12 @@ class TilePool:
 
         return gemm
 
+    def end(self, product: int, x: torch.Tensor) -> None:
+        """Ends a product of x, which is kept as long as a thread may read it."""
+        self._late = [(late, kept) for late, kept in self._late if not self._was_left(late)]
+        if late := self._end(product):
+            self._late.append((late, x))
+
     def settle(self) -> None:
         """Returns when no thread reads the weights of products that have ended."""
         self._settle(self._handle)
@@ -75,10 +84,9 @@ class PanelProduct:
 
     def __init__(self, pool: TilePool, handle: int, x: torch.Tensor, int8: bool) -> None:
         self._pool = pool
+        self._x = x
         self._add_tile = pool.add_coded_tile if int8 else pool.add_tile
         self._handle: int | None = handle
-        self._columns = x.shape[1]
-        self._rows = x.shape[0]
         self._tiles = 0
 
     def add(self, stored: Panels, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -87,8 +95,8 @@ class PanelProduct:
         `out` must be kept until the tile is done, `weight` as TilePool says.
         """
         n = out.shape[1]
-        assert weight.nbytes == stored.matrix_bytes(n, self._columns) and weight.is_contiguous()
-        assert out.stride(1) == 1 and len(out) == self._rows and out.dtype == getattr(torch, self._pool.dtype)
+        assert weight.nbytes == stored.matrix_bytes(n, self._x.shape[1]) and weight.is_contiguous()
+        assert out.stride(1) == 1 and len(out) == len(self._x) and out.dtype == getattr(torch, self._pool.dtype)
         assert bias is None or (bias.shape == (n,) and bias.is_contiguous() and bias.dtype == out.dtype)
         self._add_tile[stored.name](
             self._handle, weight.data_ptr(), stored.grouped.group if stored.grouped else 0, n,
@@ -109,4 +117,4 @@ class PanelProduct:
         """Waits, and ends the product. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            self._pool.end(handle)
+            self._pool.end(handle, self._x)

@@ -88,7 +88,7 @@ struct CodedPanels {
         with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
           float* to = sums + r * kSumsApart;
           const float *scale = x.scales(r) + g, *sum_of = x.sums(r) + g;
-          const int64_t next = x.stride / sizeof(float);
+          const int64_t next = x.floats_apart();
           coded_block<R, C>(x.codes(r) + g * group, x.stride, codes, kMost, group / 4,
                             [&](int64_t i, int64_t j, Ints sum) {
                               const Floats before = g ? load_floats(to + i * kSumsApart + j) : Floats{};

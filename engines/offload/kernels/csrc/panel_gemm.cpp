@@ -1,7 +1,7 @@
 // GEMM with weights in panels (panel_weights.h), on threads that share its tiles' parts (tile_pool.h).
 //
 // A product is out = x W^T + bias for one matrix W, whose tiles are added as they arrive: each some rows of W. x is
-// copied at the start, so that it need not outlive a thread that is late.
+// copied when the first is added; only a thread that is late may read it after that, and drops what it reads.
 
 #include <functional>
 
@@ -9,28 +9,54 @@
 
 namespace {
 
-constexpr int64_t kRowsOfPart = 256;                // of x: bounds a thread's scratch memory
+// Rows of x in a part: bounds a thread's scratch memory; fewer where threads would have few parts each.
+constexpr int64_t kMostRows = 384, kLeastRows = 64, kPartsPerThread = 8;
 constexpr int64_t kFewRows = 8, kGroupsOfPart = 4;  // of kTogether panels: with few rows a part is a hundred kilobytes
 
 struct Pool {
-  explicit Pool(int threads) : threads(threads) {}
+  explicit Pool(int count) : count(count), threads(count) {}
 
-  Copies copies;  // outlives the threads
+  const int count;
+  Operands operands;  // outlive the threads
   TilePool threads;
+};
+
+struct Part {
+  int64_t row, rows, panel, panels;
+};
+
+// How a tile's product is cut into parts: all rows of x for one group of panels before the next group, so that its weights
+// stay in the L2 cache. Groups differ by a panel at most, as chunks of rows do by a block: a small rest would be slow.
+struct Cut {
+  int64_t rows, panels, groups, chunks;
+
+  Cut(int64_t x_rows, int64_t n, int64_t threads) : rows(x_rows), panels(panels_of(n)) {
+    const int64_t most = kTogether * (rows > kFewRows ? 1 : kGroupsOfPart);
+    groups = (panels + most - 1) / most, chunks = (rows + kMostRows - 1) / kMostRows;
+    while (groups * chunks < kPartsPerThread * threads && rows / (chunks + 1) >= kLeastRows) ++chunks;
+  }
+
+  Part part(int64_t number) const {
+    const int64_t chunk = number % chunks, group = number / chunks, blocks = (rows + kBlock - 1) / kBlock;
+    const int64_t row = blocks * chunk / chunks * kBlock, panel = panels * group / groups;
+    return {row, std::min(rows, blocks * (chunk + 1) / chunks * kBlock) - row, panel,
+            panels * (group + 1) / groups - panel};
+  }
 };
 
 template <typename Weights>
 class TileProduct : public Task {
  public:
   TileProduct(std::shared_ptr<Operand> x, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,
-              Activation* out, int64_t ldo)
-      : Task(static_cast<int>(groups_of(n, x->count()) * chunks_of(x->count()))), x_(std::move(x)), w_(w), group_(group),
-        n_(n), bias_(bias ? std::vector<Activation>(bias, bias + n) : std::vector<Activation>()), out_(out), ldo_(ldo) {}
+              Activation* out, int64_t ldo, const Cut& cut)
+      : Task(static_cast<int>(cut.groups * cut.chunks)), x_(std::move(x)), w_(w), group_(group), n_(n),
+        bias_(bias ? std::vector<Activation>(bias, bias + n) : std::vector<Activation>()), out_(out), ldo_(ldo),
+        cut_(cut) {}
 
  protected:
   void compute(int part, Aligned& scratch) const override {
-    const Part p(*this, part);
-    float* sums = static_cast<float*>(scratch.at_least(panels_of_part(x_->count()) * kPanel * p.rows * sizeof(float)));
+    const Part p = cut_.part(part);
+    float* sums = static_cast<float*>(scratch.at_least((p.panels + kTogether) * kPanel * p.rows * sizeof(float)));
     const auto rows = Weights::rows_of(*x_).from(p.row, p.rows);
     for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows)
       Weights::multiply(rows, w_ + (p.panel + done) * Weights::panel_bytes(x_->columns(), group_),
@@ -38,7 +64,7 @@ class TileProduct : public Task {
   }
 
   void write(int part, Aligned& scratch) const override {
-    const Part p(*this, part);
+    const Part p = cut_.part(part);
     const float* sums = static_cast<const float*>(scratch.data());
     for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows) {
       const int64_t first = (p.panel + done) * kPanel;
@@ -55,46 +81,46 @@ class TileProduct : public Task {
   }
 
  private:
-  static int64_t panels_of_part(int64_t rows) { return kTogether * (rows > kFewRows ? 1 : kGroupsOfPart); }
-  static int64_t groups_of(int64_t n, int64_t rows) {
-    return (panels_of(n) + panels_of_part(rows) - 1) / panels_of_part(rows);
-  }
-  static int64_t chunks_of(int64_t rows) { return (rows + kRowsOfPart - 1) / kRowsOfPart; }
-
-  // All rows of x for one group of panels before the next group, so that its weights stay in the L2 cache.
-  struct Part {
-    int64_t row, rows, panel, panels;
-    Part(const TileProduct& of, int part) {
-      const int64_t chunks = chunks_of(of.x_->count()), most = panels_of_part(of.x_->count());
-      row = part % chunks * kRowsOfPart, rows = std::min(kRowsOfPart, of.x_->count() - row);
-      panel = part / chunks * most, panels = std::min(most, panels_of(of.n_) - panel);
-    }
-  };
-
   const std::shared_ptr<Operand> x_;
   const uint8_t* const w_;
   const int64_t group_, n_;
   const std::vector<Activation> bias_;
   Activation* const out_;
   const int64_t ldo_;
+  const Cut cut_;
 };
 
 struct Product {
   Pool& pool;
   std::shared_ptr<Operand> x;
+  std::shared_ptr<Task> deriving;
   std::deque<std::shared_ptr<Task>> tiles;
 
   template <typename Weights>
   void add(const uint8_t* w, int64_t group, int64_t n, const Activation* bias, Activation* out, int64_t ldo) {
-    if (group && x->take_form(Weights::form(group))) {
-      const auto deriving = std::make_shared<Deriving>(x);
-      pool.threads.add(deriving);
-      pool.threads.wait(deriving);
-    }
-    tiles.push_back(std::make_shared<TileProduct<Weights>>(x, w, group, n, bias, out, ldo));
+    if (x->take_form(Weights::form(group))) derive();
+    const Cut cut(x->count(), n, pool.count);
+    tiles.push_back(std::make_shared<TileProduct<Weights>>(x, w, group, n, bias, out, ldo, cut));
     pool.threads.add(tiles.back());
   }
+
+  void derive() {
+    if (Deriving::is_small(*x)) {
+      for (int64_t row = 0; row < x->count(); ++row) x->derive(row, x->record(row));
+      return;
+    }
+    deriving = std::make_shared<Deriving>(x);
+    pool.threads.add(deriving);
+    pool.threads.wait(deriving);
+  }
 };
+
+// Whether no thread holds a task any more, and what it has read may go.
+bool is_last(const std::shared_ptr<Task>& task) {
+  if (task.use_count() > 1) return false;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return true;
+}
 
 }  // namespace
 
@@ -105,10 +131,13 @@ extern "C" void* open_pool(int threads) { return new Pool(threads); }
 
 extern "C" void close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Starts a product of x[rows, k], whose rows are `ldx` values apart.
+// Starts a product of x[rows, k], whose rows are `ldx` values apart. x must stay as it is until the first tile is added,
+// and mapped until the product is closed and what that returns has been left.
 extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
   Pool& threads = *static_cast<Pool*>(pool);
-  return new Product{threads, threads.copies.copy(x, ldx, rows, k), {}};
+  Product* product = new Product{threads, threads.operands.next(), {}, {}};
+  product->x->begin(x, ldx, rows, k);
+  return product;
 }
 
 // Adds `n` rows of W in panels, which must stay as they are until the tile is done and mapped until the pool is closed:
@@ -149,8 +178,20 @@ extern "C" void wait_for(void* product, int64_t tiles) {
 // Returns when no thread reads the tiles of products that have ended, late ones included.
 extern "C" void settle(void* pool) { static_cast<Pool*>(pool)->threads.settle(); }
 
-// Computes until all its tiles are done, and ends the product.
-extern "C" void close_product(void* product) {
-  wait_for(product, static_cast<Product*>(product)->tiles.size());
-  delete static_cast<Product*>(product);
+// Computes until all its tiles are done, and ends the product. Returns null, or, where a late thread may still read x,
+// something that it will leave.
+extern "C" void* close_product(void* product) {
+  const std::unique_ptr<Product> of(static_cast<Product*>(product));
+  wait_for(product, of->tiles.size());
+  of->pool.threads.drop_begun();
+  if (!of->deriving || is_last(of->deriving)) return nullptr;
+  return new std::shared_ptr<Task>(of->deriving);
+}
+
+// Whether no thread is inside any more, and this was its end; what is left may not be used again.
+extern "C" int was_left(void* late) {
+  auto* task = static_cast<std::shared_ptr<Task>*>(late);
+  if (!is_last(*task)) return 0;
+  delete task;
+  return 1;
 }

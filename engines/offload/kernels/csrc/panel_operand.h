@@ -1,4 +1,4 @@
-// The left operand of a product with panels: a copy of x, and what products with quantized weights need of its rows.
+// The left operand of a product with panels: what products need of the rows of x, copied by the threads of the pool.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-// How x is multiplied by weights in groups of `group` columns: its values with their codes, for which each group's sum is
-// needed; or its values' own codes of eight bits, arranged as weights of `bits` bits are. No group: plain weights.
+// How weights take x: its values; by weights in groups of `group` columns also each group's sum, or its values' codes of
+// eight bits instead, arranged as weights of `bits` bits are.
 struct Form {
   int64_t group = 0;
   int bits = 0;
@@ -16,19 +16,18 @@ struct Form {
   bool operator==(const Form& other) const { return group == other.group && bits == other.bits; }
 };
 
-// Rows of x, and the sum of each row's values by groups of columns, where weights are quantized in such groups.
+// Rows of x, `ld` values apart. sums(row)[g]: of the values of a group of columns.
 struct Rows {
   const Activation* x;
-  int64_t ld, count, k;
-  const float* group_sums;
-  int64_t groups;
+  int64_t ld, count, k, sums_at;
 
-  Rows from(int64_t row, int64_t rows) const {
-    return {x + row * ld, ld, rows, k, group_sums + row * groups, groups};
-  }
+  Rows from(int64_t row, int64_t rows) const { return {x + row * ld, ld, rows, k, sums_at}; }
+  const float* sums(int64_t row) const { return reinterpret_cast<const float*>(x + row * ld + sums_at); }
+  int64_t sums_apart() const { return ld * sizeof(Activation) / sizeof(float); }
 };
 
-// Rows of x in eight bits: a value of group g is its code times scales(row)[g]. sums(row)[g]: of the group's codes.
+// Rows of x in eight bits, `stride` bytes apart: a value of group g is its code times scales(row)[g]. sums(row)[g]: of the
+// group's codes.
 struct CodedRows {
   const uint8_t* records;
   int64_t stride, count, k, groups, group;
@@ -39,34 +38,34 @@ struct CodedRows {
     return reinterpret_cast<const float*>(records + row * stride + groups * group);
   }
   const float* sums(int64_t row) const { return scales(row) + groups; }
+  int64_t floats_apart() const { return stride / sizeof(float); }
 };
 
 class Operand {
  public:
-  // Copies x[rows, k], whose rows are `ldx` values apart.
-  void copy(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
-    count_ = rows, k_ = k, form_ = {};
-    ld_ = pairs_of(k) * 2 + 64 / sizeof(Activation);  // rows a power of two apart would share sets of the caches
-    Activation* to = static_cast<Activation*>(values_.at_least(std::max<int64_t>(1, rows) * ld_ * sizeof *to));
-    for (int64_t i = 0; i < rows; ++i) {
-      std::memcpy(to + i * ld_, x + i * ldx, k * sizeof *to);
-      if (k % 2) to[i * ld_ + k] = {};
-    }
+  // Of x[rows, k], whose rows are `ldx` values apart; x is read by `derive`.
+  void begin(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
+    x_ = x, ldx_ = ldx, count_ = rows, k_ = k, taken_ = false;
   }
 
   // Makes room for what a form needs of each row. Returns whether it has yet to be derived.
   bool take_form(Form form) {
-    if (form == form_) return false;
-    form_ = form, groups_ = (k_ + form.group - 1) / form.group;
-    stride_ = form.bits ? (groups_ * (form.group + 8) + 63) / 64 * 64 : groups_ * sizeof(float);
+    if (taken_ && form == form_) return false;
+    taken_ = true, form_ = form, groups_ = form.group ? (k_ + form.group - 1) / form.group : 0;
+    values_bytes_ = form.bits ? groups_ * form.group : pairs_of(k_) * 2 * static_cast<int64_t>(sizeof(Activation));
+    stride_ = (values_bytes_ + (form.bits ? 2 : 1) * groups_ * sizeof(float) + 63) / 64 * 64;
+    if (stride_ % 512 == 0) stride_ += 64;  // rows a power of two apart would share sets of the caches
     records_.at_least(std::max<int64_t>(1, count_) * stride_);
     return true;
   }
 
   // Writes what the form needs of a row.
   void derive(int64_t row, uint8_t* record) const {
-    if (form_.bits == 0) sum_groups(row, reinterpret_cast<float*>(record));
-    else encode(row, record);
+    if (form_.bits) return encode(row, record);
+    Activation* values = reinterpret_cast<Activation*>(record);
+    std::memcpy(values, x_ + row * ldx_, k_ * sizeof *values);
+    if (k_ % 2) values[k_] = {};
+    if (form_.group) sum_groups(row, reinterpret_cast<float*>(record + values_bytes_));
   }
 
   uint8_t* record(int64_t row) { return static_cast<uint8_t*>(records_.data()) + row * stride_; }
@@ -75,15 +74,14 @@ class Operand {
   int64_t columns() const { return k_; }
 
   Rows rows() const {
-    return {values(), ld_, count_, k_, static_cast<const float*>(records_.data()), form_.group ? groups_ : 0};
+    return {static_cast<const Activation*>(records_.data()), stride_ / static_cast<int64_t>(sizeof(Activation)), count_, k_,
+            values_bytes_ / static_cast<int64_t>(sizeof(Activation))};
   }
   CodedRows coded_rows() const {
     return {static_cast<const uint8_t*>(records_.data()), stride_, count_, k_, groups_, form_.group};
   }
 
  private:
-  const Activation* values() const { return static_cast<const Activation*>(values_.data()); }
-
   void sum_groups(int64_t row, float* sums) const {
     for (int64_t g = 0; g < groups_; ++g) {
       Lanes sum = {};
@@ -94,10 +92,9 @@ class Operand {
 
   // Codes are symmetric: the largest magnitude of a group is 127. A group with an infinity or NaN gives NaN.
   void encode(int64_t row, uint8_t* record) const {
-    constexpr float kLeast = 0x1p-100f;  // below, the inverse of a scale might be infinite
+    constexpr float kLeast = 0x1p-100f;    // below, the inverse of a scale might be infinite
     constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-    int8_t* codes = reinterpret_cast<int8_t*>(record);
-    float* scales = reinterpret_cast<float*>(record + groups_ * form_.group);
+    float* scales = reinterpret_cast<float*>(record + values_bytes_);
     for (int64_t g = 0; g < groups_; ++g) {
       Lanes most = {}, poison = {};
       each_lanes(row, g, [&](int64_t, Lanes values) {
@@ -109,7 +106,7 @@ class Operand {
       for (int i = 1; i < kLanes; ++i) largest = std::max(largest, most[i]);
       const float inverse = largest < kLeast ? 0 : 127 / largest;
       Integers sum = {};
-      int8_t* to = codes + g * form_.group;
+      int8_t* to = reinterpret_cast<int8_t*>(record) + g * form_.group;
       std::memset(to, 0, form_.group);
       each_lanes(row, g, [&](int64_t at, Lanes values) {
         const Lanes rounded = (values * inverse + kWhole) - kWhole;
@@ -125,7 +122,7 @@ class Operand {
   // Visits the values of group g, eight at a time, the last ones padded with zeros.
   template <typename Visit>
   void each_lanes(int64_t row, int64_t g, Visit visit) const {
-    const Activation* from = values() + row * ld_ + g * form_.group;
+    const Activation* from = x_ + row * ldx_ + g * form_.group;
     const int64_t columns = std::min(form_.group, k_ - g * form_.group);
     for (int64_t at = 0; at < columns; at += kLanes)
       visit(at, columns - at < kLanes ? widen(from + at, columns - at) : widen(from + at));
@@ -140,45 +137,48 @@ class Operand {
     std::memcpy(to, &bytes, sizeof bytes);
   }
 
-  Aligned values_, records_;
-  int64_t count_ = 0, k_ = 0, ld_ = 0, groups_ = 0, stride_ = 0;
+  const Activation* x_ = nullptr;
+  int64_t ldx_ = 0, count_ = 0, k_ = 0, groups_ = 0, values_bytes_ = 0, stride_ = 0;
   Form form_;
+  bool taken_ = false;
+  Aligned records_;
 };
 
-// Derives what the form of x needs of its rows, some of them in each part.
+// Derives the operand's records, some in each part.
 class Deriving : public Task {
  public:
   explicit Deriving(std::shared_ptr<Operand> x)
-      : Task(static_cast<int>((x->count() + kRowsOfPart - 1) / kRowsOfPart)), x_(std::move(x)) {}
+      : Task(static_cast<int>((x->count() + rows_of_part(*x) - 1) / rows_of_part(*x))), x_(std::move(x)) {}
+
+  // Whether there is so little to do that it is not worth waking other threads.
+  static bool is_small(const Operand& x) { return x.count() <= rows_of_part(x); }
 
  protected:
   void compute(int part, Aligned& scratch) const override {
-    uint8_t* to = static_cast<uint8_t*>(scratch.at_least(kRowsOfPart * x_->stride()));
-    for (int64_t i = 0; i < rows(part); ++i) x_->derive(part * kRowsOfPart + i, to + i * x_->stride());
+    uint8_t* to = static_cast<uint8_t*>(scratch.at_least(rows_of_part(*x_) * x_->stride()));
+    for (int64_t i = 0; i < rows(part); ++i) x_->derive(part * rows_of_part(*x_) + i, to + i * x_->stride());
   }
 
   void write(int part, Aligned& scratch) const override {
-    std::memcpy(x_->record(part * kRowsOfPart), scratch.data(), rows(part) * x_->stride());
+    std::memcpy(x_->record(part * rows_of_part(*x_)), scratch.data(), rows(part) * x_->stride());
   }
 
  private:
-  static constexpr int64_t kRowsOfPart = 16;
+  static int64_t rows_of_part(const Operand& x) { return std::max<int64_t>(1, (64 << 10) / x.stride()); }
 
-  int64_t rows(int part) const { return std::min(kRowsOfPart, x_->count() - part * kRowsOfPart); }
+  int64_t rows(int part) const { return std::min(rows_of_part(*x_), x_->count() - part * rows_of_part(*x_)); }
 
   const std::shared_ptr<Operand> x_;
 };
 
-// Copies of x that are no longer used, for the next products: fresh memory would have to be mapped page by page.
-class Copies {
+// Operands that are no longer used, for the next products: fresh memory would have to be mapped page by page.
+class Operands {
  public:
-  std::shared_ptr<Operand> copy(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
-    std::shared_ptr<Operand> made(spare(), [this](Operand* used) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      spare_.emplace_back(used);
-    });
-    made->copy(x, ldx, rows, k);
-    return made;
+  std::shared_ptr<Operand> next() {
+    return {spare(), [this](Operand* used) {
+              std::lock_guard<std::mutex> lock(mutex_);
+              spare_.emplace_back(used);
+            }};
   }
 
  private:

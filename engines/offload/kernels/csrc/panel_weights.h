@@ -105,7 +105,7 @@ struct GroupedPanels {
       for (int64_t r = 0; r < x.count; r += kBlock)
         with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
           float* to = sums + r * kSumsApart;
-          const float* of_group = x.group_sums + r * x.groups + g;
+          const float* of_group = x.sums(r) + g;
           block<R, C>(
               x.x + r * x.ld + g * group, x.ld, codes, kMost, pairs,
               [](int64_t, int64_t) { return Floats{}; },
@@ -113,7 +113,7 @@ struct GroupedPanels {
                 const Floats before = g ? load_floats(to + i * kSumsApart + j) : Floats{};
                 const Floats scaled = fused(sum, load_floats(scales + j), before);
                 const Floats minimum = load_floats(minima + j);
-                store_floats(to + i * kSumsApart + j, fused(of_group[i * x.groups] - Floats{}, minimum, scaled));
+                store_floats(to + i * kSumsApart + j, fused(of_group[i * x.sums_apart()] - Floats{}, minimum, scaled));
               });
         });
     }

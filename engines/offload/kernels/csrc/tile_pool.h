@@ -128,6 +128,12 @@ class TilePool {
     while (busy_.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   }
 
+  // Forgets tasks of which all parts have been begun.
+  void drop_begun() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (!queue_.empty() && queue_.front()->all_taken()) queue_.pop_front();
+  }
+
   // Computes, with the other threads, until `task` is done; tasks that were added before it come first.
   void wait(const std::shared_ptr<Task>& task) {
     while (!task->done()) {

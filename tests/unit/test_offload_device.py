@@ -3,9 +3,11 @@
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 import transformers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from engines.common.work_memory import CONTEXT_BYTES
 from engines.offload.calibrate import device as calibrate_device
@@ -15,7 +17,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.planning.simulated import search_policy
 from harness import api, hardware
 from tests import pretend
-from tests.offload import OTHERS, all_greedy, answers, load_and_answer, requests_of, tiny
+from tests.offload import OTHERS, all_greedy, answers, load_and_answer, prepare, requests_of, save, tiny
 
 MIB = 1 << 20
 
@@ -201,3 +203,28 @@ def test_the_trace_tells_only_what_a_device_times(model, cache):
     assert metrics["task_products_s"] > 0
     assert metrics["pinned_bytes"] > 0
     assert not any(name.startswith("disk_") or "load" in name for name in metrics)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.3, 0.3, 0.4)])
+def test_twelve_bits_cross_the_link_and_answers_stay(tmp_path, weights):
+    """A tile that they cannot hold is plain."""
+    folder = save(tmp_path / "m", "opt", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.1.fc1.weight"))
+    tensors[name] *= torch.exp2(-torch.randint(0, 100, tensors[name].shape).float()).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model, found = prepare(folder), {}
+    for form in ("plain", "exact12"):
+        engine, report, _ = load(model, tmp_path, weights=weights, gpu_batch_size=4, weight_format=form)
+        kinds = {tile.stored.name for tile in engine.loaded.tiles}
+        assert kinds == ({"panels12", "panels"} if form == "exact12" else {"bfloat16"})
+        assert any("12 exact bits" in note for note in report.notes) == (form == "exact12")
+        scores = engine.score([((5, 6, 7), (8, 9)), ((11,), tuple(range(12, 40)))])
+        found[form] = [score.logprob for score in scores]
+        engine.close()
+    assert found["exact12"] == pytest.approx(found["plain"], rel=0.02)
+
+
+def test_twelve_bits_on_a_device_are_for_bfloat16(tmp_path):
+    with pytest.raises(api.UnsupportedError, match="exact12 is for weights in bfloat16"):
+        load(tiny(tmp_path / "m", "opt"), tmp_path, weight_format="exact12")

@@ -18,7 +18,7 @@ SCRIPT = """
 import inspect, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from engines.offload.kernels import triton_attention, triton_quantizer
+from engines.offload.kernels import triton_attention, triton_panels, triton_quantizer
 
 def shared(kernel, types, constants, capability):
     names = list(inspect.signature(kernel.fn).parameters)
@@ -47,6 +47,8 @@ for kernel, types, constants in (
     (triton_quantizer._pack, {"x": "*fp16", "packed": "*u8"}, dict(BITS=3, GROUP=64, HALF_MAX=65504.0)),
 ):
     print(shared(kernel, types | sizes, constants, capability))
+print(shared(triton_panels._unpack12, {"chunks": "*u8", "out": "*i16"} | dict.fromkeys(("rows", "columns", "width"), "i32"),
+             dict(PANEL=16, CHUNK=64, CHUNK_BYTES=1552), capability))
 for case in (("fp16", "fp16", 2, 16, 128, 1, True), ("bf16", "bf16", 2, 16, 128, 8, False),
              ("fp16", "u8", 2, 4, 128, 1, True), ("fp16", "fp16", 2, 16, 256, 2, True),
              ("fp32", "u8", 4, 3, 80, 3, False)):
@@ -69,5 +71,5 @@ def test_kernels_compile_and_fit_a_multiprocessor(capability, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     taken = [int(line) for line in done.stdout.split()]
-    assert len(taken) == 7
+    assert len(taken) == 8
     assert max(taken) <= SHARED[capability], taken

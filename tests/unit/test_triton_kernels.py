@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
     pytest.skip("no Triton here: make .venv/.triton", allow_module_level=True)
 
-from engines.offload.kernels import quantize
+from engines.offload.kernels import panels, quantize
 from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kernels.reference_attention import reference_attention
+from engines.offload.kernels.quantizer import exact12_pack
 from engines.offload.kernels.triton_attention import triton_attention
+from engines.offload.kernels.triton_panels import unpack12
 from engines.offload.kernels.triton_quantizer import pack, unpack
 from engines.offload.memory.kv_blocks import BLOCK_SIZE
 from engines.offload.memory.storage import BITS, GROUPS, Grouped, Plain, Storage
-from tests.offload import quantizer_of
+from tests.offload import KERNELS, quantizer_of
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -63,6 +65,20 @@ def test_unpacking_is_the_definition_to_the_bit(bits: int, columns: int) -> None
         unpack(packed.to(DEVICE), out, how)
         expected = quantize.unpack(packed, columns, how).to(dtype)
         torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (40, 200), (7, 33), (33, 130)])
+def test_unpacking_twelve_bits_gives_back_every_bit(shape) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[0, :3] = torch.tensor([torch.nan, -torch.inf, 1e-39])  # the exceptions of a chunk
+    weight[-1] = 0
+    weight[-1, -1] = -0.0
+    packed = exact12_pack(KERNELS.parent)(weight)
+    assert packed is not None
+    out = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    unpack12(packed.to(DEVICE), out)
+    assert torch.equal(out.cpu().view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(panels.unpack12(packed, *shape).view(torch.int16), weight.view(torch.int16))
 
 
 def pages_of(

@@ -13,7 +13,7 @@ from engines.offload.kernels import KernelSet
 from engines.offload.kv_cache.paged_cache import PagedCache
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
-from engines.offload.memory.storage import Storage
+from engines.offload.memory.storage import Storage, WeightStorage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
@@ -53,9 +53,9 @@ class Backend(Protocol):
     timeline: Timeline
     tile_values: int | None = None
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, GemmBackend]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[WeightStorage, GemmBackend]:
         """The fastest way to multiply decoder layers' weights and the others; measured. The keys are how the policy has
-        them stored; each way says how it wants them."""
+        them stored; each way says how it wants them. There may be one for plain panels besides."""
 
     def require(self, model: MetaModel) -> None:
         """Raises UnsupportedError for a model that cannot run here under the policy."""

@@ -9,7 +9,7 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, HostKernels
+from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, HostKernels, Quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.host_blocks import HostBlocks
@@ -18,13 +18,13 @@ from engines.offload.memory.device import PINNED_SHARE, pinned_sizes, plan_devic
 from engines.offload.memory.kv_blocks import kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS, WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
-from engines.offload.memory.storage import Storage
+from engines.offload.memory.storage import Panels, Storage, WeightStorage
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
 from engines.offload.weights.ring import DeviceRing, Ring
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import Dtype, UnsupportedError
+from harness.api import UnsupportedError
 from harness.common.host_memory import free_memory
 
 
@@ -45,16 +45,25 @@ class CudaBackend(Backend):
         self.tile_values = tile_values(load.model.shape)
         self._host_attention: HostAttention | None = None
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
-        model = self._load.model
-        if self._load.policy.weight_format == "exact12":
-            raise UnsupportedError("policy.weight_format: exact12 is for weights on a host without a device")
-        dtype = self._load.policy.float_dtype("offload on a device", model.dtype)
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[WeightStorage, gemm.GemmBackend]:
+        """In twelve bits only where the policy says so: no device has measured yet what that costs."""
+        policy, model = self._load.policy, self._load.model
+        dtype = policy.float_dtype("offload on a device", model.dtype)
         self._dtype = getattr(torch, dtype)
+        kept: dict[WeightStorage, WeightStorage] = {stored: stored for stored in (layers, outside)}
+        if policy.weight_format == "exact12":
+            if (model.dtype, dtype) != ("bfloat16", "bfloat16"):
+                raise UnsupportedError("policy.weight_format: exact12 is for weights in bfloat16, computed in bfloat16")
+            kept = {layers: Panels(exact12=True), Panels(): Panels()}  # a tile may be too varied for twelve bits
         return {
-            stored: gemm.device_gemm(stored, model.shape.hidden, dtype, self.kernels.quantizer(stored), self.device)
-            for stored in dict.fromkeys((layers, outside))
+            stored: gemm.device_gemm(how, model.shape.hidden, dtype, self._quantizer(how), self.device)
+            for stored, how in kept.items()
         }
+
+    def _quantizer(self, stored: WeightStorage) -> Quantizer:
+        if isinstance(stored, Panels):
+            return self.kernels.panels(stored, self._host_kernels.weight_packer(stored))
+        return self.kernels.quantizer(stored)
 
     def require(self, model: MetaModel) -> None:
         if self._load.policy.cpu_attention and model.has_windows:

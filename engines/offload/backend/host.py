@@ -16,7 +16,7 @@ from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
-from engines.offload.memory.storage import Storage, may_use_twelve_bits
+from engines.offload.memory.storage import Storage, WeightStorage, may_use_twelve_bits
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
@@ -34,10 +34,10 @@ class HostBackend(Backend):
         self.device = device
         self.timeline = Timeline()
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[Storage, gemm.GemmBackend]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[WeightStorage, gemm.GemmBackend]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
         if requested == "int8":
-            gemms = {layers: gemm.int8_gemm(layers, hidden, self.kernels)}
+            gemms: dict[WeightStorage, gemm.GemmBackend] = {layers: gemm.int8_gemm(layers, hidden, self.kernels)}
         else:
             dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
             gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels, self._exact12())}

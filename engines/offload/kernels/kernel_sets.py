@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from engines.offload.kernels import least_squares
+import torch
+
+from engines.offload.kernels import least_squares, panels
 from engines.offload.kernels.attention import AttentionKernel, compiled_attention
 from engines.offload.kernels.build import NoCompilerError
 from engines.offload.kernels.gemm import Gemm, compiled_gemm
@@ -151,6 +153,21 @@ class DeviceKernels:
 
         return Quantizer(partial(pack, stored=stored), partial(unpack, stored=stored))
 
+    def panels(self, stored: Panels, pack: WeightPack) -> Quantizer:
+        """Of bfloat16 weights in panels, which the host's `pack` makes; unpacks them to rows."""
+
+        def packed(x: torch.Tensor) -> torch.Tensor:
+            found = pack(x.cpu())
+            assert found is not None, "values that are alike"
+            return found.to(x.device)
+
+        if stored.exact12 and self._triton:
+            from engines.offload.kernels.triton_panels import unpack12  # Triton is optional
+
+            return Quantizer(packed, unpack12)
+        unpack = panels.unpack12 if stored.exact12 else panels.unpack
+        return Quantizer(packed, partial(_unpack_rows, unpack=unpack))
+
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
         if sparse or not self._triton:
             return reference_attention(self.quantizer(stored))
@@ -167,3 +184,10 @@ class DeviceKernels:
 
     def hadamard(self) -> Hadamard:
         return hadamard
+
+
+def _unpack_rows(
+    stored: torch.Tensor, out: torch.Tensor, unpack: Callable[[torch.Tensor, int, int], torch.Tensor]
+) -> None:
+    rows, columns = out.shape
+    out.copy_(unpack(stored, rows, columns))

@@ -138,8 +138,10 @@ def torch_threads(pool: TilePool | None) -> int:
     return 1 if pool is not None and spins else torch.get_num_threads()
 
 
-def device_gemm(stored: Storage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator) -> GemmBackend:
-    """The GEMM of a device's library, with weights dequantized or cast there first; its rate is measured."""
+def device_gemm(
+    stored: WeightStorage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator
+) -> GemmBackend:
+    """The GEMM of a device's library, with weights unpacked or cast there first; its rate is measured."""
     candidate = _torch_gemm(stored, quantizer, dtype, unpacks_to_dtype=True)
     trial = _Trial(candidate, _tiles(stored, quantizer.pack, hidden, device.where), hidden, _DEVICE_ROWS)
     with torch.inference_mode():
@@ -156,7 +158,7 @@ def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
 
 
-def _torch_gemm(stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False) -> GemmBackend:
+def _torch_gemm(stored: WeightStorage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False) -> GemmBackend:
     """torch's GEMM, after dequantizing or casting the weight where its storage needs that.
 
     `unpacks_to_dtype`: the quantizer can unpack to `dtype`; otherwise it unpacks to float32.
@@ -171,7 +173,7 @@ def _torch_gemm(stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacks_to_
 class _DequantizingGemm:
     """Unpacks a tile to the dtype `unpacked`, casts it to `dtype` if that is another, and multiplies by torch."""
 
-    def __init__(self, stored: Storage, quantizer: Quantizer, dtype: Dtype, unpacked: Dtype) -> None:
+    def __init__(self, stored: WeightStorage, quantizer: Quantizer, dtype: Dtype, unpacked: Dtype) -> None:
         self._quantizer = quantizer
         self._transposed = _is_transposed(stored)
         self._dtype, self._unpacked_dtype = getattr(torch, dtype), getattr(torch, unpacked)

@@ -9,8 +9,21 @@
 
 namespace {
 
-constexpr int64_t kRows = 6;             // times two vectors: twelve accumulators, two weights and an x fill AVX2
-constexpr int64_t kWidth = 2 * kLanes;   // rows of W in a panel
+#ifdef __AVX512F__
+constexpr int64_t kRows = 12, kWideLanes = 16;  // twelve accumulators hide the latency of an addition
+#else
+constexpr int64_t kRows = 6, kWideLanes = 8;  // times two vectors: twelve accumulators, two weights and an x fill AVX2
+#endif
+constexpr int64_t kWidth = 16;           // rows of W in a panel
+constexpr int64_t kWides = kWidth / kWideLanes;
+typedef float Wide __attribute__((vector_size(kWideLanes * 4)));
+
+inline Wide load_wide(const float* from) {
+  Wide values;
+  std::memcpy(&values, from, sizeof values);
+  return values;
+}
+
 constexpr int64_t kAhead = 8;            // columns of a panel to prefetch ahead
 
 // Transposes eight vectors in place.
@@ -51,26 +64,28 @@ void unpack(int64_t rows, int64_t depth, float* panel, Row row) {
 template <int64_t R>
 void tile(const float* x, int64_t ldx, const float* panel, int64_t depth, const float* start, int64_t lds, float* out,
           int64_t ldo, int64_t width) {
-  Lanes sum[R][2] = {};
+  Wide sum[R][kWides] = {};
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
     __builtin_prefetch(panel + (k + kAhead) * kWidth);
-    const Lanes left = load(panel + k * kWidth), right = load(panel + k * kWidth + kLanes);
+    Wide values[kWides];
+    for (int64_t v = 0; v < kWides; ++v) values[v] = load_wide(panel + k * kWidth + v * kWideLanes);
 #pragma GCC unroll 16
-    for (int64_t i = 0; i < R; ++i) {
-      sum[i][0] += x[i * ldx + k] * left;
-      sum[i][1] += x[i * ldx + k] * right;
-    }
+    for (int64_t i = 0; i < R; ++i)
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < kWides; ++v) sum[i][v] += x[i * ldx + k] * values[v];
   }
   for (int64_t i = 0; i < R; ++i) {
     const float* from = start + i * lds;
     float* to = out + i * ldo;
     if (width == kWidth) {
-      store(to, start ? load(from) + sum[i][0] : sum[i][0]);
-      store(to + kLanes, start ? load(from + kLanes) + sum[i][1] : sum[i][1]);
+      for (int64_t v = 0; v < kWides; ++v) {
+        const Wide total = start ? load_wide(from + v * kWideLanes) + sum[i][v] : sum[i][v];
+        std::memcpy(to + v * kWideLanes, &total, sizeof total);
+      }
       continue;
     }
-    for (int64_t j = 0; j < width; ++j) to[j] = (start ? from[j] : 0.0f) + sum[i][j / kLanes][j % kLanes];
+    for (int64_t j = 0; j < width; ++j) to[j] = (start ? from[j] : 0.0f) + sum[i][j / kWideLanes][j % kWideLanes];
   }
 }
 

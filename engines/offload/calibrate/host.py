@@ -24,6 +24,7 @@ from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.rows import padded_rows
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage
 from engines.offload.weights import gemm
+from engines.offload.weights.kept_choices import KeptChoices
 from harness import api
 from harness.common.buffers import direct_buffer
 from harness.common.disk_rate import sequential_read_rates
@@ -56,6 +57,7 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         report("memory")
         samples["host.bandwidth"] = _copies(rounds)
         report("products")
+        KeptChoices(cache).clear()
         product = _chosen(kernels)
         for rows in _ROWS:
             samples[f"host.flops.{rows}"] = _products(product, rows, kernels, rounds)

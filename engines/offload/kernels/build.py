@@ -78,6 +78,11 @@ def _reason(exc: Exception) -> str:
     return next((line for line in output.splitlines() if "error" in line), str(exc))
 
 
+def cpu_features() -> str:
+    """Identifies a kind of CPU, in few characters."""
+    return hashlib.sha256(_cpu()).hexdigest()[:16]
+
+
 def _cpu() -> bytes:
     """Identifies the CPU, on which the code of -march=native depends."""
     lines = Path("/proc/cpuinfo").read_bytes().split(b"\n")

@@ -62,41 +62,41 @@ class HostKernels:
     """The host's, on `threads` threads: compiled under `cache` on first use, else substitutes in numba and torch."""
 
     def __init__(self, cache: Path, threads: int) -> None:
-        self._cache = cache
-        self._threads = threads
+        self.cache = cache
+        self.threads = threads
         self._pool: TilePool | None = None
         self.note = ""
 
     def quantizer(self, stored: Storage) -> Quantizer:
         if isinstance(stored, Plain):
             return plain_quantizer(stored)
-        if compiled := self._compiled(lambda: compiled_quantizer(stored, self._cache, self._threads)):
+        if compiled := self._compiled(lambda: compiled_quantizer(stored, self.cache, self.threads)):
             return compiled
         try:
-            return numba_quantizer(stored, self._threads)
+            return numba_quantizer(stored, self.threads)
         except ImportError:
             return reference_quantizer(stored)
 
     def weight_packer(self, stored: Grouped | Panels) -> WeightPack:
         """Packs weights at conversion: slower than the quantizer's `pack`, with a smaller error."""
         if isinstance(stored, Panels) and stored.exact12:
-            return exact12_pack(self._cache)
+            return exact12_pack(self.cache)
         if isinstance(stored, Panels):
             return panel_pack(stored, None if stored.grouped is None else self.weight_packer(stored.grouped))
-        if compiled := self._compiled(lambda: compiled_weight_packer(stored, self._cache, self._threads)):
+        if compiled := self._compiled(lambda: compiled_weight_packer(stored, self.cache, self.threads)):
             return compiled
         try:
-            return numba_weight_packer(stored, self._threads)
+            return numba_weight_packer(stored, self.threads)
         except ImportError:
             return partial(least_squares.pack, stored=stored)
 
     def gemm(self, stored: Storage) -> Gemm | None:
         """GEMM in float32 with weights as they are stored; None where it cannot be built."""
-        return self._compiled(lambda: compiled_gemm(stored, self._cache, self._threads))
+        return self._compiled(lambda: compiled_gemm(stored, self.cache, self.threads))
 
     def tile_pool(self) -> TilePool | None:
         """Threads that multiply weights in panels, one pool for all; None where it cannot be built."""
-        self._pool = self._pool or self._compiled(lambda: TilePool(self._cache, self._threads))
+        self._pool = self._pool or self._compiled(lambda: TilePool(self.cache, self.threads))
         return self._pool
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class HostKernels:
 
     def attention(self, stored: Storage, sparse: bool = False) -> AttentionKernel:
         """As KernelSet says; these kernels are the same, `sparse` or not."""
-        compiled = self._compiled(lambda: compiled_attention(stored, self._cache, self._threads))
+        compiled = self._compiled(lambda: compiled_attention(stored, self.cache, self.threads))
         return compiled or reference_attention(self.quantizer(stored))
 
     def attention_memory(
@@ -114,14 +114,14 @@ class HostKernels:
     ) -> tuple[int, int]:
         if self.note:
             return reference_memory(shape, longest, stored, compute_bytes, sparse)
-        return attention_memory(shape, longest, self._threads)
+        return attention_memory(shape, longest, self.threads)
 
     def hadamard(self) -> Hadamard:
-        return self._compiled(lambda: compiled_hadamard(self._cache, self._threads)) or hadamard
+        return self._compiled(lambda: compiled_hadamard(self.cache, self.threads)) or hadamard
 
     def row_writer(self) -> RowWriter:
         """Writes new keys and values into KV blocks."""
-        return self._compiled(lambda: compiled_writer(self._cache)) or torch_writer
+        return self._compiled(lambda: compiled_writer(self.cache)) or torch_writer
 
     def _compiled(self, build: Callable[[], _Kernel]) -> _Kernel | None:
         """What `build` gives, or None where nothing can be built: after the first failure it is not tried again."""

@@ -1,7 +1,7 @@
 """Chooses how weight tiles are multiplied: the fastest GEMM and dtype on this CPU, or a device's library.
 
 Which is fastest depends on the CPU: bfloat16 where it has instructions for that, else float32; torch's library after a
-cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at load.
+cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at the first load, and kept in the cache.
 """
 
 import copy
@@ -20,6 +20,7 @@ from engines.offload.kernels.gemm import torch_gemm
 from engines.offload.kernels.tile_pool import CODED, TilePool
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage, panels_of
+from engines.offload.weights.kept_choices import KeptChoices
 from harness.api import DTYPE_BYTES, Arithmetic, Dtype, UnsupportedError
 
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
@@ -59,6 +60,11 @@ class GemmBackend:
     int8: bool = False
 
     @property
+    def label(self) -> str:
+        """Its name among others."""
+        return f"{self.name} {self.dtype}"
+
+    @property
     def arithmetic(self) -> Arithmetic:
         """The type of the numbers that are multiplied."""
         return "int8" if self.int8 else self.dtype
@@ -71,8 +77,9 @@ def choose_gemm(
     kernels: HostKernels,
     exact12: Literal["no", "may", "must"] = "no",
 ) -> GemmBackend:
-    """The fastest GEMM for weights `stored` so or in panels, about `hidden` wide, and activations in one of `dtypes`;
-    measured. `exact12`: whether bfloat16 may or must be kept in twelve bits; it may where products take little longer.
+    """The fastest GEMM for weights `stored` so or in panels, about `hidden` wide, and activations in one of `dtypes`:
+    as kept in the cache, or measured and kept. `exact12`: whether bfloat16 may or must be kept in twelve bits; it may
+    where products take little longer.
 
     Raises UnsupportedError where it must and cannot.
     """
@@ -81,10 +88,10 @@ def choose_gemm(
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
         candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
     tiles: dict[WeightStorage, list[torch.Tensor]] = {stored: _tiles(stored, quantizer.pack, hidden)}
-    kept = _kept(stored, exact12)
-    pool = kernels.tile_pool() if kept else None
+    in_panels = _in_panels(stored, exact12)
+    pool = kernels.tile_pool() if in_panels else None
     if pool is not None and pool.dtype in dtypes:
-        for panels in kept:
+        for panels in in_panels:
             candidates.append(GemmBackend(panels.name, pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
             tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
     if exact12 == "must":
@@ -92,12 +99,18 @@ def choose_gemm(
     if not candidates:
         raise UnsupportedError("policy.weight_format: exact12 is for weights in bfloat16 on a host, computed in its "
                                f"fastest dtype, with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
-    seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in candidates])
-    fastest, best = min(zip(seconds, candidates, strict=True), key=lambda pair: pair[0] * _handicap(pair[1].stored))
+    choices = KeptChoices(kernels.cache)
+    among = (stored, _tile_size(hidden), tuple(dtypes), exact12, kernels.threads, bool(kernels.note))
+    chosen = choices.get(*among)
+    kept = [candidate for candidate in candidates if candidate.label == chosen] or candidates
+    seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in kept])
+    fastest, best = min(zip(seconds, kept, strict=True), key=lambda pair: pair[0] * _handicap(pair[1].stored))
+    if best.label != chosen:
+        choices.keep(best.label, *among)
     return replace(best, flops=1 / fastest)
 
 
-def _kept(stored: Storage, exact12: Literal["no", "may", "must"]) -> list[Panels]:
+def _in_panels(stored: Storage, exact12: Literal["no", "may", "must"]) -> list[Panels]:
     """The panels in which weights that are to be `stored` so can be."""
     ways = [panels_of(stored, twelve_bits) for twelve_bits in ([False] if exact12 == "no" else [False, True])]
     return [panels for panels in dict.fromkeys(ways) if panels is not None]

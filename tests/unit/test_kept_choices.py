@@ -60,7 +60,7 @@ def test_another_question_has_an_answer_of_its_own(kernels, measured):
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1', '{"a": [2]}', "\x00", "[" * 100_000])
 def test_a_damaged_file_keeps_nothing(kernels, measured, text):
-    path = kernels.cache / "kernels" / "choices.json"
+    path = kernels.cache / "gemm_choices.json"
     path.write_text(text)
     first = choose(kernels)
     measured[1]["reverse"] = True
@@ -69,14 +69,14 @@ def test_a_damaged_file_keeps_nothing(kernels, measured, text):
 
 def test_a_kept_way_that_is_gone_is_replaced(kernels, measured):
     first = choose(kernels)
-    path = kernels.cache / "kernels" / "choices.json"
+    path = kernels.cache / "gemm_choices.json"
     path.write_text(path.read_text().replace(first, "abacus"))
     assert choose(kernels) == first
     assert "abacus" not in path.read_text()
 
 
 def test_a_cache_that_cannot_be_written_only_forgets(kernels, measured):
-    path = kernels.cache / "kernels" / "choices.json"
+    path = kernels.cache / "gemm_choices.json"
     path.unlink(missing_ok=True)
     path.mkdir()
     try:

@@ -16,7 +16,7 @@ class KeptChoices:
     the next load measures again."""
 
     def __init__(self, cache: Path) -> None:
-        self._path = cache / "kernels" / "choices.json"
+        self._path = cache / "gemm_choices.json"
 
     def get(self, *among: Hashable) -> str | None:
         """The name that was kept, if any."""

@@ -147,7 +147,8 @@ class Executor:
             for batch, rows in zip(batches, self._product.parts, strict=True):
                 batch.answer = batch.answer if rows is None else rows
         stored = in_ring[op.tile] if op.tile in in_ring else self._loaded.resident[op.tile]
-        number = self._product.add(tile, stored_view(stored, tile.stored, *tile.shape))
+        gemm = self._loaded.gemms[tile.stored].gemm  # a matrix may have tiles that twelve bits cannot hold
+        number = self._product.add(tile, stored_view(stored, tile.stored, *tile.shape), gemm)
         if op.tile in in_ring and op.batch in (ALL, len(batches) - 1):
             del in_ring[op.tile]
             self._in_use.append(number)

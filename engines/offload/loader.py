@@ -69,7 +69,7 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     converted = _converted(request, meta_model, tiles, host_kernels)
     if converted.tiles != tiles:  # some weights were too varied for twelve bits
         tiles = converted.tiles
-        plan = backend.plan(replace(needs, tiles=tiles))
+        plan = backend.plan(replace(needs, tiles=tiles, cast_bytes=_cast_bytes(tiles, gemms)))
     tables = {name: converted.table(name) for name in meta_model.tables}
     meta_model.bind(tables, converted.small(), backend.device)
     stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights

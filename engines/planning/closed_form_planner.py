@@ -236,10 +236,10 @@ class ClosedFormPlanner:
 def require_modelled(policy: OffloadPolicy) -> None:
     """Raises HarnessError for sparse attention, whose gain depends on the host, and for int8 arithmetic, whose rates no
     profile has."""
-    for name, modelled in (("value_sparsity", policy.value_sparsity == 1), ("compute_dtype", policy.compute_dtype != "int8")):
-        if not modelled:
-            raise HarnessError(f"policy.{name} {getattr(policy, name)}: there is no performance model of it; measure it "
-                               "with `harness run`")  # fmt: skip
+    unknown = {"value_sparsity": policy.value_sparsity < 1, "compute_dtype": policy.compute_dtype == "int8"}
+    for name in (name for name, is_unknown in unknown.items() if is_unknown):
+        raise HarnessError(f"policy.{name} {getattr(policy, name)}: there is no performance model of it; "
+                           "measure it with `harness run`")  # fmt: skip
 
 
 def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) -> Bound:

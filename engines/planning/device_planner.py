@@ -80,7 +80,8 @@ class DevicePlanner(ClosedFormPlanner):
         """The engine's memory plan. Raises InfeasibleError and UnsupportedError as the engine does."""
         if (policy, margin) not in self._plans:
             dtype = policy.float_dtype("offload on a device", self.job.dtype)
-            cast_bytes = 0 if policy.weight_bits == 16 else DTYPE_BYTES[dtype]
+            copies = 2 if policy.weight_format == "exact12" else int(policy.weight_bits != 16)
+            cast_bytes = copies * DTYPE_BYTES[dtype]
             cache = storages(self.job.dtype, policy)[2]
             request = self.job.memory_request(self._tiles(policy), cache, dtype, cast_bytes=cast_bytes)
             device, host = (int(memory * (1 - margin)) for memory in (self._device, self._host))

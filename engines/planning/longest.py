@@ -50,6 +50,8 @@ class _Planner:
         dtypes = auto if policy.compute_dtype in ("auto", "int8") else [policy.float_dtype("offload", model.dtype)]
         self._dtype = max(dtypes, key=lambda name: DTYPE_BYTES[name])
         self._cast_bytes = sum(max(_cast_bytes(stored, name) for name in dtypes) for stored in {layers, outside})
+        if policy.weight_format == "exact12" and self._device is not None:
+            self._cast_bytes += 2 * DTYPE_BYTES[model.dtype]  # a tile's values, of those that are plain too
         tile_limit = None if self._device is None else tile_values(self._shape)
         self._tiles = model_tiles(matrices_of(self._shape), layers, outside, tile_limit)
         threads = (policy.threads, limits.threads, len(os.sched_getaffinity(0)))

@@ -21,7 +21,7 @@ Status = Literal[
 FINAL_STATUSES: frozenset[str] = frozenset({"ok", "oom_device", "oom_host", "timeout", "infeasible", "unsupported"})
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-#: What products are computed in: a dtype, or whole numbers of eight bits that stand for quantized weights and activations.
+#: What products are computed in: a dtype, or whole numbers of eight bits that stand for weights and activations.
 Arithmetic = Literal["float32", "bfloat16", "float16", "int8"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 Schedule = Literal["row", "zigzag", "sweep"]

@@ -111,7 +111,7 @@ class OffloadPolicy:
         """The dtype that `engine`, which has no int8 arithmetic, computes in; `stored`, the model's, for auto. Raises
         UnsupportedError for int8."""
         if self.compute_dtype == "int8":
-            raise UnsupportedError(f"engine {engine} has no policy.compute_dtype int8; leave it out, or use another dtype")
+            raise UnsupportedError(f"engine {engine} has no policy.compute_dtype int8; leave it out, or use another")
         return stored if self.compute_dtype == "auto" else self.compute_dtype
 
     def value_bytes(self, bits: Bits, plain_bytes: float) -> float:
@@ -136,8 +136,8 @@ class OffloadPolicy:
             raise HarnessError(f"policy.weight_format is exact12 and weight_bits is {self.weight_bits}; weights have "
                                "one format: leave one out")  # fmt: skip
         if self.compute_dtype == "int8" and self.weight_bits not in (4, 8):
-            raise HarnessError(f"policy.compute_dtype is int8 and weight_bits is {self.weight_bits}; int8 arithmetic is "
-                               "for weights of 8 or 4 bits: set weight_bits, or leave it out")  # fmt: skip
+            raise HarnessError(f"policy.compute_dtype is int8 and weight_bits is {self.weight_bits}; int8 arithmetic "
+                               "is for weights of 8 or 4 bits: set weight_bits, or leave it out")  # fmt: skip
         if not 0 < self.value_sparsity <= 1:
             raise HarnessError(f"policy.value_sparsity is {self.value_sparsity}; it must lie in (0, 1]")
         for name in ("weights", "cache", "activations"):

@@ -87,7 +87,8 @@ def bounds_of(
     requests.
 
     The job has `requests` requests, or as many as the launch. Its bound takes the fastest dtype that was probed, since
-    an engine may choose it; int8, whose answers differ, only where the launch computed in it. What the launch itself read in a second counts among the disk's samples.
+    an engine may choose it; int8, whose answers differ, only where the launch computed in it. What the launch itself
+    read in a second counts among the disk's samples.
     """
     spec, load, model = record.spec, record.load, record.model
     if load is None or model is None or spec.workload.kind == "task":

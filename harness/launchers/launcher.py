@@ -137,8 +137,8 @@ class CellLauncher:
     ) -> api.MachineRates:
         """Disk bandwidth on the model's files, and GEMM rates at its shape on the threads or the device of `limits`, as
         they are now; empty where they cannot be measured."""
-        kinds = tuple(sorted({"float32", model.dtype, *dtypes} - {"auto"}))
         shape, gpu = (model.shape.hidden, model.shape.ffn), limits.gpu
+        kinds = tuple(sorted({"float32", model.dtype, *dtypes} - ({"auto", "int8"} if gpu else {"auto"})))
         work = api.MeasureMachine(Path(model.path), shape, kinds, limits.threads, gpu)
         exchange = replace(exchange, on_event=api.ignore_events)
         request = api.WorkerRequest(work, exchange, _HELPER_TIMEOUT_S, threads=limits.threads, gpu=gpu)

@@ -27,7 +27,7 @@ def test_a_product_in_many_blocks_is_rounded_as_one():
     backend = GemmBackend("torch", "bfloat16", torch_gemm, 0, Plain("bfloat16"))
     joint = JointGemm([GemmRequest("m", x[:24], bias), GemmRequest("m", x[24:], bias)], 96, backend)
     for tile in tiles_of([Matrix("m", 96, 2048, "f")], [Plain("bfloat16")], 64 * 96):
-        joint.add(tile, weight[:, tile.start : tile.stop].contiguous())
+        joint.add(tile, weight[:, tile.start : tile.stop].contiguous(), torch_gemm)
 
     def off(found):
         return (found.double() - exact).pow(2).mean().sqrt()
@@ -50,7 +50,7 @@ def test_a_joint_product_is_each_batch_s_own_once_its_tiles_are_done(cache, way,
     tiles = tiles_of([Matrix("m", 100, 40, "f")], [stored], 40 * 32)
     kept = [weight[tile.start : tile.stop].to(dtype) for tile in tiles]
     kept = [panels.pack(part.bfloat16()) for part in kept] if way == "panels" else kept
-    assert [joint.add(tile, part) for tile, part in zip(tiles, kept, strict=True)] == list(range(len(tiles)))
+    assert [joint.add(*pair, torch_gemm) for pair in zip(tiles, kept, strict=True)] == list(range(len(tiles)))
     joint.wait()
     assert all(joint.is_done(number) for number in range(len(tiles)))
     assert joint.matrix == "m" and joint.parts[1] is None
@@ -67,7 +67,7 @@ def test_a_product_of_no_rows_is_done_at_once(cache):
     backend = GemmBackend("panels", pool.dtype, torch_gemm, 0, Panels(), pool=pool)
     joint = JointGemm([GemmRequest("m", torch.empty(0, 8, dtype=getattr(torch, pool.dtype)), None)], 16, backend)
     (tile,) = tiles_of([Matrix("m", 16, 8, "f")], [Panels()])
-    assert joint.add(tile, torch.empty(0)) == 0 and joint.is_done(0)
+    assert joint.add(tile, torch.empty(0), torch_gemm) == 0 and joint.is_done(0)
     joint.wait()
     joint.close()
     assert joint.parts[0].shape == (0, 16)

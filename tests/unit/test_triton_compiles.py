@@ -47,7 +47,8 @@ for kernel, types, constants in (
     (triton_quantizer._pack, {"x": "*fp16", "packed": "*u8"}, dict(BITS=3, GROUP=64, HALF_MAX=65504.0)),
 ):
     print(shared(kernel, types | sizes, constants, capability))
-print(shared(triton_panels._unpack12, {"chunks": "*u8", "out": "*i16"} | dict.fromkeys(("rows", "columns", "width"), "i32"),
+numbers = dict.fromkeys(("rows", "columns", "width"), "i32")
+print(shared(triton_panels._unpack12, {"chunks": "*u8", "out": "*i16"} | numbers,
              dict(PANEL=16, CHUNK=64, CHUNK_BYTES=1552), capability))
 for case in (("fp16", "fp16", 2, 16, 128, 1, True), ("bf16", "bf16", 2, 16, 128, 8, False),
              ("fp16", "u8", 2, 4, 128, 1, True), ("fp16", "fp16", 2, 16, 256, 2, True),

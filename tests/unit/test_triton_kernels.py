@@ -70,7 +70,7 @@ def test_unpacking_is_the_definition_to_the_bit(bits: int, columns: int) -> None
 @pytest.mark.parametrize("shape", [(16, 64), (40, 200), (7, 33), (33, 130)])
 def test_unpacking_twelve_bits_gives_back_every_bit(shape) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    weight[0, :3] = torch.tensor([torch.nan, -torch.inf, 1e-39])  # the exceptions of a chunk
+    weight[0, :3] = torch.tensor([torch.nan, -torch.inf, 1e-39])  # exceptions of a chunk, and a denormal
     weight[-1] = 0
     weight[-1, -1] = -0.0
     packed = exact12_pack(KERNELS.parent)(weight)

@@ -9,7 +9,7 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, HostKernels, Quantizer
+from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, HostKernels, NoCompilerError, Quantizer
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.host_blocks import HostBlocks
@@ -62,7 +62,10 @@ class CudaBackend(Backend):
 
     def _quantizer(self, stored: WeightStorage) -> Quantizer:
         if isinstance(stored, Panels):
-            return self.kernels.panels(stored, self._host_kernels.weight_packer(stored))
+            try:
+                return self.kernels.panels(stored, self._host_kernels.weight_packer(stored))
+            except NoCompilerError as exc:
+                raise UnsupportedError(f"policy.weight_format: exact12 needs the compiled kernels: {exc}") from exc
         return self.kernels.quantizer(stored)
 
     def require(self, model: MetaModel) -> None:

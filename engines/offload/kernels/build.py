@@ -78,9 +78,10 @@ def _reason(exc: Exception) -> str:
     return next((line for line in output.splitlines() if "error" in line), str(exc))
 
 
-def cpu_features() -> str:
-    """Identifies a kind of CPU, in few characters."""
-    return hashlib.sha256(_cpu()).hexdigest()[:16]
+def kernels_here() -> str:
+    """Identifies the kernels' sources and the kind of CPU, in few characters."""
+    texts = [path.read_bytes() for path in sorted(CSRC.iterdir())]
+    return hashlib.sha256(b"\n".join([*texts, _cpu()])).hexdigest()[:16]
 
 
 def _cpu() -> bytes:

@@ -1,7 +1,7 @@
 """Chooses how weight tiles are multiplied: the fastest GEMM and dtype on this CPU, or a device's library.
 
 Which is fastest depends on the CPU: bfloat16 where it has instructions for that, else float32; torch's library after a
-cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at the first load, and kept in the cache.
+cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured, at the first load, and kept.
 """
 
 import copy
@@ -129,8 +129,8 @@ def int8_gemm(stored: Storage, hidden: int, kernels: HostKernels) -> GemmBackend
     panels = panels_of(stored, twelve_bits=False)
     pool = kernels.tile_pool() if panels is not None and panels.name in CODED else None
     if panels is None or pool is None:
-        raise UnsupportedError("policy.compute_dtype: int8 is for policy.weight_bits 8 or 4 along a matrix's inputs, on a "
-                               f"host with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
+        raise UnsupportedError("policy.compute_dtype: int8 is for policy.weight_bits 8 or 4 along a matrix's inputs, on "
+                               f"a host with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
     way = GemmBackend(f"int8 {panels.name}", pool.dtype, pool.gemm(panels, int8=True), 0, panels, pool=pool, int8=True)
     [seconds] = _seconds_per_flop([_Trial(way, _tiles(panels, kernels.weight_packer(panels), hidden), hidden)])
     return replace(way, flops=1 / seconds)
@@ -171,7 +171,9 @@ def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
 
 
-def _torch_gemm(stored: WeightStorage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False) -> GemmBackend:
+def _torch_gemm(
+    stored: WeightStorage, quantizer: Quantizer, dtype: Dtype, unpacks_to_dtype: bool = False
+) -> GemmBackend:
     """torch's GEMM, after dequantizing or casting the weight where its storage needs that.
 
     `unpacks_to_dtype`: the quantizer can unpack to `dtype`; otherwise it unpacks to float32.

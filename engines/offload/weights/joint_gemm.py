@@ -45,21 +45,21 @@ class JointGemm:
         self._sum: torch.Tensor | None = None
         parts = iter(torch.split(self._out[:rows], [len(request.x) for request in operands]))
         self.parts = [None if request is None else next(parts) for request in requests]
-        self._gemm = backend.gemm
         self._added = 0
         self._product: PanelProduct | None = None
         if backend.pool and rows:
             self._product = backend.pool.product(self._x, backend.int8)
 
-    def add(self, tile: WeightTile, weight: torch.Tensor) -> int:
-        """Adds the contribution of one tile, whose stored values are `weight`; returns its number."""
+    def add(self, tile: WeightTile, weight: torch.Tensor, gemm: Gemm) -> int:
+        """Adds the contribution of one tile, whose stored values are `weight`; returns its number. `gemm` multiplies
+        weights that are stored so, where the backend has no pool."""
         self._added += 1
         if len(self._x):  # else no batch wants logits of this pass
-            self._add(tile, weight)
+            self._add(tile, weight, gemm)
         return self._added - 1
 
-    def _add(self, tile: WeightTile, weight: torch.Tensor) -> None:
-        gemm, span = self._gemm, slice(tile.start, tile.stop)
+    def _add(self, tile: WeightTile, weight: torch.Tensor, gemm: Gemm) -> None:
+        span = slice(tile.start, tile.stop)
         if self._product is not None:
             assert isinstance(tile.stored, Panels)
             self._product.add(tile.stored, weight, None if self._bias is None else self._bias[span], self._out[:, span])

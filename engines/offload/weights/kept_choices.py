@@ -1,4 +1,4 @@
-"""Which way to multiply was fastest on this machine, kept in the cache: a busy moment must not change a job's arithmetic."""
+"""Which way to multiply was fastest on this machine, kept: a busy moment must not change a job's arithmetic."""
 
 import json
 from collections.abc import Hashable
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from engines.offload.kernels.build import cpu_features
+from engines.offload.kernels.build import kernels_here
 from harness.common.files import replace_with
 
 
 class KeptChoices:
-    """Names by what was chosen among, for this CPU and torch. A file that cannot be read or written keeps nothing: then
+    """Names by what was chosen among, for this CPU, torch and these kernels. A file that cannot be read or written keeps nothing: then
     the next load measures again."""
 
     def __init__(self, cache: Path) -> None:
@@ -41,4 +41,4 @@ class KeptChoices:
 
 
 def _key(among: tuple[Hashable, ...]) -> str:
-    return " | ".join(map(str, (*among, torch.__version__, cpu_features())))
+    return " | ".join(map(str, (*among, torch.__version__, kernels_here())))

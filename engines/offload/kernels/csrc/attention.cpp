@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr int64_t kScoreRows = 8 * kRows;  // prompt rows whose scores are held at once
+constexpr int64_t kScoreRows = 48;         // prompt rows whose scores are held at once: a multiple of kRows
 constexpr int64_t kManyHeads = 16;         // from so many heads in a group, panels beat the decode path
 constexpr int64_t kScores = 1 << 17;       // scores of the rows of one work item: half of an L2 cache
 constexpr int64_t kItems = 4;              // work items per thread to aim for

@@ -41,8 +41,8 @@ inline Ints dot(Ints sum, Words weights, int32_t x) {
 
 // Codes of R rows of x times C panels' codes, `apart` bytes from one to the next, over `quads` times four columns.
 template <int R, int C, typename End>
-inline __attribute__((always_inline)) void coded_block(const int8_t* x, int64_t ldx, const uint8_t* codes, int64_t apart,
-                                                       int64_t quads, End end) {
+inline __attribute__((always_inline)) void coded_block(const int8_t* x, int64_t ldx, const uint8_t* codes,
+                                                       int64_t apart, int64_t quads, End end) {
   Ints sum[R][C * kVectors] = {};
   for (int64_t q = 0; q < quads; ++q, codes += 4 * kPanel, x += 4) {
     Words weights[C * kVectors];
@@ -93,7 +93,8 @@ struct CodedPanels {
                             [&](int64_t i, int64_t j, Ints sum) {
                               const Floats before = g ? load_floats(to + i * kSumsApart + j) : Floats{};
                               const Floats products = __builtin_convertvector(sum, Floats) * load_floats(scales + j);
-                              const Floats shifted = fused(sum_of[i * next] - Floats{}, load_floats(minima + j), products);
+                              const Floats minimum = load_floats(minima + j);
+                              const Floats shifted = fused(sum_of[i * next] - Floats{}, minimum, products);
                               store_floats(to + i * kSumsApart + j, fused(shifted, scale[i * next] - Floats{}, before));
                             });
         });

@@ -25,8 +25,8 @@ struct Part {
   int64_t row, rows, panel, panels;
 };
 
-// How a tile's product is cut into parts: all rows of x for one group of panels before the next group, so that its weights
-// stay in the L2 cache. Groups differ by a panel at most, as chunks of rows do by a block: a small rest would be slow.
+// How a tile's product is cut into parts: all rows of x for one group of panels before the next group, so that its
+// weights stay in the L2 cache. Groups differ by a panel at most, as chunks of rows do by a block: a small rest would be slow.
 struct Cut {
   int64_t rows, panels, groups, chunks;
 
@@ -131,8 +131,8 @@ extern "C" void* open_pool(int threads) { return new Pool(threads); }
 
 extern "C" void close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Starts a product of x[rows, k], whose rows are `ldx` values apart. x must stay as it is until the first tile is added,
-// and mapped until the product is closed and what that returns has been left.
+// Starts a product of x[rows, k], whose rows are `ldx` values apart. x must stay as it is until the first tile is
+// added, and mapped until the product is closed and what that returns has been left.
 extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
   Pool& threads = *static_cast<Pool*>(pool);
   Product* product = new Product{threads, threads.operands.next(), {}, {}};
@@ -141,8 +141,8 @@ extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int6
 }
 
 // Adds `n` rows of W in panels, which must stay as they are until the tile is done and mapped until the pool is closed:
-// out[rows, n] and bias[n], or null, are theirs. All tiles of a product have groups of `group` columns, or none, and are
-// added by one of these functions; but plain panels and those in twelve bits go together.
+// out[rows, n] and bias[n], or null, are theirs. All tiles of a product have groups of `group` columns, or none, and
+// are added by one of these functions; but plain panels and those in twelve bits go together.
 #define ADD_TILE(name, weights)                                                                                    \
   extern "C" void add_##name(void* product, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,    \
                              Activation* out, int64_t ldo) {                                                       \

@@ -7,8 +7,8 @@
 
 namespace {
 
-// How weights take x: its values; by weights in groups of `group` columns also each group's sum, or its values' codes of
-// eight bits instead, arranged as weights of `bits` bits are.
+// How weights take x: its values; by weights in groups of `group` columns also each group's sum, or its values' codes
+// of eight bits instead, arranged as weights of `bits` bits are.
 struct Form {
   int64_t group = 0;
   int bits = 0;
@@ -26,8 +26,8 @@ struct Rows {
   int64_t sums_apart() const { return ld * sizeof(Activation) / sizeof(float); }
 };
 
-// Rows of x in eight bits, `stride` bytes apart: a value of group g is its code times scales(row)[g]. sums(row)[g]: of the
-// group's codes.
+// Rows of x in eight bits, `stride` bytes apart: a value of group g is its code times scales(row)[g]. sums(row)[g]: of
+// the group's codes.
 struct CodedRows {
   const uint8_t* records;
   int64_t stride, count, k, groups, group;
@@ -74,8 +74,8 @@ class Operand {
   int64_t columns() const { return k_; }
 
   Rows rows() const {
-    return {static_cast<const Activation*>(records_.data()), stride_ / static_cast<int64_t>(sizeof(Activation)), count_, k_,
-            values_bytes_ / static_cast<int64_t>(sizeof(Activation))};
+    constexpr int64_t kBytes = sizeof(Activation);
+    return {static_cast<const Activation*>(records_.data()), stride_ / kBytes, count_, k_, values_bytes_ / kBytes};
   }
   CodedRows coded_rows() const {
     return {static_cast<const uint8_t*>(records_.data()), stride_, count_, k_, groups_, form_.group};

@@ -1,8 +1,8 @@
 // Weights in panels, as they are stored: plain bfloat16, bfloat16 in twelve bits, or quantized in groups.
 //
 // Each kind has the bytes of a panel and the form in which it takes x, and multiplies: sums[rows, panels] = x[rows, k]
-// times up to kTogether panels. The order in which a value is summed depends on k alone, so a row's result does not depend
-// on the other rows.
+// times up to kTogether panels. The order in which a value is summed depends on k alone, so a row's result does not
+// depend on the other rows.
 
 #pragma once
 

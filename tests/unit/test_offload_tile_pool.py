@@ -253,6 +253,26 @@ def test_many_small_products_on_more_threads_than_cpus(pools):
         assert torch.equal(multiply(pool, x, weights), expected)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_what_late_threads_read_is_kept_until_they_have_left(pools, int8):
+    """Operands so large that all threads copy them."""
+    pool, stored = pools[5], WHOLE[0]
+    x, weight = values(pool, 300, 2048), torch.randn(32, 2048)
+    expected = multiply(pools[1], x, [weight], stored=stored, int8=int8)
+    packed, out = pack(stored, weight)[0], torch.empty(300, 32, dtype=x.dtype)
+    for _ in range(40):
+        mine = x.clone()
+        product = pool.product(mine, int8)
+        product.add(stored, packed, None, out)
+        mine.zero_()
+        del mine
+        product.close()
+        assert torch.equal(out, expected)
+    pool.settle()
+    multiply(pool, x[:1], [weight], stored=stored, int8=int8)
+    assert not pool._late
+
+
 def test_nobody_waits_for_a_thread_that_sleeps_in_a_part(tmp_path, cache):
     """As one does that another process has pushed off its CPU. What it computes when it wakes up is dropped."""
     source = tmp_path / "sleeper.cpp"

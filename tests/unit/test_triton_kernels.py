@@ -14,8 +14,8 @@ if importlib.util.find_spec("triton") is None and "CI" not in os.environ:
 from engines.offload.kernels import panels, quantize
 from engines.offload.kernels.attention import AttentionMetadata, AttentionSpec
 from engines.offload.kernels.layer_blocks import LayerBlocks
-from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.quantizer import exact12_pack
+from engines.offload.kernels.reference_attention import reference_attention
 from engines.offload.kernels.triton_attention import triton_attention
 from engines.offload.kernels.triton_panels import unpack12
 from engines.offload.kernels.triton_quantizer import pack, unpack

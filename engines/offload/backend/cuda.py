@@ -9,7 +9,14 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
-from engines.offload.kernels import AttentionMetadata, AttentionSpec, DeviceKernels, HostKernels, NoCompilerError, Quantizer
+from engines.offload.kernels import (
+    AttentionMetadata,
+    AttentionSpec,
+    DeviceKernels,
+    HostKernels,
+    NoCompilerError,
+    Quantizer,
+)
 from engines.offload.kernels.layer_blocks import LayerBlocks
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.host_blocks import HostBlocks

@@ -25,10 +25,10 @@ def gemm_rates(
     """FLOP/s of x[rows, k] times the transpose of a weight [n, k]: `rates[dtype][str(rows)]`, one entry a sample.
 
     Multiplies with torch, by weights as they are and, but for int8, in the layout that oneDNN prefers, and in float32
-    with numpy too, since numpy brings another BLAS that may be faster. Each point has one warm-up and at most five repetitions or
-    0.3 s; every sample is kept, and the reader takes the best. After `seconds` the remaining points are skipped. The
-    multiplications rotate over up to 256 MiB of copies of the weight, so that none is in the CPU cache, as in a model's
-    pass. A multiply-add counts as two operations.
+    with numpy too, since numpy brings another BLAS that may be faster. Each point has one warm-up and at most five
+    repetitions or 0.3 s; every sample is kept, and the reader takes the best. After `seconds` the remaining points are
+    skipped. The multiplications rotate over up to 256 MiB of copies of the weight, so that none is in the CPU cache, as
+    in a model's pass. A multiply-add counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()

@@ -69,8 +69,7 @@ class TilePool:
         return gemm
 
     def end(self, product: int, x: torch.Tensor) -> None:
-        """Ends a product of x, which is kept as long as a thread may read it. (What is kept when the pool is closed, whose
-        threads have then ended, goes with it.)"""
+        """Ends a product of x, which is kept as long as a thread may read it, at most until the pool is closed."""
         self._late = [(late, kept) for late, kept in self._late if not self._was_left(late)]
         if late := self._end(product):
             self._late.append((late, x))

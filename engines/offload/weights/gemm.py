@@ -129,8 +129,8 @@ def int8_gemm(stored: Storage, hidden: int, kernels: HostKernels) -> GemmBackend
     panels = panels_of(stored, twelve_bits=False)
     pool = kernels.tile_pool() if panels is not None and panels.name in CODED else None
     if panels is None or pool is None:
-        raise UnsupportedError("policy.compute_dtype: int8 is for policy.weight_bits 8 or 4 along a matrix's inputs, on "
-                               f"a host with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
+        raise UnsupportedError("policy.compute_dtype: int8 is for policy.weight_bits 8 or 4 along a matrix's inputs, "
+                               f"on a host with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
     way = GemmBackend(f"int8 {panels.name}", pool.dtype, pool.gemm(panels, int8=True), 0, panels, pool=pool, int8=True)
     [seconds] = _seconds_per_flop([_Trial(way, _tiles(panels, kernels.weight_packer(panels), hidden), hidden)])
     return replace(way, flops=1 / seconds)

@@ -12,8 +12,8 @@ from harness.common.files import replace_with
 
 
 class KeptChoices:
-    """Names by what was chosen among, for this CPU, torch and these kernels. A file that cannot be read or written keeps
-    nothing: then the next load measures again."""
+    """Names by what was chosen among, for this CPU, torch and these kernels. A file that cannot be read or written
+    keeps nothing: then the next load measures again."""
 
     def __init__(self, cache: Path) -> None:
         self._path = cache / "gemm_choices.json"

@@ -228,6 +228,7 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     # not published: negligible sizes that run the same code
     "tiny/opt": _Opt(2, 64, 2),
     "tiny/llama": _Llama(2, 64, 176, 2, 2),
+    "tiny/olmoe": _Llama(2, 64, 64, 2, 2, family="olmoe", experts=8, active=2),
 }
 
 #: ModelShape by hub id, ordered by family and size.

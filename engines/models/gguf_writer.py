@@ -32,21 +32,23 @@ _NAMES = {
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
 }
-#: Of a mixture: GGUF stacks the experts' matrices, transformers too, the first two in one, and published checkpoints have
-#: one of each for each expert.
+#: Of a mixture: GGUF stacks the experts' matrices, transformers too, the first two in one, and published checkpoints
+#: have one of each for each expert.
 _STACKS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight$")
 #: GGUF's name of an architecture by transformers'.
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+#: Whether llama.cpp makes the shares of the chosen experts sum to one.
+_NORMS_TOP_K = {"olmoe": False, "qwen3_moe": True}
 _NAMES_OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Part of the folder's name: raise it when the same checkpoint is written differently.
 _RECIPE = 2
 
 
 def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
-    """The checkpoint of a LLaMA, Qwen 2, OLMoE or Qwen 3 MoE model as a GGUF file with matrices of `kind`, one of FLOAT_TYPES, written
-    once into `job.cache`. Rounds to the nearest value where that type is not the stored one.
+    """The checkpoint of a LLaMA, Qwen 2, OLMoE or Qwen 3 MoE model as a GGUF file with matrices of `kind`, one of
+    FLOAT_TYPES, written once into `job.cache`. Rounds to the nearest value where that type is not the stored one.
 
     Drops the file from the page cache, where an earlier launch's pages would be free memory for this launch. Raises
     UnsupportedError for a model that this writer does not cover.
@@ -83,14 +85,29 @@ def _architecture(model: LocalModel, config: dict[str, Any]) -> tuple[str, float
     family = model.shape.family
     if family not in _ARCHITECTURES:
         raise UnsupportedError(f"engine llama_cpp writes GGUF files of {', '.join(_ARCHITECTURES)}, not {family}")
-    if config.get("clip_qkv") is not None:
-        raise UnsupportedError("engine llama_cpp cannot write clip_qkv to a GGUF file")
+    # what llama.cpp takes for granted of these mixtures
+    refused = {
+        "clip_qkv": config.get("clip_qkv") is not None,
+        "norm_topk_prob": family in _NORMS_TOP_K and bool(config.get("norm_topk_prob")) != _NORMS_TOP_K[family],
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "num_key_value_heads": family == "olmoe" and model.shape.num_kv_heads != model.shape.num_heads,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedError(f"engine llama_cpp cannot write a {family} with {name} {config.get(name)} to a GGUF file")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UnsupportedError(f"engine llama_cpp cannot write scaled rotary positions to a GGUF file ({rope})")
     if config.get("attention_bias") or config.get("mlp_bias"):
-        raise UnsupportedError("engine llama_cpp cannot write the biases of a llama model to a GGUF file")
+        raise UnsupportedError(f"engine llama_cpp cannot write the biases of a {family} to a GGUF file")
     return _ARCHITECTURES[family], float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+
+
+def _experts(config: dict[str, Any]) -> int | None:
+    """How many a layer has; transformers gives the number either name."""
+    found = config.get("num_experts", config.get("num_local_experts"))
+    return None if found is None else int(found)
 
 
 def _write_metadata(writer: GGUFWriter, model: LocalModel, config: dict[str, Any], rope_base: float) -> None:
@@ -100,10 +117,10 @@ def _write_metadata(writer: GGUFWriter, model: LocalModel, config: dict[str, Any
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.ffn)
-    if (experts := config.get("num_experts")) is not None:
+    if (experts := _experts(config)) is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(shape.ffn)
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", shape.ffn))
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_kv_heads)
     writer.add_rope_dimension_count(shape.head_dim)
@@ -170,7 +187,7 @@ def _parts(tensors: Sequence[RawTensor]) -> list[_Part]:
 
 def _gguf_values(part: _Part, model: LocalModel, family: str, kind: str) -> npt.NDArray[Any]:
     """A tensor's values as GGUF holds them: vectors and routers in float32, matrices in `kind`, and the rows of LLaMA's
-    query and key projections with the two halves of each head interleaved, since llama.cpp rotates neighbouring pairs."""
+    query and key projections with the two halves of each head interleaved: llama.cpp rotates neighbouring pairs."""
     tensor = part.sources[0]
     if part.rows is not None:
         return np.stack([_converted(expert[part.rows], tensor.dtype, kind) for expert in tensor.mapped()])

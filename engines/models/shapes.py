@@ -68,9 +68,9 @@ class _Opt:
 class _Llama:
     """LLaMA 1 to 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, gated FFN, no biases.
 
-    Qwen 2.5 (Qwen team 2024) adds biases on queries, keys and values. Mixtral (Jiang et al. 2024), OLMoE (Muennighoff et
-    al. 2024) and Qwen 3 (Qwen team 2025) have `experts` feed-forwards of `ffn` in a layer, `active` of them for a token;
-    the last two normalize queries and keys.
+    Qwen 2.5 (Qwen team 2024) adds biases on queries, keys and values. Mixtral (Jiang et al. 2024), OLMoE (Muennighoff
+    et al. 2024) and Qwen 3 (Qwen team 2025) have `experts` feed-forwards of `ffn` in a layer, `active` of them for a
+    token; the last two normalize queries and keys.
     """
 
     layers: int
@@ -179,8 +179,13 @@ def _mixtral(layers: int, hidden: int, ffn: int, heads: int, context: int) -> _L
 
 def _olmoe(layers: int) -> _Llama:
     special = (50279, 50279)
+    return _Llama(layers, 2048, 1024, 16, 16, 50304, 4096, 1e-5, family="olmoe", experts=64, active=8, special=special)
+
+
+def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> _Llama:
+    special, family = (151643, 151645), "qwen3_moe"
     return _Llama(
-        layers, 2048, 1024, 16, 16, 50304, 4096, 1e-5, family="olmoe", experts=64, active=8, special=special
+        layers, hidden, ffn, heads, kv_heads, 151936, 40960, 1e-6, 1e6, None, False, family, 128, 8, special, 128
     )
 
 
@@ -217,10 +222,7 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "mistralai/Mixtral-8x7B-v0.1": _mixtral(32, 4096, 14336, 32, 32768),
     "mistralai/Mixtral-8x22B-v0.1": _mixtral(56, 6144, 16384, 48, 65536),
     "allenai/OLMoE-1B-7B-0924": _olmoe(16),
-    "Qwen/Qwen3-30B-A3B": _Llama(
-        48, 2048, 768, 32, 4, 151936, 40960, 1e-6, 1e6, family="qwen3_moe", experts=128, active=8,
-        special=(151643, 151645), head_dim=128,
-    ),  # fmt: skip
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(48, 2048, 768, 32, 4),
     # not published: a quarter of OLMoE's layers, for a machine without a GPU
     "twin/quarter-of-olmoe": _olmoe(4),
     # not published: LLaMA layers in the bytes of OPT-1.3b, for engines that do not implement OPT

@@ -1,5 +1,6 @@
 """GGUF files of mixtures hold what the checkpoint does, whether its experts are stacked or apart."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -10,16 +11,18 @@ from engines.models.gguf_writer import to_gguf
 from harness import api
 from tests.offload import CONFIGS, tiny
 
-gguf = pytest.importorskip("gguf")
 
-SIZES = CONFIGS["llama"] | {"intermediate_size": 96, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+SIZES = CONFIGS["llama"] | {
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_key_value_heads": 4,
+}  # fmt: skip
+QWEN = {"moe_intermediate_size": 96, "intermediate_size": 160, "head_dim": 16, "norm_topk_prob": True}
 FORMS = ("olmoe", "qwen3_moe", "stacked")
 
 
 def a_model(folder, form):
     if form == "stacked":
         return prepared(api.ModelSpec("tiny/olmoe", "dummy", "float32"), folder)
-    sizes = SIZES | {"moe_intermediate_size": 96, "head_dim": 16} if form == "qwen3_moe" else SIZES
+    sizes = SIZES | QWEN if form == "qwen3_moe" else SIZES
     return tiny(folder / form, form, num_experts=4, **sizes)
 
 
@@ -47,10 +50,22 @@ def test_a_file_holds_the_experts_of_the_checkpoint(tmp_path, form):
         assert np.array_equal(found[f"blk.{layer}.ffn_gate_inp.weight"], router)
         norm = state[f"model.layers.{layer}.self_attn.q_norm.weight"].numpy()
         assert np.array_equal(found[f"blk.{layer}.attn_q_norm.weight"], norm)
-    assert len(found) == 2 * 13 + 3 - ("output.weight" not in found)
+    assert fields[f"{architecture}.expert_feed_forward_length"] == (64 if form == "stacked" else 96)
+    assert len(found) == 2 * 12 + 3
 
 
-def test_what_llama_cpp_could_not_read_is_refused(tmp_path):
-    model = tiny(tmp_path / "clipped", "olmoe", num_experts=4, clip_qkv=8.0, **SIZES)
-    with pytest.raises(api.UnsupportedError, match="clip_qkv"):
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}),
+        ("olmoe", {"norm_topk_prob": True}),
+        ("olmoe", {"num_key_value_heads": 2}),
+        ("qwen3_moe", QWEN | {"norm_topk_prob": False}),
+        ("qwen3_moe", QWEN | {"decoder_sparse_step": 2}),
+        ("qwen3_moe", QWEN | {"mlp_only_layers": [1]}),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, form, changes):
+    model = tiny(tmp_path / "m", form, num_experts=4, **SIZES | changes)
+    with pytest.raises(api.UnsupportedError, match=[*changes][-1]):
         to_gguf(model, api.Job(tmp_path, tmp_path / "cache", 64, 64), "F32")

@@ -95,7 +95,9 @@ def _architecture(model: LocalModel, config: dict[str, Any]) -> tuple[str, float
     }
     for name, is_refused in refused.items():
         if is_refused:
-            raise UnsupportedError(f"engine llama_cpp cannot write a {family} with {name} {config.get(name)} to a GGUF file")
+            raise UnsupportedError(
+                f"engine llama_cpp cannot write a {family} with {name} {config.get(name)} to a GGUF file"
+            )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UnsupportedError(f"engine llama_cpp cannot write scaled rotary positions to a GGUF file ({rope})")

@@ -11,7 +11,6 @@ from engines.models.gguf_writer import to_gguf
 from harness import api
 from tests.offload import CONFIGS, tiny
 
-
 SIZES = CONFIGS["llama"] | {
     "intermediate_size": 96, "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_key_value_heads": 4,
 }  # fmt: skip

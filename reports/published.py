@@ -10,6 +10,10 @@ from reports.text import MISSING, TIMES_SIGN, columns_of, number
 #: For each table: paper and machine, and the prompt length where the table has no column for it.
 _SOURCES = {
     "flexgen_throughput_t4": ("FlexGen (Sheng et al. 2023), tables 14 to 16: one T4 16 GB, 208 GB of RAM, NVMe", None),
+    "moe_lightning_t4": (
+        "MoE-Lightning (Cao et al. 2024), its first setting: one T4 16 GB, 192 GB of RAM, prompts of MTBench",
+        None,
+    ),
     "lm_offload_a100": ("LM-Offload (Wu et al. 2024), table 3: one A100 40 GB, 240 GB of RAM", 64),
 }
 

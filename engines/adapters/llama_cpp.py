@@ -40,7 +40,8 @@ _BLOCK = 32
 
 class LlamaCppEngine(api.Engine):
     """Honours policy.gpu_batch_size (the server's parallel sequences), policy.kv_bits (16 or 8) and policy.weight_bits:
-    16, or 8 (Q8_0) and 4 (Q4_0) in groups of 32, quantized by llama.cpp's own program. LLaMA and Qwen 2.
+    16, or 8 (Q8_0) and 4 (Q4_0) in groups of 32, quantized by llama.cpp's own program. For LLaMA, Qwen 2, OLMoE and
+    Qwen 3 MoE.
 
     `mmap`: maps the weights from disk (llama.cpp's default), or reads them into memory. `gguf`: the file's type for
     weights of 16 bits, `F16`, `BF16` or `F32`; `auto` is the stored dtype. `ubatch`: tokens computed at once.

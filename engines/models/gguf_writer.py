@@ -1,6 +1,9 @@
 """Writes a checkpoint as a GGUF file for llama.cpp: one tensor at a time, with a stand-in vocabulary."""
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,27 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
 }
+#: Of a mixture: GGUF stacks the experts' matrices, transformers too, the first two in one, and published checkpoints
+#: have one of each for each expert.
+_STACKS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
+_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight$")
+#: GGUF's name of an architecture by transformers'.
+_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
+#: Whether llama.cpp makes the shares of the chosen experts sum to one.
+_NORMS_TOP_K = {"olmoe": False, "qwen3_moe": True}
 _NAMES_OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Part of the folder's name: raise it when the same checkpoint is written differently.
 _RECIPE = 2
 
 
 def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
-    """The checkpoint of a LLaMA or Qwen 2 model as a GGUF file with matrices of `kind`, one of FLOAT_TYPES, written
-    once into `job.cache`. Rounds to the nearest value where that type is not the stored one.
+    """The checkpoint of a LLaMA, Qwen 2, OLMoE or Qwen 3 MoE model as a GGUF file with matrices of `kind`, one of
+    FLOAT_TYPES, written once into `job.cache`. Rounds to the nearest value where that type is not the stored one.
 
     Drops the file from the page cache, where an earlier launch's pages would be free memory for this launch. Raises
     UnsupportedError for a model that this writer does not cover.
@@ -46,14 +61,13 @@ def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
     def write(temporary: Path) -> None:
         writer = GGUFWriter(temporary / "model.gguf", family)
         _write_metadata(writer, model, config, rope_base)
-        tensors = [t for shard in read_shards(Path(model.path)) for t in shard.tensors if _gguf_name(t.name)]
-        if config.get("tie_word_embeddings"):
-            tensors = [t for t in tensors if t.name != "lm_head.weight"]
+        tied = config.get("tie_word_embeddings")
+        stored = [tensor for shard in read_shards(Path(model.path)) for tensor in shard.tensors]
+        tensors = _parts([tensor for tensor in stored if not (tied and tensor.name == "lm_head.weight")])
         for tensor in tensors:
-            vector = len(tensor.shape) == 1
-            stored = GGMLQuantizationType.F32 if vector else FLOAT_TYPES[kind]
-            size = int(np.prod(tensor.shape)) * (4 if vector else width)
-            writer.add_tensor_info(_gguf_name(tensor.name), tensor.shape, np.dtype(np.float32), size, stored)
+            written = GGMLQuantizationType.F32 if tensor.in_float32 else FLOAT_TYPES[kind]
+            size = int(np.prod(tensor.shape)) * (4 if tensor.in_float32 else width)
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, written)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -69,14 +83,33 @@ def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
 def _architecture(model: LocalModel, config: dict[str, Any]) -> tuple[str, float]:
     """GGUF's architecture name and the rotary base. Raises UnsupportedError."""
     family = model.shape.family
-    if family not in ("llama", "qwen2"):
-        raise UnsupportedError(f"engine llama_cpp writes GGUF files of llama and qwen2, not {family}")
+    if family not in _ARCHITECTURES:
+        raise UnsupportedError(f"engine llama_cpp writes GGUF files of {', '.join(_ARCHITECTURES)}, not {family}")
+    # what llama.cpp takes for granted of these mixtures
+    refused = {
+        "clip_qkv": config.get("clip_qkv") is not None,
+        "norm_topk_prob": family in _NORMS_TOP_K and bool(config.get("norm_topk_prob")) != _NORMS_TOP_K[family],
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "num_key_value_heads": family == "olmoe" and model.shape.num_kv_heads != model.shape.num_heads,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedError(
+                f"engine llama_cpp cannot write a {family} with {name} {config.get(name)} to a GGUF file"
+            )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UnsupportedError(f"engine llama_cpp cannot write scaled rotary positions to a GGUF file ({rope})")
     if config.get("attention_bias") or config.get("mlp_bias"):
-        raise UnsupportedError("engine llama_cpp cannot write the biases of a llama model to a GGUF file")
-    return family, float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+        raise UnsupportedError(f"engine llama_cpp cannot write the biases of a {family} to a GGUF file")
+    return _ARCHITECTURES[family], float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+
+
+def _experts(config: dict[str, Any]) -> int | None:
+    """How many a layer has; transformers gives the number either name."""
+    found = config.get("num_experts", config.get("num_local_experts"))
+    return None if found is None else int(found)
 
 
 def _write_metadata(writer: GGUFWriter, model: LocalModel, config: dict[str, Any], rope_base: float) -> None:
@@ -86,6 +119,10 @@ def _write_metadata(writer: GGUFWriter, model: LocalModel, config: dict[str, Any
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.ffn)
+    if (experts := _experts(config)) is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", shape.ffn))
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_kv_heads)
     writer.add_rope_dimension_count(shape.head_dim)
@@ -105,22 +142,61 @@ def _write_metadata(writer: GGUFWriter, model: LocalModel, config: dict[str, Any
         writer.add_eos_token_id(eos[0])
 
 
-def _gguf_name(name: str) -> str:
-    """GGUF's name of a tensor; empty for one that GGUF does not hold."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _NAMES_OUTSIDE_LAYERS:
-        return f"{_NAMES_OUTSIDE_LAYERS[stem]}.{suffix}"
-    if not stem.startswith("model.layers."):
-        return ""
-    layer, _, module = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[module]}.{suffix}" if module in _NAMES else ""
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the GGUF file: a source; some `rows` of one that stacks matrices [experts, rows, columns]; or, where
+    experts are `apart`, a stack of theirs."""
+
+    name: str
+    sources: Sequence[RawTensor]
+    rows: slice | None = None
+    apart: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.sources[0].shape
+        if self.rows is not None:
+            return (shape[0], self.rows.stop - self.rows.start, shape[2])
+        return (len(self.sources), *shape) if self.apart else shape
+
+    @property
+    def in_float32(self) -> bool:
+        """Whether llama.cpp expects it so: vectors, and what chooses the experts."""
+        return len(self.shape) == 1 or "ffn_gate_inp" in self.name
 
 
-def _gguf_values(tensor: RawTensor, model: LocalModel, family: str, kind: str) -> npt.NDArray[Any]:
-    """A tensor's values as GGUF holds them: vectors in float32, matrices in `kind`, and the rows of LLaMA's query and
-    key projections with the two halves of each head interleaved, since llama.cpp rotates neighbouring pairs."""
+def _parts(tensors: Sequence[RawTensor]) -> list[_Part]:
+    """What tensors become, without those that GGUF does not hold."""
+    parts: list[_Part] = []
+    experts: dict[str, dict[int, RawTensor]] = {}
+    for tensor in tensors:
+        stem, _, suffix = tensor.name.rpartition(".")
+        if stem in _NAMES_OUTSIDE_LAYERS:
+            parts.append(_Part(f"{_NAMES_OUTSIDE_LAYERS[stem]}.{suffix}", [tensor]))
+        if not tensor.name.startswith("model.layers."):
+            continue
+        layer, _, name = tensor.name.removeprefix("model.layers.").partition(".")
+        if (module := name.rpartition(".")[0]) in _NAMES:
+            parts.append(_Part(f"blk.{layer}.{_NAMES[module]}.{suffix}", [tensor]))
+        elif (expert := _EXPERT.match(name)) and expert[2] in _EXPERTS:
+            experts.setdefault(f"blk.{layer}.{_EXPERTS[expert[2]]}.weight", {})[int(expert[1])] = tensor
+        stacks = _STACKS.get(name, ())
+        for i, stack in enumerate(stacks):
+            rows = tensor.shape[1] // len(stacks)
+            parts.append(_Part(f"blk.{layer}.{stack}.weight", [tensor], slice(i * rows, (i + 1) * rows)))
+    return parts + [_Part(name, [found[e] for e in sorted(found)], apart=True) for name, found in experts.items()]
+
+
+def _gguf_values(part: _Part, model: LocalModel, family: str, kind: str) -> npt.NDArray[Any]:
+    """A tensor's values as GGUF holds them: vectors and routers in float32, matrices in `kind`, and the rows of LLaMA's
+    query and key projections with the two halves of each head interleaved: llama.cpp rotates neighbouring pairs."""
+    tensor = part.sources[0]
+    if part.rows is not None:
+        return np.stack([_converted(expert[part.rows], tensor.dtype, kind) for expert in tensor.mapped()])
+    if part.apart:
+        return np.stack([_converted(source.bits(), source.dtype, kind) for source in part.sources])
     bits = tensor.bits()
-    if len(tensor.shape) == 1:
+    if part.in_float32:
         return values(bits, tensor.dtype).astype(np.float32)
     heads = {"q_proj": model.shape.num_heads, "k_proj": model.shape.num_kv_heads}
     module = tensor.name.rsplit(".", 2)[-2]
@@ -128,6 +204,11 @@ def _gguf_values(tensor: RawTensor, model: LocalModel, family: str, kind: str) -
         rows, columns = tensor.shape
         halves = bits.reshape(heads[module], 2, rows // heads[module] // 2, columns)
         bits = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
-    if tensor.dtype == kind:
+    return _converted(bits, tensor.dtype, kind)
+
+
+def _converted(bits: npt.NDArray[Any], dtype: str, kind: str) -> npt.NDArray[Any]:
+    """Stored values in `kind`."""
+    if dtype == kind:
         return bits
-    return quants.quantize(values(bits, tensor.dtype).astype(np.float32), FLOAT_TYPES[kind])
+    return quants.quantize(values(bits, dtype).astype(np.float32), FLOAT_TYPES[kind])

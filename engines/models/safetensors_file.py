@@ -36,6 +36,10 @@ class RawTensor:
         flat = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.offset)
         return flat.reshape(self.shape)
 
+    def mapped(self) -> npt.NDArray[Any]:
+        """The values of `bits`, mapped: read page by page where they are used."""
+        return np.memmap(self.file, _STORED[self.dtype], "r", self.offset, self.shape)
+
     def pieces(self) -> Iterator[npt.NDArray[Any]]:
         """The values of `bits`, flat and in chunks of some MiB, for tensors that may not fit in memory."""
         stored, left, offset = _STORED[self.dtype], math.prod(self.shape), self.offset

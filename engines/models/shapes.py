@@ -7,9 +7,6 @@ from typing import Any
 
 from harness.api import HarnessError, ModelShape
 
-#: Experts that route each token (top-k), in the mixture-of-experts models of the catalogue.
-_ACTIVE_EXPERTS = 2
-
 
 @dataclass(frozen=True)
 class _Opt:
@@ -71,8 +68,9 @@ class _Opt:
 class _Llama:
     """LLaMA 1 to 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, gated FFN, no biases.
 
-    Qwen 2.5 (Qwen team 2024) adds biases on queries, keys and values; Mixtral (Jiang et al. 2024) has `experts`
-    feed-forwards in a layer, two of them active for a token.
+    Qwen 2.5 (Qwen team 2024) adds biases on queries, keys and values. Mixtral (Jiang et al. 2024), OLMoE (Muennighoff
+    et al. 2024) and Qwen 3 (Qwen team 2025) have `experts` feed-forwards of `ffn` in a layer, `active` of them for a
+    token; the last two normalize queries and keys.
     """
 
     layers: int
@@ -88,11 +86,13 @@ class _Llama:
     tied: bool = False
     family: str = "llama"
     experts: int = 1
+    active: int = 1
     special: tuple[int, int] = (1, 2)  # ids of beginning and end of sequence
+    head_dim: int = 0  # 0: hidden / heads
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
     def config(self) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
@@ -104,7 +104,10 @@ class _Llama:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             }
-        router = {"num_local_experts": self.experts, "num_experts_per_tok": _ACTIVE_EXPERTS} if self.experts > 1 else {}
+        count = "num_local_experts" if self.family == "mixtral" else "num_experts"
+        router = {count: self.experts, "num_experts_per_tok": self.active} if self.experts > 1 else {}
+        if self.family == "qwen3_moe":
+            router |= {"moe_intermediate_size": self.ffn, "norm_topk_prob": True}
         return router | {
             "model_type": self.family,
             "vocab_size": self.vocab,
@@ -127,9 +130,13 @@ class _Llama:
         attention = 2 * self.hidden * self.heads * self.head_dim + 2 * self.hidden * self.kv_heads * self.head_dim
         forward = 3 * self.hidden * self.ffn
         router = self.hidden * self.experts if self.experts > 1 else 0
-        matrices = attention + router + forward * min(self.experts, _ACTIVE_EXPERTS)
-        idle = self.layers * forward * max(0, self.experts - _ACTIVE_EXPERTS)
-        biases = (self.heads + 2 * self.kv_heads) * self.head_dim if self.family == "qwen2" else 0
+        matrices = attention + router + forward * self.active
+        idle = self.layers * forward * (self.experts - self.active)
+        vectors = {
+            "qwen2": (self.heads + 2 * self.kv_heads) * self.head_dim,  # biases
+            "olmoe": (self.heads + self.kv_heads) * self.head_dim,  # norms of all heads together
+            "qwen3_moe": 2 * self.head_dim,  # norms of each head
+        }.get(self.family, 0)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return ModelShape(
             family=self.family,
@@ -142,7 +149,7 @@ class _Llama:
             vocab=self.vocab,
             max_context=self.context,
             params_per_layer=matrices,
-            params_total=self.layers * (matrices + biases + 2 * self.hidden) + idle + embeddings + self.hidden,
+            params_total=self.layers * (matrices + vectors + 2 * self.hidden) + idle + embeddings + self.hidden,
             params_idle=idle,
         )
 
@@ -167,7 +174,19 @@ def _qwen(
 
 
 def _mixtral(layers: int, hidden: int, ffn: int, heads: int, context: int) -> _Llama:
-    return _Llama(layers, hidden, ffn, heads, 8, 32000, context, 1e-5, 1e6, family="mixtral", experts=8)
+    return _Llama(layers, hidden, ffn, heads, 8, 32000, context, 1e-5, 1e6, family="mixtral", experts=8, active=2)
+
+
+def _olmoe(layers: int) -> _Llama:
+    special = (50279, 50279)
+    return _Llama(layers, 2048, 1024, 16, 16, 50304, 4096, 1e-5, family="olmoe", experts=64, active=8, special=special)
+
+
+def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> _Llama:
+    special, family = (151643, 151645), "qwen3_moe"
+    return _Llama(
+        layers, hidden, ffn, heads, kv_heads, 151936, 40960, 1e-6, 1e6, None, False, family, 128, 8, special, 128
+    )
 
 
 _MODELS: Mapping[str, _Opt | _Llama] = {
@@ -202,11 +221,16 @@ _MODELS: Mapping[str, _Opt | _Llama] = {
     "Qwen/Qwen2.5-72B": _qwen(80, 8192, 29568, 64, 8),
     "mistralai/Mixtral-8x7B-v0.1": _mixtral(32, 4096, 14336, 32, 32768),
     "mistralai/Mixtral-8x22B-v0.1": _mixtral(56, 6144, 16384, 48, 65536),
+    "allenai/OLMoE-1B-7B-0924": _olmoe(16),
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(48, 2048, 768, 32, 4),
+    # not published: a quarter of OLMoE's layers, for a machine without a GPU
+    "twin/quarter-of-olmoe": _olmoe(4),
     # not published: LLaMA layers in the bytes of OPT-1.3b, for engines that do not implement OPT
     "twin/llama-of-opt-1.3b": _Llama(24, 2048, 5504, 32, 32, 50272, tied=True),
     # not published: negligible sizes that run the same code
     "tiny/opt": _Opt(2, 64, 2),
     "tiny/llama": _Llama(2, 64, 176, 2, 2),
+    "tiny/olmoe": _Llama(2, 64, 64, 2, 2, family="olmoe", experts=8, active=2),
 }
 
 #: ModelShape by hub id, ordered by family and size.

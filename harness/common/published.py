@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 #: The published tables that a suite can declare to reproduce.
-PublishedTable = Literal["flexgen_throughput_t4", "lm_offload_a100"]
+PublishedTable = Literal["flexgen_throughput_t4", "lm_offload_a100", "moe_lightning_t4"]
 _FOLDER = Path(__file__).with_name("published_figures")
 
 

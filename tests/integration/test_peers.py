@@ -112,6 +112,13 @@ def test_llama_cpp_answers_as_transformers_does_with_the_file_that_is_written_fo
     assert len(set(times)) == len(times), "every token has its own time"
 
 
+def test_llama_cpp_answers_as_transformers_does_for_a_mixture(cli, environments):
+    found, _ = answers(cli, environments, "tiny/olmoe", """
+  - {name: mapped, engine: llama_cpp, policy: {gpu_batch_size: 3}}
+""")  # fmt: skip
+    assert found["mapped"] == found["exact"]
+
+
 def test_airllm_answers_as_transformers_does_a_layer_at_a_time(cli, environments):
     found, _ = answers(cli, environments, "tiny/llama", """
   - {name: layers, engine: airllm, policy: {gpu_batch_size: 3}}

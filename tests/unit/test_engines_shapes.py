@@ -8,7 +8,7 @@ from harness.api import HarnessError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-LARGE = ("175b", "66b", "30b", "65b", "70b", "70B", "72B", "32B", "22B-v0.1")
+LARGE = ("175b", "66b", "30b", "65b", "70b", "70B", "72B", "32B", "22B-v0.1", "A3B")
 
 
 def meta_model(model_id):
@@ -35,6 +35,8 @@ def test_published_totals() -> None:
     assert shapes.shape("meta-llama/Llama-3.2-1B").params_total == 1_235_814_400
     assert shapes.shape("Qwen/Qwen2.5-7B").params_total == 7_615_616_512
     assert shapes.shape("mistralai/Mixtral-8x7B-v0.1").params_total == 46_702_792_704
+    assert shapes.shape("allenai/OLMoE-1B-7B-0924").params_total == 6_919_161_856
+    assert shapes.shape("Qwen/Qwen3-30B-A3B").params_total == 30_532_122_624
 
 
 def test_long_context_models_scale_their_rotary_frequencies() -> None:

@@ -30,7 +30,7 @@ def unpack12(chunks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     base = header[..., :2].contiguous().view(torch.int16).int()
     bits = (rest.int() & 0x7F) | torch.where(codes > 0, codes + base, 0) << 7 | (rest.int() & 0x80) << 8
     listed = header[..., 4:].contiguous().view(torch.uint16).int().view(*header.shape[:2], -1, 2)
-    for k, (place, value) in enumerate(pair.split(1, -1) for pair in listed.unbind(2)):
+    for k, (place, value) in enumerate(torch.split(pair, 1, -1) for pair in listed.unbind(2)):
         at = place.long() % bits.shape[-1]  # an entry that is not used may say anything
         bits.scatter_(-1, at, torch.where(header[..., 2:3] > k, value, bits.gather(-1, at)))
     values = bits.to(torch.uint16).view(torch.bfloat16).view(len(chunks), -1, PANEL, _PAIR)

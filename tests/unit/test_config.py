@@ -371,7 +371,7 @@ class TestMistakes:
             ("matrix: [{workload: [{}]}]", "21: workload: expected a mapping, got a list"),
             ("matrix: [{model: {id: ''}}]", "23: model.id is empty"),
             ("matrix: [{model: null}]", "18: model: expected a mapping, got null"),
-            ("reproduces: nothing", "13: reproduces: expected 'flexgen_throughput_t4' or"),
+            ("reproduces: nothing", "13: reproduces: expected 'flexgen_throughput_t4', 'lm_offload_a100' or"),
             ("repeats: x\nmatrix: {seed: [1, 2, 3]}", "10: repeats: expected an integer, got 'x'"),  # once
         ],
     )

@@ -103,8 +103,8 @@ def bounds_of(
     own = roofline(model, spec, load.block_size, load.compute_dtype, machine)
     requests = max(requests or len(record.requests), load.block_size)
     spec = replace(spec, workload=replace(workload, num_requests="auto"))
-    dtypes = set(machine.gemm_flops) - ({"int8"} - {load.compute_dtype})
-    jobs = [b for dtype in sorted(dtypes) if (b := job_roofline(model, spec, requests, dtype, machine))]
+    dtypes = [dtype for dtype in machine.gemm_flops if dtype in DTYPE_BYTES or dtype == load.compute_dtype]
+    jobs = [b for dtype in dtypes if (b := job_roofline(model, spec, requests, dtype, machine))]
     return own, max(jobs, key=lambda b: b.throughput_tok_s, default=None)
 
 

@@ -301,8 +301,9 @@ def test_accelerate_gives_weights_what_the_cache_leaves(model, tmp_path, load) -
 
 def test_gemm_rates_keep_every_sample_and_the_thread_count() -> None:
     threads = torch.get_num_threads()
-    rates = gemm_rates(["float32", "bfloat16"], [1, 8], k=64, n=32, threads=1, seconds=5)
-    assert {(d, r) for d in rates for r in rates[d]} == {(d, r) for d in ("float32", "bfloat16") for r in ("1", "8")}
+    dtypes = ("float32", "bfloat16", "int8")
+    rates = gemm_rates(dtypes, [1, 8], k=64, n=32, threads=1, seconds=5)
+    assert {(d, r) for d in rates for r in rates[d]} == {(d, r) for d in dtypes for r in ("1", "8")}
     assert all(1 <= len(s) <= 15 and min(s) > 0 for curve in rates.values() for s in curve.values())
     assert torch.get_num_threads() == threads
     assert gemm_rates(["float32"], [1], 8, 8, seconds=0) == {"float32": {}}

@@ -252,6 +252,19 @@ def test_cells_of_one_workload_have_the_bound_of_one_job():
     assert found[0].job_bound.throughput_tok_s > 2 * found[0].bound.throughput_tok_s
 
 
+def test_arithmetic_in_int8_bounds_only_what_computed_in_it():
+    """Its answers differ, so other cells of the job may not choose it."""
+    slow, fast = rates(1e9, 1e15).gemm_flops["float32"], rates(1e12, 1e15).gemm_flops["float32"]
+    machine = replace(rates(1e9, 1e15), gemm_flops={"float32": slow, "int8": fast})
+    found = api.LoadReport(1000, 2048, 4, SPEC.policy, "float32", (0, 0, 0))
+    own, job = bounds_of(replace(launch(0, machine), load=found), machine)
+    fast_own, fast_job = bounds_of(replace(launch(0, machine), load=replace(found, compute_dtype="int8")), machine)
+    without = replace(machine, gemm_flops={"float32": slow})
+    assert (own, job) == bounds_of(replace(launch(0, without), load=found), without)
+    assert fast_own.throughput_tok_s > 100 * own.throughput_tok_s
+    assert fast_job.throughput_tok_s > 100 * job.throughput_tok_s
+
+
 COMMITTED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*/records.jsonl"))
 
 

@@ -86,7 +86,7 @@ def in_eight_bits(x, group):
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest < 2.0**-100, 0, torch.full_like(largest, 127) / largest)  # one division, as there
-    codes = (groups.double() * inverse.double()).round()
+    codes = (groups * inverse).round().double()
     return (codes * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
 
 

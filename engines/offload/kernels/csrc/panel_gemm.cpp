@@ -3,8 +3,6 @@
 // A product is out = x W^T + bias for one matrix W, whose tiles are added as they arrive: each some rows of W. x is
 // copied when the first is added; only a thread that is late may read it after that, and drops what it reads.
 
-#include <functional>
-
 #include "coded_product.h"
 
 namespace {
@@ -26,7 +24,8 @@ struct Part {
 };
 
 // How a tile's product is cut into parts: all rows of x for one group of panels before the next group, so that its
-// weights stay in the L2 cache. Groups differ by a panel at most, as chunks of rows do by a block: a small rest would be slow.
+// weights stay in the L2 cache. Groups differ by a panel at most, as chunks of rows do by a block: a small rest would be
+// slow.
 struct Cut {
   int64_t rows, panels, groups, chunks;
 

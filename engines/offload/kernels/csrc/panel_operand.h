@@ -92,8 +92,7 @@ class Operand {
 
   // Codes are symmetric: the largest magnitude of a group is 127. A group with an infinity or NaN gives NaN.
   void encode(int64_t row, uint8_t* record) const {
-    constexpr float kLeast = 0x1p-100f;    // below, the inverse of a scale might be infinite
-    constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+    constexpr float kLeast = 0x1p-100f;  // below, the inverse of a scale might be infinite
     float* scales = reinterpret_cast<float*>(record + values_bytes_);
     for (int64_t g = 0; g < groups_; ++g) {
       Lanes most = {}, poison = {};
@@ -109,8 +108,7 @@ class Operand {
       int8_t* to = reinterpret_cast<int8_t*>(record) + g * form_.group;
       std::memset(to, 0, form_.group);
       each_lanes(row, g, [&](int64_t at, Lanes values) {
-        const Lanes rounded = (values * inverse + kWhole) - kWhole;
-        const Integers eight = __builtin_convertvector(rounded, Integers);
+        const Integers eight = nearest(values * inverse);
         sum += eight;
         put(to + at, eight);
       });
@@ -126,6 +124,17 @@ class Operand {
     const int64_t columns = std::min(form_.group, k_ - g * form_.group);
     for (int64_t at = 0; at < columns; at += kLanes)
       visit(at, columns - at < kLanes ? widen(from + at, columns - at) : widen(from + at));
+  }
+
+  // The nearest integers of small values, ties to even. The portable form would be fused with the product that gives the
+  // values where a CPU can, and some codes would differ from one CPU to the next.
+  static Integers nearest(Lanes values) {
+#ifdef __AVX2__
+    return (Integers)_mm256_cvtps_epi32((__m256)values);
+#else
+    constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+    return __builtin_convertvector((values + kWhole) - kWhole, Integers);
+#endif
   }
 
   // Eight codes in the order in which a word of a panel has the columns: see GroupedPanels and CodedPanels.

@@ -27,8 +27,8 @@ def gemm_rates(
     Multiplies with torch, by weights as they are and in the layout that oneDNN prefers (int8 in that alone), and in
     float32 with numpy too, since numpy brings another BLAS that may be faster. Each point has one warm-up and at most
     five repetitions or 0.3 s; every sample is kept, and the reader takes the best. After `seconds` the remaining points
-    are skipped. The multiplications rotate over up to 256 MiB of copies of the weight, so that none is in the CPU cache,
-    as in a model's pass. A multiply-add counts as two operations.
+    are skipped. The multiplications rotate over up to 256 MiB of copies of the weight, so that none is in the CPU
+    cache, as in a model's pass. A multiply-add counts as two operations.
     """
     began = time.perf_counter()
     before = torch.get_num_threads()

@@ -30,7 +30,7 @@ class KeptChoices:
     def clear(self) -> None:
         """Forgets all, so that the next loads measure again."""
         with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self._path.unlink()
 
     def _read(self) -> dict[str, str]:
         try:

@@ -174,8 +174,8 @@ INT8 = {"weight_bits": 8, "compute_dtype": "int8", "gpu_batch_size": 4}
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_int8_answers_are_nearly_those_of_the_same_weights(model, cache, bits):
-    """Products are tested to the last code in test_offload_tile_pool.py. Random models amplify what is rounded, a mixture
-    by choosing other experts: by up to 0.2 a token here, where a token's log-probability is about -9."""
+    """Products are tested to the last code in test_offload_tile_pool.py. Random models amplify what is rounded, a
+    mixture by choosing other experts: by up to 0.2 a token here, where a token's log-probability is about -9."""
     engine, report = load(model, cache, **INT8 | {"weight_bits": bits})
     assert report.compute_dtype == report.policy.compute_dtype == "int8"
     assert any("products by int8 panels" in note for note in report.notes)

@@ -2,7 +2,8 @@
 #   docker build --target worker --build-arg ENVIRONMENT=offload -t offload-harness/offload .
 # BASE_IMAGE is any Debian-like image whose Python is 3.11 or later (it is installed where there is none); for CUDA targets
 # one with the toolkit, where kernels are to be compiled. Wheels in the folder .wheels are found before those of an index:
-# a CPU build of torch, for example.
+# a CPU build of torch, for example. A tag moves: for an image that can be built again as it was, give BASE_IMAGE with the
+# digest that `docker image inspect` tells (python:3.11-slim@sha256:...).
 ARG BASE_IMAGE=python:3.11-slim
 
 # ------------------------------------------------------------------ what all have: a compiler, for kernels that are

@@ -5,23 +5,49 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HELM := .venv-helm
 DOCS := .venv-docs
+RELEASE := .venv-release
+# A test starts hundreds of interpreters: what Python compiles it keeps, whatever the environment says
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-full gpu-check gpu-wheels lint format schema architectures docs clean
+.PHONY: quickstart test test-full test-slow fuzz faults barrage gpu-check gpu-wheels lint format schema architectures audit docs release-check clean
 
+# OPTIONS="--set repeats=1": fewer launches
 quickstart: $(STAMP)
-	$(BIN)/harness run suites/quickstart.yaml
-	@echo "The report is in results/quickstart/report.html"
+	$(BIN)/harness run suites/quickstart.yaml $(OPTIONS)
+	@echo "The report is in results/quickstart/report.html. Next:"
+	@echo '  . .venv/bin/activate; harness doctor                   what this machine can run'
+	@echo '  harness generate --model M --prompt "Water boils at"   an answer from a model'
+	@echo '  harness init --model M                                 a suite of your own'
 
-# A process for each core, and one thread in each: small tensors gain nothing from more, and threads that spin cost much
+# A process for each core, and one more, as tests wait for the processes they start; one thread in each: small tensors
+# gain nothing from more, and threads that spin cost much
+WORKERS = $(shell expr $$(nproc) + 1)
+
 test: $(STAMP) $(VENV)/.triton
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # Beside real models and the browser: the engines that we are compared with, each in an environment of its own (-m peers;
 # needs libaio-dev and a C++ compiler), and a real container engine (-m containers): one that answers, or as root on
 # Debian one that is started for the tests
-test-full: test $(VENV)/.models $(HELM)/.installed
+test-full: test test-slow
+
+test-slow: $(VENV)/.models $(HELM)/.installed
 	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
-	  $(BIN)/python -m pytest -m "slow and not gpu" -n 2 -rs --durations 15
+	  $(BIN)/python -m pytest -m "slow and not gpu and not release" -n $(WORKERS) --maxprocesses 3 --dist worksteal -rs --durations 15
+
+# Many more random inputs for every parser than `make test` tries
+fuzz: $(STAMP)
+	FUZZ_EXAMPLES=20000 $(BIN)/python -m pytest tests/fuzz -n auto --maxprocesses 8
+
+# Kills, full disks, power cuts and the like at more places than the slow tests try: about two hours. At full length, a
+# lane at a time: python -m tests.faults kill
+COUNT ?= 60
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults all --count $(COUNT) --minutes 10 --stop 30
+
+# Bad inputs by the thousand against the command line: KIND=options, or ONLY=KIND/NAME for one
+barrage: $(STAMP)
+	$(BIN)/python -m tests.barrage $(addprefix --kind ,$(KIND)) $(addprefix --only ,$(ONLY))
 
 # On any host with PyTorch and a CUDA device, without a network: PARTS="tests gpu_4g", WHEELS=FOLDER, PYTHON=...
 gpu-check:
@@ -46,7 +72,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 schema: $(STAMP)
-	$(BIN)/python -m harness.schema > harness/schema/run_record.json
+	$(BIN)/python -m harness.schema
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
@@ -80,6 +106,23 @@ $(HELM)/.installed: constraints.txt
 architectures: $(STAMP)
 	$(BIN)/python -m engines.offload.survey > docs/reference/architectures.md
 
+# Known vulnerabilities in all pins, and build/sbom/NAME.json: a CycloneDX bill of materials of each list
+PIP_AUDIT ?= pip-audit
+audit:
+	@command -v $(PIP_AUDIT) >/dev/null || { echo "no $(PIP_AUDIT) here: pip install pip-audit, or PIP_AUDIT=path" >&2; exit 1; }
+	@rm -rf build/sbom && mkdir -p build/sbom
+	@status=0; for pins in constraints.txt engines/environments/*.txt; do \
+	  echo "== $$pins"; \
+	  audit="$(PIP_AUDIT) --requirement $$pins --no-deps --disable-pip"; \
+	  $$audit > build/audit.txt || status=1; \
+	  cat build/audit.txt; \
+	  unknown=$$(grep -c 'could not be audited' build/audit.txt); \
+	  test $$unknown -lt $$(grep -c == $$pins) || { status=1; \
+	    echo "$$pins: nothing was audited: the service knows none of these pins (is PyPI itself reached?)" >&2; }; \
+	  $$audit --format cyclonedx-json --output build/sbom/$$(basename $$pins .txt).json 2>/dev/null || true; \
+	  test -s build/sbom/$$(basename $$pins .txt).json || status=1; \
+	done; exit $$status
+
 # The site, into ./site. An environment of its own keeps the quickstart's small; warnings and dead links fail
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
@@ -89,5 +132,16 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
+# What a release consists of, built and tried, in ./dist, and kernels and commands as other CPUs and systems have them
+# (needs g++-aarch64-linux-gnu and qemu-user); .github/workflows/release.yml publishes what a tag names
+release-check: $(RELEASE)/.installed
+	ci/release.sh --dry-run
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m release
+
+$(RELEASE)/.installed: ci/release-tools.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet -r ci/release-tools.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(HELM) $(DOCS) build site *.egg-info
+	rm -rf $(VENV) $(HELM) $(DOCS) $(RELEASE) build dist site *.egg-info

@@ -42,5 +42,7 @@ def _help(command: click.Command, parent: click.Context | None, name: str) -> st
     """The output of --help for a command and those below it, a section each."""
     context = click.Context(command, parent, name, terminal_width=78, **command.context_settings)
     section = f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n\n"
-    below = command.commands if isinstance(command, click.Group) else {}
-    return section + "".join(_help(below[key], context, key) for key in sorted(below))
+    if not isinstance(command, click.Group):
+        return section
+    below = ((key, command.get_command(context, key)) for key in sorted(command.list_commands(context)))
+    return section + "".join(_help(inner, context, key) for key, inner in below if inner is not None)

@@ -11,11 +11,26 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from harness.api import Engine, HarnessError, Launcher, LocalModel, ModelSpec, RunSpec, Workload, WorkloadSpec, services
+from harness.api import (
+    Arrivals,
+    Engine,
+    HarnessError,
+    Launcher,
+    LocalModel,
+    ModelDescription,
+    ModelShape,
+    ModelSpec,
+    RunSpec,
+    Workload,
+    WorkloadSpec,
+    services,
+)
 from harness.api.task import Task, Text
 from harness.builtin import ENGINES, LAUNCHERS, EngineEntry
 from harness.common import plugins
+from harness.common.packages import install_extra
 from harness.common.plugins import Plugin, resolve
+from harness.common.system import require_linux
 from harness.common.words import nearest
 
 Kind = Literal["engine", "launcher", "task"]
@@ -55,6 +70,30 @@ def longest_sequence(spec: RunSpec, model: LocalModel, shortest: int) -> int | N
     """
     planned = engine_entry(spec.engine).longest
     return cast(services.LongestSequence, resolve(planned))(spec, model, shortest) if planned else None
+
+
+def refuse(spec: RunSpec, model: LocalModel | None = None) -> None:
+    """Raises UnsupportedError for a cell that its engine cannot run, as far as that is known before it is built.
+
+    Without `model` by its settings alone.
+    """
+    if refuses := engine_entry(spec.engine).refuses:
+        cast(services.Refuse, resolve(refuses))(spec.policy, spec.limits, model)
+
+
+def describe_model(engine: str, model: ModelSpec, cache: Path) -> ModelDescription:
+    """A model for a plan of an engine; downloads no weights.
+
+    Raises HarnessError for one that is not found or not modelled, UnsupportedError for one that the engine cannot run.
+    """
+    entry = engines().get(engine)  # plans are also made for engines of papers that no adapter runs
+    target = entry.refuses_model if entry else ""
+
+    def refuse(folder: Path, shape: ModelShape) -> None:
+        if target:  # resolved here: it imports torch, which shipped names do without
+            resolve(target)(folder, shape)
+
+    return _model_descriptions().describe(model, cache, refuse)
 
 
 @functools.cache
@@ -140,6 +179,11 @@ def workload(spec: WorkloadSpec) -> Workload:
     return cast(Workload, resolve(_WORKLOADS[spec.kind])(prompt_len=spec.prompt_len, gen_len=spec.gen_len, **trace))
 
 
+def arrivals(spec: WorkloadSpec) -> Arrivals:
+    """An online cell's workload. Raises HarnessError for lengths or a trace that cannot be used."""
+    return cast(Arrivals, resolve("suites.arrivals:Online")(spec))
+
+
 def lengths(spec: WorkloadSpec) -> services.RequestLengths:
     """Prompt and generated tokens of each request of a trace, empty for other workloads.
 
@@ -183,6 +227,8 @@ def _module(name: str) -> Callable[[], Any]:
 
 
 model_store: Callable[[], services.ModelStore] = _module("engines.models.checkpoints")
+_model_descriptions: Callable[[], services.ModelDescriptions] = _module("engines.models.describe")
+converted_weights: Callable[[], services.ConvertedWeights] = _module("engines.offload.weights.manifest")
 shapes: Callable[[], services.ModelShapes] = _module("engines.models.shapes")
 machine_rates: Callable[[], services.MachineRatesProbe] = _module("engines.common.machine_rates")
 planner: Callable[[], services.Planner] = _module("engines.planning.plan")
@@ -195,6 +241,7 @@ _tasks: Callable[[], services.TaskCatalogue] = _module("suites.tasks")
 
 def calibrator() -> services.Calibrator:
     """Raises HarnessError where a module that calibration needs is missing."""
+    require_linux("harness calibrate")
     ENGINES["offload"].require("harness calibrate")
     return cast(services.Calibrator, importlib.import_module("engines.offload.calibrate.host"))
 
@@ -202,5 +249,5 @@ def calibrator() -> services.Calibrator:
 def lm_eval() -> services.LmEval:
     """Raises HarnessError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt")
+        raise HarnessError(f"lm-eval is not installed: {install_extra('eval')}")
     return cast(services.LmEval, importlib.import_module("suites.lm_eval_models"))

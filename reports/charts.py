@@ -161,30 +161,34 @@ def tiers_panel(rows: Sequence[CellSummary]) -> Panel | None:
 
 
 def tasks_panel(rows: Sequence[CellSummary]) -> Panel | None:
-    """Seconds by task; overlapping time counts for each task. None where no engine keeps a timeline."""
-    rows = [r for r in rows if any("task_products_s" in x.metrics for x in r.ok_records)]
+    """Time of a generated token by task; overlapping time counts for each. None where no engine keeps a timeline."""
+    rows = [r for r in rows if r.median and figures.task_ms_per_token(r, "products") is not None]
     if not rows:
         return None
     data: list[Datum] = []
     for row in rows[: vega.MOST_CELLS]:
         data += [
-            datum(row, f"{kind} {number(seconds)} s", kind=kind, value=seconds, order=i)
+            datum(row, f"{kind} {number(ms)} ms a token", kind=kind, value=ms, order=i)
             for i, (key, kind) in enumerate(figures.TASK_NAMES.items())
-            if (seconds := figures.task_seconds(row, key))
+            if (ms := figures.task_ms_per_token(row, key))
         ]
+        data.append(datum(row, f"all together {number(whole := 1000 / (row.median or 1.0))} ms a token", whole=whole))
     colours = [*vega.COLOURS[: len(figures.TASK_NAMES) - 1], vega.GREY]
+    axis = "milliseconds of a generated token; overlapping time counts for each task"
     spec = vega.row_chart(
         data,
-        mark={"type": "bar", "height": 14},
-        **vega.alone_in_legend("kind"),
-        encoding={
-            "x": vega.quantity("seconds; overlapping time counts for each task", zero=True),
-            "color": vega.category("kind", dict(zip(figures.TASK_NAMES.values(), colours, strict=True))),
-            "opacity": {"condition": {"param": "alone", "value": 1}, "value": 0.12},
-            "order": {"field": "order"},
-        },
-    )
-    note = "Click a task in the legend to highlight it." + vega.truncation_note(rows)
+        layer=[
+            vega.alone_in_legend("kind") | layer(
+                {"type": "bar", "height": 14}, "isValid(datum.value)", x=vega.quantity(axis, zero=True),
+                color=vega.category("kind", dict(zip(figures.TASK_NAMES.values(), colours, strict=True))),
+                opacity={"condition": {"param": "alone", "value": 1}, "value": 0.12}, order={"field": "order"}),
+            layer({"type": "tick", "thickness": 3, "size": 22, "color": vega.INK}, "isValid(datum.whole)",
+                  x=vega.quantity(axis, "whole")),
+        ],
+    )  # fmt: skip
+    note = ("Per generated token, because cells may run jobs of different sizes. Ticks are the time of a token all "
+            "together: bars beyond them overlap. Click a task in the legend to highlight it.")  # fmt: skip
+    note += vega.truncation_note(rows)
     return Panel("Breakdown by task", note, spec, cell_table("", rows, figures.TASKS))
 
 

@@ -1,6 +1,6 @@
 """Compares runs with a base, or engines with one of them: cell by cell, with known error rates.
 
-The unit is a launch. A regression needs a Hodges-Lehmann ratio whose interval excludes 1, an effect above max(3 %,
+The unit is a launch. A regression needs a quotient of medians whose interval excludes 1, an effect above max(3 %,
 twice the A/A noise floor), and an exact Mann-Whitney p below alpha after Holm's correction over the cells. Sides that
 ran one after the other are compared only with other runs of the base, and then the unit is a run.
 """

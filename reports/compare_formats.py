@@ -9,7 +9,7 @@ from reports.junit import Case, junit
 from reports.render import markdown_of
 from reports.tables import Cell, Column, Table, plain_table
 from reports.terminal import plain_text
-from reports.text import MISSING, columns_of, number
+from reports.text import MISSING, columns_of, inert, number
 from reports.verdicts import ORDER, CellVerdict, Comparison
 
 _TONES = {"regression": "bad", "improvement": "good", "no change": "good"}
@@ -93,14 +93,17 @@ def _case(cell: CellVerdict, unit: str) -> Case:
 
 
 def github_action_benchmark(comparisons: Sequence[Comparison]) -> str:
-    """The heads' figures for github-action-benchmark: customBiggerIsBetter, or customSmallerIsBetter for times."""
+    """The heads' figures for github-action-benchmark: customBiggerIsBetter, or customSmallerIsBetter for times.
+
+    Its comments show names in code spans of a table, which it does not escape.
+    """
     entries: list[dict[str, Any]] = [
         {
-            "name": cell.name if len(comparisons) == 1 else f"{comparison.head}: {cell.name}",
+            "name": inert(cell.name if len(comparisons) == 1 else f"{comparison.head}: {cell.name}"),
             "unit": comparison.unit,
             "value": cell.head,
             "range": _range(cell),
-            "extra": f"{cell.verdict}: {cell.reason}",
+            "extra": inert(f"{cell.verdict}: {cell.reason}"),
         }
         for comparison in comparisons
         for cell in comparison.cells

@@ -1,6 +1,6 @@
 """The environment that both sides of a comparison must share: machine, packages and settings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.api import RunRecord
@@ -56,11 +56,27 @@ def differing(
 
 def machines(records: Sequence[RunRecord]) -> int:
     """The number of different machines that the records come from."""
+    return len(set(numbered_machines([[r] for r in records])) - {None})
+
+
+def numbered_machines(groups: Iterable[Sequence[RunRecord]]) -> list[int | None]:
+    """A number for each group's machine, as its first record that has one tells; None where none does."""
     distinct: list[dict[str, str | float]] = []
-    for machine in (machine_of(r) for r in records if not r.simulated and r.provenance.get("machine")):
-        if not any(machine.keys() == d.keys() and all(_alike({machine[i], d[i]}) for i in d) for d in distinct):
+    numbers: list[int | None] = []
+    for records in groups:
+        known = (machine_of(r) for r in records if not r.simulated and r.provenance.get("machine"))
+        if (machine := next(known, None)) is None:
+            numbers.append(None)
+            continue
+        same = (
+            i
+            for i, d in enumerate(distinct)
+            if machine.keys() == d.keys() and all(_alike({machine[k], d[k]}) for k in d)
+        )
+        numbers.append(next(same, len(distinct)))
+        if numbers[-1] == len(distinct):
             distinct.append(machine)
-    return len(distinct)
+    return numbers
 
 
 def _value(key: str, value: Any) -> str | float:

@@ -41,12 +41,6 @@ def _memory(row: CellSummary, name: str) -> float | None:
     return largest(getattr(r.memory, name) for r in row.records if r.memory)
 
 
-def _tokens_per_joule(row: CellSummary) -> float | None:
-    """By the energy measured, else by the power that the hardware profile states."""
-    measured = per_token(row.ok_records, "energy_j")
-    return 1 / measured if measured else metric(row.ok_records, "tokens_per_joule")
-
-
 def _real_share(row: CellSummary) -> float | None:
     """The median share of computed positions that are not padding."""
     names = ("total_throughput_tok_s", "padded_throughput_tok_s")
@@ -77,6 +71,16 @@ def task_seconds(row: CellSummary, task: str, predicted: bool = False) -> float 
     return seconds if task == "waiting" else seconds or None
 
 
+def task_ms_per_token(row: CellSummary, task: str) -> float | None:
+    """A task's milliseconds for a generated token: jobs of cells differ in size. None as `task_seconds`."""
+    ratios = [quotient(finite(r.metrics.get(f"task_{task}_s")), finite(r.metrics.get("generated_tokens")))
+              for r in row.ok_records]  # fmt: skip
+    seconds = median(ratios)
+    if seconds is None or not (seconds or task == "waiting"):
+        return None
+    return 1000 * seconds
+
+
 def realised_policy(row: CellSummary) -> OffloadPolicy | None:
     """The policy as the engine realised it; None for engines without placement."""
     policies = [r.load.policy for r in row.ok_records if r.load and r.load.policy and r.load.policy.weights]
@@ -100,23 +104,23 @@ _NO_BOUND = "no machine probe ran with this cell"
 _NO_TIMELINE = "the engine keeps no timeline"
 _NO_PLACEMENT = "the engine does not report its placement"
 _NO_FORECAST = "no performance model covers this cell"
-_NO_PRICES = "the hardware profile has no prices: harness calibrate --hire, or --power and --electricity"
 _NO_COUNTER = "this machine has no counter for it"
 
 _OF_JOB = Figure("Of job's bound", "%", lambda r: r.job_fraction, _NO_BOUND, scale=0.01)
 _OF_BATCH = Figure("Of batch's bound", "%", lambda r: r.bound_fraction, _NO_BOUND, scale=0.01)
 
+#: What decides stands first: a telephone shows two columns beside the cells.
 SUMMARY = (
-    Figure("Status", "", status_cell, "", numeric=False),
-    Figure("Batch", "", lambda r: r.batch, "the batch search chose none"),
-    Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Throughput", "tok/s", lambda r: r.median, "not recorded"),
-    Figure("Range", "tok/s", _range, "needs two repeats"),
     Figure("To best rival", TIMES_SIGN, lambda r: r.ratio.ratio if r.ratio else None, _UNRANKED),
     Figure("95 % interval", TIMES_SIGN, _ratio_interval, _NO_INTERVAL),
+    Figure("Range", "tok/s", _range, "needs two repeats"),
+    Figure("Status", "", status_cell, "", numeric=False),
     _OF_JOB,
     _OF_BATCH,
     Figure("Limited by", "", lambda r: r.limited_by, _NO_BOUND, numeric=False),
+    Figure("Batch", "", lambda r: r.batch, "the batch search chose none"),
+    Figure("Compute", "dtype", lambda r: r.compute_dtype, "the engine did not load", numeric=False),
     Figure("Peak memory", "MiB", lambda r: r.peak_bytes, "not measured", scale=MIB),
     Figure("Limit", "MiB", lambda r: r.limit_bytes, "no limit", scale=MIB),
     Figure("Read", "MB/token", _read, _NO_COUNTER, scale=MB),
@@ -142,9 +146,6 @@ TIMES = (
     Figure("Block", "s", _of("block_latency_s"), "predictions only"),
     *_TOTALS,
     _LOAD,
-    Figure("Energy", "J/token", lambda r: per_token(r.ok_records, "energy_j"), _NO_COUNTER),
-    Figure("Tokens per dollar", "", _of("tokens_per_dollar"), _NO_PRICES),
-    Figure("Tokens per joule", "", _tokens_per_joule, _NO_PRICES),
 )
 
 PADDING = (
@@ -204,9 +205,12 @@ TASK_NAMES = {
     "attention": "attention",
     "other": "other",
 }
-TASKS = tuple(
-    Figure(name.capitalize(), "s", partial(task_seconds, task=task), "this task did nothing")
-    for task, name in {**TASK_NAMES, "waiting": "compute waits"}.items()
+TASKS = (
+    Figure("All together", "ms/token", lambda r: quotient(1000.0, r.median), "not recorded"),
+    *(
+        Figure(name.capitalize(), "ms/token", partial(task_ms_per_token, task=task), "this task did nothing")
+        for task, name in {**TASK_NAMES, "waiting": "compute waits"}.items()
+    ),
 )
 
 #: Placement and storage of weights and KV cache; memory is device and host memory.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from harness.api import RunRecord
 from reports.rates import with_rates_around
+from reports.records import command_of
 from reports.summary import measured_peak, measured_sum
 from reports.text import csv_field, finite, grouped, median
 
@@ -36,8 +37,7 @@ _MEMORY = ("method", "idle_bytes", "budget_bytes", "limit_bytes", "peak_bytes")
 def to_csv(records: Sequence[RunRecord]) -> str:
     """CSV text with a header, cells in order of their first record; an empty field is not measured, and no field is a
     spreadsheet formula."""
-    cells = grouped(with_rates_around(records), lambda r: r.fingerprint).values()
-    lines = [_line(r) for repeats in cells for r in sorted(repeats, key=lambda r: r.repeat)]
+    lines = [{name: csv_field(value) for name, value in row.items()} for row in rows(records)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -45,7 +45,13 @@ def to_csv(records: Sequence[RunRecord]) -> str:
     return out.getvalue()
 
 
-def _line(record: RunRecord) -> dict[str, object]:
+def rows(records: Sequence[RunRecord]) -> list[dict[str, object]]:
+    """The figures of each record by column, as they are; None is not measured. In order as `to_csv` has them."""
+    cells = grouped(with_rates_around(records), lambda r: r.fingerprint).values()
+    return [_row(r) for repeats in cells for r in sorted(repeats, key=lambda r: r.repeat)]
+
+
+def _row(record: RunRecord) -> dict[str, object]:
     spec, load, memory, bound = record.spec, record.load, record.memory, record.bound
     values: dict[str, object] = {
         "suite": spec.suite,
@@ -84,7 +90,8 @@ def _line(record: RunRecord) -> dict[str, object]:
     for counter in ("read_bytes", "write_bytes"):
         values |= {f"{phase}_{counter}": measured_sum(record, counter, phase) for phase in ("load", "generate")}
     values["generate_energy_j"] = measured_sum(record, "energy_j", "generate")
+    values["generate_device_energy_j"] = measured_sum(record, "device_energy_j", "generate")
     values["predicted_tok_s"] = record.predicted.throughput_tok_s if record.predicted else None
     values["disk_read_bytes_s"] = median(record.machine.disk_read) if record.machine else None
-    values["command"] = record.command
-    return {name: csv_field(value) for name, value in values.items()}
+    values["command"] = command_of(record)
+    return values

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,18 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from harness.api import HarnessError, RunRecord, first_line, to_json
 from harness.common.files import os_errors
+from harness.common.packages import install
+from reports.database_url import parse_url, shown, without_secrets_of
 from reports.environment import machine_of
 from reports.records import name_of, workload_of
 from reports.summary import throughput
 from reports.text import finite, grouped, one_line
 
+#: Characters of a commit, as the table holds it, and what a user may give in its place.
+_LONGEST_COMMIT = 64
+_SUBJECT = re.compile(rf"(?=.{{3,{_LONGEST_COMMIT}}}$)[A-Za-z0-9][\w.+-]*@[A-Za-z0-9][\w.+-]*", re.ASCII)
+#: Characters of a name that are stored, and of any text that is read back.
+_LONGEST_NAME, _LONGEST_TEXT = 1000, 10_000
 #: Version of the tables below; a database with a newer version is refused.
 SCHEMA = 1
 #: The most values in a statement, which databases limit.
@@ -62,7 +70,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """A cell on a machine over commits, in the order of their first launches."""
+    """A cell on a machine over commits, in the order of their first launches.
+
+    `subject`: the project whose commits they are, as its name was given; empty for the harness's own.
+    """
 
     suite: str
     cell: str
@@ -71,20 +82,30 @@ class Series:
     fingerprint: str
     machine: str
     points: tuple[Point, ...]
+    subject: str = ""
+
+    @property
+    def title(self) -> str:
+        """The cell, and the subject whose commits these are; without a subject they are the harness's own."""
+        return f"{self.cell} of {self.subject}" if self.subject else self.cell
 
 
 class History:
     """The store at `url`, created if it does not exist.
 
-    Raises HarnessError for an invalid URL, a database that cannot be opened, and a newer schema.
+    Raises HarnessError for an invalid URL, a database that cannot be opened, views in place of tables, and a newer
+    schema. `url` as an attribute is without secrets, as are all errors.
     """
 
     def __init__(self, url: str) -> None:
-        address = _address(url)
-        self.url = address.render_as_string(hide_password=True)
-        with _one_line(self.url):
-            self._engine = sa.create_engine(address)
-        with _one_line(self.url), self._engine.begin() as connection:
+        self._address = parse_url(url)
+        self.url = shown(self._address)
+        with _one_line(self._address):
+            self._engine = sa.create_engine(self._address)
+        with _one_line(self._address), self._engine.begin() as connection:
+            if views := set(sa.inspect(connection).get_view_names()) & set(_METADATA.tables):
+                # what a view computes may never end, and is not what anybody recorded
+                raise HarnessError(f"history {self.url}: {min(views)} is a view, not a table; name another by --db")
             _METADATA.create_all(connection)
             stored = connection.execute(sa.select(_SCHEMA.c.version)).scalar()
             if stored is None:
@@ -94,11 +115,19 @@ class History:
                     f"{self.url} is of a newer harness (schema {stored}, this one has {SCHEMA}): update the harness"
                 )
 
-    def add(self, records: Iterable[RunRecord]) -> tuple[int, int]:
+    def add(self, records: Iterable[RunRecord], subject: str = "") -> tuple[int, int]:
         """Appends new records and returns (number added, number already stored). Skips interrupted and simulated
-        launches, which have no place in a trend."""
-        rows = {row["key"]: row for r in records if r.status != "interrupted" and not r.simulated for row in [_row(r)]}
-        with _one_line(self.url), self._engine.begin() as connection:
+        launches, which have no place in a trend.
+
+        `subject`, `NAME@COMMIT`, says what was measured where it is not this harness: a project's own engine at a
+        commit or version of its own. Raises HarnessError for one that is malformed.
+        """
+        if subject and not _SUBJECT.fullmatch(subject):
+            raise HarnessError(f"--subject {subject}: expected NAME@COMMIT, such as my-engine@1f2e3d4 or mine@v2.1, "
+                               f"of at most {_LONGEST_COMMIT} letters, digits, '.', '_', '+' and '-'")  # fmt: skip
+        added = (r for r in records if r.status != "interrupted" and not r.simulated)
+        rows = {row["key"]: row for row in (_row(r, subject) for r in added)}
+        with _one_line(self._address), self._engine.begin() as connection:
             known: set[str] = set()
             keys = list(rows)
             for i in range(0, len(keys), _MOST_VALUES):
@@ -116,11 +145,18 @@ class History:
             query = query.where(column == value) if value else query
         if 0 < len(fingerprints) <= _MOST_VALUES:
             query = query.where(_RECORDS.c.fingerprint.in_(fingerprints))
-        with _one_line(self.url), self._engine.connect() as connection:
-            rows = [dict(row._mapping) for row in connection.execute(query)]
+        with _one_line(self._address), self._engine.connect() as connection:
+            rows = [self._whole(dict(row._mapping)) for row in connection.execute(query)]
         selected = (row for row in rows if not fingerprints or row["fingerprint"] in fingerprints)
-        groups = grouped(selected, lambda row: (row["fingerprint"], row["machine"]))
+        groups = grouped(selected, lambda row: (row["fingerprint"], row["machine"], _subject(row)))
         return [_series(group) for group in groups.values()]
+
+    def _whole(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row whose texts are texts, and short ones: SQLite keeps in a column what anybody writes there."""
+        for name in (c.name for c in _RECORDS.c if c.name in row and isinstance(c.type, sa.String)):
+            if not isinstance(row[name], str) or len(row[name]) > _LONGEST_TEXT:
+                raise HarnessError(f"history {self.url}: {name} of record {row['id']} is no text of ours")
+        return row
 
     def close(self) -> None:
         """Closes the connections."""
@@ -132,13 +168,12 @@ def open_history(url: str, make: bool = False) -> History:
 
     Raises HarnessError for a missing file and an in-memory database, and as History does.
     """
-    address = _address(url)
+    address = parse_url(url)
     if address.get_backend_name() == "sqlite":
         path = Path(address.database or ":memory:")
         if path.name == ":memory:":
-            raise HarnessError(
-                f"history {url}: a database in memory is lost at exit; name a file: sqlite:///results/history.db"
-            )
+            example = "name a file: sqlite:///results/history.db"
+            raise HarnessError(f"history {shown(address)}: a database in memory is lost at exit; {example}")
         if not make and not path.exists():
             raise HarnessError(f"no history in {path}; `harness history add DIR` creates one, --db names another")
         with os_errors(f"cannot create {path.parent}", "choose another place with --db"):
@@ -146,13 +181,8 @@ def open_history(url: str, make: bool = False) -> History:
     return History(url)
 
 
-def _address(url: str) -> sa.URL:
-    with _one_line("(--db)"):
-        return sa.make_url(url)
-
-
-def _row(record: RunRecord) -> dict[str, Any]:
-    """A record as a row of the table."""
+def _row(record: RunRecord, subject: str) -> dict[str, Any]:
+    """A record as a row of the table; a `subject` takes the place of the harness's commit."""
     git = record.provenance.get("git")
     git = git if isinstance(git, Mapping) else {}
     started = one_line(record.started_at)
@@ -162,13 +192,13 @@ def _row(record: RunRecord) -> dict[str, Any]:
     return {
         "key": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "started_at": started[:40],
-        "commit": commit[:64],
-        "dirty": bool(git.get("dirty")),
+        "commit": subject or commit[:_LONGEST_COMMIT],
+        "dirty": bool(git.get("dirty")) and not subject,
         "machine": hashlib.sha256(json.dumps(machine_of(record), sort_keys=True).encode()).hexdigest()[:12],
-        "suite": one_line(record.spec.suite),
-        "cell": name_of(record),
-        "engine": one_line(record.spec.engine),
-        "workload": workload_of(record),
+        "suite": one_line(record.spec.suite)[:_LONGEST_NAME],
+        "cell": name_of(record)[:_LONGEST_NAME],
+        "engine": one_line(record.spec.engine)[:_LONGEST_NAME],
+        "workload": workload_of(record)[:_LONGEST_NAME],
         "fingerprint": record.fingerprint,
         "status": _DISTURBED if record.status == "ok" and record.disturbed else record.status,
         "tok_s": throughput(record) if record.status == "ok" else None,
@@ -177,10 +207,16 @@ def _row(record: RunRecord) -> dict[str, Any]:
 
 
 def _series(rows: Sequence[dict[str, Any]]) -> Series:
-    commits = grouped(rows, lambda row: row["commit"] + ("+" if row["dirty"] else ""))
+    commits = grouped(rows, lambda row: row["commit"].rpartition("@")[2] + ("+" if row["dirty"] else ""))
     points = tuple(_point(commit, launches) for commit, launches in commits.items())
     named = {k: rows[-1][k] for k in ("suite", "cell", "engine", "workload", "fingerprint", "machine")}
-    return Series(**named, points=points)
+    return Series(**named, points=points, subject=_subject(rows[-1]))
+
+
+def _subject(row: Mapping[str, Any]) -> str:
+    """The name before a commit; empty for the harness's own, which has none."""
+    name, at, _ = str(row["commit"]).rpartition("@")
+    return name if at else ""
 
 
 def _point(commit: str, launches: Sequence[dict[str, Any]]) -> Point:
@@ -193,13 +229,15 @@ def _point(commit: str, launches: Sequence[dict[str, Any]]) -> Point:
 
 
 @contextlib.contextmanager
-def _one_line(url: str) -> Iterator[None]:
-    """Turns errors of SQLAlchemy and its drivers into a HarnessError of one line."""
+def _one_line(address: sa.URL) -> Iterator[None]:
+    """Turns errors of SQLAlchemy and its drivers into a HarnessError of one line, without secrets of the URL."""
     try:
         yield
     except ImportError as exc:
         package = exc.name or first_line(exc)
-        raise HarnessError(f"the database of {url} needs the package {package}: pip install {package}") from exc
-    except (SQLAlchemyError, ValueError, TypeError) as exc:
-        why = first_line(getattr(exc, "orig", None) or exc)
-        raise HarnessError(f"history {url}: {why}; --db takes a URL such as sqlite:///results/history.db") from exc
+        raise HarnessError(f"the database of {shown(address)} needs the package {package}: {install(package)}") from exc
+    except (SQLAlchemyError, OSError, ValueError, TypeError) as exc:
+        why = without_secrets_of(address, first_line(getattr(exc, "orig", None) or exc))
+        raise HarnessError(
+            f"history {shown(address)}: {why}; --db takes a URL such as sqlite:///results/history.db"
+        ) from exc

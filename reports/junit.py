@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.api import RunRecord
-from reports.records import name_of, workload_of
+from harness.common.printable import clean
+from reports.records import command_of, name_of, workload_of
 from reports.samples import THROUGHPUT, Sample, samples_of
-from reports.text import clean, grouped, median, number, one_line
+from reports.text import grouped, median, number, one_line
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _case(sample: Sample) -> Case:
     wrong = [r for r in sample.ended if r.status != r.spec.expect]
     if wrong:
         message = f"{len(wrong)} of {len(sample.ended)} launches: {wrong[-1].status}: {one_line(wrong[-1].reason)}"
-        return Case(group, name, "failed", message, kind=wrong[-1].status, figures=wrong[-1].command)
+        return Case(group, name, "failed", message, kind=wrong[-1].status, figures=command_of(wrong[-1]))
     if not sample.ended:
         return Case(group, name, "skipped", "interrupted before a launch ended")
     speeds = sample.undisturbed.speeds or sample.speeds

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from harness.api import RunRecord
 from reports import vega
+from reports.labels import MOST_LABELS, Axis, height_for, labels, layers
 from reports.summary import CellSummary, metric
 from reports.tables import Cell, Column, Table, name_cell, plain_table
 from reports.text import columns_of, finite, median, number
@@ -12,8 +13,6 @@ from reports.vega import Datum, Panel, layer
 
 #: Points of a cumulative curve.
 _QUANTILES = 60
-#: The most points that get a text label; more labels would overlap.
-_MOST_NAMES = 16
 #: The most curves, one for each distinct colour.
 _MOST_CURVES = len(vega.COLOURS)
 
@@ -37,19 +36,20 @@ def pareto_panel(rows: Sequence[CellSummary]) -> Panel | None:
         data.append({"name": row.label, "engine": engine, "latency": latency, "value": row.median, "tooltip": words})
     line = [{"latency": latency, "value": value, "tooltip": "Pareto front"} for latency, value in front]
     engines = sorted({str(d["engine"]) for d in data})
+    x, y = Axis.of(latency for _, latency in points), Axis.of(r.median or 0.0 for r, _ in points)
+    named = [(r.label, latency, r.median or 0.0) for r, latency in points] if len(points) <= MOST_LABELS else []
+    height = height_for(len(named), 320)
     spec = vega.chart(
-        320,
+        height,
         encoding={"x": vega.quantity("median seconds of a request, first to last token", "latency")
-                       | {"scale": _scale(latency for _, latency in points)},
-                  "y": vega.quantity("generated tok/s") | {"scale": _scale(r.median or 0.0 for r, _ in points)}},
+                       | {"scale": x.scale},
+                  "y": vega.quantity("generated tok/s") | {"scale": y.scale}},
         layer=[
             layer({"type": "line", "interpolate": "step-after", "color": vega.SOFT, "strokeDash": [4, 3]}, data=line),
             vega.alone_in_legend("engine") | layer(
                 {"type": "point", "filled": True, "size": 90}, data=data, **vega.distinct("engine", engines),
                 opacity={"condition": {"param": "alone", "value": 0.9}, "value": 0.1}, **vega.tooltip()),
-            layer(
-                {"type": "text", "align": "left", "dx": 7, "dy": -8, "fontSize": 11, "color": vega.SOFT, "limit": 180},
-                data=data if len(data) <= _MOST_NAMES else [], text={"field": "name"}),
+            *layers(labels(named, x, y, height), vega.SOFT),
         ],
     )  # fmt: skip
     optimal = set(front)

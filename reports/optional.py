@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from harness.api import HarnessError
+from harness.common.packages import install_extra
 
 
 @contextlib.contextmanager
@@ -12,5 +13,4 @@ def optional_packages(feature: str) -> Iterator[None]:
     try:
         yield
     except ImportError as exc:
-        remedy = "pip install 'offload-harness[report]'"
-        raise HarnessError(f"{feature} needs the package {exc.name or exc}: {remedy}") from exc
+        raise HarnessError(f"{feature} needs the package {exc.name or exc}: {install_extra('report')}") from exc

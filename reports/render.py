@@ -1,5 +1,7 @@
 """Renders templates as HTML and Markdown that show every value literally, and writes files atomically."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +9,16 @@ import jinja2
 
 from harness.api import HarnessError
 from harness.common.files import os_errors, replace_with
-from reports.text import clean, markdown
+from harness.common.printable import clean
+from reports.text import markdown
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def html_of(template: str, **values: Any) -> str:
-    """Renders an HTML template; escapes all values except Markup."""
+    """Renders an HTML template; escapes all values except Markup, also those in data of a script."""
     environment = _environment(autoescape=True, finalize=lambda v: clean(v) if type(v) is str else v)
+    environment.policies["json.dumps_function"] = lambda data, **options: json.dumps(_cleaned(data), **options)
     return environment.get_template(template).render(**values)
 
 
@@ -37,6 +41,17 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:
         return False
+
+
+def _cleaned(data: Any) -> Any:
+    """Plain data with every string `clean`: JSON escapes a character, and the chart shows it again."""
+    if isinstance(data, str):
+        return clean(data)
+    if isinstance(data, Mapping):
+        return {_cleaned(key): _cleaned(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_cleaned(value) for value in data]
+    return data
 
 
 def _environment(**options: Any) -> jinja2.Environment:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from harness.api import HarnessError, RunRecord, RunSpec
 from reports.records import settings_of
 from reports.summary import ended, failed_as_expected, kind_of, throughput
-from reports.text import finite, grouped, one_line, positive
+from reports.text import finite, grouped, median, one_line, positive
 
 THROUGHPUT = "throughput"
 
@@ -24,6 +24,12 @@ class Sample:
     def speeds(self) -> tuple[float, ...]:
         """The figures of the ok launches, higher is better."""
         return tuple(v for r in self.ok if (v := speed_of(r, self.metric)) is not None)
+
+    @property
+    def level(self) -> float | None:
+        """The median of `speeds`, in the metric's unit: ratios are quotients of these. None without figures."""
+        middle = median(self.speeds)
+        return middle if middle is None or _higher_is_better(self.metric) else 1 / middle
 
     @property
     def spec(self) -> RunSpec:
@@ -100,7 +106,7 @@ def value_of(record: RunRecord, metric: str) -> float | None:
 
 
 def _higher_is_better(metric: str) -> bool:
-    return metric == THROUGHPUT or metric.endswith("_tok_s")
+    return metric == THROUGHPUT or metric.endswith(("_tok_s", "_req_s"))
 
 
 def unit_of(metric: str, records: Iterable[RunRecord]) -> str:
@@ -108,6 +114,8 @@ def unit_of(metric: str, records: Iterable[RunRecord]) -> str:
     known = sorted({name for r in records for name in r.metrics if name.endswith("_s")})
     if metric != THROUGHPUT and metric not in known:
         raise HarnessError(f"no speed or time is named {metric!r}; the records have {', '.join([THROUGHPUT, *known])}")
+    if metric.endswith("_req_s"):
+        return "req/s"
     return "tok/s" if _higher_is_better(metric) else "s"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from harness.api import RunRecord
+from reports.records import command_of
 from reports.render import TEMPLATES
 from reports.summary import CellSummary
 from reports.tables import Body, Cell, Column, Table, name_cell, plain_table
@@ -106,7 +107,7 @@ def machine_rates(records: Iterable[RunRecord]) -> Table | None:
         rates = [v for samples in probed for v in samples]
         medians = [statistics.median(samples) for samples in probed]
         low, mid, high = columns_of([min(rates), statistics.median(medians), max(rates)])
-        lines.append((*map(Cell, (name, unit, mid, low, high, str(len(medians)))), _spark_cell(medians)))
+        lines.append((*map(Cell, (name, unit, mid, low, high, str(len(medians)))), spark_cell(medians)))
     if not lines:
         return None
     titles = ("Rate", "Unit", "Median", "Lowest", "Highest", "Probes", "Over the run")
@@ -157,7 +158,7 @@ def commit(records: Sequence[RunRecord]) -> str:
 
 def commands(rows: Sequence[CellSummary]) -> list[tuple[str, str]]:
     """(cell names, command) for each recorded command of a last repeat."""
-    by_command = grouped(rows, lambda row: row.records[-1].command)
+    by_command = grouped(rows, lambda row: command_of(row.records[-1]))
     return [(", ".join(row.name for row in cells), command) for command, cells in by_command.items() if command]
 
 
@@ -173,7 +174,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in name.split()]
 
 
-def _spark_cell(medians: Sequence[float]) -> Cell:
+def spark_cell(medians: Sequence[float]) -> Cell:
     """A sparkline with zero at the bottom and the largest value near the top."""
     top = max(medians) or 1
     width = max(len(medians) - 1, 1)

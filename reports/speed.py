@@ -3,23 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import geometric_mean
 
 from reports.environment import differing
 from reports.records import Runs, name_of, workload_of
-from reports.samples import THROUGHPUT, Sample, in_turns, samples_of, value_of
+from reports.samples import THROUGHPUT, Sample, in_turns, samples_of
 from reports.stats import (
     ALPHA,
     Ratio,
-    hodges_lehmann,
     holm,
     launches_needed,
     mann_whitney,
     noise_floor,
+    quotient_of_medians,
     ratio_of,
     ratio_of_runs,
     smallest_p,
 )
-from reports.text import median, number, one_line, plural
+from reports.text import number, one_line, plural
 from reports.verdicts import LEAST_EFFECT, MARGIN, MULTIPLE, CellVerdict, Verdict
 
 
@@ -88,12 +89,12 @@ def _evidence(a: Sample, b: Sample, rules: Rules) -> tuple[Ratio, float | None]:
         return ratio_of(a.speeds, b.speeds), mann_whitney(a.speeds, b.speeds)
     if others := other_runs(a, rules):
         return ratio_of_runs([a.speeds, *(run.speeds for run in others)], b.speeds)
-    return Ratio(hodges_lehmann(a.speeds, b.speeds)), None
+    return Ratio(quotient_of_medians(a.speeds, b.speeds)), None
 
 
 def simulated(verdict: CellVerdict, a: Sample, b: Sample) -> CellVerdict:
     """The verdict on simulated figures, which have no noise."""
-    ratio = Ratio(hodges_lehmann(a.speeds, b.speeds))
+    ratio = Ratio(quotient_of_medians(a.speeds, b.speeds))
     verdict = replace(verdict, ratio=ratio.ratio, threshold=LEAST_EFFECT)
     if ratio.effect <= LEAST_EFFECT:
         return decided(verdict, "no change", f"simulated: exact, and within {LEAST_EFFECT:.0%}")
@@ -106,6 +107,9 @@ def _tested(a: Sample, b: Sample, ratio: Ratio, p: float | None, tests: int, rul
     threshold = max(LEAST_EFFECT, 2 * (floor or 0.0))
     verdict = replace(blank(a, b, rules.metric), ratio=ratio.ratio, low=ratio.low, high=ratio.high, p=p,
                       noise_floor=floor, threshold=threshold)  # fmt: skip
+    if p is not None and not in_turns(a, b):  # the ratio is to all runs of the base
+        runs = [a.level, *(run.level for run in other_runs(a, rules))]
+        verdict = replace(verdict, base=geometric_mean(filter(None, runs)))
     significant = p is not None and p < rules.alpha and ratio.excludes_one
     if why := _undecided(a, b, ratio, p, max(tests, 1), rules):
         return decided(verdict, "inconclusive", why)
@@ -147,7 +151,7 @@ def _noise_floor(a: Sample, b: Sample, rules: Rules) -> float | None:
     halves = noise_floor(a.speeds, b.speeds)
     if not in_turns(a, b):
         return halves  # the interval has the difference of runs already
-    runs = [Ratio(hodges_lehmann(a.speeds, run.speeds)).effect for run in other_runs(a, rules)]
+    runs = [Ratio(quotient_of_medians(a.speeds, run.speeds)).effect for run in other_runs(a, rules)]
     return max((halves or 0.0, *runs)) if runs else halves
 
 
@@ -166,7 +170,7 @@ def blank(a: Sample | None, b: Sample | None, metric: str) -> CellVerdict:
     cell = b or a
     assert cell is not None  # a pair has at least one side
     last = cell.records[-1]
-    base, head = (median([value_of(r, metric) for r in side.ok]) if side else None for side in (a, b))
+    base, head = (side.level if side else None for side in (a, b))
     launches = (len(a.speeds), len(b.speeds)) if a and b else (0, 0)
     names = name_of(last), one_line(last.spec.engine), workload_of(last)
     return CellVerdict(*names, "not comparable", "", base, head, *launches)

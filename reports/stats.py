@@ -1,8 +1,9 @@
 """Statistics: of launches, ratios with intervals, tests and corrections; of answers to the same examples, differences.
 
-Sources: Hodges and Lehmann 1963 (shift of two samples, and its interval by inverting the rank test); Mann and Whitney
-1947, exact and with ties by enumeration of rank sums; Welch 1947; Efron 1979 (bootstrap of examples); Holm 1979.
-`python -m tests.simulate_coverage` prints how often the intervals hold the truth.
+A ratio is everywhere the quotient of the medians that tables show. Sources: Hodges and Lehmann 1963 (the interval of a
+shift, by inverting the rank test); Mann and Whitney 1947, exact and with ties by enumeration of rank sums; Welch 1947;
+Efron 1979 (bootstrap of examples); Holm 1979. `python -m tests.simulate_coverage` prints how often the intervals hold
+the truth.
 """
 
 import functools
@@ -11,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median, stdev
 
 import numpy as np
 
@@ -36,7 +37,7 @@ _FLIPS = 7.9
 
 @dataclass(frozen=True)
 class Ratio:
-    """Head over base: the Hodges-Lehmann ratio and its 95 % interval (None below three launches a side)."""
+    """Head over base: the quotient of medians and its 95 % interval (None below three launches a side)."""
 
     ratio: float
     low: float | None = None
@@ -53,25 +54,29 @@ class Ratio:
         return max(self.ratio, 1 / self.ratio) - 1
 
 
-def hodges_lehmann(base: Sequence[float], head: Sequence[float]) -> float:
-    """The median of all ratios of a launch of `head` to one of `base`. Raises ValueError unless all are positive."""
-    return math.exp(float(np.median(_logs(head)[:, None] - _logs(base)[None, :])))
+def quotient_of_medians(base: Sequence[float], head: Sequence[float]) -> float:
+    """The median launch of `head` over that of `base`. Raises ValueError unless all are positive, finite numbers."""
+    for side in (base, head):
+        if not len(side) or not all(v > 0 and math.isfinite(v) for v in side):
+            raise ValueError("ratios need at least one launch a side, and positive, finite numbers")
+    return float(median(head) / median(base))
 
 
 def ratio_of(base: Sequence[float], head: Sequence[float]) -> Ratio:
-    """The Hodges-Lehmann ratio with its interval of at least 95 %, for launches that are independent.
+    """The quotient of medians with its interval of at least 95 %, for launches that are independent.
 
     The interval holds each ratio that the exact Mann-Whitney test at 5 % does not reject. Three and up to four launches
-    cannot be rejected at 5 %: they get Welch's t interval of the logarithms.
+    cannot be rejected at 5 %: they get Welch's t interval of the logarithms. Sides whose launches scatter in different
+    ways can have a quotient outside of it; then the interval reaches to the quotient.
     """
-    log_base, log_head = _logs(base), _logs(head)
-    shifts = np.sort(log_head[:, None] - log_base[None, :], axis=None)
-    ratio = math.exp(float(np.median(shifts)))
+    ratio = quotient_of_medians(base, head)
     if min(len(base), len(head)) < FEWEST_LAUNCHES:
         return Ratio(ratio)
+    log_base, log_head = np.log(base), np.log(head)
+    shifts = np.sort(log_head[:, None] - log_base[None, :], axis=None)
     outside = _shifts_outside(len(base), len(head))
     low, high = (shifts[outside - 1], shifts[-outside]) if outside else _welch(log_base, log_head)
-    return Ratio(ratio, math.exp(float(low)), math.exp(float(high)))
+    return Ratio(ratio, min(ratio, math.exp(float(low))), max(ratio, math.exp(float(high))))
 
 
 @functools.cache
@@ -108,8 +113,6 @@ def interval_of(sample: Sequence[float]) -> tuple[float, float] | None:
     By order statistics from six launches on, which needs no distribution (Conover, Practical Nonparametric Statistics,
     3.2); by Student's t on the logarithms for three to five.
     """
-    from scipy.special import stdtrit
-
     n = len(sample)
     if n < FEWEST_LAUNCHES:
         return None
@@ -118,7 +121,9 @@ def interval_of(sample: Sequence[float]) -> tuple[float, float] | None:
     if outside:
         ordered = sorted(sample)
         return ordered[outside - 1], ordered[-outside]
-    logs = _logs(sample)
+    from scipy.special import stdtrit
+
+    logs = np.log(sample)
     reach = float(stdtrit(n - 1, (1 + LEVEL) / 2)) * float(logs.std(ddof=1)) / math.sqrt(n)
     return math.exp(float(logs.mean()) - reach), math.exp(float(logs.mean()) + reach)
 
@@ -126,11 +131,11 @@ def interval_of(sample: Sequence[float]) -> tuple[float, float] | None:
 def ratio_of_runs(bases: Sequence[Sequence[float]], head: Sequence[float]) -> tuple[Ratio, float]:
     """Head over several runs of the base, with the interval and the two-sided p of a run among such runs.
 
-    The unit is a run, whose figure is the geometric mean of its launches: for runs that followed each other, and
-    between which the machine drifts. Student's t of one further observation, with as many degrees of freedom as further
-    runs of the base. A head of fewer launches than the bases is taken for that much noisier. Slow stretches make a
-    run's mean far from normal, which few runs cannot show, but hardly its fastest launch: p is the larger of both
-    figures. Raises ValueError below two runs.
+    The unit is a run, whose figure is the median of its launches; that of the base is the geometric mean over its runs.
+    For runs that followed each other, and between which the machine drifts. Student's t of one further observation,
+    with as many degrees of freedom as further runs of the base. A head of fewer launches than the bases is taken for
+    that much noisier. Slow stretches make a run's median far from normal, which few runs cannot show, but hardly its
+    fastest launch: p is the larger of both figures. Raises ValueError below two runs.
     """
     from scipy.special import stdtr, stdtrit
 
@@ -138,15 +143,15 @@ def ratio_of_runs(bases: Sequence[Sequence[float]], head: Sequence[float]) -> tu
     if freedom < 1:
         raise ValueError("the spread of runs needs two of them")
 
-    def shift_of(figure: Callable[[Logs], float]) -> tuple[float, float, float]:
-        levels = [float(figure(_logs(base))) for base in bases]
-        shift = float(figure(_logs(head))) - fmean(levels)
+    def shift_of(figure: Callable[[Sequence[float]], float]) -> tuple[float, float, float]:
+        levels = [math.log(figure(base)) for base in bases]
+        shift = math.log(figure(head)) - fmean(levels)
         spread = stdev(levels) * math.sqrt(fewer + 1 / len(levels))
         return shift, spread, 2 * float(stdtr(freedom, -abs(shift) / spread)) if spread else float(shift == 0)
 
-    shift, spread, p = shift_of(np.mean)
+    shift, spread, p = shift_of(median)
     reach = float(stdtrit(freedom, (1 + LEVEL) / 2)) * spread
-    return Ratio(*(math.exp(log) for log in (shift, shift - reach, shift + reach))), max(p, shift_of(np.max)[2])
+    return Ratio(*(math.exp(log) for log in (shift, shift - reach, shift + reach))), max(p, shift_of(max)[2])
 
 
 def mann_whitney(base: Sequence[float], head: Sequence[float]) -> float:
@@ -198,7 +203,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def noise_floor(*samples: Sequence[float]) -> float | None:
     """The A/A noise: the relative difference between launches of the same cell.
 
-    For a sample: the median, over its splits into halves, of the distance of the halves' Hodges-Lehmann ratio from 1.
+    For a sample: the median, over its splits into halves, of the distance of the halves' ratio from 1.
     For several samples: the largest. None where no sample has four launches.
     """
     floors = [_halves(sample) for sample in samples if len(sample) >= 4]
@@ -206,7 +211,7 @@ def noise_floor(*samples: Sequence[float]) -> float | None:
 
 
 def _halves(sample: Sequence[float]) -> float:
-    logs = _logs(sample)
+    logs = np.log(sample)
     n, half = len(logs), len(logs) // 2
     if math.comb(n, half) <= _SPLITS:
         orders = np.array([(*split, *sorted(set(range(n)) - set(split))) for split in
@@ -214,14 +219,8 @@ def _halves(sample: Sequence[float]) -> float:
     else:
         orders = np.random.default_rng(SEED).permuted(np.tile(np.arange(n), (_SPLITS, 1)), axis=1)
     parts = logs[orders]
-    distances = np.abs(np.median(parts[:, :half, None] - parts[:, None, half:], axis=(1, 2)))
+    distances = np.abs(np.median(parts[:, :half], axis=1) - np.median(parts[:, half:], axis=1))
     return math.expm1(float(np.median(distances)))
-
-
-def _logs(values: Sequence[float]) -> Logs:
-    if not len(values) or not all(v > 0 and math.isfinite(v) for v in values):
-        raise ValueError("ratios need at least one launch a side, and positive, finite numbers")
-    return np.log(np.asarray(values, np.float64))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Summarises records as one row a cell (medians, ratio to the best rival, fraction of the bound) and in a sentence."""
+"""Summarises records as one row a cell: medians, ratio to the best rival, fraction of the bound."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from harness.api import Bound, Phase, RunRecord, RunSpec, Status
 from reports.rates import with_rates_around
 from reports.records import name_of, workload_of
 from reports.stats import Ratio, ratio_of
-from reports.text import TIMES_SIGN, finite, grouped, largest, median, number, one_line, positive, quotient, span
+from reports.text import finite, grouped, largest, median, one_line, positive, quotient
 
 Kind = Literal["measured", "simulated"]
 
@@ -20,7 +20,7 @@ class CellSummary:
     """One cell over its repeats. Rates in tokens/s, times in seconds; None means not measured.
 
     Figures cover the repeats that count (see `counted`) and are medians; the memory figures are maxima. `ratio` is the
-    Hodges-Lehmann ratio to the cell's rival: the fastest ranked cell of another engine in the same workload, or of the
+    quotient of medians to the cell's rival: the fastest ranked cell of another engine in the same workload, or of the
     same engine where only one engine is ranked. `label` is the name in charts, with a number where several cells of the
     workload have the same name, and with the qualifiers.
     """
@@ -202,7 +202,7 @@ def _cell(records: Sequence[RunRecord]) -> CellSummary:
         predicted_tok_s=median([finite(r.predicted.throughput_tok_s) for r in ok if r.predicted]),
         peak_bytes=largest(m.peak_bytes for m in memories),
         limit_bytes=largest(m.limit_bytes for m in memories),
-        num_requests=None if requests is None else int(requests),
+        num_requests=None if requests is None or spec.workload.online else int(requests),
         records=tuple(records),
     )
 
@@ -256,34 +256,3 @@ def _labelled(rows: Iterable[CellSummary]) -> Iterator[CellSummary]:
         uses[row.name] += 1
         numbered = row.name if uses[row.name] == 1 else f"{row.name} ({uses[row.name]})"
         yield replace(row, label=f"{numbered} ({', '.join(row.qualifiers)})" if row.qualifiers else numbered)
-
-
-def headline(rows: Sequence[CellSummary]) -> str:
-    """One sentence: the fastest cell, its ratio to its rival, its share of the roofline, and its throughput."""
-    order = ranked(rows)
-    if not order:
-        return "No cell has a result that can be ranked." if len(rows) > 1 else "The cell has no result."
-    best = order[0]
-    kind = "" if best.kind == "measured" else f" ({best.kind})"
-    within = " within the limit" if best.limit_bytes else ""
-    parts = []
-    rival = rival_of(best, order)
-    if rival:
-        role = "the next fastest cell" if rival.engine == best.engine else "the fastest of another engine"
-        times = _times(ratio_of(rival.throughput, best.throughput), exact=best.kind == "simulated")
-        parts.append(f"{times} {rival.name}, {role}")
-    if best.job_fraction is not None:
-        parts.append(f"at {number(best.job_fraction * 100)} % of what this machine allows for the job")
-    speed = f"{number(best.median or 0)} tok/s{within}{kind}"
-    return f"{best.name} is {', and '.join(parts)}: {speed}." if parts else f"{best.name}: {speed}."
-
-
-def _times(ratio: Ratio, exact: bool) -> str:
-    """The ratio with its interval, or why it has none; an `exact` ratio is simulated and needs none."""
-    times = f"{number(ratio.ratio)}{TIMES_SIGN}"
-    if exact:
-        return times
-    if ratio.low is None or ratio.high is None:
-        return f"{times} (too few launches for an interval)"
-    caveat = "" if ratio.excludes_one else " (not significant: the interval includes 1)"
-    return f"{times} [{span(ratio.low, ratio.high, ', ')}]{caveat}"

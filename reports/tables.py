@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from harness.common.files import safe_name
 from reports.summary import CellSummary
 from reports.text import MISSING, columns_of
 
@@ -24,7 +25,8 @@ class Column:
 class Cell:
     """The content of a table cell. `why` is its tooltip, `badges` qualify it, `tone` is good, bad or muted.
 
-    `spark` replaces the text by a sparkline: points (x, y) in percent of width and height.
+    `spark` replaces the text by a sparkline: points (x, y) in percent of width and height. On a page, `href` is the
+    element that the text links to, and `anchor` the name of the row, which links to itself.
     """
 
     text: str
@@ -32,6 +34,8 @@ class Cell:
     badges: tuple[str, ...] = ()
     tone: str = ""
     spark: tuple[tuple[float, float], ...] = ()
+    href: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,14 @@ class Figure:
 REFERENCES = "Reference: runs without the limit; shown for scale, never ranked"
 
 
-def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure]) -> Table:
-    """A table with one row a cell and reference cells in a group of their own at the end."""
+def cell_table(caption: str, rows: Sequence[CellSummary], figures: Sequence[Figure], anchor: str = "") -> Table:
+    """A table with one row a cell and reference cells in a group of their own at the end.
+
+    With `anchor`, rows have permalinks: `anchor` and the beginning of the cell's fingerprint.
+    """
     columns = (Column("Cell", numeric=False), *(Column(f.title, f.unit, f.numeric) for f in figures))
-    lines = list(zip(map(name_cell, rows), *(_format(rows, figure) for figure in figures), strict=True))
+    names = [replace(name_cell(r), anchor=f"{anchor}-{safe_name(r.fingerprint[:12])}" if anchor else "") for r in rows]
+    lines = list(zip(names, *(_format(rows, figure) for figure in figures), strict=True))
     competitors = tuple(line for line, row in zip(lines, rows, strict=True) if not row.reference)
     references = tuple(line for line, row in zip(lines, rows, strict=True) if row.reference)
     bodies = (Body(competitors), Body(references, REFERENCES, apart=True))

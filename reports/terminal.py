@@ -9,11 +9,12 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.api import RunRecord
+from harness.common.printable import clean
 from reports.accuracy import accuracy_remarks, accuracy_table
+from reports.answer import answer_of, headline
 from reports.figures import SUMMARY
-from reports.summary import by_workload, headline, summary_rows
+from reports.summary import by_workload, summary_rows
 from reports.tables import Cell, Table, cell_table
-from reports.text import clean
 
 _TITLES = {
     "Status",
@@ -31,12 +32,18 @@ _SHOWN = tuple(f for f in SUMMARY if f.title in _TITLES)
 
 def summary_text(records: Iterable[RunRecord], width: int = 100) -> str:
     """A headline and tables for each workload, as plain text of at most `width` columns."""
+    return plain_text(summary_parts(records), width)
+
+
+def summary_parts(records: Iterable[RunRecord]) -> list[str | Table]:
+    """A headline and tables for each workload."""
     parts: list[str | Table] = []
     for title, rows in by_workload(summary_rows(records)).items():
-        parts += [title, headline(rows), cell_table("", rows, _SHOWN)]
+        parts.append(title)
         if accuracy := accuracy_table(rows):
-            parts += [accuracy.only(_ACCURACY), *accuracy_remarks(rows)]
-    return plain_text(parts, width)
+            parts += [answer_of(rows).claim, accuracy.only(_ACCURACY), *accuracy_remarks(rows)]
+        parts += [headline(rows), cell_table("", rows, _SHOWN)]
+    return parts
 
 
 def plain_text(parts: Iterable[str | Table], width: int = 100) -> str:

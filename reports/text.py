@@ -1,10 +1,12 @@
-"""Formats values as text: significant digits, and escaping that makes any string inert in HTML, Markdown and CSV."""
+"""Formats values as text: significant digits, and escaping that makes any string inert in Markdown and CSV."""
 
 import math
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
+
+from harness.common.printable import clean
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -16,15 +18,12 @@ GIB = 2.0**30
 MIB = 2.0**20
 MB = 1e6
 
-# Control characters, bidirectional overrides and lone surrogates: they hide or reorder text, or have no UTF-8 encoding.
-_UNSAFE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _MD_SYNTAX = re.compile(r"([\\`*\[\]|~#$!])|((?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 _MD_LEADING = re.compile(r"^(?:([-+=])|(\d+)([.)])(?= |$))")
-
-
-def clean(text: str) -> str:
-    """`text` with unprintable and reordering characters replaced by U+FFFD; tabs and newlines stay."""
-    return _UNSAFE.sub("\ufffd", text)
+#: What begins a formula, full-width forms too: in a field, and in its parts where a spreadsheet splits at semicolons.
+_FORMULA = re.compile("(^|;)(?=[=+@\uff1d\uff0b\uff0d\uff20-])")
+#: Markup of Markdown and HTML, and signs that mean no harm in their place.
+_INERT = str.maketrans({"`": "'", "|": "/", "<": "(", ">": ")", "[": "(", "]": ")", "@": "@\u200b"})
 
 
 def one_line(text: str) -> str:
@@ -40,13 +39,17 @@ def markdown(value: object) -> str:
     return text.replace("@", "@\u200b")  # a name in a log must not notify a user
 
 
+def inert(text: str) -> str:
+    """A line without markup, for data that another program puts into Markdown or HTML as they are."""
+    return one_line(text).translate(_INERT)
+
+
 def csv_field(value: object) -> object:
     """A CSV field: empty for None, a single line that is no spreadsheet formula for a string, a number unchanged."""
     if value is None:
         return ""
     if isinstance(value, str):
-        text = one_line(value)
-        return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+        return _FORMULA.sub(r"\1'", one_line(value))
     return value
 
 

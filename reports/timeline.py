@@ -1,10 +1,11 @@
 """An engine's timeline of one pass: utilisation by resource as a chart, and Chrome trace files."""
 
+import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 
 from harness.api import RunRecord, TraceEvent, to_json
+from harness.common.files import safe_name
 from harness.common.intervals import union_length
 from reports.summary import CellSummary
 from reports.tables import Cell, Column, Table, name_cell, plain_table
@@ -68,12 +69,16 @@ def busy(events: Sequence[TraceEvent], end: float, bins: int = _BINS) -> list[fl
 
 
 def chrome_trace(records: Iterable[RunRecord]) -> dict[str, str]:
-    """Chrome trace JSON by cell name, from the last repeat with a trace; Perfetto and chrome://tracing open it."""
+    """Chrome trace JSON by a file name for the cell, from the last repeat with a trace; Perfetto and chrome://tracing
+    open it."""
     traces: dict[str, str] = {}
-    for repeats in grouped(records, lambda r: r.fingerprint).values():
+    taken: set[str] = set()  # in lower case: some file systems ignore case
+    for fingerprint, repeats in grouped(records, lambda r: r.fingerprint).items():
         if traced := _last_traced(repeats):
-            plain = re.sub(r"[^A-Za-z0-9._-]", "-", traced.spec.name)
-            name = plain if plain not in traces else f"{plain}-{traced.fingerprint[:8]}"
+            name = safe_name(traced.spec.name)
+            if name.lower() in taken:
+                name += "-" + hashlib.sha256(fingerprint.encode(errors="surrogatepass")).hexdigest()[:8]
+            taken.add(name.lower())
             traces[name] = json.dumps({"traceEvents": to_json(traced.trace)})
     return traces
 

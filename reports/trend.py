@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from string import hexdigits
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def trend_panel(series: Series) -> Panel | None:
         ],
     )  # fmt: skip
     note = f"{one_line(series.workload)}; machine {series.machine}. Dashed lines are change points."
-    return Panel(f"{series.cell} over commits", note, spec, trend_table(series, change_points))
+    return Panel(f"{series.title} over commits", note, spec, trend_table(series, change_points))
 
 
 def trend_table(series: Series, change_points: Iterable[Change]) -> Table:
@@ -111,11 +112,10 @@ def trend_table(series: Series, change_points: Iterable[Change]) -> Table:
     columns = [Column("Commit", numeric=False), Column("First launch", numeric=False), Column("Median", "tok/s"),
                Column("95 % interval", "tok/s"), Column("Launches"),
                Column("Disturbed"), Column("Failed"), Column("Change", numeric=False)]  # fmt: skip
-    return plain_table(f"{series.cell}, {series.engine}, machine {series.machine}", columns, rows)
+    return plain_table(f"{series.title}, {series.engine}, machine {series.machine}", columns, rows)
 
 
 def short(commit: str) -> str:
-    """A commit's first ten digits, with + for local changes; a date that stands for a commit stays whole."""
-    if " " in commit:
-        return commit
-    return commit[:10] + ("+" if commit.endswith("+") else "")
+    """A commit's first ten digits, with + for local changes; a version or date in a commit's place stays whole."""
+    digits = commit.removesuffix("+")
+    return commit if set(digits) - set(hexdigits) else digits[:10] + commit[len(digits) :]

@@ -13,6 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from harness.api import HarnessError
+from harness.common.regular_file import read_regular
 from reports.render import write
 from reports.summary import CellSummary
 from reports.tables import Table
@@ -30,6 +31,7 @@ BLUE, ORANGE, GREEN, GREY, INK, SOFT, RULE = (
 )
 #: Height of a row, pixels.
 _ROW = 26
+_MAX_SCRIPT = 16 << 20
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 #: The notice that the licence requires in every copy.
 _LICENCE = (
@@ -61,6 +63,11 @@ class Panel:
     note: str
     spec: Spec
     table: Table | None
+
+    @property
+    def slug(self) -> str:
+        """The title as a part of an address."""
+        return re.sub("[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     @property
     def height(self) -> int:
@@ -145,7 +152,9 @@ def library(cache: Path | None = None) -> Markup | None:
         return Markup(_bundle())
     file = cache / f"vega-{bundled}.js"
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return Markup(file.read_text(encoding="utf-8"))
+        kept = read_regular(file, _MAX_SCRIPT).decode()
+        if kept.startswith(_LICENCE) and "</script" not in kept.lower():
+            return Markup(kept)
     with contextlib.suppress(HarnessError):  # without a writable cache the next report bundles again
         write(file, _bundle())
     return Markup(_bundle())

@@ -28,10 +28,10 @@ MULTIPLE = 2.0
 
 @dataclass(frozen=True)
 class CellVerdict:
-    """The verdict on a cell. `base` and `head` are medians over the ok launches, in the metric's unit.
+    """The verdict on a cell. `base` and `head` are medians over the launches that count, in the metric's unit.
 
-    `ratio` is head over base as a speed: below 1 is slower, also for times. `p` is Holm-adjusted over the cells;
-    `threshold` is the relative effect that counts.
+    `ratio` is their quotient as a speed, head over base: below 1 is slower, also for times. `p` is Holm-adjusted over
+    the cells; `threshold` is the relative effect that counts.
     """
 
     name: str

@@ -16,6 +16,7 @@ from harness.api import GenerationRequest, HarnessError, Score, first_line
 from harness.api.services import LmEvalModel, OpenModel
 from harness.api.task import Circumstances, Pair
 from harness.common.files import os_errors
+from harness.common.regular_file import open_regular, read_regular
 from suites.tasks.lm_eval_bridge import TokenModel, write_local
 
 __all__ = ["register", "run", "write_local"]  # implements harness.api.services.LmEval
@@ -24,6 +25,7 @@ Q = TypeVar("Q")
 
 #: Requests that an engine answers before the cache is written.
 _BATCH = 1024
+_MAX_CACHE_BYTES = 1 << 30
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -105,7 +107,7 @@ class AnswerCache:
         self._path = path
         self._answers: dict[str, Any] = {}
         try:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            lines = read_regular(path, _MAX_CACHE_BYTES).decode().splitlines() if path.exists() else []
         except (OSError, UnicodeDecodeError) as exc:
             raise HarnessError(f"{path}: answers of an earlier run cannot be read: {exc}; remove the file") from None
         for line in lines:
@@ -142,8 +144,8 @@ class AnswerCache:
         lines = [json.dumps([key, answer]) for key, answer in zip(keys, answers, strict=True)]
         with os_errors(f"{self._path} cannot be written", "free space"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" + "\n".join(lines) + "\n")  # a killed run may have left an incomplete line
+            with open_regular(self._path, "ab") as file:
+                file.write(("\n" + "\n".join(lines) + "\n").encode())  # a killed run may have left an incomplete line
         self._answers |= dict(zip(keys, answers, strict=True))
 
 

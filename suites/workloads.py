@@ -1,13 +1,12 @@
 """Workloads that generate requests: synthetic prompts, and the lengths of a trace."""
 
-import csv
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from harness.api import GenerationRequest, HarnessError, SamplingParams
+from harness.api import GenerationRequest, SamplingParams
+from suites.trace_file import read_trace
 
 # The lowest ids of OPT and LLaMA vocabularies are special tokens (padding, begin, end, unknown).
 FIRST_ORDINARY_ID = 5
@@ -39,40 +38,28 @@ class Traced:
 
     def lengths(self, count: int) -> list[tuple[int, int]]:
         """(Prompt tokens, generated tokens) of each of `count` requests. Raises HarnessError for an invalid trace."""
-        try:
-            with Path(self.trace).open(encoding="utf-8-sig", newline="") as file:
-                lines = list(itertools.islice(self._lines(file), count))
-        except csv.Error as exc:
-            raise HarnessError(f"trace {self.trace} is not CSV: {exc}") from None
-        except (OSError, UnicodeDecodeError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
-            raise HarnessError(f"trace {self.trace} cannot be read: {reason}; give a CSV file") from None
-        if not lines:
-            raise HarnessError(f"trace {self.trace} has no lines below its header")
-        return list(itertools.islice(itertools.cycle(lines), count))
+        lines = read_trace(self.trace, count)
+        # a request needs at least one token of each
+        capped = [
+            (max(1, min(line.prompt, self.prompt_len)), max(1, min(line.generated, self.gen_len))) for line in lines
+        ]
+        return list(itertools.islice(itertools.cycle(capped), count))
 
     def requests(self, vocab: int, count: int, seed: int) -> list[GenerationRequest]:
         """Request i depends only on (seed, i, vocab) and its line."""
         return _requests(self.lengths(count), vocab, seed)
 
-    def _lines(self, file: Iterator[str]) -> Iterator[tuple[int, int]]:
-        for row in (reader := csv.DictReader(file)):
-            try:
-                prompt, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, ValueError, TypeError):
-                line = f"{self.trace}:{reader.line_num}"
-                raise HarnessError(f"{line}: expected integers in ContextTokens and GeneratedTokens") from None
-            if min(prompt, generated) < 0:
-                raise HarnessError(f"{self.trace}:{reader.line_num}: a number of tokens is negative")
-            # a request needs at least one token of each
-            yield max(1, min(prompt, self.prompt_len)), max(1, min(generated, self.gen_len))
+
+def random_tokens(count: int, vocab: int, seed: int | str, index: int) -> tuple[int, ...]:
+    """Ordinary token ids, uniformly random: prompt `index` of a seed."""
+    first = min(FIRST_ORDINARY_ID, vocab - 1)
+    rng = random.Random(f"{seed}/{index}")
+    return tuple(rng.randrange(first, vocab) for _ in range(count))
 
 
 def _requests(lengths: Sequence[tuple[int, int]], vocab: int, seed: int) -> list[GenerationRequest]:
-    first = min(FIRST_ORDINARY_ID, vocab - 1)
     requests = []
     for i, (prompt_len, gen_len) in enumerate(lengths):
-        rng = random.Random(f"{seed}/{i}")
-        ids = tuple(rng.randrange(first, vocab) for _ in range(prompt_len))
-        requests.append(GenerationRequest(f"r{i:05d}", ids, SamplingParams(max_tokens=gen_len, ignore_eos=True)))
+        sampling = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+        requests.append(GenerationRequest(f"r{i:05d}", random_tokens(prompt_len, vocab, seed, i), sampling))
     return requests

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import hypothesis.strategies as st
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -40,6 +41,26 @@ def save(folder, kind, dtype=torch.float32, **changes):
         for parameter in module.parameters():
             parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
     module.to(dtype).save_pretrained(folder)
+    return folder
+
+
+WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(3, VOCAB))]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
+)
+
+
+def save_with_tokenizer(folder):
+    """A random LLaMA with a tokenizer of whole words, `w3` to `w511`, and a template for chats."""
+    save(folder, "llama", bos_token_id=0, eos_token_id=1)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
     return folder
 
 

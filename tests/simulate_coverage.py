@@ -12,6 +12,8 @@ from tests.simulate_compare import turns
 from tests.simulate_noise import KINDS, Kind, noise
 
 LAUNCHES = (3, 5, 7, 10, 15)
+#: Noise that launches do not share, or hardly.
+INDEPENDENT: tuple[Kind, ...] = ("normal", "heavy tails", "slow stretches")
 _VARIATION = 0.05
 
 
@@ -19,7 +21,19 @@ def ratio_coverage(kind: Kind, launches: int, trials: int, seed: int = 0) -> flo
     """The share of intervals of the ratio of two equal sides, in turns as by ci/interleave.sh, that hold 1."""
     speeds = np.exp(noise(kind, _VARIATION, trials, 2 * launches, np.random.default_rng(seed)))
     sides = np.array(turns(launches))
-    return float(np.mean([not ratio_of(row[sides == 0], row[sides == 1]).excludes_one for row in speeds]))
+    return float(
+        np.mean([not ratio_of(row[sides == 0].tolist(), row[sides == 1].tolist()).excludes_one for row in speeds])
+    )
+
+
+def uneven_coverage(kind: Kind, launches: int, trials: int, seed: int = 0) -> float:
+    """The share of intervals of a ratio that hold the quotient of the long run's medians, where only launches of the
+    head have this noise and those of the base are normal."""
+    rng = np.random.default_rng(seed)
+    truth = float(np.exp(np.median(noise(kind, _VARIATION, 200_000, 1, rng))))
+    sides = [np.exp(noise(k, _VARIATION, trials, launches, rng)).tolist() for k in ("normal", kind)]
+    ratios = (ratio_of(base, head) for base, head in zip(*sides, strict=True))
+    return float(np.mean([r.low is not None and r.high is not None and r.low <= truth <= r.high for r in ratios]))
 
 
 def median_coverage(kind: Kind, launches: int, trials: int, seed: int = 0) -> float:
@@ -35,8 +49,12 @@ def main(trials: int = 10_000) -> None:
     say = sys.stdout.write
     say(f"| interval of | noise | {' | '.join(f'{n} launches' for n in LAUNCHES)} |\n")
     say("| --- | --- |" + " ---: |" * len(LAUNCHES) + "\n")
-    for name, coverage in (("a ratio, sides in turns", ratio_coverage), ("a cell's median", median_coverage)):
-        for kind in KINDS:
+    for name, coverage, kinds in (
+        ("a ratio, sides in turns", ratio_coverage, KINDS),
+        ("a ratio, noise of one side", uneven_coverage, INDEPENDENT[1:]),
+        ("a cell's median", median_coverage, KINDS),
+    ):
+        for kind in kinds:
             say(f"| {name} | {kind} | {' | '.join(f'{coverage(kind, n, trials):.1%}' for n in LAUNCHES)} |\n")
 
 

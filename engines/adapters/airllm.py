@@ -3,7 +3,8 @@
 AirLLM (4.0.0) splits the checkpoint into one file a layer, by default beside the checkpoint; we point it to the job's
 scratch folder. Transformers' `generate` then runs with hooks that read a layer, run it and free it. The KV cache stays
 in memory. AirLLM has no placement: it leaves memory beyond two layers unused. It loads a tokenizer with the weights;
-the harness passes token ids, so we replace that step with one that returns none.
+the harness passes token ids, so we replace that step with one that returns none. It would run code that comes with a
+model: such a model is refused.
 """
 
 from typing import Any
@@ -12,13 +13,11 @@ import airllm
 import torch
 from airllm.airllm_base import AirLLMBaseModel
 
+from engines.adapters import refusals
 from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest
 from engines.common.work_memory import require_memory
 from engines.models.checkpoints import evict
-from harness.api import Capabilities, UnsupportedError
-
-#: Architectures whose modules have the names that AirLLM looks for.
-_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+from harness.api import Capabilities
 
 
 class AirLlmEngine(CausalLMEngine):
@@ -32,8 +31,7 @@ class AirLlmEngine(CausalLMEngine):
 
     def _place(self, request: PlacementRequest) -> PlacedModule:
         shape, scratch = request.model.shape, request.job.scratch
-        if shape.family not in _FAMILIES:
-            raise UnsupportedError(f"engine airllm runs {', '.join(_FAMILIES)}, not {shape.family}")
+        refusals.airllm(request.policy, request.limits, request.model)
         needed = max(shape.params_per_layer, shape.vocab * shape.hidden) * request.dtype_bytes
         needed += sum(request.working_bytes)
         require_memory(self.name, needed, request.limits.host_memory, "its largest layer and its working memory")

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.utils.logging import disable_progress_bar
 
+from engines.adapters.refusals import BATCH_AND_DTYPE
 from engines.common import sampling
 from engines.common.cuda_device import device_budget
 from engines.common.requests import batches, decoder, full_sequence, next_batch, special_tokens
@@ -105,7 +107,7 @@ class CausalLMEngine(api.Engine, ABC):
 
     name: ClassVar[str]
     #: The policy fields that this engine honours; it refuses any other that is set.
-    honours: ClassVar[tuple[str, ...]] = ("gpu_batch_size", "compute_dtype")
+    honours: ClassVar[tuple[str, ...]] = BATCH_AND_DTYPE
     #: Further keywords for transformers' `generate`.
     _generate_options: Mapping[str, Any] = {}
     _module: Any = None
@@ -125,6 +127,7 @@ class CausalLMEngine(api.Engine, ABC):
     ) -> api.LoadReport:
         policy.require_defaults_except(self.name, *self.honours)
         refuse_disk_limit(self.name, limits)
+        disable_progress_bar()  # it overwrites its line, which is for a terminal of its own
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
         dtype = policy.float_dtype(self.name, model.dtype)
@@ -162,6 +165,7 @@ class CausalLMEngine(api.Engine, ABC):
         """Validates all requests first; raises HarnessError naming the first that cannot run."""
         for request in requests:
             request.require_valid(self._model.shape)
+            request.refuse_settings(self.name, "prompt_logprobs", "json_schema")
         decode = decoder(self._model.path, requests)
         began = time.perf_counter()
         formed = batches(requests, self._next_batch, began)

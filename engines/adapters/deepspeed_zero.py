@@ -12,7 +12,6 @@ Configured after DeepSpeed's ZeRO-Inference example, for a memory budget (deepsp
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import resource
@@ -25,9 +24,11 @@ from typing import Any
 import torch
 from transformers.integrations import HfDeepSpeedConfig
 
+from engines.adapters import refusals
 from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest, from_checkpoint
 from engines.common.work_memory import SLACK_BYTES, require_memory
 from harness.api import Capabilities, HarnessError, ModelShape, UnsupportedError, first_line
+from harness.common.locks import waiting
 
 
 class DeepSpeedZeroEngine(CausalLMEngine):
@@ -62,17 +63,8 @@ class DeepSpeedZeroEngine(CausalLMEngine):
         return Capabilities(device=True, packages=("torch", "transformers", "safetensors", "deepspeed"))
 
     def _place(self, request: PlacementRequest) -> PlacedModule:
-        dtype, device, bits = request.dtype, request.device, request.policy.weight_bits
-        if bits not in (16, 4):
-            raise UnsupportedError(f"engine {self.name} stores weights in 16 or 4 bits, not {bits}")
-        if dtype == "float16" and device == "cpu":
-            raise UnsupportedError(
-                "DeepSpeed computes in float16 only on a device: set compute_dtype to float32 or bfloat16"
-            )
-        if bits == 4 and dtype != "float16":
-            raise UnsupportedError(
-                "DeepSpeed quantizes only float16 weights: weight_bits 4 needs compute_dtype float16"
-            )
+        device, bits = request.device, request.policy.weight_bits
+        refusals.deepspeed_zero(request.policy, request.limits, request.model)
         stored = request.weight_bytes * bits // 16
         on_disk, note = self._tier(request, stored)
         with _extension_builds(request.job.cache / "torch_extensions"):
@@ -170,8 +162,7 @@ def _extension_builds(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-    with (folder / ".building").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with waiting(folder / ".building", "DeepSpeed's extensions to be compiled"):
         for stale in folder.glob("*/lock"):
             stale.unlink()
         yield

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import hashlib
 import os
 import signal
 import subprocess
@@ -11,25 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from engines.adapters.fake_passes import SHAPE, Passes, fake_logprob, fake_token
 from harness import api
 
 Crash = Literal["exception", "sigkill", "exit", "segv", "enospc", "oom_device", "memory_error"]
 Refusal = Literal["unsupported", "infeasible"]
 Nonsense = Literal["pad", "vocab", "times", "duplicate", "unknown"]
 
-SHAPE = api.ModelShape(
-    family="fake",
-    num_layers=2,
-    hidden=8,
-    ffn=32,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab=1000,
-    max_context=4096,
-    params_per_layer=4 * 8 * 8 + 2 * 8 * 32,
-    params_total=2 * (4 * 8 * 8 + 2 * 8 * 32) + 1000 * 8,
-)
 #: The model behind the id `fake`; it has no files.
 MODEL = api.LocalModel(path="", shape=SHAPE, weight_bytes=0, dtype="float32", digest="fake-0000000000000000")
 
@@ -46,26 +33,35 @@ def _require_length(limit: int | None, tokens: int) -> None:
         raise api.InfeasibleError(f"engine fake holds {limit} tokens of a sequence, not {tokens}")
 
 
+def refuse(policy: api.OffloadPolicy, limits: api.HardwareLimits, model: api.LocalModel | None) -> None:
+    """Raises UnsupportedError for settings that this engine lacks."""
+    policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
+    if limits.disk_bandwidth is not None:
+        raise api.UnsupportedError("engine fake does not read the disk: leave limits.disk_bandwidth out")
+
+
 class OutOfMemoryError(RuntimeError):
     """Stands in for `torch.OutOfMemoryError`: the same class name and the same start of the message."""
 
 
 @dataclass(kw_only=True, eq=False)
-class FakeEngine(api.Engine):
+class FakeEngine(api.OnlineEngine):
     """Tokens are a hash of (seed, prompt, position) and times come from a virtual clock, so results repeat exactly.
 
-    A step of a block of n sequences takes n / `rate_tok_s` virtual seconds, and prefill is the step that gives the
-    first token: generation throughput is `rate_tok_s` at any batch size.
+    A pass over n sequences takes n / `rate_tok_s` virtual seconds, and prefill is the pass that gives the first token:
+    generation throughput is `rate_tok_s` at any batch size. `generate` runs blocks one after the other; requests that
+    are submitted share passes as they come.
 
     Options that inject faults, each where a real engine would show it:
 
-    - `crash`: dies in `generate`, or in `load` for a `Refusal`.
+    - `crash`: dies in the pass that ends the first request, or in `load` for a `Refusal`.
     - `eat_bytes`: allocates and touches that much anonymous memory in `load`.
-    - `hang`: sleeps for ever in `generate`; `sleep_s`: sleeps that long at each step.
+    - `hang`: sleeps for ever in the first pass; `sleep_s`: sleeps that long in each.
     - `spawn_child`: leaves a `sleep` process behind.
     - `max_batch`: MemoryError for a larger block; `longest`: InfeasibleError for a longer sequence.
-    - `lose_request`: drops the last result; `wrong_count`: drops the last token of each result.
-    - `nonsense`: only pad tokens, ids outside the vocabulary, decreasing times, each result twice, or unknown ids.
+    - `lose_request`: `generate` drops the last result; `wrong_count`: the last token of each.
+    - `nonsense`: `generate` gives only pad tokens, ids outside the vocabulary, decreasing times, each result twice, or
+      unknown ids.
     """
 
     rate_tok_s: float = 1000.0
@@ -92,13 +88,12 @@ class FakeEngine(api.Engine):
         if self.crash == "infeasible":
             raise api.InfeasibleError("engine fake needs at least 2 bytes, budget is 1")
         _require_length(self.longest, job.max_sequence)
-        policy.require_defaults_except("fake", "gpu_batch_size", "num_gpu_batches")
-        if limits.disk_bandwidth is not None:
-            raise api.UnsupportedError("engine fake does not read the disk: leave limits.disk_bandwidth out")
+        refuse(policy, limits, model)
         if self.spawn_child:
             subprocess.Popen(["sleep", "600"])
         self._eaten = b"\x01" * self.eat_bytes  # non-zero, to touch every page
         self._block_size = policy.block_size
+        self._passes = self._new_passes()
         return api.LoadReport(
             vocab=SHAPE.vocab,
             max_context=SHAPE.max_context,
@@ -109,51 +104,72 @@ class FakeEngine(api.Engine):
         )
 
     def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
-        if self.hang:
-            while True:
-                time.sleep(3600)
-        if self.max_batch is not None and self._block_size > self.max_batch:
-            raise MemoryError(f"engine fake holds {self.max_batch} sequences, the block has {self._block_size}")
-        results = self._results(requests)
-        if self.crash is not None:
-            next(results, None)
-            _die(self.crash)
         last = requests[-1].id if requests else None
-        for result in results:
+        for result in self._blocks(requests):
             if not (self.lose_request and result.id == last):
                 yield from self._corrupt(result)
+
+    def submit(self, request: api.GenerationRequest) -> None:
+        self._passes.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._passes.cancel(request_id)
+
+    def step(self) -> list[api.Event]:
+        return self._step(self._passes)
+
+    def pending(self) -> int:
+        return self._passes.pending()
+
+    def clock(self) -> float:
+        return self._passes.clock()
+
+    def stats(self) -> api.OnlineStats:
+        return self._passes.stats()
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
         """A log-likelihood between -8 and 0 a token; greedy when every token is the one that `generate` gives."""
         scores = []
         for context, continuation in pairs:
             full = (*context, *continuation)
-            hashes = [_hash(0, full[:i], i) for i in range(len(context), len(full))]
-            logprob = -sum(h % 8000 / 1000 for h in hashes)
-            greedy = all(token == _token(0, context, i) for i, token in enumerate(continuation))
+            logprob = sum(fake_logprob(full[:i], i) for i in range(len(context), len(full)))
+            greedy = all(token == fake_token(0, context, i) for i, token in enumerate(continuation))
             scores.append(api.Score(logprob, greedy))
         return scores
 
     def close(self) -> None:
         self._eaten = b""
 
-    def _results(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
-        clock, step_s = 0.0, 1 / self.rate_tok_s
+    def _new_passes(self) -> Passes:
+        return Passes(self._block_size, self.rate_tok_s, self.longest)
+
+    def _blocks(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
+        """The results of blocks that run one after the other, on a clock of their own."""
+        passes = self._new_passes()
         for first in range(0, len(requests), self._block_size):
-            block = requests[first : first + self._block_size]
-            start, steps = clock, max(request.sampling.max_tokens for request in block)
-            times = [start + (i + 1) * len(block) * step_s for i in range(steps)]
-            time.sleep(self.sleep_s * steps)
-            clock = times[-1]
-            for request in block:
-                count = request.sampling.max_tokens
-                yield api.GenerationResult(
-                    id=request.id,
-                    tokens=tuple(_token(request.sampling.seed or 0, request.prompt, i) for i in range(count)),
-                    start_s=start,
-                    token_times_s=tuple(times[:count]),
-                    prompt_tokens=len(request.prompt),
-                )
+            for request in requests[first : first + self._block_size]:
+                passes.submit(request)
+            while passes.pending():
+                for event in self._step(passes):
+                    match event:
+                        case api.FinishedEvent(result):
+                            yield result
+                        case api.RefusedEvent(_, reason, kind):
+                            raise (api.HarnessError if kind == "invalid" else api.InfeasibleError)(reason)
+
+    def _step(self, passes: Passes) -> list[api.Event]:
+        """A pass, with its faults."""
+        if not passes.pending():
+            return []
+        while self.hang:
+            time.sleep(3600)
+        if self.max_batch is not None and self._block_size > self.max_batch:
+            raise MemoryError(f"engine fake holds {self.max_batch} sequences, the block has {self._block_size}")
+        time.sleep(self.sleep_s)
+        events = passes.step()
+        if self.crash is not None and any(isinstance(event, api.FinishedEvent) for event in events):
+            _die(self.crash)
+        return events
 
     def _corrupt(self, result: api.GenerationResult) -> Iterator[api.GenerationResult]:
         if self.wrong_count:
@@ -202,6 +218,8 @@ class FakeText:
     def token(self, token: int) -> str:
         return chr(token) if 32 <= token < 127 else f"[{token}]"
 
+    def close(self) -> None: ...
+
 
 def _die(crash: str) -> None:
     match crash:
@@ -221,12 +239,3 @@ def _die(crash: str) -> None:
             raise MemoryError("engine fake was told to run out of memory")
         case _:
             raise TypeError(f"engine fake does not know crash {crash!r}")
-
-
-def _hash(seed: int, tokens: Sequence[int], position: int) -> int:
-    text = f"{seed}:{position}:{','.join(map(str, tokens))}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _token(seed: int, prompt: Sequence[int], position: int) -> int:
-    return _hash(seed, prompt, position) % SHAPE.vocab

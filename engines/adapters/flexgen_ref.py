@@ -11,7 +11,6 @@ products are slow on CPUs without float16 arithmetic.
 """
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -23,19 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from engines.adapters import refusals
 from engines.common.cuda_device import device_budget
 from engines.common.folders import build_once
 from engines.common.requests import batches, generation_settings, next_batch, special_tokens
 from engines.common.sampling import finish_reason
-from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
+from engines.common.work_memory import SLACK_BYTES, require_memory, working_bytes
 from engines.models.checkpoints import content_digest, evict
 from engines.models.safetensors_file import read_shards, values
 from harness import api
 
 _Shares = tuple[float, float, float]  # of device, host, disk
 
-_HONOURED = ("gpu_batch_size", "num_gpu_batches", "schedule", "weights", "cache", "activations", "weight_bits",
-             "kv_bits", "cpu_attention", "value_sparsity", "overlap")  # fmt: skip
 _NAME = "weights"  # FlexGen reads its weights from the folder `<name>-np`
 _FLOAT16_BYTES = 2
 _GROUP = 64  # FlexGen's group size: along the outputs for weights, along the head for the KV cache
@@ -58,13 +56,7 @@ class FlexGenEngine(api.Engine):
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> api.LoadReport:
-        policy.require_defaults_except(self.name, *_HONOURED)
-        if policy.schedule == "sweep":
-            raise api.UnsupportedError(
-                "FlexGen's block schedule is row (one batch) or zigzag (several batches), not sweep"
-            )
-        _require_opt(model)
-        refuse_disk_limit(self.name, limits)
+        refusals.flexgen_ref(policy, limits, model)
         if limits.threads is not None:
             torch.set_num_threads(limits.threads)
         device = device_budget(limits)
@@ -128,7 +120,7 @@ class FlexGenEngine(api.Engine):
         """Checks all requests before any work, then runs blocks of prompts of equal length in order of arrival."""
         for request in requests:
             request.require_valid(self._model.shape)
-            request.refuse_settings(self.name, "temperature", "stop", "logprobs")
+            request.refuse_settings(self.name, "temperature", "stop", "logprobs", "json_schema")
         began = time.perf_counter()
         blocks = batches(requests, partial(next_batch, size=self._block_size), began)
         return (result for block in blocks for result in self._run_block(block, began))
@@ -235,15 +227,6 @@ def _largest_share(shape: api.ModelShape, free: float, bits: int, tier: int) -> 
         if _weights_by_tier(shape, shares, bits)[tier] <= free:
             break
     return shares
-
-
-def _require_opt(model: api.LocalModel) -> None:
-    """Raises UnsupportedError for a model that FlexGen does not implement."""
-    config = json.loads((Path(model.path) / "config.json").read_text())
-    if model.shape.family != "opt":
-        raise api.UnsupportedError(f"FlexGen implements OPT, not {model.shape.family}")
-    if config.get("word_embed_proj_dim", model.shape.hidden) != model.shape.hidden:
-        raise api.UnsupportedError("FlexGen does not implement OPT with projected embeddings (opt-350m)")
 
 
 def _weight_files(model: api.LocalModel, job: api.Job) -> Path:

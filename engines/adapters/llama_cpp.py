@@ -13,7 +13,6 @@ interface, as any client does.
 
 import http.client
 import json
-import os
 import queue
 import threading
 import time
@@ -21,12 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engines.adapters import refusals
 from engines.adapters.llama_cpp_server import NativeServer, PrebuiltServer, Settings, native_build, run_native
 from engines.common.folders import build_once
-from engines.common.work_memory import refuse_disk_limit, require_memory
+from engines.common.work_memory import require_memory
 from engines.models.checkpoints import evict
 from engines.models.gguf_writer import FLOAT_TYPES, to_gguf
 from harness import api
+from harness.common.system import usable_cpus
 
 #: Timeout of a response, in seconds: under a tight memory limit the first token may wait long for pages.
 _TIMEOUT_S = 7200.0
@@ -35,7 +36,6 @@ _SLACK_BYTES = 64 << 20
 _FLOATS: Mapping[api.Dtype, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 #: llama.cpp's types of quantized weights, whose blocks have 32 values, by policy.weight_bits.
 _QUANTIZED = {8: "Q8_0", 4: "Q4_0"}
-_BLOCK = 32
 
 
 class LlamaCppEngine(api.Engine):
@@ -68,10 +68,7 @@ class LlamaCppEngine(api.Engine):
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> api.LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "kv_bits", "weight_bits", "group_size")
-        if policy.kv_bits not in (16, 8):
-            raise api.UnsupportedError(f"policy.kv_bits: engine llama_cpp stores 16 or 8 bits, not {policy.kv_bits}")
-        refuse_disk_limit(self.name, limits)
+        refusals.llama_cpp(policy, limits, model)
         if bool(self._gpu_layers) != (limits.device_memory is not None):
             raise api.UnsupportedError("llama_cpp: set gpu_layers and limits.device_memory together")
         build = None if self._gpu_layers else native_build()
@@ -82,7 +79,7 @@ class LlamaCppEngine(api.Engine):
         needed = cache + _SLACK_BYTES + (0 if self._mmap else stored)
         purpose = "its KV cache" if self._mmap else "its weights and KV cache"
         require_memory(self.name, needed, limits.host_memory, purpose)
-        threads = self._threads or limits.threads or len(os.sched_getaffinity(0))
+        threads = self._threads or limits.threads or usable_cpus()
         settings = Settings(
             file, batch, context, self._ubatch, threads, self._mmap, policy.kv_bits, self._flash_attention,
             self._gpu_layers,
@@ -112,10 +109,6 @@ class LlamaCppEngine(api.Engine):
         if bits == 16:
             kind = self._gguf if self._gguf != "auto" else _FLOATS[model.dtype]
             return kind, to_gguf(model, job, kind)
-        if bits not in _QUANTIZED or policy.group_size != _BLOCK:
-            raise api.UnsupportedError(
-                f"engine llama_cpp quantizes weights to 8 or 4 bits in groups of {_BLOCK}: set weight_bits, group_size"
-            )
         if self._gguf != "auto":
             raise api.UnsupportedError(
                 "llama_cpp: gguf chooses the type of 16-bit weights; leave it out with weight_bits"
@@ -138,7 +131,7 @@ class LlamaCppEngine(api.Engine):
         """Checks all requests before any work, then runs as many at once as the server has sequences."""
         for request in requests:
             request.require_valid(self._model.shape)
-            request.refuse_settings(self.name, "stop", "min_tokens", "logprobs")
+            request.refuse_settings(self.name, "stop", "min_tokens", "logprobs", "json_schema")
         return self._results(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _results(self, requests: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engines.common.tied_process import ending_with_this_thread
 from harness.api import HarnessError, UnsupportedError
 from harness.common.host_cpu import cpu_flags, instruction_sets
 
@@ -80,7 +81,9 @@ class NativeServer:
         command = [str(BUILD / "llama-server"), *flags, *(str(a) for pair in arguments.items() for a in pair)]
         self._log = log
         with log.open("wb") as sink:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+            self._process = subprocess.Popen(
+                ending_with_this_thread(command), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+            )
         while not self._healthy():
             self.require_alive()
             time.sleep(0.05)

@@ -14,6 +14,7 @@ from typing import Any
 import ollm
 from ollm import llama
 
+from engines.adapters import refusals
 from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest
 from engines.common.work_memory import SLACK_BYTES, require_memory
 from harness import api
@@ -52,7 +53,7 @@ class OllmEngine(CausalLMEngine):
         self._inference = llama.loader = None  # the loader holds the resident layers
 
     def _place(self, request: PlacementRequest) -> PlacedModule:
-        _refuse(request)
+        refusals.ollm(request.policy, request.limits, request.model)
         shape = request.model.shape
         layer = shape.params_per_layer * request.dtype_bytes
         fixed = request.weight_bytes - shape.num_layers * layer
@@ -107,20 +108,6 @@ class OllmEngine(CausalLMEngine):
         if self._disk_cache:  # a new one empties its folder
             self._generate_options = {"past_key_values": self._inference.DiskCache(str(self._cache_folder))}
         return super()._run_batch(batch, decode, began)
-
-
-def _refuse(request: PlacementRequest) -> None:
-    """Raises UnsupportedError for what oLLM cannot run."""
-    if request.model.shape.family != "llama":
-        raise api.UnsupportedError(f"engine ollm runs llama here, not {request.model.shape.family}")
-    for what, dtype in (("stored", request.model.dtype), ("computed", request.dtype)):
-        if dtype != "bfloat16":
-            raise api.UnsupportedError(f"engine ollm runs weights {what} in bfloat16 only, not {dtype}")
-    if request.policy.gpu_batch_size != 1:
-        raise api.UnsupportedError(
-            "engine ollm runs one sequence at a time, because its feed-forward drops the batch dimension: set "
-            "policy.gpu_batch_size to 1"
-        )
 
 
 def _read_rope_parameters(module: Any) -> None:

@@ -8,7 +8,6 @@ weights it quantizes activations on the fly, which is its own default.
 We call the pipeline's `step` ourselves, so that every token has the time at which OpenVINO returned it.
 """
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,11 +17,13 @@ import numpy as np
 import openvino
 import openvino_genai
 
+from engines.adapters import refusals
 from engines.common.folders import build_once
 from engines.common.requests import generation_settings, special_tokens
-from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory, working_bytes
+from engines.common.work_memory import SLACK_BYTES, require_memory, working_bytes
 from engines.models.checkpoints import content_digest
 from harness import api
+from harness.common.system import usable_cpus
 
 #: Tokens of a block of the KV cache on a CPU.
 _BLOCK = 32
@@ -49,10 +50,7 @@ class OpenVinoEngine(api.Engine):
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> api.LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype", "weight_bits", "kv_bits")
-        refuse_disk_limit(self.name, limits)
-        if policy.weight_bits not in (16, 8) or policy.kv_bits not in (16, 8):
-            raise api.UnsupportedError("engine openvino stores weights, keys and values in 16 or 8 bits here")
+        refusals.openvino(policy, limits, model)
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = policy.float_dtype(self.name, model.dtype)
         work = sum(working_bytes(shape, batch, job.max_sequence, api.DTYPE_BYTES[dtype])) + SLACK_BYTES
@@ -64,7 +62,7 @@ class OpenVinoEngine(api.Engine):
         scheduler.max_num_batched_tokens = max(batch, self._batch_tokens)
         scheduler.num_kv_blocks = batch * (-(-job.max_sequence // _BLOCK) + 1)
         scheduler.enable_prefix_caching = False
-        threads = limits.threads or len(os.sched_getaffinity(0))
+        threads = limits.threads or usable_cpus()
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION[dtype],
             "KV_CACHE_PRECISION": "u8" if policy.kv_bits == 8 else _PRECISION[dtype],
@@ -89,7 +87,7 @@ class OpenVinoEngine(api.Engine):
         """Checks all requests before any work, then queues them as they arrive."""
         for request in requests:
             request.require_valid(self._model.shape)
-            request.refuse_settings(self.name, "temperature", "stop", "min_tokens", "logprobs")
+            request.refuse_settings(self.name, "temperature", "stop", "min_tokens", "logprobs", "json_schema")
         return self._step_until_done(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _step_until_done(self, pending: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:
@@ -148,7 +146,8 @@ def _exported(model: api.LocalModel, bits: int, job: api.Job) -> Path:
         # without `load_in_8bit: False` a large model would become int8 unasked
         how = {"quantization_config": OVWeightQuantizationConfig(bits=8)} if bits == 8 else {"load_in_8bit": False}
         source = {"export": True, "compile": False, "local_files_only": True}
-        OVModelForCausalLM.from_pretrained(model.path, **source, **how).save_pretrained(temporary)
+        exported = OVModelForCausalLM.from_pretrained(model.path, trust_remote_code=False, **source, **how)
+        exported.save_pretrained(temporary)
 
     folder = job.cache / "openvino" / f"{content_digest(model, job.cache, job.on_progress)}-{bits}"
     return build_once(folder, "the weights in OpenVINO's format", model.weight_bytes, write)

@@ -5,6 +5,7 @@ import importlib.util
 from engines.adapters.causal_lm import CausalLMEngine, PlacedModule, PlacementRequest, from_checkpoint
 from engines.common.work_memory import require_memory
 from harness.api import Capabilities, HarnessError, OffloadPolicy, UnsupportedError
+from harness.common.packages import install
 
 #: The least memory that a pass needs beside the weights: activations and KV cache of one short sequence, allocator
 #: slack. Bytes.
@@ -48,7 +49,7 @@ class TransformersEngine(CausalLMEngine):
         if self._offload_cache:
             raise UnsupportedError("transformers cannot offload a quantized KV cache: set offload_cache or kv_bits")
         if importlib.util.find_spec("hqq") is None:
-            raise HarnessError("policy.kv_bits: transformers quantizes its KV cache with hqq: pip install hqq")
+            raise HarnessError(f"policy.kv_bits: transformers quantizes its KV cache with hqq: {install('hqq')}")
         config = {"backend": "hqq", "nbits": policy.kv_bits, "q_group_size": policy.group_size,
                   "axis_key": 1, "axis_value": 1}  # fmt: skip
         self._generate_options = {"cache_implementation": "quantized", "cache_config": config}

@@ -52,7 +52,7 @@ class TransformersBatchEngine(TransformersEngine):
         """Checks all requests before any work, then queues them as they arrive."""
         for request in requests:
             request.require_valid(self._model.shape)
-            request.refuse_settings(self.name, "temperature", "stop", "min_tokens", "logprobs")
+            request.refuse_settings(self.name, "temperature", "stop", "min_tokens", "logprobs", "json_schema")
         return self._results(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _results(self, pending: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:

@@ -19,6 +19,7 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
+from engines.adapters import refusals
 from engines.common.cuda_device import device_budget
 from engines.common.requests import full_sequence, special_tokens
 from engines.common.work_memory import working_bytes
@@ -47,11 +48,9 @@ class VllmEngine(api.Engine):
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> api.LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
-        if limits.threads is not None or limits.disk_bandwidth is not None:
-            raise api.UnsupportedError("engine vllm does not support limits.threads or limits.disk_bandwidth")
-        if device_budget(limits) is None or limits.device_memory is None:
-            raise api.UnsupportedError("vLLM offloads from a CUDA device: it needs limits.device_memory")
+        refusals.vllm(policy, limits, model)
+        device_budget(limits)  # raises where there is no such device
+        assert limits.device_memory is not None
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = policy.float_dtype(self.name, model.dtype)
         weights = shape.params_total * api.DTYPE_BYTES[dtype]
@@ -72,6 +71,7 @@ class VllmEngine(api.Engine):
         self._llm = vllm.LLM(
             model=model.path,
             skip_tokenizer_init=True,
+            trust_remote_code=False,
             dtype=dtype,
             max_num_seqs=batch,
             max_model_len=min(shape.max_context, max(job.max_sequence, 16)),
@@ -96,7 +96,7 @@ class VllmEngine(api.Engine):
         """Queues all requests in vLLM as they arrive. Raises HarnessError before any work for one that cannot run."""
         for request in requests:
             request.require_valid(self._model.shape)
-            request.refuse_settings(self.name, "stop", "logprobs")
+            request.refuse_settings(self.name, "stop", "logprobs", "json_schema")
         return self._step_until_done(sorted(requests, key=lambda r: r.arrival_s), time.perf_counter())
 
     def _step_until_done(self, pending: list[api.GenerationRequest], began: float) -> Iterator[api.GenerationResult]:

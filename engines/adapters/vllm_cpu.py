@@ -11,9 +11,11 @@ import os
 import torch
 import vllm
 
+from engines.adapters import refusals
 from engines.adapters.vllm import VllmEngine
-from engines.common.work_memory import SLACK_BYTES, refuse_disk_limit, require_memory
+from engines.common.work_memory import SLACK_BYTES, require_memory
 from harness import api
+from harness.common.system import usable_cpus
 
 #: vLLM's block of the KV cache on a CPU, in tokens.
 _BLOCK = 128
@@ -38,8 +40,7 @@ class VllmCpuEngine(VllmEngine):
     def load(
         self, model: api.LocalModel, policy: api.OffloadPolicy, limits: api.HardwareLimits, job: api.Job
     ) -> api.LoadReport:
-        policy.require_defaults_except(self.name, "gpu_batch_size", "compute_dtype")
-        refuse_disk_limit(self.name, limits)
+        refusals.vllm_cpu(policy, limits, model)
         shape, batch = model.shape, policy.gpu_batch_size
         dtype = policy.float_dtype(self.name, model.dtype)
         width = api.DTYPE_BYTES[dtype]
@@ -48,7 +49,7 @@ class VllmCpuEngine(VllmEngine):
         weights = shape.params_total * width
         purpose = "its weights, its KV cache in whole GiB and its working memory"
         require_memory(self.name, weights + (space << 30) + SLACK_BYTES, limits.host_memory, purpose)
-        threads = limits.threads or len(os.sched_getaffinity(0))
+        threads = limits.threads or usable_cpus()
         torch.set_num_threads(threads)
         # one process, which the probes watch; threads where the harness puts them
         os.environ.update(
@@ -59,6 +60,7 @@ class VllmCpuEngine(VllmEngine):
         self._llm = vllm.LLM(
             model=model.path,
             skip_tokenizer_init=True,
+            trust_remote_code=False,
             dtype=dtype,
             max_num_seqs=batch,
             max_model_len=min(shape.max_context, max(job.max_sequence, 16)),

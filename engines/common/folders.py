@@ -1,15 +1,17 @@
 """Builds a folder once among concurrent processes: it is complete or absent, even after kill -9 or a full disk."""
 
 import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from harness.api import DiskFullError
 from harness.common.files import os_errors
+from harness.common.locks import waiting
+from harness.common.regular_file import open_regular
+from harness.common.system import LOCK_NB
 
 #: Key of config.json: the quantized type in which a converted file stored most weights; empty for a float type.
 QUANTIZED = "quantized_in_file"
@@ -22,14 +24,14 @@ def build_once(folder: Path, what: str, needed: int, build: Callable[[Path], Non
     (bytes) are for messages. Raises DiskFullError where the disk cannot hold it, HarnessError where the parent folder
     is not writable.
     """
+    _remove_stale(folder.parent)
     if folder.is_dir():
         return folder
     lock = folder.with_name(f"{folder.name}.lock")
     with os_errors(f"cannot write {folder.parent}", "choose another cache directory"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()
-    _remove_stale(folder.parent)
-    with _locked(lock):
+        open_regular(lock, "ab", follow=False).close()
+    with waiting(lock, f"{what} to be written"):
         for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # left by the previous lock holder, if it was killed
             shutil.rmtree(stale, ignore_errors=True)
         if not folder.is_dir():
@@ -69,16 +71,12 @@ def _sync(path: Path) -> None:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Removes the temporary folders of killed builders: a free lock means that no builder is alive."""
-    for stale in parent.glob("*.tmp-*"):
-        lock = parent / f"{stale.name.rpartition('.tmp-')[0]}.lock"
-        with suppress(BlockingIOError, PermissionError), _locked(lock, fcntl.LOCK_NB):
-            shutil.rmtree(stale, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path, flags: int = 0) -> Iterator[None]:
-    """Holds an exclusive lock between processes; the kernel releases it when the holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | flags)
-        yield
+    """Removes the temporary folders of killed builders: a free lock means that no builder is alive. Nothing that fails
+    here fails a build: the cache may be another user's, or read-only."""
+    stale: list[Path] = []
+    with suppress(OSError):
+        stale += parent.glob("*.tmp-*")
+    for folder in stale:
+        lock = parent / f"{folder.name.rpartition('.tmp-')[0]}.lock"
+        with suppress(OSError), waiting(lock, "", LOCK_NB):
+            shutil.rmtree(folder, ignore_errors=True)

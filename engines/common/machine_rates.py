@@ -110,9 +110,16 @@ def _ways(dtype: str) -> list[_Way]:
     if dtype == "int8":
         return [_Way(_by_quantized_onednn, lambda weight, rows: torch.ops.onednn.qlinear_prepack(weight, None))]
     ways = [_Way(torch.nn.functional.linear)]
-    if torch._C._has_mkldnn:
+    if torch._C._has_mkldnn and _packs(dtype):
         ways.append(_Way(_by_onednn, torch.ops.mkldnn._reorder_linear_weight))
     return [*ways, _Way(_by_numpy)] if dtype == "float32" else ways
+
+
+def _packs(dtype: str) -> bool:
+    """Whether oneDNN packs weights of `dtype` on this CPU: of 16 bits only where it has instructions for them."""
+    mkldnn = torch.ops.mkldnn
+    supported = {"bfloat16": mkldnn._is_mkldnn_bf16_supported, "float16": mkldnn._is_mkldnn_fp16_supported}
+    return dtype not in supported or bool(supported[dtype]())
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -42,8 +42,17 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
         self._num_logprobs = {i: s.logprobs for i, s in enumerate(rows) if s.logprobs is not None}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Takes float32 scores [rows, vocab] and returns scores whose argmax is the selected token."""
+        """See `select`; transformers refuses processors that take more than this."""
+        return self.select(input_ids, scores)
+
+    def select(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Takes float32 scores [rows, vocab] and returns scores whose argmax is the selected token, one of those that
+        are `allowed` [rows, vocab]."""
         log_probs = {row: torch.log_softmax(scores[row], dim=-1) for row in self._num_logprobs}
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
         banned = torch.where(self._eos_banned_until > self._steps)[0]
         scores[banned[:, None], self._eos] = -torch.inf
         for row, (warpers, generator) in self._sampled.items():
@@ -51,7 +60,7 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
             noise = torch.from_numpy(generator.standard_exponential(warped.shape, dtype=np.float32))
             scores[row] = (warped - noise.clamp_min(torch.finfo(noise.dtype).tiny).log())[0]
         for row, values in log_probs.items():
-            self.logprobs[row].append(_token_logprob(values, int(scores[row].argmax()), self._num_logprobs[row]))
+            self.logprobs[row].append(token_logprob(values, int(scores[row].argmax()), self._num_logprobs[row]))
         self._steps += 1
         return scores
 
@@ -102,7 +111,8 @@ def finish_reason(
     return "length" if len(generated) >= sampling.max_tokens else None
 
 
-def _token_logprob(log_probs: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
+def token_logprob(log_probs: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
+    """Of a token among log-probabilities [vocab], with so many of the likeliest tokens."""
     values, ids = log_probs.topk(min(alternatives, len(log_probs)))
     return TokenLogprob(log_probs[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 

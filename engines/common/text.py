@@ -1,11 +1,15 @@
 """Encodes text to token ids and decodes it, with the tokenizer of a model folder."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engines.common.chat_template import ChatTemplate
 from harness.api import HarnessError, LocalModel, UnsupportedError, first_line
+from harness.common.packages import install
+from harness.common.surrogates import lone_surrogate
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -21,8 +25,10 @@ def load_tokenizer(folder: Path, need: str) -> Any:
         raise UnsupportedError(f"{folder} holds no tokenizer ({', '.join(_FILES)}); {need}")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as exc:  # a tokenizer's parser raises anything, bare Exception included
-        hint = "; tokenizer.model alone needs pip install sentencepiece" if files == ["tokenizer.model"] else ""
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as exc:  # a tokenizer's parser raises anything, and a panic in Rust is no Exception
+        hint = f"; tokenizer.model alone needs {install('sentencepiece')}" if files == ["tokenizer.model"] else ""
         raise HarnessError(f"the tokenizer in {folder} cannot be read: {first_line(exc)}{hint}") from exc
 
 
@@ -32,6 +38,13 @@ class Text:
     def __init__(self, model: LocalModel) -> None:
         self._tokenizer = load_tokenizer(Path(model.path), "text needs one")
         self._vocab = model.shape.vocab
+        self._chat_template: ChatTemplate | None = None  # from the first chat on
+        self._one_chat = threading.Lock()  # a server encodes in many threads, and one process renders
+
+    def close(self) -> None:
+        """Ends the process that renders chats, if one runs; another chat would start a new one. Idempotent."""
+        if self._chat_template is not None:
+            self._chat_template.close()
 
     def problem(self) -> str:
         """How the tokenizer and the model disagree; empty where they agree."""
@@ -68,13 +81,11 @@ class Text:
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids by the model's chat template, with the generation prompt. Raises HarnessError."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise HarnessError("messages need a chat template, and this model's tokenizer has none; give a prompt")
-        try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except Exception as exc:  # a template is a program and raises its own errors
-            raise HarnessError(f"the model's chat template refuses these messages: {first_line(exc)}") from exc
-        return self._ids(text, add_special_tokens=False)
+        with self._one_chat:
+            if self._chat_template is None:
+                self._chat_template = self._new_chat_template()
+            rendered = self._chat_template.render(messages)
+        return self._ids(rendered, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens such as the end of sequence."""
@@ -86,6 +97,15 @@ class Text:
         text = str(self._tokenizer.decode([*self._letter, token])).removeprefix(before)
         return str(self._tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in text else text
 
+    def _new_chat_template(self) -> ChatTemplate:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise HarnessError("messages need a chat template, and this model's tokenizer has none; give a prompt")
+        try:
+            template = self._tokenizer.get_chat_template()
+        except (ValueError, NotImplementedError) as exc:  # several templates and no default; mistral-common's own code
+            raise HarnessError(f"the model's tokenizer has no chat template to choose: {first_line(exc)}") from exc
+        return ChatTemplate(template, self._tokenizer.special_tokens_map)
+
     @cached_property
     def _letter(self) -> tuple[int, ...]:
         """A token to decode before another one, since decoders strip the leading space of a text."""
@@ -95,7 +115,11 @@ class Text:
             return ()
 
     def _ids(self, text: str, **options: Any) -> tuple[int, ...]:
+        if escape := lone_surrogate(text):
+            raise HarnessError(f"the text is not Unicode: {escape} is half of a surrogate pair")
         try:
             return tuple(self._tokenizer(text, **options)["input_ids"])
-        except Exception as exc:  # such as an unknown word, where the vocabulary has no unknown token
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # such as an unknown word without a token for it; a panic in Rust is no Exception
             raise HarnessError(f"the model's tokenizer refuses this text: {first_line(exc)}") from exc

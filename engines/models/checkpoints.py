@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from engines.common.folders import QUANTIZED, build_once
-from engines.models import dummy_weights, file_digest, hub, shapes
+from engines.models import dummy_weights, file_digest, folder_limits, hub, shapes
 from engines.models.safetensors_file import Shard, json_object, read_shards, shard_paths
 from harness.api import Dtype, HarnessError, LocalModel, ModelShape, ModelSpec, UnsupportedError
+from harness.common.system import drop_from_page_cache
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_MAX_LAYERS = 4096  # a configuration with more is a mistake, and building its model would take all memory
 _UNLIMITED_CONTEXT = 1 << 20  # tokens, for a model without a maximum position, such as one with ALiBi
 _DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -48,6 +48,12 @@ def _prepare(model: ModelSpec, cache: Path, on_progress: Callable[[int, int], No
     return local
 
 
+def check(folder: Path) -> None:
+    """Raises HarnessError for a checkpoint whose files are missing, damaged or not as long as their headers say."""
+    json_object(folder / "config.json")
+    read_shards(folder)
+
+
 def evict(path: str | Path) -> None:
     """Drops a folder's files from the page cache, for a cold start under a memory limit."""
     for file in Path(path).rglob("*"):
@@ -56,7 +62,7 @@ def evict(path: str | Path) -> None:
             try:
                 with suppress(OSError):  # a read-only file system has nothing to sync
                     os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                drop_from_page_cache(fd)
             finally:
                 os.close(fd)
 
@@ -67,7 +73,7 @@ def content_digest(model: LocalModel, cache: Path, on_progress: Callable[[int, i
     Reads each file once and keeps its digest in `cache`. `on_progress` gets (bytes read, total bytes).
     """
     folder = Path(model.path)
-    metadata = {path for pattern in hub.METADATA for path in folder.glob(pattern)}
+    metadata = {path for pattern in hub.METADATA for path in folder.glob(pattern) if path.exists()}
     files = sorted(metadata.union(shard_paths(folder)))
     total, done = sum(file.stat().st_size for file in files), 0
 
@@ -85,14 +91,30 @@ def largest_tensor_bytes(path: str | Path) -> int:
     return max(tensor.nbytes for shard in read_shards(Path(path)) for tensor in shard.tensors)
 
 
-def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
-    """Verifies and describes a checkpoint from its headers; with `shape` None the shape comes from its config."""
-    config = json_object(folder / "config.json")
-    shards = read_shards(folder)
+def stored_dtype(folder: Path) -> Dtype | None:
+    """The dtype that most of a checkpoint's bytes are stored in; None for a quantized one.
+
+    Raises HarnessError for a checkpoint whose files are missing, damaged or not as long as their headers say.
+    """
+    stored = _bytes_by_dtype(read_shards(folder)).most_common(1)
+    return _DTYPES.get(stored[0][0]) if stored else None
+
+
+def _bytes_by_dtype(shards: list[Shard]) -> Counter[str]:
     dtypes: Counter[str] = Counter()
     for shard in shards:
         for tensor in shard.tensors:
             dtypes[tensor.dtype] += tensor.nbytes
+    return dtypes
+
+
+def _describe(folder: Path, shape: ModelShape | None) -> LocalModel:
+    """Verifies and describes a checkpoint from its headers; with `shape` None the shape comes from its config."""
+    folder_limits.check_files(folder)
+    config = json_object(folder / "config.json")
+    folder_limits.check_numbers(config, folder / "config.json")
+    shards = read_shards(folder)
+    dtypes = _bytes_by_dtype(shards)
     if not dtypes:
         raise HarnessError(f"{folder} holds no tensors")
     stored = max(dtypes, key=lambda d: dtypes[d])
@@ -127,16 +149,26 @@ def shape_of(folder: Path) -> ModelShape:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if (layers := getattr(config.get_text_config(), "num_hidden_layers", None) or 0) > _MAX_LAYERS:
-            raise ValueError(f"{layers} layers are more than any model has")
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return _shape(config, model)
     except Exception as exc:  # configuration classes run code and raise anything
         raise HarnessError(
             f"{folder / 'config.json'}: transformers builds no causal model with attention layers from it: "
             f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
         ) from exc
+
+
+def full_config(folder: Path) -> dict[str, Any]:
+    """A model folder's configuration with its architecture's defaults; of one with several parts, the text model's.
+
+    Raises whatever transformers does for a configuration that `shape_of` refuses.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text: dict[str, Any] = config.get_text_config().to_dict()
+    return {"dtype": config.dtype, "quantization_config": getattr(config, "quantization_config", None)} | text
 
 
 def _shape(config: Any, model: Any) -> ModelShape:

@@ -64,7 +64,7 @@ def plan(config_kwargs: Mapping[str, Any], dtype: str) -> Plan:
 
     config = AutoConfig.for_model(**config_kwargs)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     config.architectures = [type(model).__name__]
     config.dtype = dtype
     # named_parameters yields a tied tensor once, as a checkpoint holds it

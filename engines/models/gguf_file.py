@@ -4,6 +4,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache as cache_calls
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,14 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from engines.common.folders import QUANTIZED, build_once
-from engines.models import file_digest, shards
-from harness.api import HarnessError, UnsupportedError, first_line
+from engines.models import file_digest, folder_limits, shards
+from harness.api import Dtype, HarnessError, UnsupportedError, first_line
+from harness.common.packages import install_extra
 
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _LAYER = re.compile(r"blk\.(\d+)\.")
 #: Part of the folder's name: raise it when the same file is unpacked differently.
 _RECIPE = 2
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS: Mapping[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def to_folder(path: Path, dtype: str, cache: Path, on_progress: Callable[[int, int], None]) -> Path:
@@ -31,19 +34,45 @@ def to_folder(path: Path, dtype: str, cache: Path, on_progress: Callable[[int, i
     the bytes). Holds at most one layer in memory, in float32. Raises HarnessError for a damaged or incomplete file,
     UnsupportedError for a file that transformers cannot read.
     """
-    reader = _open(path)
-    stored = _float_type(reader) if dtype == "auto" else dtype
-    needed = sum(int(t.n_elements) for t in reader.tensors) * getattr(torch, stored).itemsize
+    opened = cache_calls(lambda: _open(path))  # parsing a header takes seconds: not where all is known
+    stored = dtype
+    if dtype == "auto":
+        stored = file_digest.derived(path, "float type", cache, lambda: _float_type(opened()))
+        stored = stored if stored in _FLOATS.values() else _float_type(opened())
     digest = file_digest.digest(path, cache)[:12]
     folder = cache / "models" / f"{path.stem}-{stored}-{digest}-{_RECIPE}"
+    if folder.is_dir():
+        return folder
+    reader = opened()
+    needed = sum(int(t.n_elements) for t in reader.tensors) * getattr(torch, stored).itemsize
 
     def write(temporary: Path) -> None:
-        # transformers would also read the files beside a GGUF file, which may belong to another model
-        with TemporaryDirectory() as isolated:
-            (Path(isolated) / path.name).symlink_to(path.resolve())
+        with _isolated(path) as isolated:
             _write(path, isolated, reader, getattr(torch, stored), temporary, lambda done: on_progress(done, needed))
 
     return build_once(folder, "the weights of a GGUF file", needed, write)
+
+
+def write_config(path: Path, folder: Path) -> Dtype:
+    """Writes the configuration in a GGUF file's header to `folder`/config.json, and returns the dtype that `to_folder`
+    would unpack to. Reads no weights. Raises HarnessError as `to_folder` does."""
+    reader = _open(path)
+    with _isolated(path) as isolated:
+        try:
+            config = AutoConfig.from_pretrained(isolated, gguf_file=path.name, trust_remote_code=False)
+        except Exception as exc:  # transformers raises anything for metadata that it does not expect
+            raise UnsupportedError(f"{path}: transformers reads no configuration from it: {first_line(exc)}") from exc
+    config.save_pretrained(folder)
+    return _float_type(reader)
+
+
+@contextmanager
+def _isolated(path: Path) -> Iterator[str]:
+    """A folder with a link to the file alone: transformers also reads what lies beside a GGUF file, which may belong to
+    another model."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / path.name).symlink_to(path.resolve())
+        yield folder
 
 
 def refuse_split(path: Path) -> None:
@@ -56,7 +85,10 @@ def _open(path: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise HarnessError(f"{path}: GGUF files need gguf: pip install 'offload-harness[gguf]'") from None
+        raise HarnessError(f"{path}: GGUF files need gguf: {install_extra('gguf')}") from None
+    from engines.models import gguf_header
+
+    gguf_header.check(path)
     try:
         reader = GGUFReader(path)
     except OSError as exc:
@@ -68,7 +100,7 @@ def _open(path: Path) -> Any:
     return reader
 
 
-def _float_type(reader: Any) -> str:
+def _float_type(reader: Any) -> Dtype:
     """The float type of the largest tensor (the others may be norms), or bfloat16 for a quantized one."""
     largest = max(reader.tensors, key=lambda t: int(t.n_bytes))
     return _FLOATS.get(largest.tensor_type.name, "bfloat16")
@@ -87,10 +119,13 @@ def _write(
     path: Path, isolated: str, reader: Any, dtype: torch.dtype, folder: Path, on_bytes: Callable[[int], None]
 ) -> None:
     try:
-        config = AutoConfig.from_pretrained(isolated, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(isolated, gguf_file=path.name, trust_remote_code=False)
+        folder_limits.check_numbers(config.to_dict(), path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         unpacker = _Unpacker(path, reader, model)
+    except HarnessError:
+        raise
     except Exception as exc:  # transformers raises anything for metadata that it does not expect
         raise UnsupportedError(
             f"{path}: transformers builds no causal model of this GGUF file: {first_line(exc)}"
@@ -104,7 +139,8 @@ def _write(
     setattr(config, QUANTIZED, _quantized_as(reader))
     config.save_pretrained(folder)
     try:
-        AutoTokenizer.from_pretrained(isolated, gguf_file=path.name).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(isolated, gguf_file=path.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
     except Exception as exc:  # a tokenizer's parser raises anything, bare Exception included
         raise UnsupportedError(
             f"{path}: transformers cannot read this GGUF file's tokenizer: {first_line(exc)}"

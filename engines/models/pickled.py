@@ -1,7 +1,6 @@
 """Converts pickled weights into a folder of safetensors: once, shard by shard, and only with `weights: pickle`."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from engines.common.folders import build_once
 from engines.models import file_digest, shards
 from harness.api import HarnessError
+from harness.common.regular_file import read_json
 
 _METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _INDEX = "pytorch_model.bin.index.json"
@@ -49,11 +49,11 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} holds no pickled weights (pytorch_model.bin, {_INDEX}); leave weights: pickle out"
         )
     try:
-        names = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise HarnessError(f"{folder / _INDEX} is not a weight index: {exc}") from exc
     for name in names:  # the index is untrusted: its names must stay inside the folder
-        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+        if not isinstance(name, str) or "\0" in name or Path(name).name != name or not (folder / name).is_file():
             raise HarnessError(f"{folder / name} is missing: its index names it")
     return [folder / name for name in names]
 

@@ -1,37 +1,64 @@
 """The offload engine behind the Engine protocol: load, generate, score."""
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from engines.common.requests import decoder, full_sequence
+from engines.offload.admission import AverageLength
 from engines.offload.backend.base import Backend, LoadRequest
 from engines.offload.backend.cuda import CudaBackend
 from engines.offload.backend.host import HostBackend
 from engines.offload.device.cuda import opened
 from engines.offload.device.host import HostDevice
 from engines.offload.kernels import HostKernels
+from engines.offload.kv_store.options import kv_store_options
 from engines.offload.loaded_model import EngineStats, LoadedModel
 from engines.offload.loader import load
 from engines.offload.model_runner import ModelRunner
-from engines.offload.sequence import Generation, Scoring
+from engines.offload.open_store import limits_beside_store, open_store
+from engines.offload.pass_model import LatencyBudget
+from engines.offload.prefill_budget import PrefillBudget
+from engines.offload.refusals import refuse
+from engines.offload.scoring import Scoring
+from engines.offload.session import Session
 from harness import api
 
 
-class OffloadEngine:
+class OffloadEngine(api.OnlineEngine):
     """Any transformers decoder, its weights streamed from disk or host memory in `row`, `zigzag` or `sweep` order.
     Honours every field of the policy.
 
-    `attention_units`: multiprocessors of a CUDA device that attention beside products is held to.
+    `attention_units`: multiprocessors of a CUDA device that attention beside products is held to. `tpot_target_s`:
+    seconds within which submitted requests that run should get their next token; prompts of others take what time is
+    left. `kv_store`: see kv_store_options. `admission`: a request is admitted if its `max_tokens` fit the KV cache
+    (exact), or if as many tokens do as requests generated on average.
     """
 
-    def __init__(self, *, attention_units: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        attention_units: int | None = None,
+        tpot_target_s: float | None = None,
+        kv_store: Mapping[str, Any] | None = None,
+        admission: str = "exact",
+    ) -> None:
         if attention_units is not None and attention_units < 1:
             raise TypeError("attention_units must be at least 1")
+        if tpot_target_s is not None and not tpot_target_s > 0:
+            raise TypeError("tpot_target_s must be a number of seconds above 0")
+        if admission not in ("exact", "average"):
+            raise TypeError(f"admission must be exact or average, not {admission}")
+        self._average = AverageLength() if admission == "average" else None
+        self._tpot_target_s = tpot_target_s
+        self._kv_store = None if kv_store is None else kv_store_options(kv_store)
         self._attention_units = attention_units
         self._runner: ModelRunner | None = None
+        self._session: Session | None = None  # of the requests that `submit` queues
         self._host_kernels: HostKernels | None = None
         self._resources = ExitStack()  # what `close` must end
 
@@ -52,9 +79,14 @@ class OffloadEngine:
         both before weights are read or written.
         """
         self.close()
-        for field, schedule in (("num_gpu_batches", "zigzag"), ("nano_batches", "sweep")):
-            if getattr(policy, field) > 1 and policy.schedule != schedule:
-                raise api.UnsupportedError(f"policy.{field} is for {schedule}; a {policy.schedule} pass has one batch")
+        refuse(policy, limits, model)
+        for option, value in (("tpot_target_s", self._tpot_target_s), ("admission: average", self._average)):
+            if value is not None and policy.schedule != "sweep":
+                raise api.UnsupportedError(
+                    f"options.{option}: schedule {policy.schedule} starts prompts in blocks; use sweep"
+                )
+        if self._kv_store is not None:
+            limits = limits_beside_store(limits, self._kv_store)
         request = LoadRequest(model, policy, limits, job)
         with ExitStack() as resources:  # a load that fails ends what it has started
             resources.callback(torch.set_num_threads, torch.get_num_threads())
@@ -63,25 +95,49 @@ class OffloadEngine:
             host_kernels = HostKernels(job.cache, torch.get_num_threads())
             resources.callback(host_kernels.close)
             backend = self._backend(request, host_kernels, resources)
-            self._runner = ModelRunner(load(request, backend, host_kernels, resources))
+            runner = ModelRunner(load(request, backend, host_kernels, resources))
+            if self._kv_store is not None:
+                resources.callback(open_store(self._kv_store, runner.loaded, runner.pass_model.row_s).close)
+            self._runner, self._session = runner, Session(runner, self._online_budget(runner), self._average)
             self._resources, self._host_kernels = resources.pop_all(), host_kernels
         return self.loaded.report
 
     def generate(self, requests: Sequence[api.GenerationRequest]) -> Iterator[api.GenerationResult]:
         """Checks all requests before any work; raises HarnessError naming the first that cannot be run."""
-        runner = self._loaded_runner()
-        model = runner.loaded.model
+        runner = self._idle_runner()
         for request in requests:
-            request.require_valid(model.shape)
-            runner.require_blocks(f"request {request.id}", len(request.prompt) + request.sampling.max_tokens - 1)
-        decode = decoder(model.path, requests)
-        sequences = [Generation(r, runner.loaded.meta_model.eos, decode) for r in requests]
-        return (sequence.result() for sequence in runner.run(sequences))
+            runner.require_request(request)
+        decoder(runner.loaded.model.path, requests)  # raises where a stop string needs a tokenizer and there is none
+        return self._run_job(runner, requests)
+
+    def submit(self, request: api.GenerationRequest) -> None:
+        """Queues a request for the next step, which checks it."""
+        self._loaded_session().submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        self._loaded_session().cancel(request_id)
+
+    def step(self) -> list[api.Event]:
+        """Raises HarnessError while an iterator of `generate` is open."""
+        session = self._loaded_session()
+        if not session.pending():
+            return []
+        with self._loaded_runner().exclusive():
+            events = session.step()
+        if not session.pending():
+            self.loaded.expert_counts.keep()
+        return events
+
+    def pending(self) -> int:
+        return self._loaded_session().pending()
+
+    def clock(self) -> float:
+        return self._loaded_session().clock()
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[api.Score]:
         """Scores from the logits of the continuation's positions only; an empty context becomes the token that
         begins a sequence, or else the one that ends it."""
-        runner = self._loaded_runner()
+        runner = self._idle_runner()
         loaded = runner.loaded
         sequences = []
         for i, (context, continuation) in enumerate(pairs):
@@ -91,7 +147,7 @@ class OffloadEngine:
         if not sequences:
             return []
         continued = sum(len(continuation) for _, continuation in pairs) / sum(len(s.tokens) for s in sequences)
-        done = runner.run(sequences, *loaded.plan.chunk_limits(continued))
+        done = runner.score(sequences, *loaded.plan.chunk_limits(continued))
         scores = {sequence.index: sequence.result() for sequence in done}
         return [scores[i] for i in range(len(pairs))]
 
@@ -106,13 +162,17 @@ class OffloadEngine:
 
     def stats(self) -> EngineStats:
         """Counts and bytes of what is loaded and was moved. Raises HarnessError if nothing is loaded."""
-        return self.loaded.stats()
+        session = self._loaded_session()
+        return self.loaded.stats(session.pending() - session.running, session.running)
 
     def close(self) -> None:
         if self._host_kernels is not None:
             self._host_kernels.close()  # before any weight goes: a late thread of the pool may still read one
-        self._runner = None  # its tensors must be gone when the device returns memory
+        loaded = self._runner is not None
+        self._runner = self._session = None  # its tensors must be gone when the device returns memory
         self._resources.close()
+        if loaded:
+            gc.collect()  # modules refer to each other in circles, and the tables that they hold keep a file open each
 
     def _backend(self, request: LoadRequest, host_kernels: HostKernels, resources: ExitStack) -> Backend:
         accelerator = opened(request.limits, self._attention_units)
@@ -123,13 +183,38 @@ class OffloadEngine:
             raise api.UnsupportedError(
                 "options.attention_units: there is no device to part without limits.device_memory"
             )
-        if request.policy.cpu_attention:
-            raise api.UnsupportedError(
-                "policy.cpu_attention: without a device all attention is the host's: leave it out"
-            )
         host = HostDevice()
         resources.callback(host.close)
         return HostBackend(request, host_kernels, host)
+
+    def _run_job(
+        self, runner: ModelRunner, requests: Sequence[api.GenerationRequest]
+    ) -> Iterator[api.GenerationResult]:
+        work = [(request.prompt, request.sampling.max_tokens) for request in requests]
+        with runner.exclusive(), runner.one_run():
+            session = Session(runner, runner.job_budget(work, runner.loaded.plan.chunk), self._average)
+            try:
+                yield from session.run(requests)
+            finally:
+                session.close()
+
+    def _online_budget(self, runner: ModelRunner) -> Callable[[int], int]:
+        """Prompt tokens of a pass while requests come: all that memory allows, or what the target leaves time for."""
+        loaded, most = runner.loaded, runner.loaded.plan.chunk
+        if self._tpot_target_s is None:
+            return PrefillBudget(most, loaded.io_compute_balance_rows, most)
+        return LatencyBudget(self._tpot_target_s, most, runner.pass_model)
+
+    def _idle_runner(self) -> ModelRunner:
+        """Raises HarnessError while submitted requests are pending."""
+        if pending := self._loaded_session().pending():
+            raise api.HarnessError(f"engine offload has {pending} submitted requests pending: step until they are done")
+        return self._loaded_runner()
+
+    def _loaded_session(self) -> Session:
+        if self._session is None:
+            raise api.HarnessError("engine offload has no model loaded")
+        return self._session
 
     def _loaded_runner(self) -> ModelRunner:
         if self._runner is None:

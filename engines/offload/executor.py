@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -15,12 +15,12 @@ from engines.offload.expert_routing import ExpertRouting
 from engines.offload.kernels import stored_view
 from engines.offload.kv_cache.attention import AttentionTask
 from engines.offload.loaded_model import LoadedModel
-from engines.offload.memory.layout import matrix_spans
+from engines.offload.memory.layout import WeightTile, joined_spans, matrix_spans
 from engines.offload.model.activation_offload import PAUSED, pause
-from engines.offload.model.meta_model import PackedBatch
+from engines.offload.model.layer_products import PackedBatch
 from engines.offload.pass_ops import ALL, Op, pass_ops
 from engines.offload.timeline import AWAITING, BETWEEN
-from engines.offload.weights.joint_gemm import GemmRequest, JointGemm
+from engines.offload.weights.joint_gemm import GemmRequest, JointGemm, resident_runs
 from harness.api import HarnessError
 
 
@@ -91,20 +91,25 @@ class Executor:
         self._loaded = loaded
         self._tiles, self._stream, self._timeline = loaded.tiles, loaded.stream, loaded.timeline
         streamed = [i not in loaded.plan.resident for i in range(len(loaded.tiles))]
+        spans = joined_spans(matrix_spans(loaded.tiles), loaded.meta_model.joins)
         #: The operations of a pass by its number of batches.
-        self._pass_ops = cache(partial(pass_ops, streamed, matrix_spans(loaded.tiles), overlaps=loaded.overlaps))
+        self._pass_ops = cache(partial(pass_ops, streamed, spans, overlaps=loaded.overlaps))
+        #: By the first one's index, tiles that are resident, follow each other and are multiplied by a pool.
+        self._resident = resident_runs(loaded.tiles, spans, loaded.resident, loaded.gemms)
         matrices = loaded.meta_model.matrices
-        self._outputs = {matrix.name: matrix.rows for matrix in matrices}
-        self._experts = ExpertRouting(matrices, loaded.stream)
+        rows = {matrix.name: matrix.rows for matrix in matrices}
+        #: By the first matrix, the outputs of all that are multiplied together.
+        self._outputs = {join[0]: [rows[name] for name in join] for join in loaded.meta_model.joins}
+        self._experts = ExpertRouting(loaded.expert_usage, loaded.plan.sequences, loaded.stream, loaded.expert_counts)
         self._batches = 0  # of the pass that runs
         self._product: JointGemm | None = None  # that runs
         self._in_use: deque[int] = deque()  # numbers of its tiles that hold a slot of the ring, in order
-        loaded.meta_model.weights = self
+        loaded.meta_model.use(self)
 
     def run(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Logits of each batch. The caller enters inference mode, since inside greenlets it would leak."""
         self._stream.align()
-        self._experts.begin_pass()
+        self._experts.begin_pass(sum(len(batch.ids) for batch in batches))
         self._batches = len(batches)
         running = [_Batch(self._loaded, batch) for batch in batches]
         try:
@@ -114,6 +119,7 @@ class Executor:
             for batch in running:
                 batch.abandon()
             raise
+        self._experts.end_pass()
         return [torch.as_tensor(batch.stopped_for) for batch in running]
 
     def _run(self, ops: Sequence[Op], batches: Sequence[_Batch]) -> None:
@@ -136,7 +142,7 @@ class Executor:
                         batch.resume_paused()
 
     def _multiply(self, op: Op, batches: Sequence[_Batch], in_ring: dict[int, torch.Tensor]) -> None:
-        """Adds one tile to its matrix's product, which the matrix's first tile starts."""
+        """Adds an operation's tiles to the product of their matrices, which the first tile starts."""
         tile = self._tiles[op.tile]
         if not self._experts.needs(tile.matrix):
             return
@@ -146,14 +152,28 @@ class Executor:
             self._product = JointGemm(requests, self._outputs[tile.matrix], self._loaded.gemms[tile.stored])
             for batch, rows in zip(batches, self._product.parts, strict=True):
                 batch.answer = batch.answer if rows is None else rows
-        stored = in_ring[op.tile] if op.tile in in_ring else self._loaded.resident[op.tile]
-        gemm = self._loaded.gemms[tile.stored].gemm  # a matrix may have tiles that twelve bits cannot hold
-        number = self._product.add(tile, stored_view(stored, tile.stored, *tile.shape), gemm)
-        if op.tile in in_ring and op.batch in (ALL, len(batches) - 1):
-            del in_ring[op.tile]
-            self._in_use.append(number)
-        self._release(self._product)
+        if op.tile in in_ring:
+            number = self._add(tile, in_ring[op.tile])
+            if op.batch in (ALL, len(batches) - 1):
+                del in_ring[op.tile]
+                self._in_use.append(number)
+        elif op.tile in self._resident:
+            run = self._resident[op.tile]
+            self._product.add_run(run)
+            if run.whole:  # it is complete
+                self._product = None
+        else:
+            for resident in self._tiles[op.tile : op.tile + op.count]:
+                self._add(resident, self._loaded.resident[resident.index])
+        if self._product is not None:
+            self._release(self._product)
         self._timeline.add("compute", tile.matrix, began, self._timeline.now())
+
+    def _add(self, tile: WeightTile, stored: torch.Tensor) -> int:
+        """Adds one tile, of these bytes, to the product that runs; returns its number there."""
+        assert self._product is not None
+        gemm = self._loaded.gemms[tile.stored].gemm  # a matrix may have tiles that twelve bits cannot hold
+        return self._product.add(tile, stored_view(stored, tile.stored, *tile.shape), gemm)
 
     def _catch_up(self) -> None:
         """Multiplies what was added to the product that runs, if any."""
@@ -182,16 +202,19 @@ class Executor:
         requests: list[GemmRequest | None] = []
         for k, batch in enumerate(batches):
             request = batch.stopped_for if number in (ALL, k) else None
-            if request is not None and request.matrix != matrix:
+            if request is not None and request.matrices[0] != matrix:
                 if not self._experts.is_expert(matrix):
-                    raise HarnessError(f"the model needs {request.matrix}, but its dry pass had {matrix} here")
+                    raise HarnessError(f"the model needs {request.matrices[0]}, but its dry pass had {matrix} here")
                 request = None
             requests.append(request)
         return requests
 
-    def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [rows, columns] times the transpose of a matrix, plus `bias`."""
-        return torch.as_tensor(getcurrent().parent.switch(GemmRequest(matrix, x, bias)))
+    def gemm(
+        self, matrices: Sequence[str], x: torch.Tensor, biases: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See Weights.gemm."""
+        request = GemmRequest(matrices, x.reshape(-1, x.shape[-1]), biases)
+        return cast(Sequence[torch.Tensor], getcurrent().parent.switch(request))
 
     def attend(self, task: AttentionTask) -> torch.Tensor:
         """Runs a batch's attention, beside other batches' products if the policy overlaps them."""
@@ -203,7 +226,7 @@ class Executor:
             pause()  # all batches launch before the first one waits
         return task.wait()
 
-    def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
+    def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
         """Records which experts a batch will need, before it needs the first."""
-        self._experts.route(stacks, experts)
-        return experts
+        self._experts.route(mixture, rows, tokens)
+        return [expert for expert, count in enumerate(rows) if count]

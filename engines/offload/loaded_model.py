@@ -1,13 +1,14 @@
 """A model that is ready to run, with everything that its passes use, and what it holds and has moved in numbers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from engines.offload.device.protocol import Device
 from engines.offload.kernels import AttentionKernel, Hadamard
 from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.memory.expert_usage import ExpertUsage, MixtureCounts
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan
 from engines.offload.memory.storage import WeightStorage
@@ -16,20 +17,30 @@ from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap
 from engines.offload.timeline import Timeline
 from engines.offload.weights.gemm import GemmBackend
+from engines.offload.weights.kept_usage import KeptUsage
 from engines.offload.weights.stream import WeightStream
-from harness.api import LoadReport, LocalModel, OffloadPolicy
+from harness.api import LoadReport, LocalModel, OffloadPolicy, OnlineStats
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts and bytes since the load, but for `passes`: those of the last run.
+@dataclass
+class RunCounts:
+    """What passes since the load added up to; see harness.api.OnlineStats."""
+
+    passes: int = 0
+    pass_s: float = 0.0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats(OnlineStats):
+    """Counts and bytes since the load.
 
     `num_kv_blocks` are all blocks of the cache. `pass_weight_bytes`: what one pass streams. `kv_bytes_read` and
     `kv_bytes_written`: of offloaded KV blocks. `activation_rows`, and of them `activation_rows_on_disk`: rows that
-    passed between layers.
+    passed between layers. `experts`: how often each was used, by mixture.
     """
 
-    passes: int
     tile_bytes: tuple[int, ...]
     ring_slots: int
     pass_weight_bytes: int
@@ -39,6 +50,7 @@ class EngineStats:
     kv_bytes_written: int
     activation_rows: int
     activation_rows_on_disk: int
+    experts: Mapping[str, MixtureCounts]
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,9 @@ class LoadedModel:
 
     Weights: `resident` tiles (stored bytes by index) stay where they are multiplied, the others come from `stream`;
     `gemms` multiply them, by how they are stored. `overlaps`: attentions that run beside other batches' products.
+    `expert_usage`: how often a pass needs an expert, as far as it was known; `expert_counts` counts on.
     `hadamard`: None where keys and values are not quantized. `io_compute_balance_rows`: rows at which a pass computes
-    as long as its weights take to stream.
+    as long as its weights take to stream. `check_tables`: raises HarnessError where a mapped table was cut meanwhile.
     """
 
     model: LocalModel
@@ -58,7 +71,10 @@ class LoadedModel:
     device: Device
     tiles: Sequence[WeightTile]
     resident: Mapping[int, torch.Tensor]
+    check_tables: Callable[[], None]
     stream: WeightStream
+    expert_usage: ExpertUsage
+    expert_counts: KeptUsage
     gemms: Mapping[WeightStorage, GemmBackend]
     overlaps: Sequence[AttentionOverlap]
     cache: PagedCache
@@ -68,12 +84,19 @@ class LoadedModel:
     io_compute_balance_rows: int
     timeline: Timeline
     report: LoadReport
+    counts: RunCounts = field(default_factory=RunCounts)
 
-    def stats(self) -> EngineStats:
-        """What is held and was moved so far."""
+    def stats(self, waiting: int = 0, running: int = 0) -> EngineStats:
+        """What is held and was moved so far; so many requests wait and run."""
         offloaded, activations = self.cache.offloaded, self.activation_offload
+        used, total = self._kv_blocks_by_tier()
         return EngineStats(
-            passes=self.timeline.passes,
+            waiting=waiting,
+            running=running,
+            kv_blocks_used=used,
+            kv_blocks_total=total,
+            kv_store=None if self.cache.store is None else self.cache.store.stats(),
+            **asdict(self.counts),
             tile_bytes=tuple(tile.nbytes for tile in self.tiles),
             ring_slots=self.stream.slots,
             pass_weight_bytes=sum(tile.span for tile in self.stream.tiles),
@@ -83,4 +106,15 @@ class LoadedModel:
             kv_bytes_written=0 if offloaded is None else offloaded.bytes_written,
             activation_rows=0 if activations is None else activations.rows,
             activation_rows_on_disk=0 if activations is None else activations.rows_on_disk,
+            experts=dict(self.expert_counts.counts),
         )
+
+    def _kv_blocks_by_tier(self) -> tuple[dict[str, int], dict[str, int]]:
+        """KV blocks that sequences hold, and all."""
+        cache, first = self.cache, "host" if self.device.where.type == "cpu" else "device"
+        used = {first: cache.num_blocks - cache.num_free_blocks - cache.num_used_offloaded}
+        total = {first: cache.num_device_blocks}
+        if cache.offloaded is not None:
+            offloaded = "host" if self.plan.host_kv_blocks else "disk"
+            used[offloaded], total[offloaded] = cache.num_used_offloaded, cache.offloaded.num_blocks
+        return used, total

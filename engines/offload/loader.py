@@ -1,9 +1,9 @@
 """From a model, a policy and limits to a model that is ready to run, in one line of steps for every backend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
 
@@ -11,21 +11,24 @@ from engines.offload.backend.base import Backend, LoadRequest, Placement
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels, WeightPack
 from engines.offload.kv_cache.paged_cache import PagedCache
+from engines.offload.load_options import choose_option, options, with_tiles
 from engines.offload.loaded_model import LoadedModel
-from engines.offload.memory.layout import WeightTile, matrix_spans, model_tiles
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, mib
+from engines.offload.memory.expert_usage import ExpertUsage
+from engines.offload.memory.layout import WeightTile, joined_spans, matrix_spans
+from engines.offload.memory.plan import MemoryPlan, mib
 from engines.offload.memory.rows import io_compute_balance_rows
-from engines.offload.memory.storage import Panels, Plain, WeightStorage, storages
+from engines.offload.memory.storage import Panels, Plain, WeightStorage
 from engines.offload.model.activation_offload import ActivationOffload
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoint, convert
-from engines.offload.weights.gemm import GemmBackend, with_plain_panels
+from engines.offload.weights.gemm import torch_threads, with_plain_panels
+from engines.offload.weights.kept_usage import KeptUsage
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import DTYPE_BYTES, Arithmetic, LoadReport, ModelShape, OffloadPolicy
+from harness.api import Arithmetic, LoadReport, ModelShape, OffloadPolicy
 
 
 def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stack: ExitStack) -> LoadedModel:
@@ -34,50 +37,31 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     `host_kernels` convert checkpoints; `stack` ends what was started. Raises as OffloadEngine.load does.
     """
     model, policy, limits, job = request.model, request.policy, request.limits, request.job
-    layers, outside, cached = storages(model.dtype, policy)
     sparse = policy.value_sparsity < 1
     offloaded_share = policy.activations[2] if policy.activations else 0.0  # of activations
-
-    # what is computed, and how
-    chosen = backend.choose_gemms(layers, outside)
-    gemm, gemms = chosen[layers], with_plain_panels(chosen.values())
-    meta_model = MetaModel(Path(model.path), model.shape, getattr(torch, gemm.dtype))
-    backend.require(meta_model)
+    option, why = choose_option(options(request, backend), request)
+    chosen, gemm, meta_model, needs = option.gemms, option.gemm, option.meta_model, option.needs
+    gemms = with_plain_panels(chosen.values())
+    torch.set_num_threads(min(torch_threads(way.pool) for way in gemms.values()))
     offloaded_layers = meta_model.layers() if offloaded_share else ()
-    tiles: Sequence[WeightTile] = model_tiles(
-        meta_model.matrices, gemm.stored, chosen[outside].stored, backend.tile_values
-    )
-    kernel = backend.kernels.attention(cached, sparse)
-
-    # what goes where
-    compute_bytes = DTYPE_BYTES[gemm.dtype]
-    needs = MemoryRequest(
-        shape=model.shape,
-        tiles=tiles,
-        cache=cached,
-        compute_bytes=compute_bytes,
-        cast_bytes=_cast_bytes(tiles, gemms),
-        small_bytes=backend.bound_values(meta_model) * compute_bytes,
-        attention_bytes=backend.kernels.attention_memory(cached, model.shape, job.max_sequence, compute_bytes, sparse),
-        max_sequence=job.max_sequence,
-        mean_sequence=job.mean_sequence,
-    )
-    plan = backend.plan(needs)
+    tiles, compute_bytes = needs.tiles, needs.compute_bytes
+    kernel = backend.kernels.attention(needs.cache, sparse)
+    plan = backend.plan(needs, gemm)
 
     # weights
     timeline, throttle = backend.timeline, Throttle(limits.disk_bandwidth)
     converted = _converted(request, meta_model, tiles, host_kernels)
     if converted.tiles != tiles:  # some weights were too varied for twelve bits
         tiles = converted.tiles
-        plan = backend.plan(replace(needs, tiles=tiles, cast_bytes=_cast_bytes(tiles, gemms)))
+        plan = backend.plan(with_tiles(needs, tiles, gemms), gemm)
     tables = {name: converted.table(name) for name in meta_model.tables}
-    meta_model.bind(tables, converted.small(), backend.device)
-    stack.callback(setattr, meta_model, "weights", None)  # the executor: a cycle that would keep resident weights
+    meta_model.bind(tables, converted.small(), backend.device, request.job.reproducible)
+    stack.callback(meta_model.use, None)  # the executor: a cycle that would keep resident weights
     reader = TileReader(converted.folder, tiles, throttle)
     stack.callback(reader.close)
     streamed = [tile for tile in tiles if tile.index not in plan.resident]
     resident, ring = backend.weights(reader, streamed)
-    stream = WeightStream(streamed, ring, timeline, policy.overlap)
+    stream = WeightStream(streamed, ring, timeline, policy.overlap, needs.usage.likely(streamed, plan.sequences))
     stack.callback(stream.close)
 
     # KV cache and activations
@@ -93,14 +77,23 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         stack.callback(offload.close)
 
     load_rate = stream.measure() if streamed else 1.0  # waits until the ring is full
-    balance = io_compute_balance_rows(sum(tile.nbytes for tile in streamed), load_rate, gemm.flops, model.shape)
-    notes = [*backend.notes(), converted.note, f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s"]
-    notes += [_exact12_note(tiles), *_buffered(reader.direct or not streamed, cache, offload)]
+    balance = io_compute_balance_rows(partial(needs.usage.expected_bytes, streamed), load_rate, gemm.flops, model.shape)
+    notes = [
+        *backend.notes(),
+        converted.note,
+        f"products by {gemm.name}, {gemm.flops / 1e9:.0f} GFLOP/s",
+        why,
+        _exact12_note(tiles),
+        *_usage_notes(needs.usage, option.kept_usage, streamed, plan),
+        *_buffered(reader.direct or not streamed, cache, offload),
+    ]
     overlaps: Sequence[AttentionOverlap] = ()
     if policy.nano_batches > 1 and policy.nano_overlap:
         is_streamed = [i not in plan.resident for i in range(len(tiles))]
-        groups = [matrix.group for matrix in meta_model.matrices]
-        overlaps = attention_overlaps(matrix_spans(tiles), groups, meta_model.attends, is_streamed, stream.slots)
+        group_of = {matrix.name: matrix.group for matrix in meta_model.matrices}
+        groups = [group_of[join[0]] for join in meta_model.joins]
+        spans = joined_spans(matrix_spans(tiles), meta_model.joins)
+        overlaps = attention_overlaps(spans, groups, meta_model.attends, is_streamed, stream.slots)
         if not overlaps:
             notes.append("nano-batches do not overlap: what a layer multiplies before attention fills the ring")
     realised = replace(policy, cpu_attention=cache.host_attention is not None)
@@ -112,7 +105,10 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
         device=backend.device,
         tiles=tiles,
         resident=resident,
+        check_tables=converted.check_tables,
         stream=stream,
+        expert_usage=needs.usage,
+        expert_counts=option.kept_usage,
         gemms=gemms,
         overlaps=overlaps,
         cache=cache,
@@ -148,6 +144,18 @@ def _exact12_note(tiles: Sequence[WeightTile]) -> str:
     return f"bfloat16 in 12 exact bits: {mib(sum(tile.nbytes for tile in packed))} instead of {mib(plain)}{also}"
 
 
+def _usage_notes(usage: ExpertUsage, kept: KeptUsage, streamed: Sequence[WeightTile], plan: MemoryPlan) -> list[str]:
+    """What placement knew of a mixture's experts, and what that saves; none for a model without."""
+    if not usage.experts:
+        return []
+    passes = max((counts.passes for counts in usage.counts.values()), default=0)
+    known = f"as counted in {passes} passes" if passes else "taken to be uniform: none is counted yet"
+    expected = usage.expected_bytes(streamed, plan.sequences)
+    whole = sum(tile.nbytes for tile in streamed)
+    reads = f"; a pass of {plan.sequences} rows reads about {mib(expected)} of {mib(whole)}" if streamed else ""
+    return [kept.note, f"use of experts {known}{reads}"]
+
+
 def _buffered(direct: bool, cache: PagedCache, offload: ActivationOffload | None) -> list[str]:
     """Notes on what passes through the page cache; `direct`: weights do not."""
     known = {
@@ -158,14 +166,6 @@ def _buffered(direct: bool, cache: PagedCache, offload: ActivationOffload | None
     return [
         f"the file system refuses direct I/O: {what} pass through the page cache" for what in known if not known[what]
     ]
-
-
-def _cast_bytes(tiles: Sequence[WeightTile], gemms: Mapping[WeightStorage, GemmBackend]) -> int:
-    """Bytes of the buffers that tiles are unpacked or cast into: each way to multiply keeps one of its largest tile."""
-    return sum(
-        max((tile.shape[0] * tile.shape[1] for tile in tiles if tile.stored == stored), default=0) * gemm.cast_bytes
-        for stored, gemm in gemms.items()
-    )
 
 
 def _report(

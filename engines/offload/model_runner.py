@@ -1,7 +1,8 @@
 """Runs sequences through passes of a loaded model until they are done."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
 
@@ -11,11 +12,14 @@ from engines.offload.executor import Executor
 from engines.offload.kv_cache.attention import AttentionContext, PackedAttention
 from engines.offload.loaded_model import LoadedModel
 from engines.offload.memory.kv_blocks import blocks_for
-from engines.offload.model.meta_model import PackedBatch
-from engines.offload.prefill_budget import make_scheduler
-from engines.offload.scheduler import ScheduledChunk, Scheduler, split
-from engines.offload.sequence import Generation, Scoring
-from harness.api import HarnessError
+from engines.offload.model.layer_products import PackedBatch
+from engines.offload.pass_model import PassModel
+from engines.offload.prefill_budget import PrefillBudget, job_budget, make_scheduler
+from engines.offload.scheduled_chunk import ScheduledChunk, split
+from engines.offload.scheduler import Scheduler
+from engines.offload.scoring import Scoring
+from engines.offload.sequence import Generation
+from harness.api import GenerationRequest, HarnessError, InfeasibleError
 
 S = TypeVar("S", Generation, Scoring)
 
@@ -35,80 +39,123 @@ class ModelRunner:
             value_topk=loaded.policy.value_sparsity,
             hadamard=loaded.hadamard,
         )
+        self.pass_model = PassModel()
         self._busy = False
 
-    def run(
-        self, sequences: Sequence[S], prefill_chunk: int | None = None, max_logits: int | None = None
-    ) -> Iterator[S]:
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """While passes of one scheduler run. Raises HarnessError if those of another do."""
+        if self._busy:
+            raise HarnessError("engine offload runs one generation at a time: finish or close the current one")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def score(self, sequences: Sequence[Scoring], prefill_chunk: int, max_logits: int) -> Iterator[Scoring]:
         """Yields each sequence when it is done. Per pass, a batch computes at most `prefill_chunk` prompt tokens and at
         most `max_logits` rows of logits.
 
         Raises HarnessError if another run is active. Closing the iterator early frees the run's KV blocks.
         """
-        if self._busy:
-            raise HarnessError("engine offload runs one generation at a time: finish or close the current one")
-        if not sequences:
-            return
         loaded = self.loaded
-        loaded.timeline.clear()
-        began = time.perf_counter()
-        chunk = min(prefill_chunk or loaded.plan.chunk, loaded.plan.chunk)
+        prefill_chunk = min(prefill_chunk, loaded.plan.chunk)
+        budget = self.job_budget([(s.tokens, s.steps_left) for s in sequences], prefill_chunk)
         scheduler = make_scheduler(
-            sequences, loaded.cache, loaded.policy, loaded.plan, loaded.io_compute_balance_rows, chunk, max_logits
+            sequences, loaded.cache, loaded.policy, loaded.plan, budget, prefill_chunk, max_logits
         )
-        self._busy = True
+        with self.exclusive(), self.one_run():
+            try:
+                while scheduler.next_arrival_s is not None:
+                    yield from (sequence for sequence, done in self.run_pass(scheduler, time.monotonic) if done)
+            finally:
+                scheduler.close()
+
+    @contextmanager
+    def one_run(self) -> Iterator[None]:
+        """Lets the timeline tell of the passes from here on; keeps the counts of experts at the end."""
+        timeline, before = self.loaded.timeline, self.loaded.counts.prefix_hit_tokens
+        timeline.clear()
         try:
-            while (arrival := scheduler.next_arrival_s) is not None:
-                now = time.perf_counter() - began
-                if arrival > now:
-                    time.sleep(arrival - now)
-                    continue
-                batches = [p for b in scheduler.next_pass(now) for p in split(b, loaded.policy.nano_batches)]
-                if not batches:
-                    raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
-                try:
-                    done = self._pass(scheduler, batches, began)
-                except BaseException:
-                    self._reset()
-                    raise
-                yield from done
+            yield
         finally:
-            loaded.timeline.shared_tokens = scheduler.shared_tokens
-            scheduler.close()
-            self._busy = False
+            timeline.shared_tokens = self.loaded.counts.prefix_hit_tokens - before
+            self.loaded.expert_counts.keep()
+
+    def job_budget(self, work: Sequence[tuple[Sequence[int], int]], prefill_chunk: int) -> PrefillBudget:
+        """The prefill budget that is best for a job of `work` (known tokens, steps)."""
+        loaded = self.loaded
+        return job_budget(
+            work, loaded.cache.num_blocks, loaded.policy, loaded.plan, loaded.io_compute_balance_rows, prefill_chunk
+        )
+
+    def require_request(self, request: GenerationRequest) -> None:
+        """Raises HarnessError for a request that the model cannot run, InfeasibleError for one that the cache can never
+        hold."""
+        request.require_valid(self.loaded.model.shape)
+        self.require_blocks(f"request {request.id}", len(request.prompt) + request.sampling.max_tokens - 1)
 
     def require_blocks(self, what: str, tokens: int) -> None:
-        """Raises HarnessError naming `what` if the cache can never hold its `tokens` tokens."""
+        """Raises InfeasibleError naming `what` if the cache can never hold its `tokens` tokens."""
         blocks = self.loaded.cache.num_blocks
         if blocks_for(tokens) > blocks:
-            raise HarnessError(
+            raise InfeasibleError(
                 f"{what}: its {tokens} tokens can never fit a cache of {blocks} blocks; "
                 "give the engine more memory or shorten it"
             )
 
-    def _pass(self, scheduler: Scheduler[S], batches: list[list[ScheduledChunk[S]]], began: float) -> list[S]:
-        """Runs one pass over the layers; returns the sequences that end with it."""
+    def run_pass(self, scheduler: Scheduler[S], clock: Callable[[], float]) -> list[tuple[S, bool]]:
+        """Forms and runs one pass over the layers; `clock` gives the times of sequences.
+
+        Returns the sequences that generated a token or are done, and whether they are.
+        """
+        loaded, counts, began = self.loaded, self.loaded.counts, time.monotonic()
+        before = scheduler.shared_tokens, scheduler.preemptions
+        batches = [p for b in scheduler.next_pass(clock()) for p in split(b, loaded.policy.nano_batches)]
+        counts.prefix_hit_tokens += scheduler.shared_tokens - before[0]
+        counts.preemptions += scheduler.preemptions - before[1]
+        if not batches:
+            raise HarnessError("no sequence can continue: the KV cache is too small for the admitted sequences")
+        try:
+            advanced = self._run(scheduler, batches, clock)
+        except BaseException:
+            self._reset()
+            raise
+        seconds = time.monotonic() - began
+        counts.passes += 1
+        counts.pass_s += seconds
+        self.pass_model.observe(sum(chunk.count for batch in batches for chunk in batch), seconds)
+        return advanced
+
+    def _run(
+        self, scheduler: Scheduler[S], batches: list[list[ScheduledChunk[S]]], clock: Callable[[], float]
+    ) -> list[tuple[S, bool]]:
         loaded = self.loaded
+        loaded.check_tables()
         chunks = list(chain.from_iterable(batches))
         for chunk in chunks:
             if chunk.sequence.start_s < 0:
-                chunk.sequence.start_s = time.perf_counter() - began
+                chunk.sequence.start_s = clock()
         loaded.cache.begin(chunks, len(batches))
         with torch.inference_mode():
             logits = self._executor.run([self._pack(batch) for batch in batches])
             logits = [loaded.device.download(rows) for rows in logits]
             loaded.timeline.end_pass(sum(chunk.count for chunk in chunks))
-            now = time.perf_counter() - began
-            done = []
+            now = clock()
+            advanced = []
             for batch, rows in zip(batches, logits, strict=True):
                 counts = [len(chunk.sequence.logits_positions(chunk.count)) for chunk in batch]
                 for chunk, chunk_rows in zip(batch, torch.split(rows, counts), strict=True):
                     sequence = chunk.sequence
                     sequence.cached += chunk.count
-                    if sequence.consume(chunk_rows, now):
+                    generated = len(sequence.times)
+                    done = sequence.consume(chunk_rows, now)
+                    if done:
                         scheduler.finish(sequence)
-                        done.append(sequence)
-        return done
+                    if done or len(sequence.times) > generated:
+                        advanced.append((sequence, done))
+        return advanced
 
     def _pack(self, batch: Sequence[ScheduledChunk[S]]) -> PackedBatch:
         ids: list[int] = []

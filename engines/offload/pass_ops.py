@@ -23,7 +23,8 @@ class Op:
     """One operation of a pass.
 
     `load`: the stream delivers weight tile `tile` to a slot of the ring. `multiply`: the tile is multiplied with the
-    rows of batch `batch`, or of all batches. `resume`: the batch runs on to its next product, or to its attention where
+    rows of batch `batch`, or of all batches; so are the tiles behind it, `count` in all, where none of them is loaded.
+    `resume`: the batch runs on to its next product, or to its attention where
     that overlaps: from the embedding (tile -1), after the last tile of a matrix, or after its attention. `attend`: the
     batch's attention runs beside what follows.
     """
@@ -31,6 +32,7 @@ class Op:
     kind: Literal["load", "multiply", "resume", "attend"]
     tile: int
     batch: int = ALL
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,32 @@ def pass_ops(
     `streamed`: for each weight tile, whether it comes through the ring; `spans`: the tiles of each matrix. A single
     batch has no products of others to overlap its attention with.
     """
-    last = {span[-1] for span in spans}
     overlap_at = {overlap.before.start: overlap for overlap in overlaps if batches > 1}
+    span_at = {span.start: span for span in spans}
     loaded: set[int] = set()
 
-    def multiply(tile: int, batch: int) -> list[Op]:
-        load = [Op("load", tile)] if streamed[tile] and tile not in loaded else []
-        loaded.add(tile)
-        return [*load, Op("multiply", tile, batch)]
+    def multiply(span: range, batch: int) -> list[Op]:
+        """A matrix's tiles: those that are resident and follow each other in one operation."""
+        ops, tile = list[Op](), span.start
+        while tile < span.stop:
+            stop = tile + 1
+            if streamed[tile]:
+                ops += [Op("load", tile)] if tile not in loaded else []
+                loaded.add(tile)
+            else:
+                while stop < span.stop and not streamed[stop]:
+                    stop += 1
+            ops.append(Op("multiply", tile, batch, stop - tile))
+            tile = stop
+        return ops
 
     def by_itself(tiles: range, batch: int) -> list[Op]:
         """One batch multiplies some matrices, and runs on after each."""
-        ops = []
-        for tile in tiles:
-            ops += multiply(tile, batch)
-            if tile in last:
-                ops.append(Op("resume", tile, batch))
+        ops, tile = list[Op](), tiles.start
+        while tile < tiles.stop:
+            span = span_at[tile]
+            ops += [*multiply(span, batch), Op("resume", span[-1], batch)]
+            tile = span.stop
         return ops
 
     ops = [Op("resume", -1, batch) for batch in range(batches)]
@@ -101,8 +113,8 @@ def pass_ops(
                 ops += [Op("resume", before, batch), *by_itself(overlap.after, batch)]
             tile = overlap.after.stop
             continue
-        ops += multiply(tile, ALL)
-        if tile in last:
-            ops += [Op("resume", tile, batch) for batch in range(batches)]
-        tile += 1
+        span = span_at[tile]
+        ops += multiply(span, ALL)
+        ops += [Op("resume", span[-1], batch) for batch in range(batches)]
+        tile = span.stop
     return ops

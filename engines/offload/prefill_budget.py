@@ -6,15 +6,17 @@ with few rows at the beginning. Which costs less depends on the job, the disk an
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
+from engines.offload.admission import AverageLength
 from engines.offload.kv_cache.block_manager import BlockManager
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.plan import MemoryPlan
-from engines.offload.scheduler import ActiveSequence, BlockScheduler, ContinuousScheduler, Scheduler
+from engines.offload.scheduled_chunk import ActiveSequence
+from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, Scheduler
 from harness.api import OffloadPolicy
 from harness.api.machine import mean_cached_tokens
 
@@ -45,27 +47,44 @@ class PrefillBudget:
 
 
 def make_scheduler(
-    sequences: Sequence[S],
+    sequences: Iterable[S],
     cache: BlockManager,
+    policy: OffloadPolicy,
+    plan: MemoryPlan,
+    budget: Callable[[int], int],
+    prefill_chunk: int,
+    max_logits: int | None = None,
+    average: AverageLength | None = None,
+) -> Scheduler[S]:
+    """The scheduler of a policy: a sweep, whose passes take the prompt tokens that `budget` allows, or blocks in step.
+
+    `prefill_chunk`: prompt tokens a batch and pass of blocks; `max_logits`: how many of them may get logits. `average`:
+    the length by which a sweep admits, instead of the longest.
+    """
+    if policy.schedule == "sweep":
+        return ContinuousScheduler(sequences, cache, plan.sequences, budget, max_logits, average)
+    size, batches = policy.gpu_batch_size, policy.num_gpu_batches
+    return BlockScheduler(sequences, cache, size, batches, prefill_chunk, max_logits)
+
+
+def job_budget(
+    work: Sequence[tuple[Sequence[int], int]],
+    blocks: int,
     policy: OffloadPolicy,
     plan: MemoryPlan,
     balance_rows: int,
     prefill_chunk: int,
-    max_logits: int | None = None,
-) -> Scheduler[S]:
-    """The scheduler of a job: blocks in step, or a sweep with the prefill budget that is best for the job.
+) -> PrefillBudget:
+    """The budget that is best for a job of `work` (known tokens, steps) in a cache of `blocks`, where the policy is a
+    sweep; else `prefill_chunk`.
 
-    `balance_rows`: rows at which a pass computes as long as its weights take to load. `prefill_chunk`: prompt tokens a
-    batch and pass, of which at most `max_logits` get logits.
+    `balance_rows`: rows at which a pass computes as long as its weights take to load.
     """
-    if policy.schedule != "sweep":
-        size, batches = policy.gpu_batch_size, policy.num_gpu_batches
-        return BlockScheduler(sequences, cache, size, batches, prefill_chunk, max_logits)
-    work = [(s.tokens, s.steps_left) for s in sequences]
+    if policy.schedule != "sweep" or not work:
+        return PrefillBudget(prefill_chunk, balance_rows, prefill_chunk)
     mean = sum(mean_cached_tokens(len(tokens), steps) for tokens, steps in work) / len(work)
-    together = max(1, min(plan.sequences, cache.num_blocks // blocks_for(int(mean) + 1)))
-    budget = search_prefill_budget(work, cache.num_blocks, plan.sequences, together, balance_rows, prefill_chunk)
-    return ContinuousScheduler(sequences, cache, plan.sequences, budget, max_logits)
+    together = max(1, min(plan.sequences, blocks // blocks_for(int(mean) + 1)))
+    return search_prefill_budget(work, blocks, plan.sequences, together, balance_rows, prefill_chunk)
 
 
 def search_prefill_budget(

@@ -3,57 +3,14 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, TypeVar
 
-import numpy as np
-
+from engines.offload.admission import AverageLength, peak_blocks
 from engines.offload.kv_cache.block_manager import BlockManager, extend_block_hashes
-from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
+from engines.offload.memory.kv_blocks import BLOCK_SIZE
+from engines.offload.scheduled_chunk import ActiveSequence, Room, ScheduledChunk
 from harness.api import OffloadPolicy
-
-
-class ActiveSequence:
-    """Known tokens, the first `cached` of which have keys and values in the KV blocks of `block_table`.
-
-    It generates up to `steps` tokens, one in each pass that reaches its last known token, at `times`.
-    """
-
-    def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
-        self.tokens = list(tokens)
-        self.cached = 0
-        self.block_table: list[int] = []
-        self.arrival_s = arrival_s
-        self.start_s = -1.0
-        self.times: list[float] = []
-        self._steps = steps
-
-    @property
-    def missing(self) -> int:
-        """How many of its known tokens are not cached."""
-        return len(self.tokens) - self.cached
-
-    @property
-    def steps_left(self) -> int:
-        """How many passes it still needs at most, counted from the one that computes its last known token."""
-        return self._steps - len(self.times)
-
-    @property
-    def cacheable_tokens(self) -> int:
-        """How many of its first tokens may be taken from another sequence's cached blocks. The last token gives the
-        next, and no row is computed alone: see `prompt_rows`."""
-        return max(0, len(self.tokens) - 2)
-
-    def reset(self) -> None:
-        """After preemption: all known tokens, generated ones too, will be computed again."""
-        self.cached = 0
-
-    def logits_positions(self, count: int) -> range:
-        """The positions among the next `count` tokens that need logits: the last known token's, if it is reached."""
-        end = self.cached + count
-        return range(end - 1, end) if end == len(self.tokens) else range(0)
-
 
 S = TypeVar("S", bound=ActiveSequence)
 
@@ -64,38 +21,23 @@ def steady_blocks(policy: OffloadPolicy) -> int:
     return 4 if policy.schedule == "sweep" else 1
 
 
-@dataclass(frozen=True)
-class ScheduledChunk(Generic[S]):
-    """The part of one sequence that a pass computes: its next `count` tokens that are not cached."""
-
-    sequence: S
-    count: int
-
-    @property
-    def cached(self) -> int:
-        """Tokens of the sequence before these."""
-        return self.sequence.cached
-
-    @property
-    def block_table(self) -> Sequence[int]:
-        """The sequence's KV blocks, in order."""
-        return self.sequence.block_table
-
-    @property
-    def missing_blocks(self) -> int:
-        """KV blocks that the sequence lacks for these tokens."""
-        return blocks_for(self.cached + self.count) - len(self.block_table)
-
-
 class Scheduler(ABC, Generic[S]):
     """Forms passes. `next_pass` allocates the KV blocks of its chunks; `finish` frees a sequence's blocks.
 
     A sequence whose prefix is cached starts with the cached blocks. `shared_tokens` counts the prompt tokens that this
-    saves. `waiting` sequences are not admitted, by arrival; `preempted` ones were preempted at least once. At most
-    `max_logits` rows of logits are computed for a batch and pass.
+    saves, `preemptions` how often a running sequence lost its blocks to an older one. `waiting` sequences are not
+    admitted, by arrival. At most `max_logits` rows of logits are computed for a batch and pass. Admission counts with
+    the most tokens that sequences may generate, or with an `average`; one that was preempted is not guessed again.
     """
 
-    def __init__(self, waiting: Iterable[S], cache: BlockManager, size: int, max_logits: int | None) -> None:
+    def __init__(
+        self,
+        waiting: Iterable[S],
+        cache: BlockManager,
+        size: int,
+        max_logits: int | None,
+        average: AverageLength | None = None,
+    ) -> None:
         # a stable sort: sequences that arrive together keep their order
         self.waiting = deque(sorted(waiting, key=lambda s: s.arrival_s))
         #: Admitted sequences, oldest first, and the cached blocks that each was admitted with.
@@ -104,8 +46,9 @@ class Scheduler(ABC, Generic[S]):
         self._hashes: dict[S, list[bytes]] = {}  # by sequence, of its leading full blocks so far
         self._size = size
         self._max_logits = max_logits
-        self.preempted: set[S] = set()
-        self.shared_tokens = 0
+        self._average = average
+        self._preempted: set[S] = set()  # at least once
+        self.shared_tokens = self.preemptions = 0
 
     @property
     def next_arrival_s(self) -> float | None:
@@ -118,12 +61,18 @@ class Scheduler(ABC, Generic[S]):
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
         """The batches of the next pass; empty if no sequence has arrived or none gets the blocks it needs."""
 
+    def submit(self, sequence: S) -> None:
+        """Queues a sequence that has arrived, behind those that wait."""
+        self.waiting.append(sequence)
+
     def finish(self, sequence: S) -> None:
-        """Removes a running sequence and frees its blocks."""
-        del self.running[sequence]
-        self._hashes.pop(sequence, None)
-        self._cache.free(sequence.block_table)
-        sequence.block_table = []
+        """Removes a running or waiting sequence and frees its blocks."""
+        if self.running.pop(sequence, None) is None:
+            self.waiting.remove(sequence)
+        elif self._average is not None:
+            self._average.observe(sequence)
+        self._forget(sequence)
+        self._preempted.discard(sequence)
 
     def close(self) -> None:
         """Frees the blocks of all running sequences."""
@@ -142,22 +91,32 @@ class Scheduler(ABC, Generic[S]):
             return None
         self.running[self.waiting.popleft()] = prefix
         self._cache.ref(prefix)
-        sequence.block_table, sequence.cached = list(prefix), len(prefix) * BLOCK_SIZE
-        if sequence not in self.preempted:  # a preempted sequence may find blocks of its first run
+        restored = self._cache.restore(hashes[len(prefix) : sequence.cacheable_tokens // BLOCK_SIZE])
+        sequence.block_table = [*prefix, *restored]
+        sequence.cached = len(sequence.block_table) * BLOCK_SIZE
+        if sequence.found_tokens is None:  # a preempted sequence may find blocks of its first run
+            sequence.found_tokens = sequence.cached
             self.shared_tokens += sequence.cached
         return sequence
 
     def _fits(self, sequence: S, prefix: Sequence[int]) -> bool:
         """Whether the cache can hold `sequence`, which starts with the blocks `prefix`, beside the running ones."""
         prefixes = [*self.running.values(), prefix]
-        peak = peak_blocks([*self.running, sequence], [len(blocks) for blocks in prefixes])
+        sequences = [*self.running, sequence]
+        steps = [self._steps_left(s) for s in sequences]
+        peak = peak_blocks(sequences, [len(blocks) for blocks in prefixes], steps)
         return peak + len(set(chain.from_iterable(prefixes))) <= self._cache.num_blocks
+
+    def _steps_left(self, sequence: S) -> int:
+        if self._average is None or sequence in self._preempted:
+            return sequence.steps_left
+        return self._average.steps_left(sequence)
 
     def _allocate_blocks(self, batches: Sequence[Sequence[ScheduledChunk[S]]]) -> list[list[ScheduledChunk[S]]]:
         """Allocates blocks for the tokens of each chunk; returns the chunks that can be computed.
 
-        A prompt that takes several passes can exceed the predicted peak. Then the youngest sequences are preempted and
-        recomputed later; the oldest sequence always continues.
+        Prompts that take several passes, or sequences longer than the average, can exceed the predicted peak. Then the
+        youngest sequences are preempted and recomputed later; the oldest sequence always continues.
         """
         for chunk in chain.from_iterable(batches):
             if chunk.sequence not in self.running:  # preempted for an older sequence
@@ -186,10 +145,19 @@ class Scheduler(ABC, Generic[S]):
             self._cache.cache_block(sequence.block_table[i], hashes[i])
 
     def _preempt(self, sequence: S) -> None:
-        self.finish(sequence)
-        self.preempted.add(sequence)
+        del self.running[sequence]
+        self._forget(sequence)
+        self._preempted.add(sequence)
+        self.preemptions += 1
         sequence.reset()
         self.waiting.appendleft(sequence)
+
+    def _forget(self, sequence: S) -> None:
+        hashes = self._hashes.pop(sequence, [])
+        known = min(len(hashes), sequence.cached // BLOCK_SIZE)
+        self._cache.keep(sequence.block_table[:known], hashes[:known])
+        self._cache.free(sequence.block_table)
+        sequence.block_table = []
 
 
 class BlockScheduler(Scheduler[S]):
@@ -218,7 +186,7 @@ class BlockScheduler(Scheduler[S]):
 
     def _chunks(self, batch: Sequence[S]) -> list[ScheduledChunk[S]]:
         """A token of each sequence that decodes, and up to `prefill_chunk` prompt tokens of the others."""
-        room = _Room(self._prefill_chunk, self._max_logits)
+        room = Room(self._prefill_chunk, self._max_logits)
         counts = [room.take(sequence, decodes=sequence.missing == 1) for sequence in batch]
         return [ScheduledChunk(sequence, count) for sequence, count in zip(batch, counts, strict=True) if count]
 
@@ -230,14 +198,15 @@ class ContinuousScheduler(Scheduler[S]):
 
     def __init__(
         self, waiting: Iterable[S], cache: BlockManager, size: int, budget: Callable[[int], int],
-        max_logits: int | None = None,
+        max_logits: int | None = None, average: AverageLength | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(waiting, cache, size, max_logits)
+        super().__init__(waiting, cache, size, max_logits, average)
         self._budget = budget
 
     def next_pass(self, now_s: float) -> list[list[ScheduledChunk[S]]]:
         chunks = [ScheduledChunk(s, 1) for s in self.running if s.missing == 1]
-        room = _Room(self._budget(len(chunks)), self._max_logits)
+        logits = None if self._max_logits is None else max(0, self._max_logits - len(chunks))
+        room = Room(self._budget(len(chunks)), logits)
         for sequence in self._prompts(now_s):
             if count := room.take(sequence):
                 chunks.append(ScheduledChunk(sequence, count))
@@ -250,63 +219,3 @@ class ContinuousScheduler(Scheduler[S]):
         yield from [s for s in self.running if s.missing > 1]
         while len(self.running) < self._size and (sequence := self.admit(now_s)):
             yield sequence
-
-
-def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[ScheduledChunk[S]]]:
-    """Splits a batch into at most `count` nano-batches with similar numbers of rows, in order."""
-    count = min(count, len(batch))
-    total, rows = sum(chunk.count for chunk in batch), 0
-    nano_batches: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
-    for chunk in batch:
-        nano_batches[min(count - 1, count * (2 * rows + chunk.count) // (2 * total))].append(chunk)
-        rows += chunk.count
-    return [chunks for chunks in nano_batches if chunks]
-
-
-def prompt_rows(missing: int, left: int, budget: int) -> int:
-    """How many of a prompt's `missing` rows go into a pass with room for `left` of its `budget` of prompt rows.
-
-    Avoids single rows if it can: attention of a single row sums in another order, and a result must not depend on the
-    other sequences of the pass.
-    """
-    if missing <= left or budget < 3:
-        return min(left, missing)
-    count = left - (missing == left + 1)
-    return count if count > 1 else 0
-
-
-class _Room:
-    """The rows of prompts and of logits (None: any number) that a batch may still take."""
-
-    def __init__(self, budget: int, logits: int | None) -> None:
-        self._budget = self.prompt_rows = budget
-        self._logits = logits
-
-    def take(self, sequence: ActiveSequence, decodes: bool = False) -> int:
-        """Takes as many rows of a prompt as fit, or the row of a sequence that decodes; returns how many."""
-        missing = sequence.missing
-        count = 1 if decodes else prompt_rows(missing, self.prompt_rows, self._budget)
-        if self._logits is not None:
-            fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - self._logits))
-            if fitting < count and missing - fitting == 1:
-                fitting -= 1
-            count = 0 if fitting == 1 < missing else fitting  # no single rows of a prompt: see `prompt_rows`
-            self._logits -= len(sequence.logits_positions(count))
-        self.prompt_rows -= 0 if decodes else count
-        return count
-
-
-def peak_blocks(sequences: Sequence[ActiveSequence], shared: Sequence[int]) -> int:
-    """The most blocks that `sequences` will hold at once, if none ends early and each adds one token per pass.
-
-    The `shared` blocks of each sequence are not counted. The total falls only when a sequence ends, so its maximum is
-    just before an end. Source: NanoFlow (Zhu et al. 2025), section 4 (admission by predicted peak), here computed
-    exactly instead of from averages.
-    """
-    steps = np.array([s.steps_left for s in sequences])
-    tokens = np.array([max(s.cached, len(s.tokens)) for s in sequences])
-    ends = np.unique(steps)
-    held = tokens[None, :] + ends[:, None] - 1  # at its last step a sequence has steps - 1 tokens more
-    unshared = -(-held // BLOCK_SIZE) - np.array(shared)
-    blocks = unshared * (steps[None, :] >= ends[:, None])
-    return int(blocks.sum(axis=1).max())

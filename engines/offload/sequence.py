@@ -1,4 +1,4 @@
-"""The sequences that passes work on: one generates a request's tokens, one is scored."""
+"""The sequence that generates a request's tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -6,85 +6,92 @@ from typing import Literal
 import torch
 
 from engines.common import sampling
-from engines.offload.scheduler import ActiveSequence
-from harness.api import GenerationRequest, GenerationResult, Score
+from engines.common.json_schema import Constraint
+from engines.offload.scheduled_chunk import ActiveSequence
+from harness.api import GenerationRequest, GenerationResult, TokenLogprob
 
-#: Rows of logits that are scored at a time, so that they stay in the CPU's caches.
-_ROWS = 16
 _NO_IDS = torch.zeros(1, 0, dtype=torch.long)
+#: Rows of logits whose log-probabilities are computed at a time, so that they stay in the CPU's caches.
+_ROWS = 16
 
 
 class Generation(ActiveSequence):
     """One request: decoded greedily or sampled, until its length, an end-of-sequence token or a stop string."""
 
     def __init__(
-        self, request: GenerationRequest, eos: Sequence[int], decode: Callable[[Sequence[int]], str] | None
+        self,
+        request: GenerationRequest,
+        eos: Sequence[int],
+        decode: Callable[[Sequence[int]], str] | None,
+        constraint: Constraint | None = None,
     ) -> None:
         super().__init__(request.prompt, request.sampling.max_tokens, request.arrival_s)
         self.request = request
         self._eos = eos
         self._decode = decode
+        self._constraint = constraint
         self._sampler = sampling.RowSampler([request.sampling], eos)
         self._reason: Literal["length", "stop"] | None = None
+        self._prompt_logprobs: list[TokenLogprob] = []  # of the prompt's second token, its third, and so on
+
+    @property
+    def cacheable_tokens(self) -> int:
+        fewer = super().cacheable_tokens
+        return min(fewer, len(self._prompt_logprobs)) if self._unscored else fewer
+
+    def logits_positions(self, count: int) -> range:
+        """Of a prompt whose log-probabilities are wanted, every position that predicts another of its tokens too."""
+        if not self._unscored:
+            return super().logits_positions(count)
+        return range(max(self.cached, len(self._prompt_logprobs)), max(self.cached, self.cached + count))
 
     def consume(self, logits: torch.Tensor, now_s: float) -> bool:
         """Takes the logits [logits positions, vocab] of a pass that ended at `now_s`; returns whether it is done."""
-        if not len(logits):
+        scored = min(len(logits), self._unscored)
+        self._score_prompt(logits[:scored])
+        if scored == len(logits):
             return False
-        scores = self._sampler(_NO_IDS, logits.float())  # none of its settings looks at earlier tokens
+        allowed = self._constraint.allowed()[None] if self._constraint else None
+        # none of its settings looks at earlier tokens
+        scores = self._sampler.select(_NO_IDS, logits[scored:].float(), allowed)
         self.tokens.append(int(scores[0].argmax()))
         self.times.append(now_s)
         generated = self.tokens[len(self.request.prompt) :]
         self._reason = sampling.finish_reason(self.request.sampling, generated, self._eos, self._decode)
+        if self._constraint and self._reason is None:
+            self._reason = self._constraint.accept(self.tokens[-1])
         return self._reason is not None
 
-    def result(self) -> GenerationResult:
-        """The finished request."""
+    @property
+    def last_logprob(self) -> TokenLogprob | None:
+        """Of the last generated token, if the request wants it."""
+        logprobs = self._sampler.logprobs[0]
+        return logprobs[-1] if logprobs else None
+
+    def result(self, cancelled: bool = False) -> GenerationResult:
+        """The finished request, or what there is of a cancelled one."""
         return GenerationResult(
             id=self.request.id,
             tokens=tuple(self.tokens[len(self.request.prompt) :]),
             start_s=self.start_s,
             token_times_s=tuple(self.times),
             prompt_tokens=len(self.request.prompt),
-            finish_reason=self._reason or "length",
+            finish_reason="cancelled" if cancelled else self._reason or "length",
             logprobs=tuple(self._sampler.logprobs[0]),
+            cached_tokens=self.found_tokens or 0,
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
-
-class Scoring(ActiveSequence):
-    """One continuation and its log-likelihood: only the positions that predict it need logits."""
-
-    def __init__(self, index: int, full: Sequence[int], continuation: int) -> None:
-        super().__init__(full[:-1], 1)  # the last token is only predicted
-        self.index = index
-        self._full = full
-        self._first = len(full) - 1 - continuation
-        self._position = self._first
-        self._logprob = 0.0
-        self._greedy = True
-
     @property
-    def cacheable_tokens(self) -> int:
-        return max(0, min(self._first, len(self.tokens) - 2))
+    def _unscored(self) -> int:
+        """How many of the prompt's tokens lack log-probabilities that are wanted."""
+        wanted = len(self.request.prompt) - 1 if self.request.sampling.prompt_logprobs else 0
+        return wanted - len(self._prompt_logprobs)
 
-    def reset(self) -> None:
-        super().reset()
-        self._position = self._first
-        self._logprob, self._greedy = 0.0, True
-
-    def logits_positions(self, count: int) -> range:
-        return range(max(self._first, self.cached), max(self._first, self.cached + count))
-
-    def consume(self, logits: torch.Tensor, now_s: float) -> bool:
-        """Takes the logits [logits positions, vocab] of a pass; returns whether it was the last."""
-        for rows in torch.split(logits, _ROWS):
-            target = torch.tensor(self._full[self._position + 1 : self._position + 1 + len(rows)])
-            log_probs = torch.log_softmax(rows.float(), dim=-1)
-            self._logprob += log_probs.gather(1, target[:, None]).double().sum().item()
-            self._greedy &= bool((rows.argmax(dim=-1) == target).all())
-            self._position += len(rows)
-        return self.cached == len(self.tokens)
-
-    def result(self) -> Score:
-        """The finished score."""
-        return Score(self._logprob, self._greedy)
+    def _score_prompt(self, logits: torch.Tensor) -> None:
+        """Takes the rows [positions, vocab] that predict the prompt's next tokens."""
+        alternatives = self.request.sampling.logprobs or 0
+        for rows in torch.split(logits, _ROWS) if len(logits) else ():
+            for log_probs in torch.log_softmax(rows.float(), dim=-1):
+                token = self.request.prompt[len(self._prompt_logprobs) + 1]
+                self._prompt_logprobs.append(sampling.token_logprob(log_probs, token, alternatives))

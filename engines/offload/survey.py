@@ -83,7 +83,9 @@ def difference(kind: str) -> float | None:
             return None
         torch.manual_seed(1)
         pairs = [(tuple(torch.randint(5, 500, (n,)).tolist()), _CONTINUATION) for n in _CONTEXTS]
-        reference = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager").eval()
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder / "model", attn_implementation="eager", trust_remote_code=False
+        ).eval()
         expected = [_logprob(reference, *pair) for pair in pairs]
         policy = OffloadPolicy(schedule="sweep", gpu_batch_size=len(pairs), prefill_chunk=_CHUNK)
         local = prepare(ModelSpec(str(folder / "model")), folder)
@@ -110,10 +112,13 @@ def _save_small(kind: str, folder: Path) -> bool:
             del sizes["num_key_value_heads"]
         config = AutoConfig.for_model(kind, **sizes)
         with torch.device("meta"):
-            if sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) > _LARGEST:
+            if (
+                sum(p.numel() for p in AutoModelForCausalLM.from_config(config, trust_remote_code=False).parameters())
+                > _LARGEST
+            ):
                 return False
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception:  # each configuration has its own conditions
         return False
     with torch.no_grad():

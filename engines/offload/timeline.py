@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from harness.api import EngineTrace, TraceEvent
 from harness.common.intervals import union_length
@@ -21,9 +21,8 @@ _SHORTEST_S = 1e-4
 _GAP_S = 1e-3
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something that ran in a lane; times on the clock of `time.perf_counter`."""
+class Span(NamedTuple):
+    """Something that ran in a lane; times on the clock of `time.perf_counter`. A pass of one row has hundreds."""
 
     lane: str
     name: str
@@ -86,18 +85,21 @@ class Timeline:
         if rows >= self._most_rows:
             self._most_rows = rows
             self.kept = tuple(spans)
+        lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
+        for span in spans:
+            lanes[span.lane].append(span)
         sums = PassSums(
             rows,
-            sum(s.end_s - s.start_s for s in spans if s.lane == "wait"),
-            union_length((s.start_s, s.end_s) for s in spans if s.lane in ("load", "cache")),
-            _tasks(spans),
+            sum(s.end_s - s.start_s for s in lanes["wait"]),
+            union_length((s.start_s, s.end_s) for s in [*lanes["load"], *lanes["cache"]]),
+            _tasks(lanes),
         )
         self.count(sums)
         return sums
 
     def _timed(self, spans: Sequence[tuple[str, str, Any, Any]]) -> list[Span]:
         if self._clock is None:
-            return [Span(*span) for span in spans]
+            return [*map(Span._make, spans)]
         stamps = [t for span in spans for t in span[2:] if not isinstance(t, float)]
         seconds = iter(self._clock.seconds(stamps))
         return [
@@ -131,14 +133,11 @@ class Timeline:
         return EngineTrace(metrics, tuple(_event(s, origin) for s in merged if s.end_s - s.start_s >= _SHORTEST_S))
 
 
-def _tasks(spans: Sequence[Span]) -> dict[str, float]:
+def _tasks(lanes: Mapping[str, Sequence[Span]]) -> dict[str, float]:
     """Seconds in which each task was at work, by FlexGen's breakdown (table 8); overlapping time counts for both."""
 
     def times(lane: str, *names: str, but: tuple[str, ...] = ()) -> list[tuple[float, float]]:
-        return [
-            (s.start_s, s.end_s) for s in spans
-            if s.lane == lane and s.name.startswith(names or ("",)) and s.name not in but
-        ]  # fmt: skip
+        return [s[2:] for s in lanes[lane] if s.name.startswith(names or ("",)) and s.name not in but]
 
     attention, between = times("attention"), times("compute", BETWEEN)
     nested = [*attention, *times("wait"), *times("activations")]  # may lie inside the spans between products
@@ -160,7 +159,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
     merged: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
         if merged and merged[-1].name == span.name and span.start_s - merged[-1].end_s <= _GAP_S:
-            merged[-1] = replace(merged[-1], end_s=max(merged[-1].end_s, span.end_s))
+            merged[-1] = merged[-1]._replace(end_s=max(merged[-1].end_s, span.end_s))
         else:
             merged.append(span)
     return merged

@@ -16,7 +16,15 @@ from engines.planning.placement import Programme, linear_programme
 from engines.planning.planned_job import PlannedJob
 from engines.planning.rounding import placements
 from engines.planning.thread_control import best_threads, concurrent_operators, relative_time, with_attention_time
-from engines.planning.workload import FloatArray, Fractions, kv_bytes, model_weight_bytes, pinned_bytes, sublayers
+from engines.planning.workload import (
+    VALUE_BYTES,
+    FloatArray,
+    Fractions,
+    kv_bytes,
+    model_weight_bytes,
+    pinned_bytes,
+    sublayers,
+)
 from harness.api import Bound, EngineTrace, HardwareProfile, HarnessError, OffloadPolicy
 from harness.common.roofline import block_bound
 
@@ -253,5 +261,6 @@ def bound(job: PlannedJob, policy: OffloadPolicy, machine: Machine, block: int) 
     compute_s = sum(shape.block_flops(block, lengths.prompt, steps)) / max(machine.dense.flops.values())
     room = capacity(machine.profile)
     cache = block * lengths.mean_cached * kv_bytes(shape, policy) * shape.num_layers
-    on_disk = max(0.0, model_weight_bytes(shape, policy) + cache - room.device - room.host)
+    idle = shape.params_idle * policy.value_bytes(policy.weight_bits, VALUE_BYTES)  # experts that nobody may ask for
+    on_disk = max(0.0, model_weight_bytes(shape, policy) - idle + cache - room.device - room.host)
     return block_bound(block * steps, compute_s, steps * on_disk / machine.profile.disk.read)

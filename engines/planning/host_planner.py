@@ -1,6 +1,7 @@
 """Plans for machines without a device: the engine's own memory plan, and its schedule in simulated time."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,21 +10,24 @@ from functools import lru_cache
 
 from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import WeightTile, matrices_of, model_tiles
-from engines.offload.memory.storage import WeightStorage, may_use_twelve_bits, panels_of, storages
+from engines.offload.memory.pass_time import PassRates
+from engines.offload.memory.storage import WeightStorage, panels_of, storages, weight_formats
 from engines.offload.prefill_budget import SimulatedSequence
 from engines.offload.scheduler import steady_blocks
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction, bound, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model
-from engines.planning.machine import Machine
+from engines.planning.machine import Machine, attention_rate
 from engines.planning.memory import TierBytes
 from engines.planning.planned_job import SYSTEM_BYTES, PlannedJob
 from engines.planning.simulator import PlacedModel, Simulator
 from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths
-from harness.api import DTYPE_BYTES, Dtype, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
+from harness.api import DTYPE_BYTES, HardwareProfile, HarnessError, InfeasibleError, ModelShape, OffloadPolicy
 
 #: Tiles of a pass that are simulated. Large models are cut into fewer, larger tiles than the engine's.
 _TILES = 256
+#: Rows and columns of the tile whose time stands for all, and bytes of a read at which a disk reaches its rate.
+_MEASURED_TILE, _READ_BYTES = (1024, 2048), 4 << 20
 #: Sequences of a block at most: a host's products reach their best rate long before.
 _MAX_SEQUENCES = 1024
 
@@ -100,6 +104,11 @@ class HostPlanner(ClosedFormPlanner):
             trace=timeline.trace(),
         )
 
+    def read_share(self, policy: OffloadPolicy, rows: int) -> float:
+        """The part of its experts' bytes that a pass of `rows` rows is expected to need."""
+        experts = [tile for tile in self._placed(policy).tiles if tile.matrix in self.job.usage.experts]
+        return self.job.usage.expected_bytes(experts, rows) / sum(tile.nbytes for tile in experts)
+
     def _profile_for(self, policy: OffloadPolicy) -> HardwareProfile:
         """The machine on the policy's threads."""
         host = self.profile.host
@@ -112,40 +121,66 @@ class HostPlanner(ClosedFormPlanner):
             raise HarnessError(f"policy.compute_dtype {policy.compute_dtype}: {rates}")
         if policy not in self._placements:
             threads = policy.threads or self.profile.host.cores
-            self._placements[policy] = place_model(self.job, policy, self._budget, threads, self.profile.host.dtype)
+            machine = Machine(self._profile_for(policy))
+            self._placements[policy] = place_model(self.job, policy, self._budget, threads, machine)
         return self._placements[policy]
 
 
 def place_model(
-    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, compute_dtype: Dtype
+    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, machine: Machine
 ) -> PlacedModel:
-    """Places a model as the engine would within `budget` bytes (None: unlimited).
+    """Places a model as the engine would within `budget` bytes (None: unlimited), by the rates of `machine`.
 
     Raises InfeasibleError as the engine does.
     """
+    placed, refusal = list[PlacedModel](), None
+    for twelve_bits in weight_formats(policy, budget is not None):
+        try:
+            placed.append(_place(job, policy, budget, threads, machine, twelve_bits))
+        except InfeasibleError as exc:
+            refusal = exc
+    if refusal is not None and not placed:
+        raise refusal
+    return max(placed, key=lambda one: one.plan.tokens_per_s)
+
+
+def _place(
+    job: PlannedJob, policy: OffloadPolicy, budget: int | None, threads: int, machine: Machine, twelve_bits: bool
+) -> PlacedModel:
+    """With bfloat16 in `twelve_bits` or plain."""
     layers, outside, cache = storages(job.dtype, policy)
-    twelve_bits = policy.weight_format == "exact12" or may_use_twelve_bits(policy, budget is not None)
+    compute_dtype = machine.host.dtype
     in_panels = [panels_of(stored, twelve_bits) for stored in (layers, outside)]
-    tiles, experts = _tiles(job.shape, in_panels[0] or layers, in_panels[1] or outside)
+    tiles = _tiles(job.shape, in_panels[0] or layers, in_panels[1] or outside)
     fused = compute_dtype == "float32" or in_panels[0] is not None  # the kernel dequantizes in registers
     request = job.memory_request(
         tiles, cache, compute_dtype,
         cast_bytes=0 if fused or policy.weight_bits == 16 else 4 + DTYPE_BYTES[compute_dtype],
         attention_bytes=attention_memory(job.shape, job.max_sequence, threads),
     )  # fmt: skip
-    return PlacedModel(job.shape, tiles, cache, plan_host_memory(request, policy, budget), experts)
+    rates = _rates(machine, in_panels[0] or layers, policy)
+    return PlacedModel(job.shape, tiles, cache, plan_host_memory(request, policy, budget, rates), job.usage)
+
+
+def _rates(machine: Machine, stored: WeightStorage, policy: OffloadPolicy) -> PassRates:
+    """What a pass can count on with weights `stored` so."""
+    rows, columns = _MEASURED_TILE
+    values, nbytes = rows * columns, stored.matrix_bytes(rows, columns)
+
+    def value_s(count: float) -> float:
+        return machine.tile_s(math.ceil(count), values, nbytes, stored) / values
+
+    memory = attention_rate(machine.host, policy.kv_bits)
+    return PassRates(machine.profile.disk.read, _READ_BYTES, value_s, memory)
 
 
 @lru_cache(maxsize=64)
-def _tiles(
-    shape: ModelShape, layers: WeightStorage, outside: WeightStorage
-) -> tuple[Sequence[WeightTile], frozenset[str]]:
-    """A model's tiles, and the names of its experts' matrices."""
+def _tiles(shape: ModelShape, layers: WeightStorage, outside: WeightStorage) -> Sequence[WeightTile]:
     matrices = matrices_of(shape)
     tiles = model_tiles(matrices, layers, outside)
     if len(tiles) > _TILES:
         tiles = model_tiles(matrices, layers, outside, sum(m.rows * m.columns for m in matrices) // _TILES)
-    return tiles, frozenset(m.name for m in matrices if m.expert is not None)
+    return tiles
 
 
 def _block_times(sequences: Sequence[SimulatedSequence], policy: OffloadPolicy) -> tuple[float, float]:

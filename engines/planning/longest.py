@@ -6,8 +6,6 @@ leaves a share of the limits free, so it errs on the short side. Where it is sti
 compiler, for example, attention needs more memory), `load` raises InfeasibleError by its own count.
 """
 
-import os
-
 from engines.offload.memory.device import PINNED_SHARE, plan_device_memory, tile_values
 from engines.offload.memory.host import attention_memory, plan_host_memory
 from engines.offload.memory.layout import matrices_of, model_tiles
@@ -17,6 +15,7 @@ from engines.planning.planned_job import PlannedJob
 from engines.planning.workload import Lengths
 from harness.api import DTYPE_BYTES, Dtype, InfeasibleError, LocalModel, RunSpec
 from harness.common.host_memory import free_memory
+from harness.common.system import usable_cpus
 
 #: The share of each limit that stays free for what a shape does not tell.
 _MARGIN = 1 / 32
@@ -54,7 +53,7 @@ class _Planner:
             self._cast_bytes += 2 * DTYPE_BYTES[model.dtype]  # a tile's values, of those that are plain too
         tile_limit = None if self._device is None else tile_values(self._shape)
         self._tiles = model_tiles(matrices_of(self._shape), layers, outside, tile_limit)
-        threads = (policy.threads, limits.threads, len(os.sched_getaffinity(0)))
+        threads = (policy.threads, limits.threads, usable_cpus())
         self._threads = min(count for count in threads if count is not None)
 
     def plan(self, tokens: int, margin: float = _MARGIN) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from harness.api import HardwareProfile, Link, Processor
+from engines.offload.memory.rows import padded_rows
+from engines.offload.memory.storage import Grouped, Panels, WeightStorage
+from harness.api import DTYPE_BYTES, HardwareProfile, Link, Processor
 from harness.common.curve import interpolate
 
 #: Bytes that a kernel writes for a dequantized value.
@@ -36,6 +38,23 @@ class Machine:
         if not rows:
             return 0.0
         return max(2 * rows * params / self.flops(rows), weight_bytes / self.dense.bandwidth)
+
+    def tile_s(self, rows: int, values: float, nbytes: float, stored: WeightStorage) -> float:
+        """The product of `rows` rows and a tile of `values` weights, `stored` so in `nbytes`, in a host's pass."""
+        padded = rows if isinstance(stored, Panels) else padded_rows(rows, DTYPE_BYTES[self.host.dtype])
+        grouped = stored.grouped if isinstance(stored, Panels) else stored if isinstance(stored, Grouped) else None
+        if grouped is not None:  # at few rows the rates are those of reading 16-bit weights, of which these are a part
+            seconds = 2 * padded * values / self.flops(math.inf) + values / unpack_rate(self.host, grouped.bits)
+        elif isinstance(stored, Panels) and stored.exact12:
+            seconds = max(self._exact12_s(rows, values), nbytes / self.host.bandwidth)
+        else:
+            seconds = self.product_s(padded, values, nbytes)
+        return seconds / (self.host.in_passes or 1.0)
+
+    def _exact12_s(self, rows: int, values: float) -> float:
+        if self.host.flops_exact12:
+            return 2 * rows * values / interpolate(self.host.flops_exact12, rows)
+        return 2 * rows * values / self.flops(rows) + values / unpack_rate(self.host, 12)
 
     def flops(self, rows: float) -> float:
         """FLOP/s of products of `rows` rows."""
@@ -79,6 +98,7 @@ def faster(host: Processor, factor: float) -> Processor:
     return replace(
         host,
         flops=scaled(host.flops),
+        flops_exact12=scaled(host.flops_exact12),
         prompts=scaled(host.prompts),
         cached=scaled(host.cached),
         dequantize=host.dequantize and factor * host.dequantize,

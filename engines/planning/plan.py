@@ -4,19 +4,30 @@ import bisect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
-from engines.models.shapes import shape
+from engines.planning.accuracy_costs import accuracy_cost
 from engines.planning.closed_form_planner import ClosedFormPlanner, Prediction
 from engines.planning.engine_cost_models import EngineCostModel, engine_cost_model
 from engines.planning.host_planner import HostPlanner
+from engines.planning.measured_usage import measured_usage
 from engines.planning.nanoflow import planned_pass
 from engines.planning.pipeline import planner_for
 from engines.planning.planned_job import PlannedJob
+from engines.planning.prediction_errors import prediction_error
 from engines.planning.search import ALL_BITS, Candidate, Report, SearchSpace, no_report, search
 from engines.planning.thread_control import allot, policy_threads
 from engines.planning.workload import Lengths
-from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+from harness.api import (
+    Bits,
+    HardwareProfile,
+    HarnessError,
+    InfeasibleError,
+    ModelDescription,
+    OffloadPolicy,
+    Schedule,
+)
 
 #: Rejected alternatives that a plan lists.
 _LISTED = 8
@@ -27,23 +38,29 @@ _TIERS = "gcd"
 
 
 def plan(
-    model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
+    model: ModelDescription, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
     schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]] | None, latency_s: float | None,
-    policy: OffloadPolicy | None, stages: int | None, report: Report = no_report,
+    policy: OffloadPolicy | None, stages: int | None, budget: int | None = None, report: Report = no_report,
+    kept: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The plan: the best policy, or the prediction for a given one. `report` receives the search's progress.
 
     bits: of weights and cache, that the search may choose; None for all.
     stages: pipeline stages, one device each; None for as many as the profile has devices.
+    budget: bytes of host memory that are all the engine's; None for what the system leaves of the profile's.
+    kept: the cache, which may hold how often a mixture's experts were used; None to take their use to be uniform.
 
     Raises HarnessError for what cannot be planned, and InfeasibleError with the bytes missing on each tier.
     """
     stages = stages or max(1, profile.devices)
-    planner = _planner(model, Lengths(prompt_len, gen_len), profile, engine, stages)
+    source, counts = measured_usage(model.id, model.shape, kept) if stages == 1 else ("", ())
+    job = PlannedJob(model.shape, [Lengths(prompt_len, gen_len)], dtype=model.dtype, budget=budget, counts=counts)
+    planner = _planner(job, model.id, profile, engine, stages)
     if policy is not None:
         if stages > 1 and policy.schedule == "sweep":
             raise HarnessError("a pipeline has batches in step: take schedule row or zigzag, not sweep")
         chosen, rejected = _given(planner, policy), []
+        to_run = policy
     else:
         space = SearchSpace(
             schedules=_offered(planner.engine, schedules, stages),
@@ -56,9 +73,12 @@ def plan(
         if result.best is None:
             raise _nothing_fits(planner, space)
         chosen = replace(result.best, policy=planner.with_fractions(result.best.policy))
+        # our engine places by what it measures, as in a search of a cell
+        ours, cache = engine == "offload", chosen.policy.cache if chosen.policy.cpu_attention else None
+        to_run = replace(chosen.policy, weights=None, activations=None, cache=cache) if ours else chosen.policy
         rejected = [_rejected(*item) for item in result.rejected[:_LISTED]]
     return {
-        "model": model,
+        "model": model.id,
         "hardware": profile.name,
         "devices": profile.devices,
         "stages": stages,
@@ -66,10 +86,30 @@ def plan(
         "prompt_len": prompt_len,
         "gen_len": gen_len,
         "policy": flat(chosen.policy),
+        "caveats": list(model.caveats),
         "predicted": _predicted(chosen.prediction) | profile.prices.metrics(chosen.prediction.throughput_tok_s),
+        "error": prediction_error(chosen.prediction.throughput_tok_s, engine, profile, chosen.policy),
+        "cell": {
+            "engine": engine,
+            "workload": {"prompt_len": prompt_len, "gen_len": gen_len},
+            "policy": _in_a_suite(to_run),
+        },
         "workload": _workload(planner, chosen.policy, profile.between if stages > 1 else None),
+        "experts": _experts(planner, chosen, source),
         "threads": _threads(planner, chosen.policy) if profile.device else None,
+        "accuracy": accuracy_cost(chosen.policy),
         "rejected": rejected,
+    }
+
+
+def _in_a_suite(policy: OffloadPolicy) -> dict[str, Any]:
+    """A policy by a suite's keys: schedule and batches, and what differs from the defaults."""
+    always = ("schedule", "gpu_batch_size", "num_gpu_batches")
+    settings = {f.name: (getattr(policy, f.name), f.default) for f in fields(policy)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, (value, default) in settings.items()
+        if name in always or value != default
     }
 
 
@@ -101,19 +141,19 @@ def nested(policy: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _planner(model: str, lengths: Lengths, profile: HardwareProfile, engine: str, stages: int) -> ClosedFormPlanner:
-    model_shape = shape(model)
+def _planner(job: PlannedJob, model: str, profile: HardwareProfile, engine: str, stages: int) -> ClosedFormPlanner:
+    shape, [lengths] = job.shape, job.each
     if min(lengths.prompt, lengths.generated) < 1:
         raise HarnessError("a plan needs at least one token of prompt and one to generate")
-    if lengths.prompt + lengths.generated > model_shape.max_context:
+    if lengths.prompt + lengths.generated > shape.max_context:
         raise HarnessError(f"{lengths.prompt} + {lengths.generated} tokens are more than {model} takes, "
-                           f"{model_shape.max_context}")  # fmt: skip
+                           f"{shape.max_context}")  # fmt: skip
     cost_model = engine_cost_model(engine)
-    if stages > model_shape.num_layers:
-        raise HarnessError(f"{model} has {model_shape.num_layers} layers: too few for {stages} stages")
+    if stages > shape.num_layers:
+        raise HarnessError(f"{model} has {shape.num_layers} layers: too few for {stages} stages")
     if 1 < profile.devices < stages:
         raise HarnessError(f"hardware {profile.name} has {profile.devices} devices: too few for {stages} stages")
-    return planner_for(PlannedJob(model_shape, [lengths]), profile, cost_model, stages)
+    return planner_for(job, profile, cost_model, stages)
 
 
 def _offered(engine: EngineCostModel, schedules: Sequence[Schedule], stages: int) -> Sequence[Schedule]:
@@ -194,6 +234,21 @@ def _workload(planner: ClosedFormPlanner, policy: OffloadPolicy, between: float 
     """Which resource bounds a pass at the policy's batch: the time of each over that of arithmetic."""
     times = planned_pass(planner.shape, policy, planner.lengths, planner.machine, between)
     return {"bound_by": times.bound_by, "compute_s": times.compute, "ratios": times.ratios}
+
+
+def _experts(planner: ClosedFormPlanner, chosen: Candidate, source: str) -> dict[str, Any] | None:
+    """What a mixture's plan assumes of its experts: the counts of the checkpoint `source`, or uniform use, and the part
+    of their bytes that a pass of the steady batch needs; or that every pass needs all, as the closed form does. None
+    without experts."""
+    if not planner.shape.params_idle:
+        return None
+    if not isinstance(planner, HostPlanner):
+        return {"usage": "all", "read": 1.0}
+    read = planner.read_share(chosen.policy, chosen.prediction.together)
+    if not planner.job.counts:
+        return {"usage": "uniform", "read": read}
+    passes = max(counts.passes for counts in planner.job.counts)
+    return {"usage": "measured", "read": read, "of": source, "passes": passes}
 
 
 def _threads(planner: ClosedFormPlanner, policy: OffloadPolicy) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from engines.offload.memory.layout import WeightTile
+from engines.offload.memory.expert_usage import ExpertUsage, MixtureCounts
+from engines.offload.memory.layout import WeightTile, matrices_of
 from engines.offload.memory.plan import MemoryRequest
 from engines.offload.memory.storage import Storage
 from engines.planning.workload import Lengths
@@ -27,6 +28,7 @@ class PlannedJob:
     dtype: of the weights in the checkpoint.
     budget: bytes of host memory for the engine, pinned where there is a device; None for all that the system leaves.
     reserved: tokens that each sequence may grow to; None for the longest request.
+    counts: how often the experts of each layer were used; empty to take their use to be uniform.
     """
 
     shape: ModelShape
@@ -35,6 +37,7 @@ class PlannedJob:
     dtype: Dtype = "float16"
     budget: float | None = None
     reserved: int | None = None
+    counts: Sequence[MixtureCounts] = ()
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -47,6 +50,14 @@ class PlannedJob:
     def max_sequence(self) -> int:
         """Tokens that a sequence may have."""
         return self.reserved or max(r.prompt + r.generated for r in self.each)
+
+    @cached_property
+    def usage(self) -> ExpertUsage:
+        """How often a pass needs the experts that layout.matrices_of makes up."""
+        matrices = matrices_of(self.shape)
+        mixtures = list(dict.fromkeys(m.mixture for m in matrices if m.expert is not None))
+        counts = dict(zip(mixtures, self.counts, strict=True)) if self.counts else {}
+        return ExpertUsage.of(matrices, self.shape, counts)
 
     def memory_request(
         self, tiles: Sequence[WeightTile], cache: Storage, compute_dtype: Dtype, *, cast_bytes: int,
@@ -69,4 +80,6 @@ class PlannedJob:
             attention_bytes=attention_bytes,
             max_sequence=self.max_sequence,
             mean_sequence=mean_cached_length((r.prompt, r.generated) for r in self.each),
+            mean_new=self.lengths.generated,
+            usage=self.usage,
         )

@@ -1,15 +1,14 @@
 """Predicts a suite's cell on a machine that is not here, as the record of a run; and searches a cell's policy."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from engines.models.shapes import shape as shape_of
 from engines.offload.scheduler import steady_blocks
+from engines.planning.accuracy_costs import accuracy_cost
 from engines.planning.closed_form_planner import Prediction, require_modelled
 from engines.planning.engine_cost_models import engine_cost_model
 from engines.planning.pipeline import planner_for
@@ -20,6 +19,9 @@ from engines.planning.thread_control import policy_threads
 from engines.planning.threads import limited
 from engines.planning.workload import Lengths, model_weight_bytes
 from harness import api
+from harness.api import services
+from harness.common.accuracy_words import accuracy_words
+from harness.common.regular_file import read_json
 
 #: The most requests that are simulated.
 _MAX_SIMULATED = 4096
@@ -27,23 +29,27 @@ _MAX_SIMULATED = 4096
 _RATIOS = ("rows_per_pass", "disk_hidden")
 
 
-def simulate(spec: api.RunSpec, profile: api.HardwareProfile, lengths: Sequence[tuple[int, int]]) -> api.RunRecord:
+def simulate(
+    spec: api.RunSpec, profile: api.HardwareProfile, lengths: Sequence[tuple[int, int]], describe: services.Describe
+) -> api.RunRecord:
     """The prediction for one cell. `lengths`: prompt and generated tokens of its requests, if they differ.
 
     A cell without a performance model, or that the model does not take, is skipped with the reason.
     """
     try:
-        shape = shape_of(spec.model.id)
         engine_cost_model(spec.engine)
         job = spec.workload
         if job.kind == "task":
             raise api.HarnessError(f"task {job.task}: the lengths of its examples are not known before they are read")
+        described = describe(spec.engine, spec.model)
+        shape = described.shape
         if job.prompt_len + job.gen_len > shape.max_context:
             raise api.HarnessError(f"prompt {job.prompt_len} + {job.gen_len} new tokens exceed the model's context of "
                                f"{shape.max_context}")  # fmt: skip
-        dtype: api.Dtype = "bfloat16" if spec.model.dtype == "auto" else spec.model.dtype
+        dtype = described.dtype
         model = api.LocalModel(spec.model.id, shape, api.DTYPE_BYTES[dtype] * shape.params_total, dtype, "")
-        return _Cell(spec, model, limited(profile, spec.limits), lengths).record()
+        cell = _Cell(spec, model, limited(profile, spec.limits), lengths, caveats=described.caveats)
+        return cell.record()
     except api.HarnessError as exc:
         status: api.Status = "infeasible" if isinstance(exc, api.InfeasibleError) else "skipped"
         return api.RunRecord(spec, "", 0, status, str(exc), simulated=True)
@@ -74,22 +80,30 @@ def search_policy(
     return replace(spec, policy=best, tune="none")
 
 
+def search_notes(tune: api.Tune, policy: api.OffloadPolicy) -> tuple[str, ...]:
+    """What the bits cost in accuracy that a search has chosen; nothing where it chose none, or exact ones."""
+    cost = accuracy_cost(policy) if tune == "search_bits" else None
+    return () if cost is None else (accuracy_words(cost),)
+
+
 def _has_sliding_window(model: api.LocalModel) -> bool:
     """Whether the model's configuration sets a sliding window, which the host's attention beside a device lacks."""
     config = Path(model.path) / "config.json"
-    return bool(model.path) and bool(json.loads(config.read_text()).get("sliding_window"))
+    return bool(model.path) and bool(read_json(config).get("sliding_window"))
 
 
 class _Cell:
-    """One cell on one machine. `host_attention`: a search may let the host attend beside a device."""
+    """One cell on one machine. `host_attention`: a search may let the host attend beside a device. `caveats`: what the
+    model of its model does not represent."""
 
     def __init__(
         self, spec: api.RunSpec, model: api.LocalModel, profile: api.HardwareProfile,
-        lengths: Sequence[tuple[int, int]], host_attention: bool = True,
+        lengths: Sequence[tuple[int, int]], host_attention: bool = True, caveats: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._spec = spec
         self._model = model
         self._profile = profile
+        self._caveats = caveats
         stages = max(1, profile.devices)
         if stages > 1 and spec.policy.schedule == "sweep":
             raise api.HarnessError(f"hardware {profile.name} has {stages} devices: a pipeline runs row or zigzag")
@@ -180,7 +194,7 @@ class _Cell:
             policy=policy,
             compute_dtype=self._model.dtype,
             weights_by_tier=(device, host, disk),
-            notes=(f"predicted for {self._profile.name}",),
+            notes=(f"predicted for {self._profile.name}", *search_notes(self._spec.tune, policy), *self._caveats),
         )
 
     def _metrics(self, policy: api.OffloadPolicy, prediction: Prediction) -> Mapping[str, float | None]:

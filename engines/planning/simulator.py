@@ -5,23 +5,23 @@ The machine model only says how long an operation takes. Without a device attent
 both are one resource.
 """
 
-import math
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 from engines.offload.kv_cache.block_manager import BlockManager
+from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for, record_bytes
 from engines.offload.memory.layout import OUTSIDE, WeightTile, aligned, matrix_spans
 from engines.offload.memory.plan import MemoryPlan
-from engines.offload.memory.rows import io_compute_balance_rows, padded_rows
-from engines.offload.memory.storage import Panels, Plain, Storage
+from engines.offload.memory.rows import io_compute_balance_rows
+from engines.offload.memory.storage import Storage
 from engines.offload.pass_ops import attention_overlaps, pass_ops
-from engines.offload.prefill_budget import SimulatedSequence, make_scheduler
-from engines.offload.scheduler import ScheduledChunk, split
+from engines.offload.prefill_budget import SimulatedSequence, job_budget, make_scheduler
+from engines.offload.scheduled_chunk import ScheduledChunk, split
 from engines.offload.timeline import BETWEEN, PassSums, Timeline
-from engines.planning.machine import Machine, attention_rate, unpack_rate
+from engines.planning.machine import Machine, attention_rate
 from engines.planning.virtual_disk import VirtualBlocks, VirtualDisk
 from harness.api import DTYPE_BYTES, HarnessError, ModelShape, OffloadPolicy
 
@@ -35,14 +35,14 @@ _BALANCE_ROWS = 256
 class PlacedModel:
     """A model as the engine would load it: weight tiles in their order, storage of the KV cache, and the memory plan.
 
-    experts: names of the matrices that multiply their share of a pass's rows only.
+    usage: how often a pass needs the matrices of experts, which multiply a part of its rows only.
     """
 
     shape: ModelShape
     tiles: Sequence[WeightTile]
     cache: Storage
     plan: MemoryPlan
-    experts: Collection[str] = ()
+    usage: ExpertUsage = field(default_factory=ExpertUsage)
 
     @property
     def streamed(self) -> list[bool]:
@@ -53,6 +53,10 @@ class PlacedModel:
     def streamed_bytes(self) -> int:
         """Bytes of weights on disk."""
         return sum(tile.nbytes for i, tile in enumerate(self.tiles) if i not in self.plan.resident)
+
+    def pass_bytes(self, rows: int) -> float:
+        """Bytes of weights that a pass of `rows` rows is expected to read from disk."""
+        return self.usage.expected_bytes([t for t in self.tiles if t.index not in self.plan.resident], rows)
 
     @property
     def disk_bytes(self) -> int:
@@ -92,12 +96,18 @@ class Simulator:
         overlaps = attention_overlaps(spans, files, attends, self._streamed, slots) if overlapped else ()
         #: The operations of a pass by its number of batches.
         self._pass_ops = cache(partial(pass_ops, self._streamed, spans, overlaps=overlaps))
+        #: The share of a pass's rows that each expert's matrix multiplies.
+        self._shares = placed.usage.row_shares()
+        #: By rows of a pass, the probability that it needs each tile.
+        self._likelihood_of = cache(partial(placed.usage.read_probabilities, placed.tiles))
+        self._likelihood: Sequence[float] = ()
         self._product_seconds: dict[tuple[tuple[int, int], int, int], float] = {}  # by tile shape, bytes and rows
         self.timeline = Timeline()
         self._now = 0.0  # when the cores are free
         self._disk = VirtualDisk(machine.profile.disk.read, machine.profile.disk.write, self.timeline)
         record = record_bytes(placed.shape, placed.cache)
         self._blocks = VirtualBlocks(self._disk, layers, record, policy.overlap) if placed.plan.disk_kv_blocks else None
+        self._counted_blocks: dict[SimulatedSequence, tuple[int, int]] = {}  # filled ones, and those of them on disk
         self._offloaded_share = policy.activations[2] if policy.activations else 0.0
         self._free_slots: deque[float] = deque()  # when slots of the ring became free, in the order of their reuse
         self._loads = 0
@@ -111,8 +121,10 @@ class Simulator:
         plan = self._placed.plan
         manager = BlockManager(plan.kv_blocks + plan.disk_kv_blocks, plan.disk_kv_blocks)
         disk_read, flops = self._machine.profile.disk.read, self._machine.flops(_BALANCE_ROWS)
-        balance = io_compute_balance_rows(self._placed.streamed_bytes, disk_read, flops, self._placed.shape)
-        scheduler = make_scheduler(sequences, manager, self._policy, plan, balance, plan.chunk)
+        balance = io_compute_balance_rows(self._placed.pass_bytes, disk_read, flops, self._placed.shape)
+        work = [(sequence.tokens, sequence.steps_left) for sequence in sequences]
+        budget = job_budget(work, manager.num_blocks, self._policy, plan, balance, plan.chunk)
+        scheduler = make_scheduler(sequences, manager, self._policy, plan, budget, plan.chunk)
         while (arrival := scheduler.next_arrival_s) is not None:
             self._now = max(self._now, arrival)
             scheduled = scheduler.next_pass(self._now)
@@ -166,6 +178,7 @@ class Simulator:
         By batch: its rows, those of them that need logits, and the seconds of its attention in one layer.
         """
         batches = len(rows)
+        self._likelihood = self._likelihood_of(sum(rows))
         slowdown, self._disk.read_slowdown = self._contention(rows, logits_rows)
         arrivals: dict[int, float] = {}
         ops = self._pass_ops(batches)
@@ -178,7 +191,8 @@ class Simulator:
                 counts = logits_rows if tile.file.startswith(OUTSIDE) else rows
                 count = sum(counts) if op.batch < 0 else counts[op.batch]
                 self._wait(arrivals.get(op.tile, 0.0))
-                self._compute(tile.matrix, slowdown * self._product(tile, count))
+                tiles = self._placed.tiles[op.tile : op.tile + op.count]
+                self._compute(tile.matrix, slowdown * sum(self._product(tile, count) for tile in tiles))
                 if op.tile in arrivals and op.batch in (-1, batches - 1):
                     self._free_slots.append(self._now)
             elif op.kind == "attend" or (op.tile in self._attends and op.tile not in attended):
@@ -206,25 +220,38 @@ class Simulator:
         self._now = self._disk.read("activations", "read", nbytes, written)
 
     def _blocks_on_disk(self, chunks: Iterable[ScheduledChunk[SimulatedSequence]]) -> tuple[int, int]:
-        """How many blocks on disk are filled, and how many of them a pass writes."""
-        first = self._placed.plan.kv_blocks
-        filled, written = set[int](), set[int]()
+        """How many blocks on disk are filled, and how many of them a pass writes; no two sequences share one."""
+        filled = written = 0
         for chunk in chunks:
-            cached, blocks = chunk.sequence.cached, chunk.sequence.block_table
-            filled.update(block for block in blocks[: blocks_for(cached)] if block >= first)
-            new = blocks[cached // BLOCK_SIZE : blocks_for(cached + chunk.count)]
-            written.update(block for block in new if block >= first)
-        return len(filled), len(written)
+            sequence, cached = chunk.sequence, chunk.cached
+            filled += self._filled_on_disk(sequence)
+            new = sequence.block_table[cached // BLOCK_SIZE : blocks_for(cached + chunk.count)]
+            written += self._count_on_disk(new)
+        return filled, written
+
+    def _filled_on_disk(self, sequence: SimulatedSequence) -> int:
+        """Counts what was filled since the last pass: counting all of a long prompt's blocks for each of its chunks
+        would take time by the square of its length."""
+        filled = blocks_for(sequence.cached)
+        known, on_disk = self._counted_blocks.get(sequence, (0, 0))
+        if known > filled:  # preempted meanwhile: its blocks are others
+            known = on_disk = 0
+        on_disk += self._count_on_disk(sequence.block_table[known:filled])
+        self._counted_blocks[sequence] = filled, on_disk
+        return on_disk
+
+    def _count_on_disk(self, blocks: Sequence[int]) -> int:
+        return sum(block >= self._placed.plan.kv_blocks for block in blocks)
 
     def _contention(self, rows: Sequence[int], logits_rows: Sequence[int]) -> tuple[float, float]:
         """Factors by which products and reads from disk slow down in a pass, as they share the memory's bandwidth."""
         host, disk = self._machine.host, self._machine.profile.disk
-        pairs = list(zip(self._placed.tiles, self._streamed, strict=True))
-        reads = sum(tile.span for tile, on_disk in pairs if on_disk) / disk.read
+        tiles = self._placed.tiles
+        reads = sum(t.span * self._likelihood[t.index] for t in tiles if self._streamed[t.index]) / disk.read
         if not reads or not self._policy.overlap:
             return 1.0, 1.0
         products = sum(
-            self._product(tile, sum(logits_rows if tile.file.startswith(OUTSIDE) else rows)) for tile, _ in pairs
+            self._product(tile, sum(logits_rows if tile.file.startswith(OUTSIDE) else rows)) for tile in tiles
         )
         return (
             _slowed(products, host.beside_disk or 1.0, reads, disk.beside_products or 1.0),
@@ -237,7 +264,7 @@ class Simulator:
         self._loads += 1
         if not self._policy.overlap:
             free = self._now
-        return self._disk.read("load", tile.matrix, tile.span, free)
+        return self._disk.read("load", tile.matrix, round(tile.span * self._likelihood[tile.index]), free)
 
     def _wait(self, until: float) -> None:
         if until > self._now:
@@ -251,19 +278,18 @@ class Simulator:
     def _product(self, tile: WeightTile, rows: int) -> float:
         if not rows:
             return 0.0
-        if tile.matrix in self._placed.experts:
-            rows = math.ceil(rows * self._placed.shape.forward_params / self._placed.shape.forward_stored)
+        if (share := self._shares.get(tile.matrix)) is not None:  # the mean over passes that need it, and others
+            likelihood = self._likelihood[tile.index]
+            rows = max(1, round(rows * share / max(likelihood, 1e-9)))
+            return likelihood * self._rows_product(tile, rows)
+        return self._rows_product(tile, rows)
+
+    def _rows_product(self, tile: WeightTile, rows: int) -> float:
+        """Seconds of a tile's product with so many rows."""
         key = (tile.shape, tile.nbytes, rows)
         if key not in self._product_seconds:
             values = tile.shape[0] * tile.shape[1]
-            in_panels = isinstance(tile.stored, Panels)
-            padded = rows if in_panels else padded_rows(rows, DTYPE_BYTES[self._machine.host.dtype])
-            if isinstance(tile.stored, Plain) or (isinstance(tile.stored, Panels) and tile.stored.grouped is None):
-                seconds = self._machine.product_s(padded, values, tile.nbytes)
-            else:  # at few rows the rates are those of reading 16-bit weights, of which these are a part
-                seconds = 2 * padded * values / self._machine.flops(math.inf)
-                seconds += values / unpack_rate(self._machine.host, self._policy.weight_bits)
-            self._product_seconds[key] = seconds / (self._machine.host.in_passes or 1.0)
+            self._product_seconds[key] = self._machine.tile_s(rows, values, tile.nbytes, tile.stored)
         return self._product_seconds[key]
 
     def _attention_s(self, chunk: ScheduledChunk[SimulatedSequence]) -> float:

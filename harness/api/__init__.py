@@ -13,6 +13,7 @@ from harness.api.common import (
     DiskFullError,
     Dtype,
     HarnessError,
+    HarnessErrors,
     InfeasibleError,
     Refusal,
     Schedule,
@@ -59,7 +60,8 @@ from harness.api.launcher import (
     WorkerResult,
     ignore_events,
 )
-from harness.api.machine import LocalModel, MachineRates, ModelShape
+from harness.api.machine import LocalModel, MachineRates, ModelDescription, ModelShape
+from harness.api.online import Event, FinishedEvent, KVStoreStats, OnlineEngine, OnlineStats, RefusedEvent, TokenEvent
 from harness.api.record import (
     Accuracy,
     Bound,
@@ -73,7 +75,18 @@ from harness.api.record import (
     Trial,
     parse_record,
 )
+from harness.api.secrets import (
+    HIDDEN,
+    is_secret,
+    is_secret_option,
+    secrets_in,
+    without_logins,
+    without_secret_options,
+    without_secrets,
+    without_these,
+)
 from harness.api.serial import from_json, to_json
+from harness.api.serving import Arrivals, Conversation, ServedRate, ServedRequest, Turn
 from harness.api.spec import (
     HardwareLimits,
     HardwareRequirements,
@@ -81,5 +94,5 @@ from harness.api.spec import (
     OffloadPolicy,
     RunSpec,
     SuiteSpec,
-    WorkloadSpec,
 )
+from harness.api.workload import LengthSpec, Slo, WorkloadSpec

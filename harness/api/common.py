@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Status = Literal[
     "ok",  # every check passed and the figures may be used
@@ -41,6 +41,10 @@ class HarnessError(Exception):
     """
 
     status: Status = "error"
+
+
+class HarnessErrors(HarnessError):
+    """Several errors of one suite, whose text has a line for each."""
 
 
 def first_line(exc: BaseException) -> str:

@@ -17,7 +17,8 @@ class SamplingParams:
 
     Neither an end of sequence nor a stop string ends a request before `min_tokens`; a stop string that is complete
     before then does not count. `logprobs`: how many alternatives to report beside each token's log-probability; None
-    reports nothing.
+    reports nothing. `prompt_logprobs`: reports them of the prompt's tokens too.
+    `json_schema`: the answer is JSON that follows this schema, itself in JSON.
     """
 
     max_tokens: int = 16
@@ -30,6 +31,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: bool = False
+    json_schema: str | None = None
 
     def stop_at(self, text: str, too_early: int = 0) -> int | None:
         """Where the first stop string in `text` begins; one that ends within the first `too_early` characters does not
@@ -51,6 +54,10 @@ class SamplingParams:
         ):
             if not valid:
                 raise HarnessError(f"{where}: {name} is {getattr(self, name)}; it must be {allowed}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise HarnessError(f"{where}: prompt_logprobs needs logprobs")
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise HarnessError(f"{where}: a json_schema says when an answer ends: without ignore_eos and min_tokens")
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,9 @@ class GenerationResult:
     """The tokens of one request. Times are seconds since `generate` began, one per token.
 
     `start_s` is when work on the request began. `padding_tokens` counts the masked pad positions computed for it:
-    wasted work that throughput does not count. `logprobs`: one per token, or empty.
+    wasted work that throughput does not count. `cached_tokens`: of the prompt, those whose keys and values a cache had;
+    None where the engine does not tell. `logprobs`: one per token, or empty. `prompt_logprobs`: one for each token of
+    the prompt but the first, or empty. A request that was cancelled has the tokens that it got before.
     """
 
     id: str
@@ -106,8 +115,10 @@ class GenerationResult:
     token_times_s: tuple[float, ...]
     prompt_tokens: int
     padding_tokens: int = 0
-    finish_reason: Literal["length", "stop"] = "length"
+    finish_reason: Literal["length", "stop", "cancelled"] = "length"
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ class Capabilities:
 
     phased: bool = True  # a block's prefill and decode do not overlap
     simulated: bool = False  # reports simulated times
+    remote: bool = False  # a server's client: tells no token ids (-1), and `submit` may be called from any thread
     device: bool = False  # can run on a device, within limits.device_memory
     packages: tuple[str, ...] = ()  # distributions whose versions the record keeps
     batch_policy: OffloadPolicy = _BATCH_POLICY
@@ -144,8 +156,10 @@ class Job:
 
     `scratch` is an empty folder for offloaded tensors, removed afterwards; `cache` is a folder that persists between
     runs. `max_sequence` is the largest number of tokens (prompt and new) of any sequence: an engine need not reserve
-    memory for more. `mean_sequence` is the mean number of a sequence's tokens over its life. A long load may report
-    progress by `on_progress(done, total)`.
+    memory for more. `mean_sequence` is the mean number of a sequence's tokens over its life, `mean_new` that of the
+    tokens it generates (None: it grows to `max_sequence`). A long load may report progress by `on_progress(done,
+    total)`. `reproducible`: an answer must depend neither on what shares its passes nor on how fast anything was, where
+    the engine can give that: an interrupted job is resumed with other company.
     """
 
     scratch: Path
@@ -153,6 +167,8 @@ class Job:
     max_sequence: int
     mean_sequence: int
     on_progress: Callable[[int, int], None] = lambda done, total: None
+    reproducible: bool = False
+    mean_new: int | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class Processor:
     """A device or the host's CPU.
 
     `memory`: bytes available to programs. `bandwidth`: bytes/s of its memory, as a copy or a stream reaches it.
-    `flops`: FLOP/s of dense products by rows, in 16 bits (on a CPU in its fastest dtype), measured in `dtype`.
+    `flops`: FLOP/s of dense products by rows, in 16 bits (on a CPU in its fastest dtype), measured in `dtype`;
+    `flops_exact12` those with weights in twelve bits, from `flops` and `dequantize` if missing.
 
     Derived from `flops` and `bandwidth` if missing: `batched_flops`, FLOP/s of attention's batched products;
     `prompts`, FLOP/s of our prompt attention by KV bits; `cached`, values/s that it writes to the KV cache, by bits;
@@ -52,6 +53,7 @@ class Processor:
     memory: float
     bandwidth: float
     flops: Mapping[str, float]
+    flops_exact12: Mapping[str, float] = field(default_factory=dict)
     batched_flops: float | None = None
     prompts: Mapping[str, float] = field(default_factory=dict)
     cached: Mapping[str, float] = field(default_factory=dict)

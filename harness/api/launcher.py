@@ -9,6 +9,7 @@ from harness.api.common import Refusal, Status
 from harness.api.engine import LoadReport, Score, TraceEvent
 from harness.api.machine import LocalModel
 from harness.api.record import Accuracy, Measurement, MemoryLimit, RequestTrace
+from harness.api.serving import ServedRate
 from harness.api.spec import ModelSpec, RunSpec
 
 #: Receives progress: the phase (startup, load, warmup or generate), and the tokens done and expected so far.
@@ -23,7 +24,8 @@ def ignore_events(phase: str, done: int, total: int) -> None:
 class RunCell:
     """Load the cell's engine, warm up, generate and score under probes. Gives a `CellResult`.
 
-    `launched`: when the worker was started, in seconds of the epoch. `questions`: the file that `AskTask` wrote.
+    `launched`: when the worker was started, by `time.monotonic`, which all processes of a kernel share.
+    `questions`: the file that `AskTask` wrote.
     """
 
     spec: RunSpec
@@ -112,7 +114,9 @@ class CellResult:
 
     load: LoadReport | None = None
     requests: tuple[RequestTrace, ...] = ()
+    served: tuple[ServedRate, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     trace: tuple[TraceEvent, ...] = ()
     simulated: bool = False

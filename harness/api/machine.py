@@ -87,6 +87,20 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class ModelDescription:
+    """A model as its configuration tells it, without weights: what a plan is made of.
+
+    `dtype`: of the checkpoint's weights. `caveats`: what a performance model that knows only `shape` gets wrong, a line
+    each.
+    """
+
+    id: str
+    shape: ModelShape
+    dtype: Dtype = "float16"
+    caveats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LocalModel:
     """A checkpoint on this machine, ready to load; prepared from a `ModelSpec`.
 

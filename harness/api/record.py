@@ -11,6 +11,7 @@ from harness.api.common import SCHEMA_VERSION, HarnessError, Status
 from harness.api.engine import LoadReport, TraceEvent
 from harness.api.machine import LocalModel, MachineRates
 from harness.api.serial import from_json
+from harness.api.serving import ServedRate
 from harness.api.spec import RunSpec
 
 Phase = Literal["load", "generate"]
@@ -142,6 +143,7 @@ class RunRecord:
     """One launch of one cell: raw samples, status, and all that is needed to judge or repeat it.
 
     `bound` is that of the batch that the engine loaded, `job_bound` that of all requests in the best batch of any size.
+    `served`: of an online workload instead of `requests`. `notes`: what a reader of the figures must know.
     `machine` was measured before the launch, `machine_after` after it. `settings`: the candidates that a search chose,
     where they differ from the spec.
     """
@@ -155,7 +157,9 @@ class RunRecord:
     wall_s: float = 0.0
     load: LoadReport | None = None
     requests: tuple[RequestTrace, ...] = ()
+    served: tuple[ServedRate, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     memory: MemoryLimit | None = None
     bound: Bound | None = None
@@ -182,12 +186,14 @@ class RunRecord:
     @property
     def others_cpu(self) -> float:
         """The share of the CPU time used during generation that went to other processes and the hypervisor; 0 where
-        they took next to nothing or it is not recorded."""
-        own, other, stolen = (self.total(f"cpu_{name}_s", "generate") for name in ("own", "other", "steal"))
+        they took next to nothing or it is not recorded. The kernel's threads are not others: they serve this launch's
+        reads and writes too. Records of before 2026-11-26 count them as others."""
+        own, other = (self.total(f"cpu_{name}_s", "generate") for name in ("own", "other"))
         if own is None or other is None:
             return 0.0
-        taken = other + (stolen or 0.0)
-        return taken / (own + taken) if taken > _DISTURBED_S else 0.0
+        taken = other + (self.total("cpu_steal_s", "generate") or 0.0)
+        used = own + taken + (self.total("cpu_kernel_s", "generate") or 0.0)
+        return taken / used if taken > _DISTURBED_S else 0.0
 
     @property
     def disturbed(self) -> bool:

@@ -67,7 +67,7 @@ def _object(cls: Any) -> Converter:
     def convert(data: Any, where: str) -> Any:
         _require(Mapping, data, where)
         if unknown := sorted(data.keys() - converters.keys()):
-            raise HarnessError(f"{where}: unknown field {unknown[0]!r}")
+            raise HarnessError(f"{where}: unknown field {unknown[0]!r:.60}")
         for name in required:
             if name not in data:
                 raise HarnessError(f"{where}: field {name!r} is missing")
@@ -100,7 +100,7 @@ def _literal(allowed: tuple[Any, ...]) -> Converter:
     def convert(data: Any, where: str) -> Any:
         if data in allowed and type(data) in kinds:  # JSON true is not 1
             return data
-        raise HarnessError(f"{where}: {data!r} is not one of {', '.join(map(str, allowed))}")
+        raise HarnessError(f"{where}: {data!r:.60} is not one of {', '.join(map(str, allowed))}")
 
     return convert
 
@@ -126,7 +126,7 @@ def _mapping(values: Any) -> Converter:
 
     def convert(data: Any, where: str) -> Any:
         _require(Mapping, data, where)
-        return {k: one(v, f"{where}.{k}") for k, v in data.items()}
+        return {k: one(v, f"{where}.{k:.60}") for k, v in data.items()}
 
     return convert
 
@@ -142,7 +142,7 @@ def _scalar(hint: Any) -> Converter:
     def convert(data: Any, where: str) -> Any:
         _require(hint, data, where)
         if isinstance(data, bool) and hint is not bool:
-            raise HarnessError(f"{where}: expected {hint.__name__}, got {data!r}")
+            raise HarnessError(f"{where}: expected {hint.__name__}, got {data!r:.60}")
         return data
 
     return convert
@@ -151,7 +151,7 @@ def _scalar(hint: Any) -> Converter:
 def _number(data: Any, where: str) -> Any:
     if type(data) in (int, float):
         return float(data)
-    raise HarnessError(f"{where}: expected a number, got {data!r}")
+    raise HarnessError(f"{where}: expected a number, got {data!r:.60}")
 
 
 def _path(data: Any, where: str) -> Any:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.api.common import Bits, Schedule
+from harness.api.common import Bits, Schedule, Tune
 from harness.api.engine import GenerationRequest, Score
 from harness.api.hardware import HardwareProfile
-from harness.api.machine import LocalModel, ModelShape
+from harness.api.machine import LocalModel, ModelDescription, ModelShape
 from harness.api.record import Forecast, RunRecord
-from harness.api.spec import ModelSpec, OffloadPolicy, RunSpec
+from harness.api.spec import HardwareLimits, ModelSpec, OffloadPolicy, RunSpec
 from harness.api.task import Pair, Task, Tokens
 
 #: Receives units of work done, and how many there are in all.
@@ -29,8 +29,34 @@ class ModelStore(Protocol):
     def content_digest(self, model: LocalModel, cache: Path, on_progress: OnProgress) -> str:
         """A digest of weights, configuration, tokenizer and templates: of all that decides a model's answers."""
 
+    def check(self, folder: Path) -> None:
+        """Raises HarnessError for a checkpoint whose files are missing, damaged or not as long as their headers say."""
+
     def evict(self, path: str | Path) -> None:
         """Drops a folder's files from the page cache. Raises OSError."""
+
+
+class ModelDescriptions(Protocol):
+    """Models as their configurations tell them."""
+
+    def describe(
+        self, model: ModelSpec, cache: Path, refuse: Callable[[Path, ModelShape], None] | None = None
+    ) -> ModelDescription:
+        """A model for a plan; downloads no weights. Raises HarnessError for one that is not found or not modelled."""
+
+
+#: Describes an engine's model; raises HarnessError.
+Describe = Callable[[str, ModelSpec], ModelDescription]
+
+
+class ConvertedWeights(Protocol):
+    """Folders of weights that an engine converted."""
+
+    def problem(self, folder: Path) -> str | None:
+        """What is wrong with one: empty where it is whole, None where it does not tell. Raises OSError."""
+
+    def is_outdated(self, folder: Path) -> bool:
+        """Whether it was written in a way that the engine does not read any more."""
 
 
 class ModelShapes(Protocol):
@@ -69,11 +95,15 @@ class Planner(Protocol):
     """The best policy for a machine, or what a given policy will do."""
 
     def plan(
-        self, model: str, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
+        self, model: ModelDescription, prompt_len: int, gen_len: int, profile: HardwareProfile, engine: str, *,
         schedules: Sequence[Schedule], bits: Sequence[tuple[Bits, Bits]] | None, latency_s: float | None,
-        policy: OffloadPolicy | None, stages: int | None, report: OnProgress,
+        policy: OffloadPolicy | None, stages: int | None, budget: int | None, report: OnProgress,
+        kept: Path | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """A plan as plain data. Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits."""
+        """A plan as plain data; `kept`, the cache, may hold how often a mixture's experts were used.
+
+        Raises HarnessError for what cannot be planned, InfeasibleError where nothing fits.
+        """
 
     def nested(self, policy: Mapping[str, Any]) -> dict[str, Any]:
         """A policy's wg wc wd and so on as triples."""
@@ -86,16 +116,28 @@ class LongestSequence(Protocol):
         """Tokens; raises InfeasibleError where not even `shortest` tokens fit."""
 
 
+class Refuse(Protocol):
+    """What an engine cannot run, as far as that is known without its packages, a process or a load."""
+
+    def __call__(self, policy: OffloadPolicy, limits: HardwareLimits, model: LocalModel | None) -> None:
+        """Raises UnsupportedError; without a model for settings that do not go together or that it lacks."""
+
+
 class Simulator(Protocol):
     """Cells of a suite on a machine that is described by a profile."""
 
-    def simulate(self, spec: RunSpec, profile: HardwareProfile, lengths: RequestLengths) -> RunRecord:
+    def simulate(
+        self, spec: RunSpec, profile: HardwareProfile, lengths: RequestLengths, describe: Describe
+    ) -> RunRecord:
         """One cell, predicted."""
 
     def search_policy(
         self, spec: RunSpec, model: LocalModel, profile: HardwareProfile, lengths: RequestLengths
     ) -> RunSpec:  # fmt: skip
         """The cell with the best policy for it on that machine. Raises HarnessError."""
+
+    def search_notes(self, tune: Tune, policy: OffloadPolicy) -> tuple[str, ...]:
+        """What a record should say of the policy that a search has chosen."""
 
 
 class Forecaster(Protocol):

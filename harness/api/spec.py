@@ -5,11 +5,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from harness.api.common import FORBID, Bits, Dtype, HarnessError, Schedule, Status, Tune, UnsupportedError
+from harness.api.secrets import secrets_in, without_logins, without_secret_options, without_secrets
 from harness.api.serial import to_json
+from harness.api.workload import WorkloadSpec
 
 
 @dataclass(frozen=True)
@@ -28,42 +29,6 @@ class ModelSpec:
     weights: Literal["auto", "dummy", "pickle"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     revision: str | None = None
-
-
-@dataclass(frozen=True)
-class WorkloadSpec:
-    """Synthetic requests: `num_requests` prompts of `prompt_len` random tokens, `gen_len` new tokens each.
-
-    `num_requests: auto` runs whole blocks of the engine's batch, as many as a steady state takes. Kind `trace` reads
-    the lengths from a CSV file, capped at `prompt_len` and `gen_len`; a trace is identified by its path, so changed
-    content needs a new path. Kind `task` runs an accuracy task's examples, all or the first `num_requests`; the
-    examples set the lengths.
-    """
-
-    __pydantic_config__ = FORBID
-
-    kind: Literal["synthetic", "trace", "task"] = "synthetic"
-    prompt_len: int = 128
-    gen_len: int = 16
-    num_requests: int | Literal["auto"] = "auto"
-    trace: str = ""
-    task: str = ""
-
-    @property
-    def words(self) -> str:
-        """The workload in words, for messages."""
-        if self.kind == "task":
-            return f"task {self.task}"
-        lengths = f"prompt {self.prompt_len}, generate {self.gen_len}"
-        return lengths if self.kind == "synthetic" else f"lengths of {Path(self.trace).name} up to {lengths}"
-
-    @property
-    def label(self) -> str:
-        """The workload in short, for names of cells."""
-        if self.kind == "task":
-            return self.task
-        lengths = f"p{self.prompt_len}g{self.gen_len}"
-        return lengths if self.kind == "synthetic" else f"{Path(self.trace).stem}-{lengths}"
 
 
 @dataclass(frozen=True)
@@ -209,6 +174,7 @@ class RunSpec:
     latency_s: float | None = None  # a searched policy's limit for a block, from its first token to its last
     launcher: str = "process"
     image: str = ""  # of a container; by default the engine's
+    environment: str = ""  # of the launcher venv; by default the engine's
     repeats: int = 3
     # labels: they never change what is measured
     suite: str = ""
@@ -219,8 +185,20 @@ class RunSpec:
     LABELS: ClassVar[tuple[str, ...]] = ("suite", "name", "expect", "reference", "repeats", "timeout_s")
     #: Fields added later. At their defaults they stay out of the fingerprint, so that it equals that of older records.
     _LATER: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "": {"latency_s": None, "launcher": "process", "image": "", "candidates": {}, "env": {}},
-        "workload": {"trace": "", "task": ""},
+        "": {"latency_s": None, "launcher": "process", "image": "", "environment": "", "candidates": {}, "env": {}},
+        "workload": {
+            "trace": "",
+            "task": "",
+            "process": "poisson",
+            "rate": None,
+            "cv": 1.0,
+            "concurrency": None,
+            "duration_s": None,
+            "lengths": "",
+            "rounds": 1,
+            "think_s": 0.0,
+            "slo": None,
+        },
         "policy": {
             "weight_groups": "input",
             "weight_format": "auto",
@@ -244,9 +222,26 @@ class RunSpec:
                 spec = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, **{name: value}))
         return spec
 
+    def without_secrets(self) -> "RunSpec":
+        """The cell as records and listings show it: `***` for values of `env` and `options` that may be secrets, and
+        for logins in URLs."""
+        model = dataclasses.replace(self.model, id=without_logins(self.model.id))
+        workload = dataclasses.replace(self.workload, trace=without_logins(self.workload.trace))
+        options, image = without_secret_options(self.options), without_logins(self.image)
+        return dataclasses.replace(
+            self, env=without_secrets(self.env), options=options, model=model, workload=workload, image=image
+        )
+
+    def secrets(self) -> frozenset[str]:
+        """The values that `without_secrets` hides."""
+        return secrets_in(self.env, self.options, self.model.id, self.workload.trace, self.image)
+
     def fingerprint(self) -> str:
-        """Stable hash (16 hex digits) of every setting but the labels, which include repeats and the timeout."""
-        body = {k: v for k, v in to_json(self).items() if k not in self.LABELS}
+        """Stable hash (16 hex digits) of every setting but the labels, which include repeats and the timeout.
+
+        Secrets count by their names only: from the hash of a short one it could be guessed.
+        """
+        body = {k: v for k, v in to_json(self.without_secrets()).items() if k not in self.LABELS}
         for section, later in self._LATER.items():
             kept = body[section] if section else body
             kept = {k: v for k, v in kept.items() if k not in later or v != later[k]}

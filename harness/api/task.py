@@ -47,6 +47,9 @@ class Text(Tokens, Protocol):
     def token(self, token: int) -> str:
         """One token's text as it reads among other tokens; the token's name if it is only part of a character."""
 
+    def close(self) -> None:
+        """Frees what `encode_chat` has started; all methods can still be called."""
+
 
 @dataclass(frozen=True)
 class Questions:
@@ -78,6 +81,11 @@ class Questions:
     def mean_sequence(self) -> int:
         """Mean number of a sequence's cached tokens over its life."""
         return mean_cached_length(self.lengths)
+
+    @property
+    def mean_new(self) -> int:
+        """Mean number of a sequence's new tokens."""
+        return sum(new for _, new in self.lengths) // len(self.lengths)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from harness.api import HarnessError
-from harness.common.files import locked, os_errors
+from harness.common.files import os_errors, replacing, sync_folder
 from harness.common.line_file import LineFile
+from harness.common.locks import locked
+from harness.common.regular_file import lines_of, open_regular, parse_json
 
 #: The first bytes of every line that a batch job writes.
 _BEGINNING = b'{"line":'
@@ -23,6 +25,25 @@ class Answered:
 
     digest: str
     refused: bool
+
+
+class AnswerStream:
+    """Shows answers instead of keeping them, by `show`: nothing is resumed."""
+
+    def __init__(self, model: str, show: Callable[[Mapping[str, Any]], None]) -> None:
+        self._model = model
+        self._show = show
+        self.answered: dict[int, Answered] = {}
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+    def write(self, row: Mapping[str, Any], digest: str) -> None:
+        """Shows an answer to the input line with this digest."""
+        self._show({**row, "line_digest": digest, "model_digest": self._model})
+
+    def remove(self, lines: Collection[int]) -> None:
+        """There is nothing to remove."""
 
 
 class AnswerFile:
@@ -66,17 +87,14 @@ class AnswerFile:
             return
         self._refuse_if_moved()
         path = self._file.path
-        temporary = path.with_name(f".{path.name}.new-{os.getpid()}")
         with self._write_errors():
-            try:
-                with path.open("rb") as old, temporary.open("wb") as new:
-                    new.writelines(line for line in old if json.loads(line)["line"] not in lines)
-                    new.flush()
-                    os.fsync(new.fileno())
-                self._lock_file(temporary)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with open_regular(path) as old, replacing(path) as new:
+                new.writelines(line for line in lines_of(old) if parse_json(line)["line"] not in lines)
+                lock = os.fdopen(os.dup(new.fileno()), "ab")  # it keeps the lock of the file that is now at `path`
+            self.close()
+            self._lock = lock
+            sync_folder(path.parent)  # what is appended from now on must not be lost with the rename
+            self._file.mend()
         self.answered = {number: answer for number, answer in self.answered.items() if number not in lines}
 
     def _open(self, path: Path) -> None:
@@ -93,7 +111,7 @@ class AnswerFile:
 
     def _lock_file(self, path: Path) -> None:
         """Locks the file at `path` and releases the one locked before."""
-        lock = locked(path, f"{path} is being written by another harness; wait for it")
+        lock = locked(path, f"{path} is being written by another harness; wait for it", follow=True)
         self.close()
         self._lock = lock
 
@@ -117,15 +135,16 @@ def _answered(path: Path, model: str) -> dict[int, Answered]:
     answers: dict[int, Answered] = {}
     if not path.exists():
         return answers
-    with os_errors(f"cannot read {path}", "choose another --output"), path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") and line.startswith(_BEGINNING[: len(line)]):
+    with os_errors(f"cannot read {path}", "choose another --output"), open_regular(path) as file:
+        for number, line in enumerate(lines_of(file), 1):
+            begun = line.rstrip(b"\0")  # after a power cut a file may end in zeros
+            if not line.endswith(b"\n") and begun.startswith(_BEGINNING[: len(begun)]):
                 break
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 answers[int(row["line"])] = Answered(row["line_digest"], row["error"] is not None)
                 digest = row["model_digest"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 raise HarnessError(f"{path}:{number} is not an answer of a batch job; {_ADVICE}") from None
             if digest != model:
                 raise HarnessError(f"{path} holds answers of another model; {_ADVICE}")

@@ -3,22 +3,32 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.api import GenerationResult, HarnessError, SamplingParams, TokenLogprob
+from harness.common.regular_file import parse_json
+from harness.common.surrogates import lone_surrogate
 from harness.common.words import nearest
 
 #: OpenAI's limits on `n` and `top_logprobs`.
 _MAX_SAMPLES, _MAX_ALTERNATIVES = 128, 20
+
+#: Settings of OpenAI's chats with which a model calls functions.
+_CALLS = ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")
 
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A line of the input: a prompt as text or token ids, or a chat's messages, each with `role` and `content`."""
+    """A line of the input: a prompt as text or token ids, or a chat's messages, each with `role` and `content`.
+
+    `model`: the name that the line gives, which a job of one model leaves aside. `echo`: the answer begins with the
+    prompt.
+    """
 
     number: int
     id: str | None
@@ -26,6 +36,16 @@ class BatchLine:
     messages: tuple[Mapping[str, str], ...]
     sampling: SamplingParams
     samples: int
+    model: str | None = None
+    echo: bool = False
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt with which an answer begins."""
+
+    text: str
+    tokens: tuple[int, ...]
 
 
 class LineError(HarnessError):
@@ -50,6 +70,29 @@ class _Message(_Strict):
     content: str | list[_Text]
 
 
+class _Schema(_Strict):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class _Form(_Strict):
+    """The form that an answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """The schema of an answer in JSON. Raises LineError where the form has none."""
+        if (self.type == "json_schema") is not (self.json_schema is not None):
+            raise LineError("response_format: json_schema goes with type json_schema")
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
 class _Body(_Strict):
     """Settings of completions and chats. Those that a job does not support are accepted at their neutral value only."""
 
@@ -68,12 +111,13 @@ class _Body(_Strict):
     stream: Literal[False] | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
+    response_format: _Form | None = None
 
 
 class _Completion(_Body):
     prompt: str | list[int]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_ALTERNATIVES)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
 
 
 class _Chat(_Body):
@@ -99,32 +143,44 @@ def parse_line(raw: bytes, number: int, max_tokens: int, seed: int) -> BatchLine
     `messages` and the same settings beside it, decodes greedily. A request without a seed gets one derived from `seed`
     and its line number, so that reruns are reproducible. Raises LineError.
     """
-    data = _object(raw)
+    data = parse_object(raw)
     custom_id = data.get("custom_id")
     id_ = custom_id if isinstance(custom_id, str) and custom_id else None
+    rest = {key: data[key] for key in data if key != "custom_id"}
     try:
+        require_unicode(rest)
         if "body" in data:
-            row = _checked(_Row, data, "")
+            row = checked(_Row, data, "")
             settings, where, temperature = row.body, "body.", 1.0
             chat = row.url.endswith("/chat/completions")
         else:
             if custom_id is not None and id_ is None:
                 raise LineError("custom_id: expected a string that is not empty")
-            settings, where, temperature = {key: data[key] for key in data if key != "custom_id"}, "", 0.0
+            settings, where, temperature = rest, "", 0.0
             chat = "messages" in settings
-        body = _checked(_Chat, settings, where) if chat else _checked(_Completion, settings, where)
-        return _line(body, number, id_, temperature, max_tokens, seed)
+        return parse_body(settings, chat, number, max_tokens, seed, id_, where, temperature)
     except LineError as exc:
         raise LineError(str(exc), id_) from None
 
 
+def parse_body(
+    settings: Mapping[str, Any], chat: bool, number: int, max_tokens: int, seed: int, id_: str | None = None,
+    where: str = "", temperature: float = 1.0,
+) -> BatchLine:  # fmt: skip
+    """Request `number` with the `settings` of a completion or a `chat`, which messages call by `where` and their name;
+    the rest as in `parse_line`. Raises LineError."""
+    require_unicode(settings)
+    body = checked(_Chat, settings, where) if chat else checked(_Completion, settings, where)
+    return _line(body, number, id_, temperature, max_tokens, seed)
+
+
 def answer(line: BatchLine, model: str, results: Sequence[GenerationResult], texts: Sequence[str],
-           token_text: Callable[[int], str]) -> dict[str, Any]:  # fmt: skip
+           token_text: Callable[[int], str], echo: Echo | None = None) -> dict[str, Any]:  # fmt: skip
     """The output line for a request that was run, in OpenAI's batch format with the number of the input line added.
 
-    `results` and `texts` hold one entry per sample; `token_text` decodes a single token.
+    `results` and `texts` hold one entry per sample; `token_text` decodes a single token; `echo` begins each text.
     """
-    make = _chat_choice if line.messages else _completion_choice
+    make = _chat_choice if line.messages else partial(_completion_choice, echo)
     prompt, generated = results[0].prompt_tokens, sum(len(r.tokens) for r in results)
     body = {
         "object": "chat.completion" if line.messages else "text_completion",
@@ -141,13 +197,12 @@ def refusal(number: int, id_: str | None, message: str) -> dict[str, Any]:
     return {"line": number, "custom_id": id_, "response": None, "error": error}
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a line or body is. Raises LineError."""
     try:
-        data = json.loads(raw.decode("utf-8"))
+        data = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as exc:
         raise LineError(f"is not UTF-8 text (byte {exc.start + 1})") from None
-    except RecursionError:
-        raise LineError("is nested too deeply") from None
     except ValueError as exc:
         raise LineError(f"is not JSON: {exc}") from None
     if not isinstance(data, dict):
@@ -155,7 +210,19 @@ def _object(raw: bytes) -> dict[str, Any]:
     return data
 
 
-def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
+def require_unicode(settings: Mapping[str, Any]) -> None:
+    """Refuses text that no tokenizer reads and pydantic does not expect. A custom_id only comes back."""
+    try:
+        text = json.dumps(settings, ensure_ascii=False)
+    except RecursionError:  # writing takes a little more of the stack than reading
+        raise LineError("is nested too deeply") from None
+    if escape := lone_surrogate(text):
+        raise LineError(f"is not Unicode text: {escape} is half of a surrogate pair")
+
+
+def checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
+    """`data` as a model of pydantic's, whose settings messages call by `where` and their name. Raises LineError for
+    what is unknown, missing or of another type."""
     try:
         return kind.model_validate(data)
     except ValidationError as exc:
@@ -164,6 +231,8 @@ def _checked(kind: type[M], data: Mapping[str, Any], where: str) -> M:
     error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     key = str(error["loc"][0])
     path = where + (".".join(map(str, error["loc"])) if error["type"] != "union" else key)
+    if error["type"] == "extra_forbidden" and key in _CALLS:
+        raise LineError(f"{path}: functions are not called; ask for an answer by response_format json_schema instead")
     if error["type"] == "extra_forbidden":
         raise LineError(f"{path} is not a known setting; {nearest(key, kind.model_fields)}")
     if error["type"] == "missing":
@@ -188,6 +257,7 @@ def _line(
     else:
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         alternatives, own_limit = body.logprobs, body.max_tokens
+    echo = isinstance(body, _Completion) and bool(body.echo)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if "" in stop:
         raise LineError("stop: an empty string would end every answer at once")
@@ -202,8 +272,10 @@ def _line(
         stop=stop,
         ignore_eos=body.ignore_eos,
         logprobs=alternatives,
+        prompt_logprobs=echo and alternatives is not None,
+        json_schema=None if body.response_format is None else body.response_format.schema_text,
     )
-    return BatchLine(number, id_, prompt, messages, sampling, body.n or 1)
+    return BatchLine(number, id_, prompt, messages, sampling, body.n or 1, body.model, echo)
 
 
 def _plain(content: str | list[_Text]) -> str:
@@ -211,26 +283,41 @@ def _plain(content: str | list[_Text]) -> str:
 
 
 def _completion_choice(
-    index: int, result: GenerationResult, text: str, token_text: Callable[[int], str]
+    echo: Echo | None, index: int, result: GenerationResult, text: str, token_text: Callable[[int], str]
 ) -> dict[str, Any]:
-    logprobs = None
-    if result.logprobs:
-        logprobs = {
-            "tokens": [token_text(t) for t in result.tokens],
-            "token_logprobs": [p.logprob for p in result.logprobs],
-            # in ascending order, so that among tokens with the same text the likeliest wins
-            "top_logprobs": [{token_text(t): value for t, value in reversed(p.top)} for p in result.logprobs],
-        }
+    tokens, values = result.tokens, list[TokenLogprob | None](result.logprobs)
+    if echo is not None:
+        text = echo.text + text
+        tokens, values = (*echo.tokens, *tokens), [None, *result.prompt_logprobs, *values]
+    logprobs = completion_logprobs(tokens, values, token_text) if result.logprobs else None
     return {"index": index, "text": text, "finish_reason": result.finish_reason, "logprobs": logprobs}
 
 
 def _chat_choice(index: int, result: GenerationResult, text: str, token_text: Callable[[int], str]) -> dict[str, Any]:
+    logprobs = chat_logprobs(result.tokens, result.logprobs, token_text) if result.logprobs else None
+    message = {"role": "assistant", "content": text}
+    return {"index": index, "message": message, "finish_reason": result.finish_reason, "logprobs": logprobs}
+
+
+def completion_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], token_text: Callable[[int], str]
+) -> dict[str, Any]:
+    """Log-probabilities of tokens as a completion has them; the first of a prompt has none."""
+    return {
+        "tokens": [token_text(t) for t in tokens],
+        "token_logprobs": [p and p.logprob for p in logprobs],
+        # in ascending order, so that among tokens with the same text the likeliest wins
+        "top_logprobs": [p and {token_text(t): value for t, value in reversed(p.top)} for p in logprobs],
+    }
+
+
+def chat_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprob], token_text: Callable[[int], str]
+) -> dict[str, Any]:
+    """Log-probabilities of tokens as a chat has them."""
+
     def entry(token: int, logprob: TokenLogprob) -> dict[str, Any]:
         top = [{"token": token_text(t), "logprob": value} for t, value in logprob.top]
         return {"token": token_text(token), "logprob": logprob.logprob, "top_logprobs": top}
 
-    logprobs = None
-    if result.logprobs:
-        logprobs = {"content": [entry(t, p) for t, p in zip(result.tokens, result.logprobs, strict=True)]}
-    message = {"role": "assistant", "content": text}
-    return {"index": index, "message": message, "finish_reason": result.finish_reason, "logprobs": logprobs}
+    return {"content": [entry(t, p) for t, p in zip(tokens, logprobs, strict=True)]}

@@ -1,33 +1,45 @@
 """A batch job from end to end: read the input, decide what can be run, load the engine, generate, write."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from harness import registry
-from harness.api import Engine, GenerationResult, HarnessError, InfeasibleError, LocalModel, RunSpec, SamplingParams
-from harness.api.task import Questions, Text
-from harness.batch.answer_file import AnswerFile
+from harness.api import (
+    Engine,
+    GenerationResult,
+    HarnessError,
+    InfeasibleError,
+    LocalModel,
+    RefusedEvent,
+    RunSpec,
+    without_logins,
+)
+from harness.api.task import Text
+from harness.batch.answer_file import AnswerFile, AnswerStream
 from harness.batch.format import answer, refusal
 from harness.batch.input import Lines, Ready, Refused, read
-from harness.batch.job import BatchJob, Progress, job_cell, loaded_engine
-from harness.common.classify import classify
+from harness.batch.job import STDIO, BatchJob, Lengths, Progress, engine_errors, job_cell, loaded_engine
+from harness.batch.texts import echo_of, generated_text
+from harness.common.scratch import remove_abandoned
 
 #: Refused lines that are reported one by one.
 _REPORTED = 20
 
 
-def run(job: BatchJob, progress: Progress) -> Lines:
+def run(job: BatchJob, progress: Progress, show: Callable[[Mapping[str, Any]], None]) -> Lines:
     """Runs a job: every line of the input gets exactly one line of output, an answer or the reason for its refusal.
+    `show` takes the lines of an output to stdout.
 
     Answers of an earlier run of the same job stay; lines that it refused are tried again. A dry run decides what
     can be decided without loading, and stops. Of the lines returned, those that are `ready` were answered, or would be.
 
     Raises HarnessError where nothing can be run or written, and InfeasibleError where the memory holds no line.
     """
-    if job.source.resolve() == job.output.resolve():
+    if job.source != STDIO and job.source.resolve() == job.output.resolve():
         raise HarnessError(f"{job.source} cannot be both --input and --output")
     cell = job_cell(job.model, job.engine, job.memory, job.overrides, progress.note)
     model = registry.prepare_model(cell.engine, cell.model, job.cache, partial(progress.advance, "preparing"))
@@ -35,40 +47,41 @@ def run(job: BatchJob, progress: Progress) -> Lines:
     text = registry.text(cell.engine, model)
     if problem := text.problem():
         progress.note(problem)
-    with closing(AnswerFile(job.output, identity, job.fresh, job.dry_run)) as output:
-        lines = read(job, model.shape, text, output.answered, progress)
-        with _engine_errors(cell.engine):
+    with closing(_output(job, identity, show)) as output:
+        with closing(text):  # the process that renders chats: the engine needs its memory
+            lines = read(job, model.shape, text, output.answered, progress)
+        with engine_errors(cell.engine):
             _refuse_too_long(lines, cell, model)
-        _report(lines.refused, job.source, progress)
+        _report(lines.refused, job, progress)
         if job.dry_run:
             return lines
+        remove_abandoned(job.cache)  # also where there is nothing left to load an engine for
         output.remove(output.answered.keys() - lines.settled.keys())
-        _write_refused(lines.refused, output)
+        write_refused(lines.refused, output)
         if lines.ready:
             planned = len(lines.refused)
-            with _engine_errors(cell.engine), ExitStack() as opened:
+            with engine_errors(cell.engine), ExitStack() as opened:
                 engine = _load(opened, cell, model, lines, job.cache, progress)
-                _report(lines.refused[planned:], job.source, progress)
-                _write_refused(lines.refused[planned:], output)
-                _generate(engine, lines, _public_name(cell.model.id), text, output, progress)
+                _report(lines.refused[planned:], job, progress)
+                write_refused(lines.refused[planned:], output)
+                results = engine.generate(lines.requests)
+                write_answers(results, lines, public_name(cell.model.id), text, output, progress)
+                if shared := engine.trace().metrics.get("shared_prompt_tokens"):
+                    of_all = f"{shared:.0f} of {lines.prompt_tokens} prompt tokens"
+                    progress.note(f"{of_all} were shared with an earlier request and computed once")
     return lines
 
 
-def _write_refused(refused: Sequence[Refused], output: AnswerFile) -> None:
+def _output(job: BatchJob, model: str, show: Callable[[Mapping[str, Any]], None]) -> AnswerFile | AnswerStream:
+    if job.output == STDIO:
+        return AnswerStream(model, show)
+    return AnswerFile(job.output, model, job.fresh, job.dry_run)
+
+
+def write_refused(refused: Sequence[Refused], output: AnswerFile | AnswerStream) -> None:
+    """Writes why these lines cannot be run."""
     for item in refused:
         output.write(refusal(item.number, item.id, item.reason), item.digest)
-
-
-@contextmanager
-def _engine_errors(engine: str) -> Iterator[None]:
-    """Turns what an engine's libraries raise into a HarnessError of one line."""
-    try:
-        yield
-    except HarnessError:
-        raise
-    except Exception as exc:
-        refusal = classify(exc)
-        raise HarnessError(f"engine {engine} failed ({refusal.status}): {refusal.reason}") from exc
 
 
 def _refuse_too_long(lines: Lines, cell: RunSpec, model: LocalModel) -> None:
@@ -95,8 +108,9 @@ def _load(opened: ExitStack, cell: RunSpec, model: LocalModel, lines: Lines, cac
         opened.close()  # two engines at once would need memory for both
         fitting = Lines([item for item in lines.ready if item.tokens <= longest])
         progress.note(f"loading {cell.model.id} in {cell.engine} for sequences of up to {longest} tokens")
-        questions, shown = Questions(prompts=tuple(fitting.requests)), partial(progress.advance, "loading")
-        loading = loaded_engine(_sized(cell, fitting), model, cache, questions, progress.note, shown)
+        lengths = Lengths.of([(len(r.prompt), r.sampling.max_tokens) for r in fitting.requests])
+        shown = partial(progress.advance, "loading")
+        loading = loaded_engine(_sized(cell, fitting), model, cache, lengths, progress.note, shown)
         return opened.enter_context(loading)
 
     lengths = sorted({item.tokens for item in lines.ready})
@@ -124,48 +138,50 @@ def _sized(cell: RunSpec, lines: Lines) -> RunSpec:
     return replace(cell, policy=policy)
 
 
-def _report(refused: Sequence[Refused], source: Path, progress: Progress) -> None:
+def _report(refused: Sequence[Refused], job: BatchJob, progress: Progress) -> None:
     for item in refused[:_REPORTED]:
-        progress.note(f"{source}:{item.number}: {item.reason}")
+        progress.note(f"{job.source_name}:{item.number}: {item.reason}")
     if len(refused) > _REPORTED:
         progress.note(f"... and {len(refused) - _REPORTED} more lines that cannot be run")
 
 
-def _generate(engine: Engine, lines: Lines, model: str, text: Text, output: AnswerFile, progress: Progress) -> None:
-    """Runs all requests; writes a line's answer when the last of its samples is finished."""
+def write_answers(
+    results: Iterable[GenerationResult | RefusedEvent], lines: Lines, model: str, text: Text,
+    output: AnswerFile | AnswerStream, progress: Progress,
+) -> None:  # fmt: skip
+    """Writes a line's answer when the last of its samples is among `results`, or that the engine refuses it."""
     owner = {request.id: item for item in lines.ready for request in item.requests}
     unfinished: dict[int, dict[str, GenerationResult]] = {}
+    refused = set[int]()
     written = tokens = 0
-    for result in engine.generate(lines.requests):
+    progress.advance("generating", written, len(lines.ready))  # the rate counts from here
+    for result in results:
         item = owner[result.id]
-        tokens += len(result.tokens)
-        samples = unfinished.setdefault(item.line.number, {})
-        samples[result.id] = result
-        if len(samples) == len(item.requests):
-            del unfinished[item.line.number]
+        number = item.line.number
+        if number in refused:
+            continue
+        samples = unfinished.setdefault(number, {})
+        if isinstance(result, RefusedEvent):
+            refused.add(number)
+            write_refused([Refused(number, item.digest, item.line.id, result.reason)], output)
+        else:
+            samples[result.id] = result
+            tokens += len(result.tokens)
+            if len(samples) < len(item.requests):
+                progress.advance("generating", written, len(lines.ready), tokens)
+                continue
             output.write(_answer(item, samples, model, text), item.digest)
-            written += 1
+        del unfinished[number]
+        written += 1
         progress.advance("generating", written, len(lines.ready), tokens)
-    if shared := engine.trace().metrics.get("shared_prompt_tokens"):
-        total = lines.prompt_tokens
-        progress.note(f"{shared:.0f} of {total} prompt tokens were shared with an earlier request and computed once")
 
 
 def _answer(item: Ready, samples: dict[str, GenerationResult], model: str, text: Text) -> dict[str, object]:
     results = [samples[request.id] for request in item.requests]
-    texts = [_generated_text(text, result, item.line.sampling) for result in results]
-    return answer(item.line, model, results, texts, text.token)
+    texts = [generated_text(text, result, item.line.sampling) for result in results]
+    return answer(item.line, model, results, texts, text.token, echo_of(text, item.line, item.requests[0]))
 
 
-def _generated_text(text: Text, result: GenerationResult, sampling: SamplingParams) -> str:
-    """The generated text, cut before the stop string that ended it."""
-    whole = text.decode(result.tokens)
-    if result.finish_reason != "stop":
-        return whole
-    too_early = len(text.decode(result.tokens[: max(0, sampling.min_tokens - 1)]))
-    return whole[: sampling.stop_at(whole, too_early)]
-
-
-def _public_name(model: str) -> str:
+def public_name(model: str) -> str:
     """A hub id, or the last part of a path: answers are shared, folders of this machine are not."""
-    return Path(model).resolve().name if Path(model).exists() else model
+    return Path(model).resolve().name if Path(model).exists() else without_logins(model)

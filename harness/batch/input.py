@@ -2,20 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from harness.api import GenerationRequest, HarnessError, ModelShape
 from harness.api.task import Text
 from harness.batch.answer_file import Answered
 from harness.batch.format import BatchLine, LineError, parse_line
-from harness.batch.job import BatchJob, Progress
+from harness.batch.job import STDIO, BatchJob, Progress
+from harness.batch.texts import requests_of
 from harness.common.files import os_errors
+from harness.common.regular_file import open_regular
 
-#: Between the seeds of a request's samples, so that they lie far apart: 2^64 divided by the golden ratio.
-_SEED_STEP = 0x9E3779B97F4A7C15
-_SEEDS = 1 << 64
+#: The most bytes of a line, and of what is read of a longer one at once.
+_MAX_LINE, _PIECE = 16 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,21 @@ class Lines:
 
     def refuse_longer(self, longest: int, why: str) -> None:
         """Refuses the lines to run that have more than `longest` tokens; `why` ends their reason."""
-        for item in self.ready:
-            if item.tokens > longest:
-                reason = f"{item.tokens} tokens (prompt and new) are too long for the memory limit{why}"
-                self.refused.append(Refused(item.line.number, item.digest, item.line.id, reason))
-        self.ready = [item for item in self.ready if item.tokens <= longest]
+
+        def reason(item: Ready) -> str:
+            too_long = f"{item.tokens} tokens (prompt and new) are too long for the memory limit{why}"
+            return too_long if item.tokens > longest else ""
+
+        self.refuse(reason)
+
+    def refuse(self, reason: Callable[[Ready], str]) -> None:
+        """Refuses the lines to run for which there is a reason."""
+        ready, self.ready = self.ready, []
+        for item in ready:
+            if why := reason(item):
+                self.refused.append(Refused(item.line.number, item.digest, item.line.id, why))
+            else:
+                self.ready.append(item)
 
 
 def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, Answered], progress: Progress) -> Lines:
@@ -85,7 +100,7 @@ def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, An
     lines = Lines()
     ids: dict[str, int] = {}
     seen = set()
-    for number, raw, position, size in _raw_lines(job.source):
+    for number, raw, position, size in _raw_lines(job):
         seen.add(number)
         digest = hashlib.blake2b(f"{job.max_tokens} {job.seed} ".encode() + raw, digest_size=8).hexdigest()
         parsed = _parsed(job, number, raw, digest, ids)
@@ -102,25 +117,43 @@ def read(job: BatchJob, shape: ModelShape, text: Text, answered: Mapping[int, An
             lines.refused.append(item)
         else:
             lines.settled[number] = before
-        progress.advance("reading", position, size)
+        if size:
+            progress.advance("reading", position, size)
     if missing := sorted(set(answered) - seen):
         raise HarnessError(_other_input(job, missing[0]))
     return lines
 
 
-def _raw_lines(source: Path) -> Iterator[tuple[int, bytes, int, int]]:
-    """Number, content, end position and file size for every line that is not blank."""
-    with os_errors(f"{source} cannot be read"), source.open("rb") as file:
-        size, position = source.stat().st_size, 0
-        for number, raw in enumerate(file, 1):
+def _raw_lines(job: BatchJob) -> Iterator[tuple[int, bytes, int, int]]:
+    """Number, content, end position and file size for every line that is not blank; of stdin no size is known, 0. Of a
+    line that is too long only its first `_MAX_LINE` + 1 bytes come."""
+    with os_errors(f"{job.source_name} cannot be read"), _opened(job.source) as file:
+        size = 0 if job.source == STDIO else os.fstat(file.fileno()).st_size
+        number = position = 0
+        while raw := file.readline(_MAX_LINE + 1):
+            number += 1
             position += len(raw)
             content = raw.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else raw.strip()
+            if len(raw) > _MAX_LINE:
+                content = raw
+                while not raw.endswith(b"\n") and (raw := file.readline(_PIECE)):
+                    position += len(raw)
             if content:
                 yield number, content, position, size
 
 
+def _opened(source: Path) -> AbstractContextManager[IO[bytes]]:
+    if source != STDIO:
+        return open_regular(source)
+    if sys.stdin is None:
+        raise HarnessError("stdin is closed; give a file by --input")
+    return nullcontext(sys.stdin.buffer)
+
+
 def _parsed(job: BatchJob, number: int, raw: bytes, digest: str, ids: dict[str, int]) -> BatchLine | Refused:
     """The request on a line; `ids` are the custom_ids of earlier lines, to which this line's is added."""
+    if len(raw) > _MAX_LINE:
+        return Refused(number, digest, None, f"has more than {_MAX_LINE >> 20} MiB, too long for a request")
     try:
         if job.source.suffix == ".txt":
             raw = json.dumps({"prompt": raw.decode()}).encode()
@@ -135,29 +168,14 @@ def _parsed(job: BatchJob, number: int, raw: bytes, digest: str, ids: dict[str, 
 
 
 def _tokenized(line: BatchLine, digest: str, shape: ModelShape, text: Text) -> Ready | Refused:
-    sampling = line.sampling
     try:
-        ids = line.prompt
-        if line.messages:
-            ids = text.encode_chat(line.messages)
-        elif isinstance(ids, str):
-            ids = text.encode(ids)
-        requests = tuple(
-            GenerationRequest(f"{line.number}.{i}", tuple(ids), replace(sampling, seed=_seed(sampling.seed, i)))
-            for i in range(line.samples)
-        )
-        requests[0].require_valid(shape)
+        return Ready(line, digest, requests_of(line, shape, text))
     except HarnessError as exc:
-        return Refused(line.number, digest, line.id, str(exc).removeprefix(f"request {line.number}.0: "))
-    return Ready(line, digest, requests)
-
-
-def _seed(seed: int | None, sample: int) -> int | None:
-    return seed if seed is None or not sample else (seed + sample * _SEED_STEP) % _SEEDS
+        return Refused(line.number, digest, line.id, str(exc))
 
 
 def _other_input(job: BatchJob, number: int) -> str:
     return (
-        f"{job.output} answers another input than {job.source}, or the same one under another --max-tokens or --seed: "
-        f"they differ in line {number}; choose another --output, or --fresh to set the old answers aside"
+        f"{job.output} answers another input than {job.source_name}, or the same one under another --max-tokens or "
+        f"--seed: they differ in line {number}; choose another --output, or --fresh to set the old answers aside"
     )

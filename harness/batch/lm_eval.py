@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 from harness import registry
 from harness.api import Engine, GenerationRequest, HarnessError, Score, to_json
 from harness.api.task import Pair, Questions
-from harness.batch.job import Progress, job_cell, loaded_engine
+from harness.batch.job import Lengths, Progress, job_cell
+from harness.batch.session import ModelSession
 
 #: Keys of `--model_args` that are not settings of the engine.
 _MODEL, _MEMORY = "pretrained", "memory"
@@ -32,19 +32,15 @@ class EngineModel:
         if _MODEL not in settings:
             raise HarnessError(f"--model_args: name the model, such as {_MODEL}=./opt-6.7b,{_MEMORY}=4GiB")
         overrides = [f"{key}={value}" for key, value in settings.items() if key not in (_MODEL, _MEMORY)]
-        self._cell = job_cell(str(settings[_MODEL]), engine, settings.get(_MEMORY), overrides, progress.note)
-        self._model = registry.prepare_model(engine, self._cell.model, cache, partial(progress.advance, "preparing"))
-        identity = registry.identity(engine, self._model, cache, partial(progress.advance, "reading the model"))
-        self.tokens = registry.text(engine, self._model)
-        self.context = self._model.shape.max_context
+        cell = job_cell(str(settings[_MODEL]), engine, settings.get(_MEMORY), overrides, progress.note)
+        self._session = ModelSession(cell, cache, progress, note)
+        model = self._session.model
+        identity = registry.identity(engine, model, cache, partial(progress.advance, "reading the model"))
+        self.tokens = self._session.text
+        self.context = model.shape.max_context
         versions = {name: metadata.version(name) for name in ("torch", "transformers", "offload-harness")}
-        decisive = [engine, identity, to_json(self._cell.policy), to_json(self._cell.options), versions]
+        decisive = [engine, identity, to_json(cell.policy), to_json(cell.options), versions]
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
-        self._cache = cache
-        self._note = note
-        self._opened = ExitStack()
-        self._engine: Engine | None = None
-        self._longest = 0
 
     def score(self, pairs: Sequence[Pair]) -> Sequence[Score]:
         """Log-likelihoods of continuations."""
@@ -58,14 +54,9 @@ class EngineModel:
 
     def close(self) -> None:
         """Frees the engine and what it has on disk. Idempotent."""
-        self._engine = None
-        self._opened.close()
+        self._session.close()
 
     def _loaded(self, questions: Questions) -> Engine:
         """The engine, loaded again where these questions are longer than those it was loaded for."""
-        if self._engine is None or questions.max_sequence > self._longest:
-            self.close()
-            self._longest = questions.max_sequence
-            loading = loaded_engine(self._cell, self._model, self._cache, questions, self._note)
-            self._engine = self._opened.enter_context(loading)
-        return self._engine
+        sequences = self._session.cell.policy.gpu_batch_size
+        return self._session.engine(Lengths.of(questions.lengths), sequences)

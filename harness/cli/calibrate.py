@@ -1,16 +1,15 @@
 """`harness calibrate`: measures this host."""
 
-import json
 import os
-import signal
 from pathlib import Path
 
 import click
 
 from harness import builtin
-from harness.cli.errors import interrupt, say
+from harness.cli.errors import say, say_json
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import print_rows
+from harness.common.units import with_unit
 
 
 @click.command()
@@ -33,21 +32,22 @@ def calibrate(out: Path | None, quick: bool, as_json: bool, cache: Path, **price
       harness calibrate --quick --out here.yaml
       harness calibrate --power 250 --electricity 0.2       plans and reports tell tokens per dollar and joule
     """
-    signal.signal(signal.SIGTERM, interrupt)
     os.environ |= builtin.ENGINES["offload"].env  # as the engine's own process has them; torch is not loaded yet
     from harness.api import Prices, to_json
+    from harness.common.locks import in_use
     from harness.hardware import calibration
 
-    profile, path = calibration.calibrate(
-        out, quick, cache, lambda what: say(f"measuring {what}", err=True), Prices(**prices)
-    )
+    with in_use(cache):
+        profile, path = calibration.calibrate(
+            out, quick, cache, lambda what: say(f"measuring {what}", err=True), Prices(**prices)
+        )
     if as_json:
-        click.echo(json.dumps(to_json(profile)))
+        say_json(to_json(profile))
     else:
         print_rows(
             [
-                {"rate": rate.name, "median": f"{rate.median:.3g}", "lowest": f"{rate.lowest:.3g}",
-                 "highest": f"{rate.highest:.3g}"}
+                {"rate": rate.name} | {name: with_unit(getattr(rate, name), rate.unit)
+                                       for name in ("median", "lowest", "highest")}
                 for rate in calibration.rates(profile)
             ]
         )  # fmt: skip

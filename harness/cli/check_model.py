@@ -1,12 +1,12 @@
 """`harness check-model`: the performance model against published figures."""
 
-import json
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import click
 
+from harness.cli.errors import say, say_json
 from harness.cli.options import json_option
 from harness.cli.tables import print_rows
 
@@ -25,13 +25,13 @@ def check_model(as_json: bool) -> None:
     profiles = {name: hardware.load(name) for name in hardware.names()}
     cells = registry.published_figures().table(profiles)
     if as_json:
-        click.echo(json.dumps(cells))
+        say_json(cells)
         return
     print_rows([{**cell, "error": _signed(cell["error"])} for cell in cells])
-    click.echo("\nErrors on whole tables that no constant was fitted on (leave one table out):")
+    say("\nErrors on whole tables that no constant was fitted on (leave one table out):")
     held_out = registry.model_fits().held_out(profiles)
     print_rows([{key: f"{v:.1%}" if isinstance(v, float) else v for key, v in row.items()} for row in held_out])
-    click.echo("\nErrors of the shipped constants:")
+    say("\nErrors of the shipped constants:")
     print_rows(
         [
             {

@@ -40,7 +40,7 @@ def compare(
 ) -> None:
     """Compare each run directory HEAD with BASE, and say which cells became slower.
 
-    A regression needs a Hodges-Lehmann ratio whose interval excludes 1, an effect above max(3 %, twice the A/A noise),
+    A regression needs a quotient of medians whose interval excludes 1, an effect above max(3 %, twice the A/A noise),
     and an exact Mann-Whitney p that survives Holm over the cells; a cell that newly fails is one as well. The unit is a
     launch: with fewer than five on each side nothing can be decided, and seven are a good number. Run both sides in
     turns (ci/interleave.sh): sides that ran one after the other, such as nightly runs, need several --aa. Launches that

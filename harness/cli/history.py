@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.errors import say
+from harness.cli.errors import say, say_json
 from harness.cli.options import json_option
 
 if TYPE_CHECKING:
@@ -36,28 +35,35 @@ def history() -> None:
       harness history add results/nightly
       harness history show --suite ci_smoke
       harness history trend --cell offload-sweep
+      harness history publish site
       harness report results/nightly --history sqlite:///results/history.db
     """
 
 
 @history.command()
 @click.argument("dirs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--subject", default="", metavar="NAME@COMMIT", envvar="HARNESS_SUBJECT",
+              help="What was measured, where it is not this harness's commit; also $HARNESS_SUBJECT.")  # fmt: skip
 @_db_option
-def add(dirs: tuple[Path, ...], db: str) -> None:
+def add(dirs: tuple[Path, ...], subject: str, db: str) -> None:
     """Append the records of run directories DIRS; those already there stay as they are.
+
+    A project that measures an engine of its own gives the engine's name and commit as --subject: the trend is then
+    over those.
 
     \b
     Examples:
       harness history add results/nightly
+      harness history add results/nightly --subject my-engine@$(git rev-parse HEAD)
       harness history add results/* --db postgresql+psycopg://user@host/benchmarks
     """
     from reports.records import load_records
 
     records = [load_records([folder]) for folder in dirs]  # read all of them before any is added
     store = _open(db, make=True)
-    counts = [store.add(of_run) for of_run in records]
+    counts = [store.add(of_run, subject) for of_run in records]
     added, known = (sum(c) for c in zip(*counts, strict=True))
-    click.echo(f"{store.url}: {added} added, {known} already there")
+    say(f"{store.url}: {added} added, {known} already there")
 
 
 @history.command()
@@ -76,14 +82,14 @@ def show(cell: str, suite: str, as_json: bool, db: str) -> None:
 
     for series in _series(db, cell, suite):
         if as_json:
-            click.echo(json.dumps(to_json(series)))
+            say_json(to_json(series))
             continue
-        click.echo(f"{series.suite} {series.cell} ({series.workload}; machine {series.machine})")
+        say(f"{series.suite} {series.title} ({series.workload}; machine {series.machine})")
         for point in series.points:
             middle = median(point.speeds)
             speed = "no figure" if middle is None else f"{number(middle)} tok/s of {len(point.speeds)}"
             failed = f", {point.failed} failed" if point.failed else ""
-            click.echo(f"  {point.started_at}  {short(point.commit)}  {speed}{failed}")
+            say(f"  {point.started_at}  {short(point.commit)}  {speed}{failed}")
 
 
 @history.command()
@@ -104,14 +110,38 @@ def trend(cell: str, suite: str, as_json: bool, db: str) -> None:
     for series in _series(db, cell, suite):
         points = changes(series)
         if as_json:
-            known = {"cell": series.cell, "fingerprint": series.fingerprint, "machine": series.machine}
-            click.echo(json.dumps(known | {"commits": len(series.points), "changes": to_json(points)}))
+            known = {name: getattr(series, name) for name in ("cell", "subject", "fingerprint", "machine")}
+            say_json(known | {"commits": len(series.points), "changes": to_json(points)})
             continue
         few = f"too few commits to tell (at least {FEWEST} are needed)"
         none = few if len(series.points) < FEWEST else "no change"
         words = ", ".join(f"{short(c.commit)} {c.direction} ({c.ratio:.3f})" for c in points)
-        title = f"{series.cell}: {words or none} over {plural(len(series.points), 'commit')}"
-        click.echo(plain_text([title, trend_table(series, points)]))
+        title = f"{series.title}: {words or none} over {plural(len(series.points), 'commit')}"
+        say(plain_text([title, trend_table(series, points)]))
+
+
+@history.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--cell", default="", help="Only this cell.")
+@click.option("--suite", default="", help="Only cells of this suite.")
+@_db_option
+def publish(folder: Path, cell: str, suite: str, db: str) -> None:
+    """Write the history as static pages into FOLDER: index.html with every cell, and a page of trends a suite.
+
+    \b
+    Example:
+      harness history publish site
+    """
+    from harness.api import HarnessError
+    from harness.common.files import default_cache
+    from reports.publish import publish as write_pages
+    from reports.vega import library
+
+    series = _open(db).series(cell=cell, suite=suite)
+    if not series:
+        raise HarnessError("nothing is recorded of these cells: `harness history add DIR` adds a run")
+    for path in write_pages(series, folder, library(default_cache())):
+        say(str(path))
 
 
 def _open(url: str, make: bool = False) -> History:

@@ -41,7 +41,7 @@ def build(names: tuple[str, ...], arguments: tuple[str, ...], wheels: Path | Non
         raise click.UsageError(f"unknown environment {unknown[0]!r}; {nearest(unknown[0], known)}")
     tell = partial(say, err=True)
     for built in each(lambda name: (name, store.build(name, arguments, wheels, host_network, tell)), names):
-        click.echo("  ".join(built))
+        say("  ".join(built))
 
 
 @images.command("ls")

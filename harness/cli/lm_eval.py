@@ -28,10 +28,14 @@ def lm_eval(data_dir: Path | None, cache: Path, arguments: tuple[str, ...]) -> N
     from harness import registry
     from harness.api import HarnessError
     from harness.batch.lm_eval import EngineModel
-    from harness.cli.job_progress import make_job_progress
+    from harness.batch.progress import make_job_progress
+    from harness.common.locks import in_use
 
+    if any(word.startswith("--trust") or "trust_remote_code" in word for word in arguments):  # argparse takes the short
+        raise HarnessError("trust_remote_code would run code that a model or a data set brings; leave it out")
     command = registry.lm_eval()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        opened.enter_context(in_use(cache))
         words = list(arguments)
         if words and data_dir is not None:
             if any(word.startswith("--include_path") for word in words):

@@ -9,6 +9,7 @@ import click
 
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import Row, print_rows
+from harness.common.system import runs_engines
 
 if TYPE_CHECKING:
     from harness.builtin import EngineEntry
@@ -44,7 +45,7 @@ def _engines(cache: Path) -> list[Row]:
         rows.append(
             {
                 "engine": name,
-                "process": "not installed" if entry.missing() else "ready",
+                "process": "not installed" if entry.missing() else "ready" if runs_engines() else "needs Linux",
                 "venv": "no pins" if not pinned else "built" if venvs.built(own) else "buildable",
                 "image": "set `image`" if entry.plugin else images.get(own, "buildable") if pinned else "no pins",
                 "description": entry.summary,
@@ -76,17 +77,28 @@ def _images() -> dict[str, str]:
 
 
 def _suites() -> list[Row]:
-    from harness.suite.shipped import shipped_suites
+    """Shipped suites; `time` is that of committed runs on two cores, `disk` what checkpoints take at least."""
+    from harness.suite.shipped import checkpoint_bytes, expected_minutes, shipped_suites
 
+    minutes = expected_minutes()
     return [
         {
             "suite": suite.name,
             "cells": len(suite.cells),
             "launches": sum(c.repeats for c in suite.cells),
+            "time": _duration(minutes.get(suite.name)),
+            "disk": f"{checkpoint_bytes(suite) / 2**30:.1f} GiB",
             "description": suite.description,
         }
         for suite in shipped_suites()
     ]
+
+
+def _duration(minutes: float | None) -> str:
+    """A duration, rounded; a suite without a committed run has none."""
+    if minutes is None:
+        return "not measured"
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 def _models() -> list[Row]:

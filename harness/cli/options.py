@@ -17,6 +17,24 @@ def cache_option(help_text: str) -> _Decorator:
                         help=f"{help_text} [default: $HARNESS_CACHE].")  # fmt: skip
 
 
+def model_option() -> _Decorator:
+    """`--model`, which a command needs."""
+    what = "A folder of safetensors, a GGUF file, a hub id, or package:NAME."
+    return click.option("--model", required=True, help=what)
+
+
+def memory_option() -> _Decorator:
+    """`--memory`: a size in words, or None."""
+    what = "RAM that the engine plans for, such as 6GiB; not enforced [default: most of what is free]."
+    return click.option("--memory", metavar="SIZE", help=what)
+
+
+def set_option(example: str) -> _Decorator:
+    """`--set`, as the argument `overrides`: a cell's keys."""
+    return click.option("--set", "overrides", multiple=True, metavar="K=V",
+                        help=f"Override policy, limits, options or model: {example}.")  # fmt: skip
+
+
 def json_option(help_text: str = "Print JSON.") -> _Decorator:
     """`--json`, as the argument `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help=help_text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from harness.cli.errors import EXIT_INFEASIBLE, say
+from harness.cli.errors import EXIT_INFEASIBLE, say, say_json
 from harness.cli.options import cache_option, json_option
 from harness.cli.tables import print_rows
+from harness.common.accuracy_words import accuracy_words
+from harness.common.units import rounded
 
 if TYPE_CHECKING:
     from harness.planning.explain import Explanation
+
+
+_NOT_RUN = "nothing here runs this plan: it has several devices, or an engine that no adapter runs"
 
 
 @click.command()
@@ -38,25 +44,38 @@ if TYPE_CHECKING:
 @click.option("--latency", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
               help="The most seconds that a block may take; with schedule sweep, a sequence.")  # fmt: skip
 @click.option("--stages", type=click.IntRange(1), help="Devices of a pipeline [default: those of the hardware].")
+@click.option(
+    "--memory", metavar="SIZE", help="Host memory that the job may take, such as 4GiB [default: the machine's]."
+)
+@click.option("--device-memory", metavar="SIZE", help="Memory of the device that it may take [default: all].")
+@click.option("--disk", metavar="SIZE", help="Disk that weights and cache may take [default: all].")
 @click.option("--policy", metavar="JSON", help="Predict this policy instead of searching for one.")
 @click.option("--explain", "run", type=click.Path(exists=True, path_type=Path), metavar="RECORD",
               help="Compare a run (its folder or records) with its prediction, instead of planning.")  # fmt: skip
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print a suite that runs the plan: for harness run.")
 @json_option("Print one JSON object.")
 @cache_option("Where the local profile is kept")
-def plan(run: Path | None, as_json: bool, **options: Any) -> None:
-    """Say which policy is best for MODEL on a machine, and how fast it will be, before anything is downloaded.
+@click.pass_context
+def plan(context: click.Context, /, run: Path | None, as_yaml: bool, as_json: bool, **options: Any) -> None:
+    """Say which policy is best for MODEL on a machine, and how fast it will be, before weights are downloaded.
+
+    MODEL is a name of `harness ls models`, a folder, a config.json, a GGUF file, package:NAME, or a hub id.
 
     \b
     Examples:
       harness plan facebook/opt-175b --prompt-len 512 --gen-len 32 --hardware t4_gcp --quantize auto
+      harness plan ./my-model --prompt-len 512 --gen-len 32 --memory 4GiB
       harness plan facebook/opt-30b --prompt-len 512 --gen-len 32 --hardware t4_gcp --engine flexgen_ref --json
       harness plan --explain results/quickstart
     """
-    from harness.api import InfeasibleError
-    from harness.cli.job_progress import make_job_progress
+    from harness.api import HarnessError, InfeasibleError
+    from harness.batch.progress import make_job_progress
     from harness.planning.explain import explain
     from harness.planning.plan import PlanOptions, make_plan
+    from harness.planning.suite import suite_yaml
 
+    if as_yaml and (as_json or run is not None):
+        raise click.UsageError("--yaml prints a suite that runs a plan: leave out --json and --explain")
     if run is not None:
         print_explanations(explain(run, options["hardware"], options["cache"]), as_json)
         return
@@ -67,13 +86,44 @@ def plan(run: Path | None, as_json: bool, **options: Any) -> None:
             made = make_plan(PlanOptions(**options), partial(progress.advance, "searching policies"))
     except InfeasibleError as exc:
         if as_json:
-            click.echo(json.dumps({"infeasible": exc.lacking, "reason": str(exc)}))
+            say_json({"infeasible": exc.lacking, "reason": str(exc)})
         say(f"harness: {exc}", err=True)
         sys.exit(EXIT_INFEASIBLE)
-    if as_json:
-        click.echo(json.dumps(made))
+    if as_yaml and made["suite"] is None:
+        raise HarnessError(_NOT_RUN)
+    if as_yaml:
+        say(suite_yaml(made["suite"]).rstrip())
+    elif as_json:
+        say_json(made)
     else:
         _print_plan(made)
+        _print_commands(made, context)
+
+
+def _print_commands(plan: Mapping[str, Any], context: click.Context) -> None:
+    """The commands that run a plan."""
+    from harness.planning.suite import generate_command, is_configuration
+
+    if plan["suite"] is None:
+        say(f"\n{_NOT_RUN}")
+        return
+    if is_configuration(plan["model"]):
+        say("\na configuration has no weights: give the model's folder or hub id for the commands that run this plan")
+        return
+    where = "" if plan["hardware"] == "local" else f", on {plan['hardware']}"
+    say(f"\nto measure it{where}:\n  {shlex.join(['harness', *_words(context), '--yaml'])} > plan.yaml")
+    say(f"  harness run plan.yaml\nto answer a file of requests by it:\n  {generate_command(plan['suite'])}")
+
+
+def _words(context: click.Context) -> Iterator[str]:
+    """The command as it was given, by its names of options."""
+    yield str(context.info_name)
+    for parameter in context.command.params:
+        value = context.params.get(str(parameter.name))
+        if context.get_parameter_source(str(parameter.name)) != ParameterSource.COMMANDLINE:
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            yield from [str(each)] if isinstance(parameter, click.Argument) else [parameter.opts[-1], str(each)]
 
 
 def _print_plan(plan: Mapping[str, Any]) -> None:
@@ -82,33 +132,48 @@ def _print_plan(plan: Mapping[str, Any]) -> None:
     policy, predicted = plan["policy"], plan["predicted"]
     lengths = f"{plan['prompt_len']} + {plan['gen_len']} tokens"
     on = plan["hardware"] + (f" in {plan['stages']} stages, a device each" if plan["stages"] > 1 else "")
-    click.echo(f"{plan['model']} on {on}, {lengths}, engine {plan['engine']}\n")
+    say(f"{plan['model']} on {on}, {lengths}, engine {plan['engine']}\n")
     batches = f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} sequences"
     bits = f"weights {policy['weight_bits']} bit, cache {policy['kv_bits']} bit"
     attention = f", attention on the {'host' if policy['cpu_attention'] else 'device'}" if plan["devices"] else ""
-    click.echo(f"  {policy['schedule']}, {batches}, {bits}{attention}")
+    say(f"  {policy['schedule']}, {batches}, {bits}{attention}")
     if plan["stages"] > 1:
-        click.echo("  of each stage:")
+        say("  of each stage:")
     print_rows(list(_placement(plan)))
     rate = (
-        f"{predicted['throughput_tok_s']:.3g} token/s, {predicted['fraction_of_roofline']:.0%} of what arithmetic and "
-        "disk allow for this batch"
+        f"{rounded(predicted['throughput_tok_s'])} token/s, {predicted['fraction_of_roofline']:.0%} of what "
+        "arithmetic and disk allow for this batch"
     )
     unit = "a sequence" if policy["schedule"] == "sweep" else "a block"
-    click.echo(f"\n  {rate}; {unit} takes {_duration(predicted['block_latency_s'])}")
+    say(f"\n  {rate}; {unit} takes {_duration(predicted['block_latency_s'])}")
+    say(f"  {_error(plan['error'])}")
     busy = (f"{RESOURCE_WORDS[name]} {share:.0%}" for name, share in predicted["busy"].items() if share >= 0.005)
-    click.echo(f"  limited by {RESOURCE_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
+    say(f"  limited by {RESOURCE_WORDS[predicted['bottleneck']]}; busy: {', '.join(busy)}")
     costs = {"tokens_per_dollar": "tokens per dollar", "tokens_per_joule": "tokens per joule"}
-    if told := [f"{_rounded(predicted[name])} {words}" for name, words in costs.items() if name in predicted]:
-        click.echo(f"  {', '.join(told)}, at the prices of the hardware profile")
-    click.echo(f"  {_workload(plan['workload'])}")
+    if told := [f"{rounded(predicted[name])} {words}" for name, words in costs.items() if name in predicted]:
+        say(f"  {', '.join(told)}, at the prices of the hardware profile")
+    say(f"  {_workload(plan['workload'])}")
+    if plan["experts"]:
+        say(f"  {_experts(plan['experts'])}")
     if plan["threads"]:
-        click.echo(f"  {_threads(plan['threads'])}")
+        say(f"  {_threads(plan['threads'])}")
+    if plan["accuracy"]:
+        say(f"  {accuracy_words(plan['accuracy'])}")
+    for caveat in plan["caveats"]:
+        say(f"  not modelled: {caveat}")
     if plan["rejected"]:
-        click.echo("\nrejected:")
+        say("\nrejected:")
         for other in plan["rejected"]:
-            rate = f"{other['throughput_tok_s']:.3g} token/s, " if "throughput_tok_s" in other else ""
-            click.echo(f"  {other['kind']}: {rate}{other['reason']}")
+            rate = f"{rounded(other['throughput_tok_s'])} token/s, " if "throughput_tok_s" in other else ""
+            say(f"  {other['kind']}: {rate}{other['reason']}")
+
+
+def _error(error: Mapping[str, Any]) -> str:
+    """How far the throughput may be off, and on what that stands."""
+    if not error["count"]:
+        return f"error unknown: {error['stands_on']}"
+    low, high = error["low_tok_s"], error["high_tok_s"]
+    return f"likely {rounded(low)} to {rounded(high)}: so lay eight of ten of {error['count']} {error['stands_on']}"
 
 
 def _placement(plan: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -128,6 +193,16 @@ def _workload(workload: Mapping[str, Any]) -> str:
     return f"{bound}-bound: against 1 of arithmetic, a pass takes {ratios}"
 
 
+def _experts(experts: Mapping[str, Any]) -> str:
+    """What the plan assumes of a mixture's experts."""
+    if experts["usage"] == "all":
+        return "experts: every pass is taken to need all of them"
+    known = "use taken to be uniform, as none is counted yet"
+    if experts["usage"] == "measured":
+        known = f"use as counted in {experts['passes']} passes of {experts['of']}"
+    return f"experts: {known}; a pass needs {experts['read']:.0%} of their bytes"
+
+
 def _threads(threads: Mapping[str, Any]) -> str:
     """How the host's threads are divided, and what that wins against the default."""
     several = {name.replace("_", " "): count for name, count in threads["streams"].items() if count > 1}
@@ -143,13 +218,9 @@ def _threads(threads: Mapping[str, Any]) -> str:
         return f"{said}; attention as with the default"
     return (
         f"{said};\n  attention takes {1 - threads['attention_time']:.0%} less time than with the default "
-        f"(inter-op {default['inter_op']}, intra-op {default['intra_op']}): {threads['throughput_tok_s']:.3g} "
-        f"against {threads['default_throughput_tok_s']:.3g} token/s"
+        f"(inter-op {default['inter_op']}, intra-op {default['intra_op']}): {rounded(threads['throughput_tok_s'])} "
+        f"against {rounded(threads['default_throughput_tok_s'])} token/s"
     )
-
-
-def _rounded(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:
@@ -165,7 +236,7 @@ def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> No
     median = statistics.median(errors)
     if as_json:
         launches = [dataclasses.asdict(e) | {"error": e.error} for e in explanations]
-        click.echo(json.dumps({"launches": launches, "median_absolute_error": median}))
+        say_json({"launches": launches, "median_absolute_error": median})
         return
     print_rows(
         [
@@ -180,4 +251,4 @@ def print_explanations(explanations: Sequence[Explanation], as_json: bool) -> No
         ]
     )
     inside = sum(error <= 0.15 for error in errors)
-    click.echo(f"\nmedian error {median:.1%}, largest {max(errors):.1%}; {inside} of {len(errors)} within 15 %")
+    say(f"\nmedian error {median:.1%}, largest {max(errors):.1%}; {inside} of {len(errors)} within 15 %")

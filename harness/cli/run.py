@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.errors import EXIT_FAILED, EXIT_HARDWARE, EXIT_INTERRUPTED, interrupt, say
+from harness.cli.errors import EXIT_FAILED, EXIT_HARDWARE, say, say_json
 from harness.cli.options import cache_option, json_option
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--launcher", metavar="L",
               help="Run each cell in a process, in the engine's own environment (venv), in docker, or by a plug-in.",
 )  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Start over: set earlier records aside instead of resuming.")
+@click.option("--fresh", is_flag=True, help="Start over: set the cells' earlier records aside, instead of resuming.")
 @click.option("--simulate", is_flag=True, help="Predict every cell for --hardware instead of running it.")
 @click.option("--hardware", metavar="H", help="With --simulate: see harness plan [default: local].")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Data of accuracy tasks [default: the hub].")
@@ -54,7 +51,6 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
       harness run suites/quickstart.yaml --launcher docker
       harness run suites/opt175b_t4.yaml --simulate --hardware t4_gcp
     """
-    from harness.api import HarnessError
     from harness.run.options import RunOptions, select
 
     options = RunOptions(**given)
@@ -69,63 +65,47 @@ def run(dry_run: bool, as_json: bool, **given: Any) -> None:
         say(f"shard {options.shard} holds no cells of {selection.suite.name}: nothing to do", err=True)
     elif options.simulate:
         _simulate(options, selection)
-    elif options.data_dir is not None and not options.data_dir.is_dir():
-        raise HarnessError(f"--data-dir {options.data_dir}: no such folder")
     else:
         sys.exit(_measure(options, selection))
 
 
 def _measure(options: RunOptions, selection: Selection) -> int:
     """Runs the cells and writes the report; returns the exit code."""
-    from harness.hardware.requirements import check_requirements
+    from harness.run.measure import UnmetRequirements, measure, run_folder
     from harness.run.progress import make_progress
-    from harness.run.runner import Runner
     from harness.run.store import RECORDS
     from reports.build import build
 
-    suite, cache = selection.suite, options.cache
-    out = options.out or Path("results") / suite.name
-    resuming = (out / RECORDS).exists()
-    if lacking := check_requirements(suite, cache, resuming):
-        say(f"harness: this machine does not meet {suite.name}: {'; '.join(lacking)}", err=True)
-        say(f"shipped suites that would run here: {', '.join(_runnable(cache)) or 'none'}", err=True)
+    try:
+        done = measure(options, selection, make_progress())
+    except UnmetRequirements as exc:
+        say(f"harness: {exc}", err=True)
+        say(f"shipped suites that would run here: {', '.join(_runnable(options.cache)) or 'none'}", err=True)
         return EXIT_HARDWARE
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it, to survive the terminal
-        signal.signal(signal.SIGHUP, interrupt)
-    with make_progress() as progress:
-        runner = Runner(selection, out, cache, progress, options.data_dir, options.extra_tries)
-        try:
-            records = runner.run(options.fresh)
-        except KeyboardInterrupt:
-            records = None
-    if records is None:
+    except KeyboardInterrupt:
         again = f"run the same command again{' without --fresh' if options.fresh else ''}"
-        say(f"interrupted; {again} to resume (records: {out / RECORDS})", err=True)
-        return EXIT_INTERRUPTED
-    written = [out / RECORDS] if options.no_report else build([out], cache=cache)
-    _print_summary(records)
+        say(f"interrupted; {again} to resume (records: {run_folder(options, selection) / RECORDS})", err=True)
+        raise
+    written = [done.out / RECORDS] if options.no_report else build([done.out], cache=options.cache)
+    _print_summary(done.records)
     say(f"{'records' if options.no_report else 'report'}: {', '.join(map(str, written))}", err=True)
-    failed = [record for record in records if record.status != record.spec.expect]
-    for record in failed:
+    for record in done.failed:
         say(f"failed: {record.spec.name} repeat {record.repeat + 1}: {record.status}: {record.reason}", err=True)
-    return EXIT_FAILED if failed else 0
+    return EXIT_FAILED if done.failed else 0
 
 
 def _simulate(options: RunOptions, selection: Selection) -> None:
     """Predicts the cells and writes the report."""
-    from harness.cli.job_progress import make_job_progress
-    from harness.run.simulation import simulate
+    from harness.batch.progress import make_job_progress
+    from harness.run.measure import predict
     from reports.build import build
 
-    hardware = options.hardware or "local"
-    out = options.out or Path("results") / f"{selection.suite.name}-{Path(hardware).stem}-simulated"
     with make_job_progress() as progress:
-        records = simulate(selection, out, hardware, options.cache, partial(progress.advance, "predicting cells"))
-    written = build([out], cache=options.cache)
-    _print_summary(records)
+        done = predict(options, selection, partial(progress.advance, "predicting cells"))
+    written = build([done.out], cache=options.cache)
+    _print_summary(done.records)
     say(f"report: {', '.join(map(str, written))}", err=True)
-    for record in records:
+    for record in done.records:
         if record.status not in ("ok", record.spec.expect):
             say(f"{record.status}: {record.spec.name}: {record.reason}", err=True)
 
@@ -135,7 +115,7 @@ def _print_cells(cells: Sequence[RunSpec], as_json: bool) -> None:
 
     for cell in cells:
         if as_json:
-            click.echo(json.dumps(to_json(cell) | {"fingerprint": cell.fingerprint()}))
+            say_json(to_json(cell.without_secrets()) | {"fingerprint": cell.fingerprint()})
             continue
         batch = f"batch {cell.policy.block_size}" if cell.tune == "none" else cell.tune.replace("_", " ")
         words = [cell.fingerprint(), cell.name, cell.model.id, cell.workload.label, batch, f"x{cell.repeats}"]
@@ -143,7 +123,7 @@ def _print_cells(cells: Sequence[RunSpec], as_json: bool) -> None:
             words.append(f"expect {cell.expect}")
         if cell.reference:
             words.append("reference")
-        click.echo("  ".join(words))
+        say("  ".join(words))
 
 
 def _runnable(cache: Path) -> list[str]:
@@ -158,5 +138,4 @@ def _print_summary(records: Sequence[RunRecord]) -> None:
     """Prints one screen on stdout; the exit code does not depend on anybody reading all of it."""
     from reports.terminal import summary_text
 
-    with contextlib.suppress(BrokenPipeError):
-        click.echo(summary_text(records))
+    say(summary_text(records))

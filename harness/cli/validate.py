@@ -1,12 +1,11 @@
 """`harness validate`: checks suite files."""
 
-import json
 import sys
 from typing import Any
 
 import click
 
-from harness.cli.errors import EXIT_USAGE, say
+from harness.cli.errors import EXIT_USAGE, say, say_json
 from harness.cli.options import json_option
 
 
@@ -39,5 +38,8 @@ def _check(name: str, as_json: bool) -> bool:
         launches = sum(c.repeats for c in suite.cells)
         result = {"file": name, "ok": True, "cells": len(suite.cells), "launches": launches}
         text = f"{name}: ok, {len(suite.cells)} cells, {launches} launches"
-    say(json.dumps(result) if as_json else text, err=not as_json and not result["ok"])
+    if as_json:
+        say_json(result)
+    else:
+        say(text, err=not result["ok"])
     return bool(result["ok"])

@@ -1,15 +1,28 @@
-"""Errors, locks, atomic replacement and digests of files, and the cache folder."""
+"""Errors, names, atomic replacement and digests of files, and the cache folder."""
 
 import contextlib
 import errno
-import fcntl
+import glob
 import hashlib
 import os
+import re
+import secrets
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
+
+import psutil
 
 from harness.api import HarnessError
+from harness.common.locks import locked
+from harness.common.planted import refuse_planted
+from harness.common.regular_file import open_regular
+from harness.common.system import LOCK_EX, LOCK_NB, RENAMES_OPEN_FILES, flock
+
+#: A name that is safe as a file's, and its length.
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MAX_SAFE_NAME = 128
 
 
 @contextlib.contextmanager
@@ -21,33 +34,92 @@ def os_errors(failed: str, advice: str = "") -> Iterator[None]:
         raise HarnessError("; ".join(filter(None, (f"{failed}: {exc.strerror or exc}", advice)))) from exc
 
 
-def locked(path: Path, busy: str) -> IO[bytes]:
-    """A file, made if there is none, that no other process can lock until it is closed.
-
-    Raises HarnessError(`busy`) if another process has locked it, and OSError if it cannot be opened.
-    """
-    file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise HarnessError(busy) from None
-    return file
-
-
 def replace_with(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically: the old content stays until the new content is complete. Raises OSError."""
+    refuse_planted(path)
     path = Path(os.path.realpath(path))  # replaces a link's target, not the link
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     if os.path.lexists(path) and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file beside `path` that takes its place when the context ends, with its content on the disk; where the
+    context raises, the old file stays. It is locked as by `locked`. Raises OSError."""
+    # nobody can guess the name; and where something is there nevertheless, a link for one, it is not opened
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{os.getpid()}.tmp")
+    _remove_abandoned(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
+        with temporary.open("xb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                flock(file.fileno(), LOCK_EX | LOCK_NB)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # a rename may outlive a power cut that the data does not
+            if not RENAMES_OPEN_FILES:
+                file.close()
+            temporary.replace(path)
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes what killed processes left where `replacing(path)` writes. A process id alone does not tell: it may be of
+    another container, whose process holds the lock."""
+    with contextlib.suppress(OSError, OverflowError):  # the latter for a number that is no process's
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            number = left.name.split(".")[-2]
+            if number.isdecimal() and not psutil.pid_exists(int(number)):
+                with contextlib.suppress(HarnessError), locked(left, ""):
+                    left.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` as lasting as the files' content, where the file system lets us. Raises OSError."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.EACCES, errno.EOPNOTSUPP):
+            raise
+
+
+def safe_name(text: str) -> str:
+    """A file name, without a suffix, for any text: the text itself where it is safe and short enough.
+
+    Another text gets a digest of it appended, so that texts that differ only in what is replaced keep different names.
+    """
+    if SAFE_NAME.fullmatch(text) and len(text) <= MAX_SAFE_NAME:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:MAX_SAFE_NAME]).strip("-._")
+    return f"{readable}-{digest}" if readable else digest
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of `name` in `folder`. Raises HarnessError where it leads out of the folder, by itself or by a link."""
+    path = folder / name
+    try:
+        leads_out = not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # also for NUL, and for circular links before Python 3.13
+        leads_out = True
+    if leads_out:
+        raise HarnessError(f"{str(path)!r} leads out of {folder}; move it away, or choose another folder with --out")
+    return path
+
+
+def is_below(name: str) -> bool:
+    """Whether `name`, joined to a folder, names something below it, whatever links there are."""
+    return not (Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name)
 
 
 def is_there(name: str) -> bool:
@@ -66,13 +138,18 @@ def nearest_existing(folder: Path) -> Path:
 def file_digest(path: Path) -> str | None:
     """The SHA-256 of a file, or None if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with open_regular(path) as file:
+            return hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
     except OSError:
         return None
 
 
 def default_cache() -> Path:
-    """HARNESS_CACHE, or the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("HARNESS_CACHE") or Path(base) / "offload-harness")
+    """HARNESS_CACHE, or the user's cache folder. Raises HarnessError where neither is known."""
+    if own := os.environ.get("HARNESS_CACHE"):
+        return Path(own)
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # HOME is not set, and the user id has no entry
+        raise HarnessError("this user has no home folder for the cache; set HARNESS_CACHE") from None
+    return base / "offload-harness"

@@ -1,6 +1,7 @@
 """How much memory this process may use: what the machine has free, within the limits of its cgroups."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import psutil
@@ -11,11 +12,31 @@ PROC = Path("/proc")
 _NO_LIMIT = 1 << 60
 
 
+#: What psutil raises where there is no /proc, or no MemTotal in it.
+UNKNOWN = (OSError, LookupError, ValueError, RuntimeError)
+
+
+def total_memory() -> int:
+    """Bytes of this machine's RAM."""
+    try:
+        return int(psutil.virtual_memory().total)
+    except UNKNOWN:
+        return _pages("SC_PHYS_PAGES")
+
+
 def free_memory() -> int:
     """Bytes that this process may allocate without taking memory from others."""
-    free = psutil.virtual_memory().available
+    try:
+        free = int(psutil.virtual_memory().available)
+    except UNKNOWN:
+        free = _pages("SC_AVPHYS_PAGES")
     limit = own_limit()
     return free if limit is None else min(free, limit)
+
+
+def _pages(name: str) -> int:
+    """Bytes of what the C library counts in pages."""
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
 
 
 def own_limit() -> int | None:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -30,16 +31,26 @@ class Plugin:
 def plugins(group: str) -> dict[str, Plugin]:
     """The plug-ins of a group by name, sorted. Reads only the metadata of distributions on sys.path."""
     by_name: dict[str, Plugin] = {}
-    for entry in sorted(metadata.entry_points(group=group), key=lambda e: (e.name, e.dist.name if e.dist else "")):
-        about = entry.dist.metadata if entry.dist else None
-        distribution = f"{about['Name']} {about['Version']}" if about else "an unknown distribution"
-        known = by_name.get(entry.name)
-        if known and known.distribution != distribution:
-            by_name[entry.name] = replace(known, rivals=(*known.rivals, distribution))
-        elif not known:
-            summary = about["Summary"] or "" if about else ""
-            by_name[entry.name] = Plugin(entry.name, entry.value, distribution, summary)
+    for plugin in sorted(_declared(group), key=lambda plugin: (plugin.name, plugin.distribution)):
+        known = by_name.setdefault(plugin.name, plugin)
+        if known.distribution != plugin.distribution:
+            by_name[plugin.name] = replace(known, rivals=(*known.rivals, plugin.distribution))
     return by_name
+
+
+def _declared(group: str) -> Iterator[Plugin]:
+    """The entry points of a group; of a distribution that is on the path twice, those of the first."""
+    seen = set()
+    for found in metadata.distributions():
+        try:
+            entries, about = found.entry_points.select(group=group), found.metadata
+            name = about["Name"]
+        except Exception:  # half installed, or damaged: no command of ours may fail for it
+            continue
+        if name and name not in seen:
+            seen.update([name] if entries else [])
+            for entry in entries:
+                yield Plugin(entry.name, entry.value, f"{name} {about['Version']}", about["Summary"] or "")
 
 
 def clash(plugin: Plugin, built_in: bool) -> str:
@@ -63,7 +74,7 @@ def build(plugin: Plugin, kind: type, /, *arguments: Any, **options: Any) -> Any
     """
     try:
         factory = resolve(plugin.target)
-    except Exception as exc:  # importing runs arbitrary code
+    except (Exception, SystemExit) as exc:  # importing runs arbitrary code
         raise HarnessError(f"{plugin} cannot be imported: {type(exc).__name__}: {first_line(exc)}") from exc
     if not callable(factory):
         raise HarnessError(f"{plugin}: {plugin.target} is no class")

@@ -91,8 +91,8 @@ def bounds_of(
     read in a second counts among the disk's samples.
     """
     spec, load, model = record.spec, record.load, record.model
-    if load is None or model is None or spec.workload.kind == "task":
-        return None, None  # a task's examples share prefixes, which an engine may compute once
+    if load is None or model is None or spec.workload.kind == "task" or spec.workload.online:
+        return None, None  # a task's examples share prefixes, which an engine may compute once; arrivals set the pace
     workload = spec.workload
     if workload.kind == "trace" and record.requests:
         prompt = round(statistics.mean(r.prompt_tokens for r in record.requests))

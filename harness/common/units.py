@@ -1,5 +1,6 @@
 """Parses sizes and durations with units."""
 
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -13,6 +14,8 @@ _SIZES = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
+#: Of powers of a thousand.
+_PREFIXES = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}
 _DURATIONS: Mapping[str, int | Decimal] = {"ms": Decimal("0.001"), "s": 1, "min": 60, "h": 3600, "d": 86400}
 _QUANTITY = re.compile(r"([0-9]{1,16}(?:\.[0-9]{1,16})?) ?([A-Za-z]{1,9})")
 
@@ -28,6 +31,20 @@ def parse_size(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Seconds of a duration such as `90s`, `20min` or `1.5h`. Raises HarnessError for other text."""
     return float(_quantity(text, _DURATIONS, "a duration such as 90s, 20min or 1h"))
+
+
+def rounded(value: float) -> str:
+    """A figure for people: three digits, or whole numbers from 100 on, such as `66.7` and `18,668`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """A figure in three digits with a decimal prefix before its unit, such as `18.2 GB/s` or `41.3 us`; one without a
+    unit as it is."""
+    if not unit or not value:
+        return f"{value:.3g} {unit}".strip()
+    power = min(max(math.floor(math.log10(abs(value) * (1 + 5e-4)) / 3), min(_PREFIXES)), max(_PREFIXES))
+    return f"{value / 1000**power:.3g} {_PREFIXES[power]}{unit}"
 
 
 def _quantity(text: str, units: Mapping[str, int | Decimal], expected: str) -> Decimal:

@@ -5,13 +5,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-
 from harness.api import HardwareProfile, HarnessError, Prices, to_json
 from harness.common.files import nearest_existing, os_errors, replace_with
 from harness.hardware import provenance
-from harness.suite import check as suite_check
-from harness.suite import yaml_source
 
 _FOLDER = Path(__file__).parent
 
@@ -39,11 +35,18 @@ def load(name: str, cache: Path | None = None) -> HardwareProfile:
             matches = difflib.get_close_matches(name, names(), 1, 0.4)
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise HarnessError(f"no hardware profile {name!r}{hint} (shipped: {', '.join(names())}; or give a file)")
-    profile = suite_check.hardware(yaml_source.read(path))
+    profile = _read(path)
     profile.validate()
     if name == "local" and profile.host_id != provenance.machine_key():
         raise HarnessError(f"{path} was measured on another machine: run `harness calibrate` again")
     return profile
+
+
+def _read(path: Path) -> HardwareProfile:
+    # imported here because each worker imports this package, and reads no profile
+    from harness.suite import check, yaml_source
+
+    return check.hardware(yaml_source.read(path))
 
 
 class LocalProfile:
@@ -73,7 +76,7 @@ class LocalProfile:
 
 def _is_unknown(path: Path) -> bool:
     """Whether the local profile is missing, or another machine's."""
-    return not path.exists() or suite_check.hardware(yaml_source.read(path)).host_id != provenance.machine_key()
+    return not path.exists() or _read(path).host_id != provenance.machine_key()
 
 
 def local_path(cache: Path) -> Path:
@@ -91,6 +94,8 @@ def require_writable(path: Path) -> None:
 
 def save(profile: HardwareProfile, path: Path) -> None:
     """Writes a profile, replacing an existing file atomically."""
+    import yaml
+
     text = yaml.safe_dump(to_json(profile), sort_keys=False, allow_unicode=True)
     with os_errors(f"{path} cannot be written"):
         replace_with(path, text)

@@ -19,6 +19,7 @@ from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, LogConfig, Mount, Ulimit
 
 from harness.api import EngineWork, Exchange, Outcome, Refusal, RunSpec, Status, UnsupportedError, WorkerRequest
+from harness.common.regular_file import open_regular
 from harness.launchers import images, mounts
 from harness.launchers.images import engine_errors, reason
 from harness.launchers.memory import container_group
@@ -219,9 +220,10 @@ def devices() -> DeviceRequest:
 
 def _log(container: Any, log: Path) -> None:
     """Streams the container's output to the log. If the engine dies, the stream just ends, and `_wait` reports it."""
-    with contextlib.suppress(*_ERRORS, OSError), log.open("ab", 0) as sink:
+    with contextlib.suppress(*_ERRORS, OSError), open_regular(log, "ab", follow=False) as sink:
         for piece in container.logs(stream=True, follow=True):
             sink.write(piece)
+            sink.flush()
 
 
 def _wait(container: Any, watched: _Watched) -> None:

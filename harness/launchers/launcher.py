@@ -16,7 +16,7 @@ from harness.launchers.kept import KeptAnswers
 from harness.launchers.memory import sweep_stale_groups
 from harness.launchers.process import ProcessSandbox
 from harness.launchers.protocol import EXIT_DISK_FULL
-from harness.launchers.sandbox import settings
+from harness.launchers.sandbox import hide_in_log, settings
 
 _HELPER_TIMEOUT_S = 600.0
 _PREPARE_TIMEOUT_S = 24 * 3600.0
@@ -61,7 +61,7 @@ class CellLauncher:
 
     def _sandbox(self, spec: api.RunSpec, exchange: api.Exchange) -> api.Sandbox:
         """The sandbox of a cell's engine, made ready once."""
-        key = f"{spec.launcher} {spec.image} {spec.engine}"
+        key = f"{spec.launcher} {spec.image} {spec.environment} {spec.engine}"
         if key not in self._sandboxes:
             try:
                 self._sandboxes[key] = self._launchers[spec.launcher].sandbox(spec, exchange)
@@ -70,7 +70,16 @@ class CellLauncher:
         return self._sandboxes[key]
 
     def launch(self, request: api.LaunchRequest) -> api.LaunchResult:
-        """How one launch ended, whatever the engine did. KeyboardInterrupt passes once the worker is gone."""
+        """How one launch ended, whatever the engine did, with the cell's secrets neither in its reason nor in its log.
+        KeyboardInterrupt passes once the worker is gone."""
+        secrets = request.spec.secrets()
+        try:
+            launch = self._launch(request)
+        finally:
+            hide_in_log(request.exchange.log, secrets)
+        return replace(launch, reason=api.without_these(launch.reason, secrets))
+
+    def _launch(self, request: api.LaunchRequest) -> api.LaunchResult:
         started_at = provenance.now()
         try:
             sandbox = self._sandbox(request.spec, request.exchange)
@@ -98,7 +107,7 @@ class CellLauncher:
         """The launch itself, within the cell's limits."""
         spec, budget = request.spec, request.spec.limits.host_memory
         limit = None if budget is None else idle + budget
-        work = api.RunCell(spec, request.model, self._cache, time.time(), questions)
+        work = api.RunCell(spec, request.model, self._cache, time.monotonic(), questions)
         started_at, start = provenance.now(), time.monotonic()
         outcome = sandbox.run(self._engine_request(work, request.exchange, spec.timeout_s, limit))
         wall_s = round(time.monotonic() - start, 3)
@@ -175,7 +184,7 @@ class CellLauncher:
         Refusal for an engine that cannot run even a negligible model.
         """
         spec, model = request.spec, request.model
-        place = [spec.launcher, spec.image, spec.limits.threads, spec.limits.gpu]
+        place = [spec.launcher, spec.image, spec.environment, spec.limits.threads, spec.limits.gpu]
         engine = [spec.engine, api.to_json(spec.options), model.dtype, model.shape.family]
         kernels = [spec.policy.compute_dtype, spec.policy.weight_bits, spec.policy.kv_bits]
         key = json.dumps([*place, *engine, *kernels])

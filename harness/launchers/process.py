@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.api import Exchange, HarnessError, Outcome, RunSpec, WorkerRequest
+from harness.common.regular_file import open_regular
 from harness.launchers.memory import make_group
 from harness.launchers.protocol import WORKER
 from harness.launchers.sandbox import log_tail, opened, read_result, settings, watch
@@ -60,7 +61,7 @@ class ProcessSandbox:
         if self.packages is not None:
             environment["PYTHONPATH"] = str(self.packages)
         try:
-            with log.open("ab") as sink:
+            with open_regular(log, "ab", follow=False) as sink:
                 return subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.api import HarnessError, WorkerRequest, WorkerResult, from_json, to_json
+from harness.api import HarnessError, WorkerRequest, WorkerResult, from_json, to_json, without_these
 from harness.common.classify import DISK_FULL
+from harness.common.files import replacing
+from harness.common.regular_file import open_regular, parse_json
 from harness.hardware import provenance
 from harness.launchers.protocol import EVENTS, REQUEST, RESULT
 
 _POLL_S = 0.05
 #: How long after its time a worker ends by itself, where nobody ended it.
 _GRACE_S = 60.0
-_LOG_TAIL_LINES = 3
+_LOG_TAIL_LINES, _LOG_TAIL_BYTES = 3, 1 << 20
 
 
 def settings(threads: int | None, gpu: bool, env: Mapping[str, str]) -> dict[str, str]:
@@ -57,7 +59,7 @@ def opened(request: WorkerRequest, parent: int) -> Iterator[int]:
             "longest_s": request.timeout_s + _GRACE_S,
         }
         (folder / REQUEST).write_text(json.dumps(message))
-        with log.open("ab") as sink:
+        with open_regular(log, "ab", follow=False) as sink:
             sink.write(f"=== {kind} {provenance.now()}\n".encode())
             start = sink.tell()
         yield start
@@ -89,19 +91,33 @@ def read_result(folder: Path) -> WorkerResult | None:
     """The worker's result from its exchange folder, None where there is no whole one: the worker renames it into
     place."""
     try:
-        return from_json(WorkerResult, json.loads(_plain(folder / RESULT)))
+        return from_json(WorkerResult, parse_json(_plain(folder / RESULT)))
     except (OSError, ValueError, HarnessError):
         return None
 
 
 def log_tail(log: Path, offset: int) -> str:
     """The last line of a log after `offset` that names an error, else its last lines, as one line."""
-    with log.open("rb") as file:
-        file.seek(offset)
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    with open_regular(log) as file:
+        file.seek(max(offset, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        text = file.read(_LOG_TAIL_BYTES).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     # what follows such a line are only addresses
     telling = [line for line in lines if "Error" in line or "Fatal" in line]
     return " | ".join(telling[-1:] or lines[-_LOG_TAIL_LINES:])[:800] or "(none)"
+
+
+def hide_in_log(log: Path, secrets: frozenset[str]) -> None:
+    """Replaces what an engine printed of `secrets`. A log that cannot be written anew stays, and nothing fails."""
+    with contextlib.suppress(OSError):
+        if not secrets or not log.exists():
+            return
+        with open_regular(log, follow=False) as old:
+            text = old.read().decode(errors="surrogateescape")
+        hidden = without_these(text, secrets)
+        if hidden != text:
+            with replacing(log) as new:
+                new.write(hidden.encode(errors="surrogateescape"))
 
 
 def _follow(path: Path) -> Iterator[list[dict[str, Any]]]:
@@ -114,7 +130,7 @@ def _follow(path: Path) -> Iterator[list[dict[str, Any]]]:
                 if not line.endswith(b"\n"):
                     break
                 position += len(line)
-                lines.append(json.loads(line))
+                lines.append(parse_json(line))
         yield lines
 
 

@@ -1,7 +1,6 @@
 """Virtual environments: an engine's own pins without a container, built when first needed and kept by their hash."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -16,12 +15,15 @@ from harness import registry
 from harness.api import Exchange, HarnessError, RunSpec
 from harness.common.compiler import compiler_command
 from harness.common.host_cpu import cpu_flags, instruction_sets
+from harness.common.locks import waiting
+from harness.common.regular_file import open_regular
 from harness.launchers.images import PACKAGES
 from harness.launchers.process import ProcessSandbox
 
 #: Part of an environment's hash: raise it when the same pins are installed in another way.
 _RECIPE = "2"
-_READY = ".ready"
+#: The file that makes an environment complete.
+READY = ".ready"
 _INSTALL_TIMEOUT_S = 3600.0
 
 
@@ -32,16 +34,15 @@ class VirtualEnvironments:
         self._folder = cache.resolve() / "environments"
 
     def sandbox(self, spec: RunSpec, exchange: Exchange) -> ProcessSandbox:
-        name = registry.engine_entry(spec.engine).environment
+        name = spec.environment or registry.engine_entry(spec.engine).environment
         if not name:
             raise HarnessError(f"engine {spec.engine} has no environment of its own: use --launcher process")
         identity = self.identity(name)
         home = self._folder / identity
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with home.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one harness builds at a time
-                if not (home / _READY).exists():
+            with waiting(home.with_suffix(".lock"), f"environment {name} to be built") as lock:
+                if not (home / READY).exists():
                     self._build(name, home, exchange, lock.fileno())
             return ProcessSandbox(str(home / "bin" / "python"), self._code(), identity)
         except (OSError, subprocess.CalledProcessError) as exc:
@@ -63,7 +64,7 @@ class VirtualEnvironments:
 
     def built(self, name: str) -> bool:
         """Whether an environment of these pins is there."""
-        return (self._folder / self.identity(name) / _READY).exists()
+        return (self._folder / self.identity(name) / READY).exists()
 
     def _build(self, name: str, home: Path, exchange: Exchange, lock: int) -> None:
         """Installs the pins into a new environment; an unfinished one is removed first.
@@ -78,7 +79,7 @@ class VirtualEnvironments:
         for done, step in enumerate(steps):
             exchange.on_event(f"building environment {name}", done, len(steps))
             command = [str(home / "bin" / "python"), "-I", *step]
-            with exchange.log.open("ab") as sink:
+            with open_regular(exchange.log, "ab", follow=False) as sink:
                 sink.write(f"=== {' '.join(step)}\n".encode())
                 sink.flush()
                 try:
@@ -90,7 +91,7 @@ class VirtualEnvironments:
                     status = 1
             if status:
                 raise HarnessError(f"environment {name} could not be built, see {exchange.log.name}")
-        (home / _READY).write_text(f"Python {platform.python_version()}\n")
+        (home / READY).write_text(f"Python {platform.python_version()}\n")
 
     def _code(self) -> Path:
         """A folder of links to this code's packages and to nothing else that is installed beside them."""

@@ -4,12 +4,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from harness import hardware, registry
-from harness.api import Bits, HarnessError, OffloadPolicy, Schedule
+from harness.api import Bits, HardwareProfile, HarnessError, ModelSpec, OffloadPolicy, Schedule
+from harness.common.units import parse_size
+from harness.planning.suite import suite_of
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
 
@@ -23,7 +25,8 @@ class PlanOptions:
 
     `hardware` names a profile; `schedules` are those to choose from, all if empty; `quantize` says which bits may be
     chosen; `latency` is the most seconds that a block may take, and `stages` the devices of a pipeline. A `policy`, in
-    JSON, is predicted as it is.
+    JSON, is predicted as it is. `memory`, `device_memory` and `disk` are sizes such as 4GiB that the job may take;
+    None for all that there is.
     """
 
     model: str
@@ -36,6 +39,9 @@ class PlanOptions:
     latency: float | None
     stages: int | None
     policy: str | None
+    memory: str | None
+    device_memory: str | None
+    disk: str | None
     cache: Path
 
 
@@ -49,12 +55,43 @@ def make_plan(options: PlanOptions, report: Callable[[int, int], None]) -> dict[
     if options.policy is not None and (options.latency is not None or options.quantize != "none"):
         raise HarnessError("--policy predicts that policy as it is: leave out --latency and --quantize")
     schedules = cast(Sequence[Schedule], options.schedules or _SCHEDULES)
-    return registry.planner().plan(
-        options.model, options.prompt_len, options.gen_len, hardware.load(options.hardware, options.cache),
-        options.engine, schedules=schedules, bits=_bits(options.quantize),
-        latency_s=options.latency, policy=None if options.policy is None else _policy(options.policy),
-        stages=options.stages, report=report,
+    bits, policy = _bits(options.quantize), None if options.policy is None else _policy(options.policy)
+    profile = _granted(hardware.load(options.hardware, options.cache), options)
+    model = registry.describe_model(options.engine, ModelSpec(options.model), options.cache)
+    plan = registry.planner().plan(
+        model, options.prompt_len, options.gen_len, profile, options.engine, schedules=schedules, bits=bits,
+        latency_s=options.latency, policy=policy, stages=options.stages,
+        budget=None if options.memory is None else int(profile.host.memory), report=report, kept=options.cache,
     )  # fmt: skip
+    cell = plan.pop("cell")
+    return plan | {"suite": suite_of(cell, options.model, options.memory, profile) if plan["stages"] == 1 else None}
+
+
+def _granted(profile: HardwareProfile, options: PlanOptions) -> HardwareProfile:
+    """The machine with no more memory and disk than the options grant. Raises HarnessError for more than it has."""
+    host, device, disk = profile.host, profile.device, profile.disk
+    if options.memory is not None:
+        host = replace(host, memory=_part("--memory", options.memory, host.memory, f"{profile.name}'s host has"))
+    if options.device_memory is not None:
+        if device is None:
+            raise HarnessError(f"--device-memory: hardware {profile.name} has no device")
+        has = f"each device of {profile.name} has"
+        device = replace(device, memory=_part("--device-memory", options.device_memory, device.memory, has))
+    if options.disk is not None:
+        disk = replace(disk, capacity=_part("--disk", options.disk, disk.capacity, f"{profile.name}'s disk has"))
+    return replace(profile, host=host, device=device, disk=disk)
+
+
+def _part(option: str, text: str, all_of_it: float, has: str) -> float:
+    """Bytes of a size, at most what there is."""
+    try:
+        size = parse_size(text)
+    except HarnessError as exc:
+        raise HarnessError(f"{option}: {exc}") from None
+    if not 0 < size <= all_of_it:
+        larger = "to plan for a larger machine, give its profile by --hardware FILE"
+        raise HarnessError(f"{option} {text}: {has} {all_of_it / 2**30:.4g} GiB; {larger}")
+    return float(size)
 
 
 def _bits(quantize: str) -> list[tuple[Bits, Bits]] | None:

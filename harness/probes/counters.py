@@ -1,4 +1,4 @@
-"""Probes that read a counter at both ends of a phase: CPU time, bytes of storage, energy of the CPU packages."""
+"""Probes that read a counter at both ends of a phase: CPU time, bytes of storage."""
 
 import contextlib
 import os
@@ -10,8 +10,6 @@ from typing import Self
 
 from harness.api import Measurement, Phase
 from harness.probes.family import family
-
-POWERCAP = Path("/sys/class/powercap")
 
 
 def counted(name: str, unit: str, spent: Mapping[str, float], phase: Phase, missing: str) -> Measurement:
@@ -51,10 +49,27 @@ def _cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-class CpuProbe(_CounterProbe):
-    """CPU seconds of this process with its children, of all other processes, and stolen by the hypervisor: other
-    work that disturbed a measurement shows.
+#: Set in the flags of a thread of the kernel (include/linux/sched.h, PF_KTHREAD).
+_KERNEL_THREAD = 0x00200000
 
+
+def _kernel_seconds() -> float:
+    """CPU seconds of the kernel's threads, as far as they are visible: none are from within a container."""
+    seconds = 0.0
+    for listed in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (listed / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[6]) & _KERNEL_THREAD:
+                seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+class CpuProbe(_CounterProbe):
+    """CPU seconds of this process with its children, of the kernel's threads, of all other processes, and stolen by the
+    hypervisor: other work that disturbed a measurement shows.
+
+    The kernel's threads (writing back pages, decrypting, reclaiming) work for this process and for others alike; an
+    engine that maps its files can cause a fifth of the machine's work there, so they count apart from others.
     Source: /proc/stat and /proc/PID/stat. In a container /proc/stat covers the whole host, and so all disturbing work.
     """
 
@@ -63,19 +78,22 @@ class CpuProbe(_CounterProbe):
         spent = dict(self._spent())
         if spent:
             # Read one after the other: the difference can be slightly negative when no other process ran.
-            spent["cpu_other_s"] = max(0.0, spent["busy"] - spent["cpu_own_s"])
+            # A kernel thread that ended took its seconds with it.
+            spent["cpu_kernel_s"] = max(0.0, spent["cpu_kernel_s"])
+            spent["cpu_other_s"] = max(0.0, spent["busy"] - spent["cpu_own_s"] - spent["cpu_kernel_s"])
         spent = {name: round(seconds, 2) for name, seconds in spent.items()}
-        names = ("cpu_own_s", "cpu_other_s", "cpu_steal_s")
+        names = ("cpu_own_s", "cpu_kernel_s", "cpu_other_s", "cpu_steal_s")
         return [counted(name, "s", spent, phase, "no /proc/stat") for name in names]
 
     def _read(self) -> dict[str, float]:
-        """CPU seconds since a fixed time: of this process, of all, stolen."""
+        """CPU seconds since a fixed time: of this process, of the kernel's threads, of all, stolen."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
             tick = os.sysconf("SC_CLK_TCK")
             user, nice, system, _idle, _iowait, irq, softirq, steal = (int(f) / tick for f in fields[:8])
             return {
                 "cpu_own_s": sum(map(_cpu_seconds, family())),
+                "cpu_kernel_s": _kernel_seconds(),
                 "busy": user + nice + system + irq + softirq,
                 "cpu_steal_s": steal,
             }
@@ -101,26 +119,3 @@ class DiskProbe(_CounterProbe):
                     name, _, value = line.partition(": ")
                     counters[name] += int(value)
         return dict(counters)
-
-
-class EnergyProbe(_CounterProbe):
-    """Joules of all CPU packages over one phase (Linux powercap), correct if each counter wraps at most once."""
-
-    def measurements(self, phase: Phase) -> list[Measurement]:
-        """`energy_j`; no samples if no counter can be read."""
-        microjoules = [
-            spent if spent >= 0 else spent + int((POWERCAP / zone / "max_energy_range_uj").read_text())
-            for zone, spent in self._spent()
-        ]
-        if not microjoules:
-            return [Measurement("energy_j", "J", (), phase, "no readable RAPL counter")]
-        return [Measurement("energy_j", "J", (sum(microjoules) / 1e6,), phase, "CPU packages (RAPL)")]
-
-    def _read(self) -> dict[str, float]:
-        """Microjoules by zone."""
-        counters = {}
-        for zone in POWERCAP.glob("intel-rapl:*"):
-            if zone.name.count(":") == 1:  # a package; its parts, such as intel-rapl:0:0, are counted in it
-                with contextlib.suppress(OSError, ValueError):
-                    counters[zone.name] = float((zone / "energy_uj").read_text())
-        return counters

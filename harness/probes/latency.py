@@ -1,10 +1,10 @@
 """Throughput and latency of one run, computed from the time of every token."""
 
-import math
 from collections.abc import Sequence
 
 from harness.api import RequestTrace
 from harness.common.intervals import union_length
+from harness.common.percentile import percentile
 
 
 def metrics(traces: Sequence[RequestTrace], phased: bool) -> dict[str, float | None]:
@@ -58,17 +58,6 @@ def scored_metrics(pairs: int, tokens: int, seconds: float, padding: float) -> d
         "total_throughput_tok_s": _rate(tokens, seconds),
         "padded_throughput_tok_s": _rate(tokens + padding, seconds),
     }
-
-
-def percentile(values: Sequence[float], q: float) -> float | None:
-    """Percentile `q` in [0, 100], linear between order statistics; None for no values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * q / 100
-    low = math.floor(position)
-    high = math.ceil(position)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _rate(count: float, seconds: float) -> float | None:

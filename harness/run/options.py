@@ -1,11 +1,14 @@
 """The options of `harness run`, and the cells that they select."""
 
+import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.api import HarnessError, RunSpec, SuiteSpec
-from harness.suite.config import load_suite
+from harness import registry
+from harness.api import HarnessError, RunSpec, SuiteSpec, UnsupportedError
+from harness.suite.config import load_suite, without_secret
 from harness.suite.shipped import find_suite
 
 
@@ -51,8 +54,29 @@ def select(options: RunOptions) -> Selection:
     # without folders of this machine, so that records can be shared
     command = ["harness", "run", path.name if path.is_absolute() else str(path)]
     for override in overrides:
-        command += ["--set", override]
-    return Selection(suite, path, _shard(_named(suite, options), options.shard), shlex.join(command))
+        command += ["--set", without_secret(override)]
+    cells = _shard(_named(suite, options), options.shard)
+    for override in options.overrides:
+        _require_effect(override, cells)
+    return Selection(suite, path, cells, shlex.join(command))
+
+
+def _require_effect(override: str, cells: Sequence[RunSpec]) -> None:
+    """Raises HarnessError where all `cells` would end in a refusal of what `override` sets: none of them reads it."""
+    key = override.partition("=")[0]
+    setting = f"policy.{key}" if key in ("schedule", "compute_dtype") else key
+    reasons = [_refusal(cell) for cell in cells if cell.expect != "unsupported"]
+    if reasons and all(setting in re.findall(r"[\w.]+", reason) for reason in reasons):
+        raise HarnessError(f"--set {without_secret(override)}: no chosen cell can run with it: {reasons[0]}")
+
+
+def _refusal(cell: RunSpec) -> str:
+    """Why a cell's engine cannot run its settings, as far as that is known; empty otherwise."""
+    try:
+        registry.refuse(cell)
+    except UnsupportedError as exc:
+        return str(exc)
+    return ""
 
 
 def _named(suite: SuiteSpec, options: RunOptions) -> list[RunSpec]:
@@ -71,6 +95,7 @@ def _shard(cells: list[RunSpec], shard: str | None) -> list[RunSpec]:
     if shard is None:
         return cells
     index, slash, count = shard.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+    numbers = slash and all(part.isdecimal() and len(part) < 10 for part in (index, count))
+    if not (numbers and 1 <= int(index) <= int(count)):
         raise HarnessError(f"--shard {shard}: expected I/N with 1 <= I <= N, such as 1/4")
     return cells[int(index) - 1 :: int(count)]

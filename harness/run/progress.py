@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.api import RunRecord
+from harness.common.printable import printable
+from harness.common.units import rounded
 from harness.run.steps import Step
 
 _STATUS_STYLE = {"ok": "green", "interrupted": "yellow", "skipped": "yellow"}
@@ -95,8 +97,9 @@ class PlainProgress(Progress):
         self.note(f"[{self._done + 1}/{self._total}] {step.cell.name}: {activity}")
 
     def event(self, phase: str, done: int, total: int) -> None:
-        """Shows only builds, which take minutes before a launch begins; other phases would clutter a log."""
-        if phase != self._phase and phase.startswith("building"):
+        """Shows only builds, which take minutes before a launch begins, and waits for others; other phases would
+        clutter a log."""
+        if phase != self._phase and phase.startswith(("building", "waiting")):
             self.note(f"[{self._done + 1}/{self._total}] {phase}")
         self._phase = phase
 
@@ -107,8 +110,20 @@ class PlainProgress(Progress):
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk or closed pipe must not end the measurement
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{printable(text)}\n")
             sys.stderr.flush()
+
+
+class QuietProgress(Progress):
+    """Shows nothing."""
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def started(self, step: Step, activity: str) -> None: ...
+
+    def event(self, phase: str, done: int, total: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class LiveProgress(Progress):
@@ -116,7 +131,7 @@ class LiveProgress(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self._console = Console(stderr=True, emoji=False)
+        self._console = Console(stderr=True, emoji=False, markup=False)
         self._activity = self._phase = ""
         self._tokens = (0, 0)
         self._step: Step | None = None
@@ -142,10 +157,10 @@ class LiveProgress(Progress):
     def finished(self, step: Step, record: RunRecord) -> None:
         super().finished(step, record)
         self._step = None
-        self._console.print(Text(describe(record), style=_STATUS_STYLE.get(record.status, "red")))
+        self._console.print(Text(printable(describe(record)), style=_STATUS_STYLE.get(record.status, "red")))
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text, style="dim"))
+        self._console.print(Text(printable(text), style="dim"))
 
     def _render(self) -> Group:
         done, total = self._tokens
@@ -157,8 +172,8 @@ class LiveProgress(Progress):
         table.add_row(
             f"{min(self._done + 1, self._total)}/{self._total}",
             self._step.cell.name if self._step else "",
-            self._activity,
-            f"{self._phase} {elapsed:.0f} s" if self._phase else "",
+            printable(self._activity),
+            f"{printable(self._phase)} {elapsed:.0f} s" if self._phase else "",
             f"{done}/{total}" if total else "",
             rate,
             self.left(time.monotonic() - self._started) or "not known yet",
@@ -180,7 +195,7 @@ def describe(record: RunRecord) -> str:
         rate = record.metrics.get("generation_throughput_tok_s", record.metrics.get("score_throughput_tok_s"))
         if rate is None:
             return f"{head}: ok"
-        shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        shown = rounded(rate)
         return f"{head}: {shown} tok/s in {record.wall_s:.0f} s"
     expected = " (expected)" if record.status == record.spec.expect else ""
     return f"{head}: {record.status}{expected}: {record.reason}"

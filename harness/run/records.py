@@ -15,7 +15,7 @@ from harness.launchers.images import code_digest
 class Draft:
     """What the runner learns of one launch before it: filled in step by step, so that a refusal loses none of it.
 
-    `settled`: the cell with its policy as launched.
+    `settled`: the cell with its policy as launched. `notes`: what the load's report should say of that.
     """
 
     settled: RunSpec
@@ -23,6 +23,7 @@ class Draft:
     model: LocalModel | None = None
     tuning: tuple[Trial, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     machine: MachineRates | None = None
     machine_after: MachineRates | None = None
 
@@ -58,9 +59,11 @@ class RecordBuilder:
             reason=launch.reason,
             started_at=launch.started_at,
             wall_s=launch.wall_s,
-            load=measured.load,
+            load=measured.load and replace(measured.load, notes=(*measured.load.notes, *draft.notes)),
             requests=measured.requests,
+            served=measured.served,
             metrics={**measured.metrics, **(self._prices.metrics(speed) if speed else {})},
+            notes=measured.notes,
             measurements=measured.measurements,
             memory=launch.memory,
             accuracy=launch.accuracy,
@@ -89,7 +92,7 @@ class RecordBuilder:
         """The record of a cell that was predicted for `hardware` instead of launched."""
         return replace(
             prediction,
-            spec=cell,
+            spec=cell.without_secrets(),
             fingerprint=cell.fingerprint(),
             started_at=provenance.now(),
             provenance={"hardware": hardware, "harness": self._provenance["harness"]},
@@ -103,10 +106,10 @@ class RecordBuilder:
         return record if spec == record.spec else replace(record, spec=spec, command=self.command_of(cell))
 
     def shareable(self, cell: RunSpec) -> RunSpec:
-        """The cell without folders of this machine."""
+        """The cell without folders of this machine and without secrets."""
         model = replace(cell.model, id=provenance.scrub(cell.model.id, self._places))
         job = replace(cell.workload, trace=provenance.scrub(cell.workload.trace, self._places))
-        return replace(cell, model=model, workload=job)
+        return replace(cell.without_secrets(), model=model, workload=job)
 
     def command_of(self, cell: RunSpec) -> str:
         """The command that runs this cell again."""

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +10,8 @@ from pathlib import Path
 
 from harness import api, registry
 from harness.common.classify import classify
-from harness.common.files import file_digest, is_there
+from harness.common.files import file_digest, inside, is_below, is_there, os_errors
+from harness.common.scratch import remove_abandoned, scratch_folder
 from harness.hardware import LocalProfile, provenance
 from harness.launchers.launcher import CellLauncher
 from harness.run.batches import Batches
@@ -61,6 +61,7 @@ class Runner:
         self._places = self._named_places()
         self._records = RecordBuilder(selection.command, self._places)
         self._dropped: set[str] = set()
+        self._opened = contextlib.ExitStack()
 
     def run(self, fresh: bool = False) -> list[api.RunRecord]:
         """Runs what is not done yet and returns the last record of every launch of the cells.
@@ -70,11 +71,12 @@ class Runner:
         cells = self._selection.cells
         if twins := find_twins(cells):
             raise api.HarnessError(f"cells {twins[0]!r} and {twins[1]!r} measure the same here; choose one with --cell")
-        self._store.open(fresh)
+        whole = len(cells) == len(self._suite.cells)
+        self._store.open(fresh and whole)
         try:
-            for kept in (self._out / "logs").glob("*.answers.json") if fresh else ():
-                kept.unlink()
-            shutil.rmtree(self._work, ignore_errors=True)
+            if fresh:
+                self._forget(cells, whole)
+            remove_abandoned(self._cache)
             write_suite_copy(self._selection.path, self._out)
             done = self._carry_over(cells)
             fingerprints = {c.fingerprint() for c in cells}
@@ -95,11 +97,27 @@ class Runner:
                         self._drop_repeats(step.cell, todo[i + 1 :])
             return [r for r in self._store.latest().values() if r.fingerprint in fingerprints]
         finally:
-            shutil.rmtree(self._work, ignore_errors=True)
+            self._opened.close()
             self._store.close()
 
+    def _forget(self, cells: Sequence[api.RunSpec], whole: bool) -> None:
+        """Sets the records of `cells` aside, unless the file as a `whole` was, and removes their answers that wait to
+        be judged."""
+        if not whole:
+            self._store.set_aside(cells)
+        for cell in cells:
+            for kept in (self._out / "logs").glob(f"{cell.name}.[0-9]*.answers.json"):
+                kept.unlink()
+
     def _start(self, launchers: set[str]) -> None:
-        """What only launches need."""
+        """What only launches need.
+
+        The exchange folders are in the cache, so that what engines write and read again is on one disk with the models,
+        wherever results go; theirs is named after the results folder, which no other harness has open.
+        """
+        name = hashlib.sha256(os.fsencode(self._out.resolve())).hexdigest()[:12]
+        with os_errors(f"cannot write to {self._cache}", "free space, or choose another --cache-dir"):
+            self._work = self._opened.enter_context(scratch_folder(self._cache.resolve(), name))
         self._launcher = CellLauncher(self._cache, self._places)
         self._launcher.ready(launchers)
         self._records.collect_provenance(self._profile.prices())
@@ -118,14 +136,9 @@ class Runner:
         places = {str(p): name for path, name in reversed(named) for p in (path.absolute(), path.resolve())}
         return {path: name for path, name in places.items() if path != "/"}
 
-    @property
-    def _work(self) -> Path:
-        """The folder of exchange folders. In the cache, so that what engines write and read again is on one disk with
-        the models, wherever results go; named after the results folder, which no other harness has open."""
-        return self._cache.resolve() / "work" / hashlib.sha256(os.fsencode(self._out.resolve())).hexdigest()[:12]
-
     def _exchange(self, cell: api.RunSpec, name: str) -> api.Exchange:
-        return api.Exchange(self._work / name, self._out.resolve() / "logs" / f"{cell.name}.log", self._progress.event)
+        log = inside(self._out.resolve(), f"logs/{cell.name}.log")
+        return api.Exchange(self._work / name, log, self._progress.event)
 
     def _carry_over(self, cells: Sequence[api.RunSpec]) -> dict[tuple[str, int], api.RunRecord]:
         """Records that settle launches of `cells`. Reports read records: one whose labels changed is written anew."""
@@ -145,7 +158,8 @@ class Runner:
         """Whether the files that a task was made from are what the folder of data holds now."""
         if self._data is None or record.accuracy is None:
             return True
-        return all(file_digest(self._data / name) == digest for name, digest in record.accuracy.files.items())
+        files = record.accuracy.files.items()
+        return all(is_below(name) and file_digest(self._data / name) == digest for name, digest in files)
 
     def _step(self, step: Step) -> None:
         """Measures and records a launch, again where others disturbed it, whatever its speed. Where its searched batch
@@ -205,7 +219,13 @@ class Runner:
                 f"model {cell.model.id} changed since {cell.name} was measured; --fresh measures it all"
             )
         draft.settled = self._searched(step, model)
+        if _searches(cell):
+            draft.notes = registry.simulator().search_notes(cell.tune, draft.settled.policy)
         draft.model = model
+        try:
+            registry.refuse(draft.settled, model)  # before an environment is built for it
+        except api.UnsupportedError as exc:
+            raise classify(exc) from exc
         if draft.settled.tune != "none" or cell.candidates:
             self._settle_batch(step, draft, model)
         draft.machine = self._machine_rates(step, model)
@@ -218,7 +238,7 @@ class Runner:
     def _searched(self, step: Step, model: api.LocalModel) -> api.RunSpec:
         """The cell with the policy that its search finds; the cell itself where none is searched."""
         cell = step.cell
-        if not cell.tune.startswith("search"):
+        if not _searches(cell):
             return cell
         try:
             host = self._host(step)
@@ -240,7 +260,8 @@ class Runner:
 
     def _forecast(self, step: Step, record: api.RunRecord) -> api.Forecast | None:
         """What the performance model says of a launch, by this host's profile."""
-        if record.spec.workload.kind == "task" or not registry.engine_entry(record.spec.engine).predicted:
+        workload = record.spec.workload
+        if workload.kind == "task" or workload.online or not registry.engine_entry(record.spec.engine).predicted:
             return None
         try:
             return registry.forecaster().forecast(record, self._host(step))
@@ -301,3 +322,8 @@ class Runner:
             rates = self._launcher.measure_machine(model, dtypes, cell.limits, exchange)
             self._machine[key] = (time.monotonic(), rates)
         return rates
+
+
+def _searches(cell: api.RunSpec) -> bool:
+    """Whether the performance model chooses the cell's policy."""
+    return cell.tune.startswith("search")

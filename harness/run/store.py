@@ -1,13 +1,18 @@
 """The run directory: append-only records, keyed by fingerprint and repeat, that survive kill -9."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from harness.api import FINAL_STATUSES, HarnessError, RunRecord, RunSpec, parse_record, to_json
-from harness.common.files import locked, os_errors, replace_with
+from harness.common.files import inside, os_errors, replace_with
 from harness.common.line_file import LineFile
+from harness.common.locks import locked
+from harness.common.planted import refuse_planted
+from harness.common.regular_file import lines_of, open_regular, parse_json
+from harness.suite.shareable import shareable_text
 
 RECORDS = "records.jsonl"
 
@@ -24,17 +29,37 @@ class Store:
     def open(self, fresh: bool = False) -> None:
         """Creates the directory, locks it against a second harness and mends a truncated last line.
 
-        Raises HarnessError where the directory cannot be written or is in use.
+        Raises HarnessError where the directory cannot be written or is in use, or a link in it leads out of it.
         """
         with os_errors(f"cannot write to {self.out}", "choose another folder with --out"):
+            refuse_planted(self.out)
             (self.out / "logs").mkdir(parents=True, exist_ok=True)
             busy = f"{self.out} is in use by another harness; wait for it or choose another --out"
             self._lock = locked(self.out / ".lock", busy)
         with os_errors(f"cannot open {self.path}", "choose another --out"):
             if self.path.exists() and not self.path.is_file():
                 raise HarnessError(f"{self.path} is not a regular file; move it away or choose another --out")
+            for name in ("logs", RECORDS, "suite.yaml"):  # the folder may be somebody else's, with links
+                inside(self.out, name)
             if fresh:
                 self._file.set_aside()
+            self._file.mend()
+
+    def set_aside(self, cells: Collection[RunSpec]) -> None:
+        """Sets the records of these cells aside, by fingerprint and by name: those under earlier settings too.
+
+        The others stay. Raises HarnessError where a file cannot be written.
+        """
+        fingerprints, names = {cell.fingerprint() for cell in cells}, {cell.name for cell in cells}
+
+        def chosen(line: bytes) -> bool:
+            with suppress(ValueError, LookupError, TypeError):  # `records` says what is wrong with it
+                row = parse_json(line)
+                return row["fingerprint"] in fingerprints or row["spec"]["name"] in names
+            return False
+
+        with os_errors(f"cannot set records of {self.path} aside", "free space, then run the same command again"):
+            self._file.set_aside(chosen)
             self._file.mend()
 
     def close(self) -> None:
@@ -54,8 +79,8 @@ class Store:
         """All complete records in order. Raises HarnessError naming the line that cannot be read."""
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with os_errors(f"cannot read {self.path}", "mend it or choose another --out"), open_regular(self.path) as file:
+            for number, line in enumerate(lines_of(file), 1):
                 if not line.endswith(b"\n"):
                     return
                 if line.strip():
@@ -78,6 +103,6 @@ def is_done(record: RunRecord, cell: RunSpec) -> bool:
 
 
 def write_suite_copy(source: Path, out: Path) -> None:
-    """Keeps the suite as run beside its records. Raises HarnessError where it cannot be written."""
+    """Keeps the suite as run beside its records, without secrets. Raises HarnessError where it cannot be written."""
     with os_errors(f"cannot write to {out}", "free space, or choose another folder with --out"):
-        replace_with(out / "suite.yaml", source.read_text(encoding="utf-8"))
+        replace_with(out / "suite.yaml", shareable_text(source))

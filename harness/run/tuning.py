@@ -1,7 +1,6 @@
 """`policy: max_batch` and `candidates`: the batch and settings that make an engine fastest, searched once a machine."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 from harness.api import HarnessError, RunSpec, Trial, from_json, to_json
 from harness.common.files import replace_with
+from harness.common.locks import waiting
+from harness.common.regular_file import read_json
 
 CEILING = 4096
 #: Below this fraction of a smaller batch's throughput, a larger batch is past the optimum.
@@ -156,13 +157,12 @@ class Remembered:
         """Stores a search's trials. A cache that cannot be written is ignored: it costs a search, not the run."""
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with waiting(self.path.with_suffix(".lock"), "another search's result to be stored"):
                 replace_with(self.path, json.dumps(self._read() | {key: [to_json(t) for t in trials]}, indent=1))
 
     def _read(self) -> dict[str, object]:
         with contextlib.suppress(OSError, ValueError):
-            content = json.loads(self.path.read_text())
+            content = read_json(self.path)
             if isinstance(content, dict):
                 return content
         return {}

@@ -28,14 +28,18 @@ from harness.api.task import Questions
 from harness.common.classify import DISK_FULL, classify
 from harness.common.disk_rate import sequential_read_rates
 from harness.common.files import replace_with
+from harness.common.locks import waits
+from harness.common.serving_figures import answered
 from harness.hardware.provenance import package_versions
 from harness.launchers.protocol import EVENTS, EXIT_DISK_FULL, REQUEST, RESULT, WORK
-from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
+from harness.probes.counters import CpuProbe, DiskProbe
+from harness.probes.energy import EnergyProbe
 from harness.probes.gpu import GpuProbe
 from harness.probes.latency import metrics, scored_metrics
 from harness.probes.memory import MemoryProbe, held_bytes
 from harness.run.accuracy import answers_of, ask, judge, read_questions
 from harness.run.answers import check, generate, score
+from harness.run.online import OnlineRun, metrics_of, notes_of, sequence_lengths
 
 _EVENT_PERIOD_S = 0.2
 #: Rows at which GEMM rates are taken: from one sequence's decode to a large prefill.
@@ -63,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(argv[0])
     request = json.loads((folder / REQUEST).read_text())
     _end_with(request["parent"], request["longest_s"])
+    waits.set(Events(folder).emit)  # who started this process reads no log meanwhile
     result = _done(folder, request["kind"], request["work"])
     try:
         replace_with(folder / RESULT, json.dumps(api.to_json(result), allow_nan=False))
@@ -90,7 +95,7 @@ def _idle(folder: Path, work: api.MeasureIdle) -> int:
     spec = work.spec
     engine = registry.make_engine(spec.engine, spec.options)
     engine.capabilities().require_device(spec)
-    if work.model is not None:
+    if work.model is not None and not engine.capabilities().remote:  # a server's idle memory is its own
         scratch = folder / "scratch"
         scratch.mkdir()
         policy = replace(spec.policy, gpu_batch_size=1, num_gpu_batches=1)  # the footprint must not depend on it
@@ -187,10 +192,10 @@ class _Run:
     def _run(self) -> None:
         spec = self._spec
         self._events.emit("startup")
-        started = time.time()
+        started = time.monotonic()
         engine = registry.make_engine(spec.engine, spec.options)
         capabilities = engine.capabilities()
-        times = {"launch_s": started - self._work.launched, "import_s": time.time() - started}
+        times = {"launch_s": started - self._work.launched, "import_s": time.monotonic() - started}
         self._note(
             packages=package_versions(capabilities.packages),
             python=platform.python_version(),
@@ -200,6 +205,9 @@ class _Run:
             questions = None if self._work.questions is None else read_questions(self._work.questions)
             load = self._load(engine, capabilities, questions)
             self._warm_up(engine, load)
+            if self._spec.workload.online:
+                self._serve(engine, capabilities, load, times)
+                return
             requests, pairs = (questions.prompts, questions.pairs) if questions else (_requests(spec, load), ())
             with self._probed("generate"):
                 began = time.perf_counter()
@@ -218,6 +226,20 @@ class _Run:
             figures = scored_metrics(len(pairs), tokens, scored - generated, padding) | figures
         self._note(requests=tuple(traces), trace=trace.events, metrics=figures | dict(trace.metrics) | times)
 
+    def _serve(
+        self, engine: api.Engine, capabilities: api.Capabilities, load: api.LoadReport, times: dict[str, float]
+    ) -> None:
+        """Requests that arrive while the engine runs."""
+        workload = self._spec.workload
+        with self._probed("generate"):
+            served = OnlineRun(self._spec, engine, capabilities, load, self._events.emit).run()
+        trace = engine.trace()
+        self._note(served=served, trace=trace.events, notes=notes_of(served))
+        self._note(metrics=metrics_of(served, workload.slo, workload.rate == "sweep") | dict(trace.metrics) | times)
+        if not any(answered(rate) for rate in served):
+            refused = next((r.reason for rate in served for r in rate.requests if r.reason), "none arrived in time")
+            raise api.HarnessError(f"no request was answered: {refused}")
+
     def _load(self, engine: api.Engine, capabilities: api.Capabilities, questions: Questions | None) -> api.LoadReport:
         self._events.emit("load")
         spec = self._spec
@@ -225,11 +247,16 @@ class _Run:
         scratch = self._folder / "scratch"
         scratch.mkdir()
         if questions:
-            longest, mean = questions.max_sequence, questions.mean_sequence
+            longest, mean, new = questions.max_sequence, questions.mean_sequence, questions.mean_new
+        elif spec.workload.online:
+            longest, mean, new = sequence_lengths(spec)
         else:
             own = (spec.workload.prompt_len, spec.workload.gen_len)
-            longest, mean = sum(own), mean_cached_length(registry.lengths(spec.workload) or [own])
-        job = api.Job(scratch, self._work.cache, longest, mean, partial(self._events.emit, "load"))
+            lengths = registry.lengths(spec.workload) or [own]
+            longest, mean = sum(own), mean_cached_length(lengths)
+            new = sum(generated for _, generated in lengths) // len(lengths)
+        report = partial(self._events.emit, "load")
+        job = api.Job(scratch, self._work.cache, longest, mean, report, mean_new=new)
         with self._probed("load"):
             load = engine.load(self._work.model, spec.policy, spec.limits, job)
         self._note(load=load)

@@ -1,4 +1,4 @@
-"""The JSON Schema of RunRecord, generated from the dataclass and shipped as `run_record.json`."""
+"""The JSON Schemas of records and suites, generated from their dataclasses and shipped beside this module."""
 
 from typing import Any
 

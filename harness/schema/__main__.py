@@ -1,8 +1,10 @@
-"""`python -m harness.schema` prints the JSON Schema."""
+"""`python -m harness.schema` writes the JSON Schemas beside this module."""
 
 import json
-import sys
+from pathlib import Path
 
 from harness.schema import run_record_schema
+from harness.schema.suites import suite_schema
 
-sys.stdout.write(json.dumps(run_record_schema(), indent=1) + "\n")
+for name, schema in (("run_record", run_record_schema()), ("suite", suite_schema())):
+    Path(__file__).with_name(f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n")

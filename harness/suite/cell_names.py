@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.api import HarnessError, RunSpec
+from harness.common.files import MAX_SAFE_NAME, SAFE_NAME
 
-SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 NAME_RULE = "letters, digits, '.', '_' or '-', the first a letter or digit"
-MAX_CELL_NAME = 128
+MAX_CELL_NAME = MAX_SAFE_NAME
 
 _Part = Callable[[RunSpec], str]
 

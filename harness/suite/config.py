@@ -16,7 +16,18 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, get_args
 
-from harness.api import HardwareLimits, HardwareRequirements, HarnessError, RunSpec, SuiteSpec, Tune
+from harness.api import (
+    HIDDEN,
+    HardwareLimits,
+    HardwareRequirements,
+    HarnessError,
+    RunSpec,
+    SuiteSpec,
+    Tune,
+    is_secret,
+    is_secret_option,
+    without_logins,
+)
 from harness.common.units import parse_duration, parse_size
 from harness.suite import check as suite_check
 from harness.suite import yaml_source
@@ -30,9 +41,10 @@ MAX_VALUES = 2_000_000  # in all cells together
 _TUNED = tuple(tune for tune in get_args(Tune) if tune != "none")
 _POLICY_SHORTHANDS = ("schedule", "compute_dtype")
 _DURATIONS = ("timeout", "latency")
+_WORKLOAD_DURATIONS = {"duration": "duration_s", "think_time": "think_s"}
 _DEFAULTS = (
     *("engine", "options", "env", "model", "workload", "policy", *_POLICY_SHORTHANDS, "tune", "candidates"),
-    *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference", "launcher", "image"),
+    *("repeats", "warmup", "seed", *_DURATIONS, "expect", "reference", "launcher", "image", "environment"),
 )
 _SIZE_KEYS = (*(field.name for field in fields(HardwareRequirements)), "disk_bandwidth")
 CELL_KEYS = ("name", "limits", *_DEFAULTS)
@@ -58,15 +70,20 @@ def load_suite(path: Path, overrides: Sequence[str] = ()) -> SuiteSpec:
     root = yaml_source.read(path)
     if not isinstance(root.value, dict):
         raise root.error(f"a suite is a mapping of keys, got {shown(root.value)}")
-    suite_check.refuse_unknown(root, SUITE_KEYS, "suite")
+    problems = suite_check.Problems()
+    problems.attempt(lambda: suite_check.refuse_unknown(root, SUITE_KEYS, "suite"))
     hardware = root.entries.get("hardware", Node({}, root.at))
     if not isinstance(hardware.value, dict):
         raise hardware.error(f"hardware: expected a mapping, got {shown(hardware.value)}")
-    suite_check.refuse_unknown(hardware, ("requires", "limits"), "hardware")
+    problems.attempt(lambda: suite_check.refuse_unknown(hardware, ("requires", "limits"), "hardware"))
 
-    header = suite_check.header(_header(root, hardware))
+    header = problems.attempt(lambda: suite_check.header(_header(root, hardware)))
     base = replace(root.only(*_DEFAULTS).merged(hardware.only("limits")), at=root.at)
-    cells = _expand(base, root.only("matrix"), suite_check.each(_override, overrides))
+    overridden = problems.attempt(lambda: suite_check.each(_override, overrides))
+    cells = problems.attempt(lambda: _expand(base, root.only("matrix"), overridden or [], problems))
+    problems.raise_all(suite_check.MAX_ERRORS)
+    assert header is not None
+    assert cells is not None
     launches = sum(cell.spec.repeats for cell in cells)
     if launches > MAX_LAUNCHES:
         raise root.error(f"{len(cells):,} cells make {launches:,} launches; at most {MAX_LAUNCHES:,} are allowed")
@@ -79,8 +96,22 @@ def load_suite(path: Path, overrides: Sequence[str] = ()) -> SuiteSpec:
 
 def load_cell(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunSpec:
     """One cell from `settings`, written as in a suite, under `overrides`. Raises HarnessError as `load_suite` does."""
-    cell = _layer(yaml_source.parse(json.dumps(settings, ensure_ascii=False), "settings", positions=False))
+    try:
+        text = json.dumps(settings, ensure_ascii=False)
+    except (TypeError, ValueError) as exc:  # of Python's API
+        raise HarnessError(f"settings: expected texts, numbers, lists and mappings as in a suite: {exc}") from None
+    cell = _layer(yaml_source.parse(text, "settings", positions=False))
     return suite_check.run_spec(reduce(_apply, suite_check.each(_override, overrides), cell))
+
+
+def without_secret(override: str) -> str:
+    """A --set option as errors and records show it: `***` for variables and options that may be secrets."""
+    key, equals, value = override.partition("=")
+    section, _, name = key.partition(".")
+    secret = section in ("env", "candidates") and is_secret(name or override)
+    number = value.replace(".", "", 1).isdecimal()
+    secret |= section in ("options", "candidates") and is_secret_option(name or value, 0 if number else value)
+    return f"{key}={HIDDEN}" if equals and secret else without_logins(override)
 
 
 def _header(root: Node, hardware: Node) -> Node:
@@ -90,8 +121,11 @@ def _header(root: Node, hardware: Node) -> Node:
     return Node(entries, root.at)
 
 
-def _expand(base: Node, suite: Node, overrides: Sequence[_Override]) -> list[Cell]:
-    """All cells, checked. The product of the axes is counted before any cell is built."""
+def _expand(
+    base: Node, suite: Node, overrides: Sequence[_Override], problems: suite_check.Problems
+) -> list[Cell]:  # fmt: skip
+    """All cells, checked. The product of the axes is counted before any cell is built. Keys that are wrong by
+    themselves become `problems`, and the cells are checked without them."""
     axes = [[base.without("workload", "model")]]
     axes += [_axis(key, base.entries[key]) for key in ("workload", "model") if key in base.entries]
     inputs = len(axes)
@@ -104,7 +138,7 @@ def _expand(base: Node, suite: Node, overrides: Sequence[_Override]) -> list[Cel
         raise origin.error(f"expands to {count:,} cells; at most {MAX_CELLS:,} are allowed")
 
     merged, values = [], 0
-    for layers in itertools.product(*suite_check.each(partial(suite_check.each, _layer), axes)):
+    for layers in itertools.product(*([_right_part(node, problems) for node in axis] for axis in axes)):
         cell = reduce(_apply, overrides, reduce(Node.merged, layers))
         values += cell.size
         if values > MAX_VALUES:
@@ -146,7 +180,8 @@ class _Override:
 
 
 def _override(text: str) -> _Override:
-    label = f"--set {text}" if len(text) <= 100 and text.isprintable() else f"--set {shown(text)}"
+    told = without_secret(text)
+    label = f"--set {told}" if len(told) <= 100 and told.isprintable() else f"--set {shown(told)}"
     key, equals, value = text.partition("=")
     parts = key.split(".")
     if not equals or not all(parts) or len(parts) > yaml_source.MAX_DEPTH:
@@ -163,16 +198,37 @@ def _layer(node: Node) -> Node:
     if not isinstance(node.value, dict):
         raise node.error(f"expected a mapping of cell keys, got {shown(node.value)}")
     suite_check.refuse_unknown(node, CELL_KEYS, "cell")
-    parts = [node.without("policy", *_DURATIONS, "limits", *_POLICY_SHORTHANDS)]
+    parts = [node.without("policy", *_DURATIONS, "limits", "workload", *_POLICY_SHORTHANDS)]
     parts += [_under(node.only(key), "policy") for key in _POLICY_SHORTHANDS if key in node.entries]
     if "policy" in node.entries:
         parts += _policy(node.entries["policy"])
     for key in _DURATIONS:
         if key in node.entries:
             parts.append(_under(_in_unit(node.entries[key], parse_duration), f"{key}_s"))
+    if "workload" in node.entries:
+        parts.append(_under(_workload(node.entries["workload"]), "workload"))
     if "limits" in node.entries:
         parts.append(_under(_limits(node.entries["limits"]), "limits"))
     return replace(reduce(_joined, parts), at=node.at)
+
+
+def _right_part(node: Node, problems: suite_check.Problems) -> Node:
+    """The layer of a mapping of cell keys, without those that are wrong, which become `problems`."""
+    try:
+        return _layer(node)
+    except HarnessError:
+        parts = [part for part in _entries(node) if problems.attempt(partial(_layer, part)) is not None]
+    problems.attempt(lambda: _layer(reduce(Node.merged, parts, Node({}, node.at))))
+    return replace(reduce(Node.merged, map(_layer, parts), Node({}, node.at)), at=node.at)
+
+
+def _entries(node: Node) -> list[Node]:
+    """A mapping of cell keys as mappings of one entry, its limits each by itself; what is no mapping, as it is."""
+    parts = []
+    for key, child in node.entries.items():
+        values = [Node({name: child.entries[name]}, child.at, child.key_at) for name in child.entries]
+        parts += [Node({key: value}, node.at) for value in (values if key == "limits" and values else [child])]
+    return parts or [node]
 
 
 def _policy(policy: Node) -> list[Node]:
@@ -188,6 +244,19 @@ def _policy(policy: Node) -> list[Node]:
         raise search.error(f"policy.max_batch: expected true or false, got {shown(search.value)}")
     tune = replace(search, value="max_batch" if search.value else "none")
     return [_under(policy.without("max_batch"), "policy"), _under(tune, "tune")]
+
+
+def _workload(workload: Node) -> Node:
+    """A workload with its durations in seconds."""
+    if not isinstance(workload.value, dict):
+        return workload
+    entries = {}
+    for key, node in workload.entries.items():
+        if key in _WORKLOAD_DURATIONS.values():
+            raise HarnessError(suite_check.unknown_key(node, key, tuple(_WORKLOAD_DURATIONS), "workload"))
+        duration = key in _WORKLOAD_DURATIONS
+        entries[_WORKLOAD_DURATIONS.get(key, key)] = _in_unit(node, parse_duration) if duration else node
+    return replace(workload, value=entries)
 
 
 def _limits(limits: Node) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,16 @@ class Node:
     def without(self, *keys: str) -> Node:
         """The mapping without these keys."""
         return Node({key: child for key, child in self.entries.items() if key not in keys}, self.at, self.key_at)
+
+    def without_path(self, path: Sequence[str | int]) -> Node:
+        """The tree without the deepest mapping entry on `path` that exists above any list."""
+        key, *rest = path
+        child = self.entries.get(str(key))
+        if child is None:
+            return self
+        if rest and isinstance(rest[0], str) and rest[0] in child.entries:
+            return self.updated({str(key): child.without_path(rest)})
+        return self.without(str(key))
 
     def trace(self, path: Iterable[str | int]) -> list[Node]:
         """This node and those below it along `path`, as far as they exist."""

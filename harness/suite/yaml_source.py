@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from harness.api import HarnessError
+from harness.common.regular_file import open_regular
 from harness.suite.yaml_node import TEXT_UNIT, Node, shown
 
 MAX_BYTES = 1 << 20
@@ -29,14 +30,12 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where Py
 def read(path: Path) -> Node:
     """Parses the single document of a YAML file. Raises HarnessError with file, line and column for all it rejects."""
     try:
-        if path.is_dir():
-            raise HarnessError(f"{path}: is a folder; give a suite file")
-        if path.exists() and not path.is_file():
-            raise HarnessError(f"{path}: is not a regular file")  # opening a pipe would block
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise HarnessError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise HarnessError(f"{path}: is a folder; give a suite file") from None
     except (OSError, ValueError) as exc:
         raise HarnessError(f"{str(path)!r}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from None
     if len(data) > MAX_BYTES:
@@ -172,10 +171,10 @@ class _Composer:
     def _inherited(self, value: Node) -> dict[str, Node]:
         """The entries that `<<: value` merges in; of several mappings the earliest wins."""
         entries: dict[str, Node] = {}
-        for source in value.items or [value]:
+        for source in reversed(value.items or [value]):  # in place: of thousands, each copy would be of all so far
             if not isinstance(source.value, dict):
                 raise source.error(f"<< merges a mapping or a list of mappings, got {shown(source.value)}")
-            entries = source.value | entries
+            entries.update(source.value)
         return entries
 
     def _tag(self, event: Any) -> str:

@@ -50,16 +50,91 @@
     });
   }
 
+  // ---- tables that are wider than their place say so
+  const scrolls = [...document.querySelectorAll(".scroll")];
+  const cue = (region) => region.classList.toggle("more", region.scrollLeft + region.clientWidth < region.scrollWidth - 1);
+  const cues = new ResizeObserver((entries) => entries.forEach(({ target }) => cue(target)));
+  for (const region of scrolls) {
+    cues.observe(region);
+    region.addEventListener("scroll", () => cue(region), { passive: true });
+  }
+
   // ---- charts
   const options = { actions: false, logLevel: 1, renderer: "svg", ast: true, tooltip: { theme: "custom" } };
+  const narrow = 600;
+  const longest = (spec) => { // of the names in its legends, characters
+    let most = 0;
+    JSON.stringify(spec, (key, value) => {
+      if (key === "domain" && Array.isArray(value)) for (const name of value) most = Math.max(most, String(name).length);
+      return value;
+    });
+    return most;
+  };
+  const fitted = (spec, width) => { // legends wrap, and on a telephone names take at most a part of the width
+    const names = Math.min(260, 7 * longest(spec.encoding ? { ...spec, encoding: { ...spec.encoding, y: null } } : spec)) + 40;
+    return JSON.parse(JSON.stringify(spec, (key, value) => {
+      if (key === "legend" && value?.columns) {
+        const columns = Math.max(1, Math.min(6, Math.floor(width / names)));
+        return { ...value, columns, labelLimit: Math.min(value.labelLimit, width / columns - 40) };
+      }
+      if (width < narrow && key === "labelLimit") return Math.min(value, 0.42 * width);
+      if (width < narrow && key === "limit") return Math.min(value, 0.4 * width);
+      if (width < narrow && key === "tickCount") return 3;
+      return value;
+    }));
+  };
   const scaled = (spec, scale) => // the same chart on the other scale: only the switched axis has a fixed domain
     JSON.parse(JSON.stringify(spec, (key, value) => (key === "scale" && value && value.clamp ? scale : value)));
   const draw = async (plot, spec) => {
     plot.chart?.finalize();
-    plot.chart = await vegaEmbed(plot, spec, options);
+    plot.spec = spec;
+    plot.drawnAt = plot.clientWidth;
+    plot.chart = await vegaEmbed(plot, fitted(spec, plot.clientWidth), options);
+    for (const empty of plot.querySelectorAll("[role=graphics-symbol]:not([aria-label])")) empty.removeAttribute("role");
     plot.style.minHeight = "";
   };
-  const prepare = (plot) => {
+  // ---- a chart as a file, drawn anew: an image has no style sheet, so that colours by name become what they are now
+  const resolved = (spec) => {
+    const probe = document.createElement("span");
+    document.body.append(probe);
+    const colour = (name) => {
+      probe.style.color = name;
+      return getComputedStyle(probe).color;
+    };
+    const copy = JSON.parse(JSON.stringify(spec, (key, value) =>
+      typeof value === "string" && value.startsWith("var(--") ? colour(value) : value));
+    copy.config.background = colour("var(--paper)");
+    copy.title = { text: spec.usermeta?.title ?? "", anchor: "start", color: colour("var(--ink)"), fontSize: 14 };
+    probe.remove();
+    return { ...copy, width: 900, padding: 16 };
+  };
+  const save = async (plot, kind) => {
+    const figure = plot.closest("figure");
+    const title = figure.querySelector("figcaption strong").textContent;
+    const { view } = await vegaEmbed(document.createElement("div"), resolved({ ...plot.spec, usermeta: { title } }), options);
+    const link = document.createElement("a");
+    link.download = `${figure.id}.${kind}`;
+    link.href = kind === "png"
+      ? await view.toImageURL("png", 2)
+      : URL.createObjectURL(new Blob([await view.toSVG()], { type: "image/svg+xml" }));
+    link.click();
+    view.finalize();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  };
+  const addExports = (plot) => {
+    const row = document.createElement("div");
+    row.className = "export";
+    for (const kind of ["svg", "png"]) {
+      const control = document.createElement("button");
+      control.type = "button";
+      control.textContent = kind.toUpperCase();
+      control.setAttribute("aria-label", `Save the chart as ${kind.toUpperCase()}`);
+      control.addEventListener("click", () => save(plot, kind));
+      row.append(control);
+    }
+    plot.before(row);
+  };
+  const prepare = async (plot) => {
     const spec = JSON.parse(plot.nextElementSibling.textContent);
     const toggle = spec.usermeta?.toggle;
     delete spec.usermeta;
@@ -72,9 +147,19 @@
       box.addEventListener("change", () => draw(plot, box.checked ? scaled(spec, toggle.scale) : spec));
       plot.before(words);
     }
-    return draw(plot, spec);
+    await draw(plot, spec);
+    addExports(plot);
   };
   const plots = [...document.querySelectorAll(".plot")];
+  let resized;
+  addEventListener("resize", () => { // a telephone that is turned
+    clearTimeout(resized);
+    resized = setTimeout(() => {
+      for (const plot of plots) {
+        if (plot.chart && Math.min(plot.drawnAt, plot.clientWidth) < narrow && plot.drawnAt !== plot.clientWidth) draw(plot, plot.spec);
+      }
+    }, 200);
+  });
   const waiting = new Set(plots);
   const started = [];
   const start = (plot) => {

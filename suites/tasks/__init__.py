@@ -2,6 +2,7 @@
 
 from harness.api import HarnessError
 from harness.api.task import Task
+from harness.common.packages import install_extra
 from harness.common.words import nearest
 from suites.tasks import helm, wikitext, wrangling
 from suites.tasks.helm_bridge import HelmRun
@@ -44,5 +45,5 @@ def _of_lm_eval(name: str) -> Task:
     except ModuleNotFoundError as exc:
         if exc.name and not exc.name.startswith("lm_eval"):
             raise
-        raise HarnessError("lm-eval is not installed: pip install 'offload-harness[eval]' -c constraints.txt") from None
+        raise HarnessError(f"lm-eval is not installed: {install_extra('eval')}") from None
     return LmEvalTask(name)

@@ -3,12 +3,16 @@
 import csv
 import hashlib
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.api import HarnessError, first_line
+from harness.common.packages import install_extra
+from harness.common.regular_file import parse_json, read_regular
+
+#: The most of a data file: all of a task's questions are held in memory.
+_MAX_BYTES = 1 << 30
 
 
 class Data:
@@ -26,7 +30,7 @@ class Data:
         """The text of a file, without newline conversion. Raises HarnessError where it cannot be read as UTF-8."""
         path = self._folder / name
         try:
-            content = path.read_bytes()
+            content = read_regular(path, _MAX_BYTES)
             text = content.decode("utf-8-sig")
         except FileNotFoundError:
             raise HarnessError(f"{path} does not exist: name the data folder with --data-dir") from None
@@ -97,9 +101,7 @@ def from_hub(path: str, name: str | None, split: str) -> Iterable[Mapping[str, A
     try:
         import datasets
     except ImportError:
-        raise HarnessError(
-            "data from the hub needs the package datasets: pip install 'offload-harness[eval]'"
-        ) from None
+        raise HarnessError(f"data from the hub needs the package datasets: {install_extra('eval')}") from None
     try:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(path, name, split=split)
     except Exception as exc:  # the hub, its client and the readers raise anything
@@ -110,6 +112,6 @@ def from_hub(path: str, name: str | None, split: str) -> Iterable[Mapping[str, A
 
 def _json(text: str, location: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         raise HarnessError(f"{location}: not JSON") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.api import HarnessError
 from harness.api.task import Judged
+from harness.common.packages import install_extra
 
 Metric = Callable[[str, str], float]
 _NOTHING = "Nothing."
@@ -121,7 +122,7 @@ def _rouge() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError:
-        raise HarnessError("ROUGE needs rouge-score: pip install 'offload-harness[eval]' -c constraints.txt") from None
+        raise HarnessError(f"ROUGE needs rouge-score: {install_extra('eval')}") from None
     return RougeScorer(["rouge2"], use_stemmer=True)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from engines.models import checkpoints
 from harness.api import ModelSpec, RunRecord, to_json
 from harness.run.store import Store
+from tests.forked import Forks
 
+FORKS = Forks()
 #: Seeds of tests that end a run at random moments; all but one in the slow lane.
 RANDOM_SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)))
 
@@ -70,8 +73,23 @@ class Cli:
         return os.environ | {"HARNESS_CACHE": str(self.folder / "cache"), "CI": "true"}
 
     def __call__(self, *arguments: object, code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
-        """Runs `harness` with these arguments; it must end with `code` (None: with any) and without a traceback."""
-        return self.execute(self.command(*arguments), code, **options)
+        """Runs `harness` with these arguments; it must end with `code` (None: with any) and without a traceback.
+
+        With `options` of `subprocess.run` or other variables of Python in a new interpreter, else in a fork of one.
+        """
+        if options or not FORKS.fits(os.environ):
+            return self.execute(self.command(*arguments), code, **options)
+        words = [*map(str, arguments)]
+        with (
+            Path(os.devnull).open() as nothing,
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as err,
+        ):
+            files = [file.fileno() for file in (nothing, out, err)]
+            ended = FORKS.run(words, self.environment, self.folder, files)
+            for file in (out, err):
+                file.seek(0)
+            return self._ended(subprocess.CompletedProcess(words, ended, out.read(), err.read()), code)
 
     def refused(self, *arguments: object, **options) -> str:
         """The one line that `harness` says where it refuses these arguments."""
@@ -88,19 +106,22 @@ class Cli:
     def execute(self, command: list[str], code: int | None = 0, **options) -> subprocess.CompletedProcess[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(command, check=False, **pipes | {"env": self.environment, "cwd": self.folder} | options)
+        return self._ended(done, code)
+
+    def _ended(self, done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
         told = f"{done.stdout or ''}{done.stderr or ''}"
         assert "Traceback" not in told, told
         assert code is None or done.returncode == code, told
         return done
 
-    def on_full_disk(self, size: int, *arguments: object) -> str:
+    def on_full_disk(self, size: int, *arguments: object, **options) -> str:
         """The refusal of `harness` where no file may grow beyond `size` bytes: as on a full disk, writes fail."""
         script = (
             "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
             "from harness.cli.main import main; main()"
         )
-        return self.execute([sys.executable, "-c", script, *map(str, arguments)], code=2).stderr
+        return self.execute([sys.executable, "-c", script, *map(str, arguments)], code=2, **options).stderr
 
     def start(self, *arguments: object, **variables: str) -> subprocess.Popen[str]:
         """`harness` in the background, with these environment variables; Ctrl-C reaches it.
@@ -150,6 +171,21 @@ def end(process: subprocess.Popen[str]) -> None:
 @pytest.fixture
 def cli(tmp_path):
     return Cli(tmp_path)
+
+
+@pytest.fixture
+def kernels(cli):
+    """Compiled once for all tests, and found in the cache of `cli`."""
+    from tests.offload import with_kernels  # not for tests without torch
+
+    with_kernels(cli.folder / "cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks():
+    """Ended with the tests, so that what measures them sees it too."""
+    yield
+    FORKS.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def test_a_limit_that_nothing_would_keep_is_refused(cli):
     done = cli.run(cli.suite("  - {name: a, engine: fake, limits: {device_memory: 1GiB}}", repeats=1), code=1)
     assert "unsupported" in done.stdout
     assert "limits.device_memory" in done.stdout + done.stderr
+
+
+def test_an_override_that_no_cell_reads_is_refused_as_an_unknown_key_is(cli):
+    suite = cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: offload, model: {id: m}}", repeats=1)
+    for more in ("--dry-run",), ():
+        assert "--set schedule=sweep" in cli.refused("run", suite, "--cell", "a", "--set", "schedule=sweep", *more)
+    row = ("--cell", "b", "--set", "policy.num_gpu_batches=4", "--dry-run")
+    assert "policy.num_gpu_batches is for zigzag" in cli.refused("run", suite, *row)
+    cli("run", suite, *row, "--set", "schedule=zigzag")
+    cli("run", suite, "--set", "schedule=sweep", "--dry-run")  # one of two reads it
+    assert not cli.out.exists()
 
 
 def test_overrides_that_make_cells_alike_are_told_how_to_choose(cli):
@@ -196,11 +208,73 @@ def test_an_empty_shard_is_no_failure(cli):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("arguments", [("ls", "models"), ("validate", "tiny.yaml"), ("run", "tiny.yaml", "--dry-run")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ls", "models"),
+        ("validate", "tiny.yaml"),
+        ("run", "tiny.yaml", "--dry-run"),
+        ("--help",),
+        ("--version",),
+        ("run", "--help"),
+    ],
+)
 def test_an_output_that_cannot_be_written_is_one_line(cli, arguments):
     cli.suite()
     with Path("/dev/full").open("w") as full:
         assert cli.refused(*arguments, stdout=full) == "harness: cannot print: No space left on device"
+
+
+def test_a_version_that_finds_a_full_disk_is_one_line(cli):
+    with (cli.folder / "log").open("w") as log:
+        assert "harness: cannot print" in cli.on_full_disk(0, "--version", stdout=log)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize(("line", "code"), [("rum", 2), ("validate bad.yaml", 2), ("ls models", 0), ("report no", 2)])
+def test_a_full_stderr_leaves_a_command_its_exit_code(cli, line, code):
+    """Python ends with 120 where it cannot flush a stream."""
+    (cli.folder / "bad.yaml").write_text("name: [")
+    with Path("/dev/full").open("w") as full:
+        cli(*line.split(), stderr=full, code=code)
+
+
+def test_help_that_nobody_reads_is_no_failure(cli, closed):
+    for arguments in (("--help",), ("run", "--help")):
+        cli(*arguments, stdout=closed)
+
+
+def test_ctrl_c_while_modules_are_imported_is_130_without_a_traceback(cli):
+    """A module that is imported first, and sends the signal."""
+    (cli.folder / "click.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(5)\n")
+    undo = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    done = cli.execute([sys.executable, "-c", undo, sys.executable, "-m", "harness", "--help"], code=130)
+    assert not done.stderr
+
+
+def test_ctrl_c_while_a_command_imports_is_130_without_a_traceback(cli):
+    """A module that `harness validate` imports when it has begun."""
+    (cli.folder / "pydantic.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(5)\n")
+    undo = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", undo, sys.executable, "-m", "harness", "validate", str(cli.suite())]
+    assert not cli.execute(command, code=130).stderr
+
+
+def test_surroundings_that_lack_something_are_one_line(cli):
+    """A compiler that is no command line; a user without a home."""
+    odd = cli.environment | {"CXX": "g++ 'unclosed"}
+    done = cli("doctor", env=odd)
+    assert "is no command line" in done.stdout, "a check among the others"
+    script = (
+        "import os, pathlib\n"
+        "def nobody(): raise RuntimeError('Could not determine home directory.')\n"
+        "pathlib.Path.home = staticmethod(nobody)\n"
+        "from harness.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", script, "run", str(cli.suite(repeats=1)), "--out", str(cli.out)]
+    homeless = {k: v for k, v in cli.environment.items() if k not in ("HARNESS_CACHE", "XDG_CACHE_HOME")}
+    assert "set HARNESS_CACHE" in cli.execute(command, env=homeless, code=2).stderr
+    cli.execute([*command, "--extra-tries", "0"])
 
 
 @pytest.mark.parametrize(

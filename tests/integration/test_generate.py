@@ -1,6 +1,7 @@
 """`harness generate`: every line of the input gets one line of output, whatever happens on the way."""
 
 import json
+import os
 import random
 import resource
 import signal
@@ -123,6 +124,11 @@ def test_each_line_of_a_text_file_is_a_prompt(files):
         ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty: input should be 0"),
         ({"custom_id": 5, "prompt": "x"}, "custom_id: expected a string"),
         ({"custom_id": "good", "prompt": "x"}, "custom_id 'good' was used on line 1"),
+        (batch("\ud800", prompt="x"), "custom_id: input should be a valid string"),
+        ({"prompt": "x\ud800"}, r"is not Unicode text: \ud800 is half of a surrogate pair"),
+        ({"prompt": "x", "stop": ["a", "\udc00"]}, r"\udc00 is half of a surrogate pair"),
+        ({"prompt": "x", "\ud800": 1}, r"\ud800 is half of a surrogate pair"),
+        (batch("c", CHAT, messages=[{"role": "user", "content": "\ud83d"}]), r"\ud83d is half of a surrogate pair"),
         (batch("c", "/v1/embeddings", input="x"), "url: input should be '/v1/completions'"),
         (batch("c", CHAT, messages=[]), "body.messages: list should have at least 1 item"),
         (batch("c", CHAT, messages=[{"role": "robot", "content": "x"}]), "body.messages.0.role: input should be"),
@@ -171,7 +177,7 @@ def test_an_interruption_is_one_line_and_goes_on(files):
     process = files.start("--set", "options.sleep_s=0.05")
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=20)[1]
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert "run the same command again to resume" in told
     assert "Traceback" not in told
     files()
@@ -183,6 +189,17 @@ def test_a_torn_last_line_is_answered_again(files):
     files()
     whole = files.output.read_bytes()
     files.output.write_bytes(whole[:-20])
+    files()
+    assert files.output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("left", [0, 20])
+def test_what_a_power_cut_leaves_of_a_last_line_is_answered_again(files, left):
+    files.write({"prompt": "a", "max_tokens": 2}, {"prompt": "b", "max_tokens": 2})
+    files()
+    whole = files.output.read_bytes()
+    first = whole.index(b"\n") + 1
+    files.output.write_bytes(whole[: first + left].ljust(len(whole), b"\0"))
     files()
     assert files.output.read_bytes() == whole
 
@@ -235,6 +252,7 @@ def test_a_full_disk_stops_with_one_line_and_the_rest_follows(files):
         (["--memory", "much"], 2, "expected a size"),
         (["--set", "policy.nonsense=1"], 2, "unknown key 'nonsense' in policy"),
         (["--set", "repeats=3"], 2, "a job has no 'repeats'"),
+        (["--set", "policy.schedule=sweep", "--dry-run"], 2, "engine fake has no policy.schedule"),
         (["--set", "options.crash=infeasible"], 4, "fake"),
         (["--set", "options.crash=unsupported"], 2, "fake"),
         (["--set", "options.crash=memory_error"], 2, "engine fake failed (oom_host): MemoryError"),
@@ -254,7 +272,7 @@ def test_options_that_cannot_be(files, more, code, words):
 
 def test_one_job_at_a_time_writes_an_output_and_ends_where_it_is_moved(files):
     files.write(*({"prompt": f"{i}", "max_tokens": 4} for i in range(100)))
-    process = files.start("--set", "options.sleep_s=0.1")
+    process = files.start("--set", "options.sleep_s=1")
     for more in ((), ("--fresh",)):
         assert "is being written by another harness" in files.refused(*more)
     files.output.rename(files.output.with_name("moved.jsonl"))
@@ -301,7 +319,7 @@ def run_without_planner(files, monkeypatch):
     def go(limit, progress):
         longest, cache = f"options.longest={limit}", files.cli.folder / "cache"
         job = BatchJob("fake", "fake", "1GiB", (longest,), files.source, files.output, cache, max_tokens=10)
-        return run(job, progress)
+        return run(job, progress, print)
 
     return go
 
@@ -333,7 +351,7 @@ def test_an_engine_without_a_planner_refuses_only_the_lines_it_has_no_memory_for
     loading = [f"loading fake in fake for sequences of up to {tokens} tokens" for tokens in loads]
     assert [text for text in said if "loading" in text] == loading
     assert len([text for text in said if "too long" in text]) == min(20, len(too_long))
-    assert list((files.cli.folder / "cache").iterdir()) == [], "no load leaves its scratch folder"
+    assert list((files.cli.folder / "cache").rglob("*")) == [files.cli.folder / "cache" / "work"], "no load leaves more"
 
 
 def test_an_engine_without_a_planner_that_has_no_memory_for_any_line_ends_the_job(files, run_without_planner):
@@ -368,3 +386,84 @@ def test_any_text_is_an_id_and_neutral_settings_are_accepted(files):
     files()
     assert files.answers()[1]["custom_id"] == "\ud800"
     files()
+
+
+def test_a_line_without_end_is_refused_and_the_next_is_answered(files):
+    files.write({"prompt": "a", "max_tokens": 2})
+    with files.source.open("ab") as file:
+        file.truncate(file.tell() + (100 << 20))
+        file.seek(0, 2)
+        file.write(b'\n{"prompt": "b", "max_tokens": 2}\n')
+    files(code=1)
+    assert sorted(files.answers()) == [1, 2, 3]
+    assert "has more than 16 MiB" in files.answers()[2]["error"]["message"]
+
+
+@pytest.mark.parametrize("which", ["source", "output"])
+def test_a_pipe_holds_nobody_up(files, which):
+    files.write({"prompt": "a"})
+    getattr(files, which).unlink(missing_ok=True)
+    getattr(files, which).parent.mkdir(exist_ok=True)
+    os.mkfifo(getattr(files, which))
+    assert "is not a regular file" in files(code=2, timeout=20).stderr
+
+
+def prompt(cli, *more, **options):
+    """`harness generate --prompt` on the fake engine."""
+    return cli("generate", "--model", "fake", "--engine", "fake", "--max-tokens", 6, "--prompt", *more, **options)
+
+
+def test_one_prompt_is_answered_on_the_terminal(cli, files):
+    done = prompt(cli, "hi")
+    files.write({"prompt": "hi", "max_tokens": 6, "seed": 1})
+    files("--output", "-")
+    text = json.loads(files("--output", "-").stdout)["response"]["body"]["choices"][0]["text"]
+    assert done.stdout == f"{text}\n"
+    assert done.stderr.startswith("6 tokens in ") and done.stderr.endswith("cut off by --max-tokens\n")
+    assert prompt(cli, "hi", "--chat").stdout not in ("", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "told"),
+    [
+        (["hi", "--output", "-"], 2, "--output goes with a file of requests"),
+        (["hi", "--dry-run"], 2, "--dry-run goes with a file of requests"),
+        ([""], 2, "the prompt is empty"),
+        (["x" * 5000], 2, "exceed the model's context of 4096"),
+        (["x" * 90, "--set", "options.longest=60"], 4, "engine fake holds 60 tokens"),
+        (["hi", "--set", "options.crash=exception"], 2, "engine fake failed (error): RuntimeError"),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered_is_one_line(cli, more, code, told):
+    done = prompt(cli, *more, code=code)
+    assert told in done.stderr.splitlines()[-1]
+    assert done.stdout in ("", done.stdout.rstrip("\n") + "\n"), "what came before the failure ends its line"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "give --prompt TEXT, or --input FILE and --output FILE"),
+        (["--input", "-"], "give --prompt TEXT, or --input FILE and --output FILE"),
+        (["--input", "-", "--output", "-", "--chat"], "--chat goes with --prompt"),
+        (["--input", "-", "--output", "-", "--fresh"], "--fresh goes with a file of answers"),
+    ],
+)
+def test_a_job_needs_an_input_and_an_output(cli, arguments, told):
+    assert told in cli("generate", "--model", "fake", "--engine", "fake", *arguments, code=2).stderr
+
+
+def test_a_job_in_a_pipe(cli, files):
+    """Its answers alone are on stdout; with a file of answers it resumes as with a file of requests."""
+    lines = '{"prompt": "a", "max_tokens": 2}\n\nnonsense\n{"prompt": "b", "max_tokens": 2}\n'
+    start = ("generate", "--model", "fake", "--engine", "fake", "--input", "-", "--output")
+    done = cli(*start, "-", code=1, input=lines)
+    rows = {row["line"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert sorted(rows) == [1, 3, 4] and "is not JSON" in rows[3]["error"]["message"]
+    assert "3 lines; 2 answered" in done.stderr and "stdin:3: is not JSON" in done.stderr
+    cli(*start, files.output, code=1, input=lines)
+    assert files.answers() == rows
+    assert (
+        "3 from an earlier run, 1 of them refused; 0 answered" in cli(*start, files.output, code=1, input=lines).stdout
+    )
+    assert "answers another input than stdin" in cli(*start, files.output, code=2, input=lines[::-1]).stderr

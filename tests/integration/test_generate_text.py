@@ -12,26 +12,14 @@ from engines.common.text import Text
 from engines.models import checkpoints
 from harness.api import GenerationResult, ModelSpec, TokenLogprob
 from harness.batch.format import answer, parse_line
-from tests.offload import VOCAB, save
+from tests.offload import TEMPLATE, VOCAB, save, save_with_tokenizer
 
-WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(3, VOCAB))]
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
-)
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("model") / "tiny-llama", "llama", bos_token_id=0, eos_token_id=1)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +103,18 @@ def test_a_chat_without_a_template_is_refused_by_line(cli, copy):
     assert rows[2]["error"] is None
 
 
+def test_a_hostile_chat_template_costs_only_the_lines_on_which_it_is_hostile(cli, copy):
+    hostile = copy()
+    bomb = "{% if messages[0].content == 'w7' %}{{ 'a' * (messages | length * 10 ** 11) }}{% endif %}"
+    (hostile / "chat_template.jinja").write_text(f"{bomb}{TEMPLATE}")
+    chats = [{"messages": [{"role": "user", "content": word}], "max_tokens": 2} for word in ("w7", "w6", "w\ud800")]
+    _, rows = run(cli, hostile, *chats, {"prompt": "w5", "max_tokens": 2}, engine="offload", code=1)
+    assert rows[1]["error"]["message"].endswith("needs more than 512 MiB of memory for one conversation")
+    assert rows[2]["response"]["body"]["usage"]["prompt_tokens"] == 2, "w6 w9"
+    assert "half of a surrogate pair" in rows[3]["error"]["message"]
+    assert rows[4]["error"] is None
+
+
 def test_a_job_is_not_resumed_with_other_weights(cli, copy):
     changed = copy()
     run(cli, changed, {"prompt": "w5", "max_tokens": 2})
@@ -164,3 +164,20 @@ def test_a_word_that_the_tokenizer_does_not_know_is_one_line(cli, copy):
     _, rows = run(cli, strict, {"prompt": "strange"}, {"prompt": "w5", "max_tokens": 2}, code=1)
     assert "the model's tokenizer refuses this text" in rows[1]["error"]["message"]
     assert rows[2]["error"] is None
+
+
+@pytest.mark.slow
+def test_python_and_streams_give_what_transformers_would(folder, expected, tmp_path):
+    from offload_harness import Engine
+
+    whole = expected([0, 20, 30, 40], 8)
+    stop = whole.split()[3]
+    with Engine(str(folder), "300MiB", cache_dir=tmp_path) as engine:
+        assert [a.text for a in engine.generate(["w20 w30 w40", [0, 20, 30, 40]], max_tokens=8)] == [whole, whole]
+        pieces = list(engine.stream("w20 w30 w40", max_tokens=8))
+        assert "".join(pieces) == whole and len(pieces) > 1, "as its tokens come"
+        assert "".join(engine.stream("w20 w30 w40", max_tokens=8, stop=stop)) == whole[: whole.index(stop)]
+        chat = [{"role": "user", "content": "w6"}]
+        assert engine.generate([chat], max_tokens=4)[0].text == "".join(engine.stream(chat, max_tokens=4))
+        last = whole.split()[0]
+        assert engine.score([("w20 w30 w40", f" {last}")])[0].is_greedy

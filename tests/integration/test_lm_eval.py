@@ -116,4 +116,4 @@ def test_lm_evals_command_line_runs_our_engine_and_never_asks_twice(cli, truth, 
     again, said = evaluate(tmp_path / "again")
     assert again["perplexity,none"] == first["perplexity,none"]
     assert "scored" not in said
-    assert not list((cli.folder / "cache").glob("harness-job-*"))
+    assert not list((cli.folder / "cache" / "work").iterdir())

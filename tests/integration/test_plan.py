@@ -1,13 +1,16 @@
 """`harness plan`, `calibrate` and `check-model` as a user calls them: the documented object and exit codes."""
 
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 import yaml
 
+from engines.models.shapes import config_kwargs
 from harness.api import to_json
+from harness.suite.config import load_suite
 
 JOB = ("--prompt-len", "512", "--gen-len", "32")
 T4 = (*JOB, "--hardware", "t4_gcp")
@@ -30,6 +33,92 @@ def test_a_plan_has_what_the_contract_names_and_can_be_given_back(cli):
 
     again = cli("plan", *OPT_30B, "--policy", json.dumps(plan["policy"]), "--json")
     assert json.loads(again.stdout)["predicted"] == plan["predicted"]
+
+
+TINY = ("tiny/llama", "--prompt-len", "16", "--gen-len", "8", "--hardware", "laptop_cpu", "--policy",
+        '{"gpu_batch_size": 4, "schedule": "sweep"}', "--memory", "1GiB")  # fmt: skip
+
+
+def test_a_plan_prints_the_suite_that_runs_it(cli):
+    """The suite validates, and its cell is the plan's: predicted again, it is as fast."""
+    path = cli.folder / "plan.yaml"
+    path.write_text(cli("plan", *TINY, "--yaml").stdout)
+    cli("validate", str(path))
+    plan = json.loads(cli("plan", *TINY, "--json").stdout)
+    assert yaml.safe_load(path.read_text()) == plan["suite"]
+    (cell,) = load_suite(path).cells
+    assert (cell.engine, cell.model.weights, cell.limits.host_memory) == ("offload", "dummy", 1 << 30)
+    cli.run(path, "--simulate", "--hardware", "laptop_cpu", "--no-report")
+    (record,) = cli.records()
+    rate = record.metrics["generation_throughput_tok_s"]
+    assert rate == pytest.approx(plan["predicted"]["throughput_tok_s"], rel=0.02)
+
+
+def test_a_searched_plan_leaves_to_our_engine_what_it_measures(cli):
+    plan = json.loads(cli("plan", *OPT_30B, "--schedule", "sweep", "--device-memory", "12GiB", "--json").stdout)
+    (cell,) = plan["suite"]["matrix"]
+    assert "weights" not in cell["policy"]
+    assert sum(plan["policy"][letter] for letter in ("wg", "wc", "wd")) == pytest.approx(1)
+    assert plan["suite"]["hardware"]["limits"] == {"device_memory": 12 << 30}
+    assert plan["predicted"]["peak_bytes"]["device"] <= 12 << 30
+
+
+def test_a_configuration_alone_is_planned_and_has_nothing_to_run(cli):
+    path = cli.folder / "config.json"
+    path.write_text(json.dumps(config_kwargs("tiny/llama")))
+    job = ("plan", str(path), *TINY[1:])
+    assert "a configuration has no weights" in cli(*job).stdout
+    suite = cli.folder / "plan.yaml"
+    suite.write_text(cli(*job, "--yaml").stdout)
+    assert suite.read_text().startswith("# a configuration has no weights")
+    cli.run(suite, "--simulate", "--hardware", "laptop_cpu", "--no-report")
+    assert [record.status for record in cli.records()] == ["ok"]
+
+
+def test_a_plan_ends_with_commands_that_run_as_they_stand(cli):
+    lines = [shlex.split(line) for line in cli("plan", *TINY).stdout.splitlines() if line.startswith("  harness ")]
+    assert lines[0][:2] == ["harness", "plan"]
+    assert sorted(lines[0][2:]) == sorted([*TINY, "--yaml", ">", "plan.yaml"])
+    assert lines[1] == ["harness", "run", "plan.yaml"]
+    source = cli.folder / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    words = [str(source) if word == source.name else word for word in lines[2][1:]]
+    settings = {words[i + 1] for i, word in enumerate(words) if word == "--set"}
+    assert settings == {"policy.schedule=sweep", "policy.gpu_batch_size=4", "policy.num_gpu_batches=1"}
+    # a shipped shape has no weights, which is said after all settings are taken
+    assert "tiny/llama" in cli(*words, "--dry-run", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("facebook/opt-30b", *JOB, "--hardware", "v100x4", "--stages", "4", "--yaml"), "nothing here runs this plan"),
+        ((*TINY, "--yaml", "--json"), "leave out --json"),
+        ((*TINY[:-1], "16GiB"), "larger machine, give its profile"),
+        ((*TINY[:-1], "many"), "--memory: expected a size"),
+        ((*TINY, "--device-memory", "1GiB"), "laptop_cpu has no device"),
+        ((*TINY, "--disk", "0B"), "--disk 0B"),
+    ],
+)
+def test_options_of_a_plan_that_contradict_it(cli, arguments, words):
+    assert words in cli("plan", *arguments, code=2).stderr
+
+
+def test_less_memory_puts_weights_on_the_disk_and_less_disk_leaves_no_place(cli):
+    job = ("facebook/opt-1.3b", "--prompt-len", "64", "--gen-len", "8", "--hardware", "laptop_cpu", "--schedule", "row")
+    whole, part = (json.loads(cli("plan", *job, *more, "--json").stdout) for more in ((), ("--memory", "2GiB")))
+    assert whole["predicted"]["peak_bytes"]["disk"] == 0 < part["predicted"]["peak_bytes"]["disk"]
+    assert part["predicted"]["peak_bytes"]["host"] <= 2 << 30
+    cli("plan", *job, "--memory", "2GiB", "--disk", "100MiB", code=4)
+
+
+def test_a_prediction_says_how_far_it_may_be_off_and_on_what_that_stands(cli):
+    plan = json.loads(cli("plan", *TINY, "--json").stdout)
+    error, rate = plan["error"], plan["predicted"]["throughput_tok_s"]
+    assert error["low_tok_s"] < rate < error["high_tok_s"]
+    assert "launches" in error["stands_on"]
+    unknown = json.loads(cli("plan", "facebook/opt-30b", *JOB, "--hardware", "rtx4090", "--json").stdout)["error"]
+    assert (unknown["count"], "low_tok_s" in unknown) == (0, False)
 
 
 def test_a_plan_for_people_says_what_limits_it(cli):
@@ -105,7 +194,7 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
         ([*OPT_30B, "--policy", RESIDENT], 4, "device memory lacks"),
         ([*OPT_30B, "--latency", "0.01"], 4, "no policy ends a block within 0.01 s"),
         (["facebook/opt-175b", *JOB, "--hardware", "rtx3090"], 0, ""),
-        (["facebook/opt-30", *T4], 2, "nearest: facebook/opt-30b"),
+        (["facebook/opt-30", *T4], 2, "did you mean 'facebook/opt-30b'?"),
         (["facebook/opt-30b", "--prompt-len", "2040", "--gen-len", "32", "--hardware", "t4_gcp"], 2, "2048"),
         (["facebook/opt-30b", *JOB, "--hardware", "t4"], 2, "did you mean 't4_gcp'?"),
         (["facebook/opt-30b", *JOB, "--hardware", "here.yaml"], 2, "no such file"),
@@ -132,14 +221,14 @@ RESIDENT = '{"gpu_batch_size": 8, "weights": [1, 0, 0], "cache": [1, 0, 0], "act
 def test_plans_that_cannot_be_made_get_one_line(cli, arguments, code, words):
     done = cli("plan", *arguments, code=code)
     assert words in done.stderr
-    assert len(done.stderr.splitlines()) <= 1
+    told = [line for line in done.stderr.splitlines() if not line.startswith("searching policies")]  # where it is slow
+    assert len(told) <= 1
 
 
 def test_the_table_of_errors(cli):
-    assert "cells not fitted" in cli("check-model").stdout
-    rows = json.loads(cli("check-model", "--json").stdout)
-    assert len(rows) > 90
-    assert {row["hardware"] for row in rows} == {"t4_gcp", "a100_40g", "a100_80g_sxm_x8"}
+    """As text; tests/golden/frozen.json has it as JSON."""
+    table = cli("check-model").stdout
+    assert "cells not fitted" in table and all(machine in table for machine in ("t4_gcp", "a100_40g"))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +248,7 @@ def test_a_suite_is_predicted_for_a_machine_that_is_not_here(cli, suite, machine
 
 def test_cells_without_a_performance_model_are_skipped_with_the_reason(cli):
     done = cli.run(cli.suite(), "--simulate", "--hardware", "t4_gcp")
-    assert "skipped: a: model 'fake' is not in the catalogue" in done.stderr
+    assert "skipped: a: no plans are made for engine 'fake'" in done.stderr
 
 
 @pytest.mark.slow

@@ -95,6 +95,17 @@ def test_resume_runs_only_what_is_missing(cli):
     assert len(cli.records()) == 4
 
 
+def test_fresh_of_one_cell_keeps_the_records_of_the_others(cli):
+    suite = cli.suite("  - {name: a, engine: fake}\n  - {name: b, engine: fake, seed: 1}", repeats=2)
+    cli.run(suite)
+    before = [r for r in cli.records() if r.spec.name == "b"]
+    assert "2 launches to do" in cli.run(suite, "--fresh", "--cell", "a").stderr
+    assert cli.records()[:2] == before
+    assert [(r.spec.name, r.repeat) for r in cli.records()[2:]] == [("a", 0), ("a", 1)]
+    assert len((cli.out / "records.1.jsonl").read_text().splitlines()) == 2
+    assert "0 launches to do (4 already done" in cli.run(suite).stderr
+
+
 def test_errors_are_tried_again_and_refusals_are_not(cli):
     suite = cli.suite(f"{BAD}\n  - {{name: refuses, engine: fake, options: {{crash: unsupported}}}}")
     cli.run(suite, code=1)
@@ -165,14 +176,15 @@ def test_no_batch_that_survives_is_a_result_not_a_crash(cli):
     assert "no batch survives" in cli.records()[0].reason
 
 
-def test_ctrl_c_records_the_launch_in_flight_and_resume_finishes(cli):
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_records_the_launch_in_flight_and_resume_finishes(cli, signum, code):
     cells = "  - {name: quick, engine: fake}\n  - {name: hangs, engine: fake, options: {hang: true}}"
     suite = cli.suite(cells, repeats=1)
     process = cli.start(*cli.running(suite))
     wait_for((cli.out / "records.jsonl").exists)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    process.send_signal(signum)
+    assert process.wait(timeout=20) == code
     assert "run the same command again" in process.stderr.read()
     assert [(r.spec.name, r.status) for r in cli.records()] == [("quick", "ok"), ("hangs", "interrupted")]
     cli.run(suite, "--set", "timeout=1s", code=1)

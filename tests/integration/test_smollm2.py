@@ -13,6 +13,7 @@ import transformers
 
 from engines.offload.engine import OffloadEngine
 from harness.api import GenerationRequest, HardwareLimits, Job, OffloadPolicy, SamplingParams
+from tests.offload import with_kernels
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("The capital of France is", "Once upon a time, there was a small dragon who", "def fibonacci(n):")
@@ -32,7 +33,7 @@ def test_smollm2_writes_what_it_writes_in_transformers(smollm2, reference, tmp_p
     requests = [GenerationRequest(p, tuple(tokenizer(p).input_ids), SamplingParams(NEW)) for p in PROMPTS]
     engine = OffloadEngine()
     policy = OffloadPolicy(schedule=schedule, gpu_batch_size=2, num_gpu_batches=2 if schedule == "zigzag" else 1)
-    engine.load(smollm2, policy, HardwareLimits(), Job(tmp_path, tmp_path, 64, 64))
+    engine.load(smollm2, policy, HardwareLimits(), Job(tmp_path, with_kernels(tmp_path / "cache"), 64, 64))
     written = {r.id: tokenizer.decode(r.tokens) for r in engine.generate(requests)}
     engine.close()
     for request in requests:
@@ -64,7 +65,7 @@ def perplexity(smollm2, tmp_path_factory):
     ids = transformers.AutoTokenizer.from_pretrained(smollm2.path)(TEXT.read_text()[:60_000]).input_ids
     windows = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(WINDOWS)]
     assert len(windows[-1]) == WINDOW
-    cache = tmp_path_factory.mktemp("cache")
+    cache = with_kernels(tmp_path_factory.mktemp("cache"))
     found = {}
     for name, more in POLICIES.items():
         engine = OffloadEngine()

@@ -1,8 +1,10 @@
 """GGUF files and pickled weights become the folder of safetensors that they are meant to be."""
 
 import json
+import os
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -137,6 +139,16 @@ def test_a_tokenizer_beside_a_gguf_file_is_not_taken_for_its(llama, tmp_path):
 def test_auto_is_the_float_type_of_the_file(llama, tmp_path, kind, dtype):
     path = write_gguf(tmp_path / "m.gguf", llama, "llama", gguf.GGMLQuantizationType[kind])
     assert prepare(path).dtype == dtype
+
+
+def test_a_gguf_file_that_is_unpacked_is_not_parsed_again(llama, tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", llama, "llama", gguf.GGMLQuantizationType.Q8_0)
+    first = prepare(path)
+    monkeypatch.setattr("engines.models.gguf_file._open", Mock(side_effect=AssertionError("parsed")))
+    assert prepare(path) == first
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(AssertionError, match="parsed"):
+        prepare(path)
 
 
 def test_experts_of_a_gguf_file_are_put_together(tmp_path):

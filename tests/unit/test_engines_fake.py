@@ -139,3 +139,77 @@ def test_importing_fake_and_shapes_needs_no_torch():
         "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+def drained(engine):
+    """All events until nothing is pending."""
+    events = []
+    while engine.pending():
+        events += engine.step()
+    assert engine.step() == []
+    return events
+
+
+def finished(events):
+    return {event.result.id: event.result for event in events if isinstance(event, api.FinishedEvent)}
+
+
+def test_submitted_requests_share_passes_and_get_the_tokens_they_get_alone():
+    engine = loaded(api.OffloadPolicy(gpu_batch_size=2))
+    assert isinstance(engine, api.OnlineEngine)
+    for request in requests(3):
+        engine.submit(request)
+    assert engine.pending() == 3
+    first = engine.step()
+    assert [event.id for event in first] == ["r0", "r1"]
+    assert (engine.stats().waiting, engine.stats().running, engine.stats().passes) == (1, 2, 1)
+    events = [*first, *drained(engine)]
+    results = finished(events)
+    assert {id: result.tokens for id, result in results.items()} == {
+        result.id: result.tokens for result in loaded().generate(requests(3))
+    }
+    for id, result in results.items():
+        mine = [event for event in events if isinstance(event, api.TokenEvent) and event.id == id]
+        assert [(event.token, event.time_s) for event in mine] == list(
+            zip(result.tokens, result.token_times_s, strict=True)
+        )
+    assert engine.clock() == results["r2"].token_times_s[-1] == engine.stats().pass_s
+
+
+def test_a_cancelled_request_ends_once_and_frees_its_place():
+    engine = loaded()
+    for request in requests(3):
+        engine.submit(request)
+    engine.step()
+    for id in ("r0", "r1", "r0", "unknown"):
+        engine.cancel(id)
+    assert engine.pending() == 3, "their last events are still to come"
+    events = engine.step()
+    assert [(r.id, r.finish_reason, len(r.tokens)) for r in finished(events).values()] == [
+        ("r0", "cancelled", 1),
+        ("r1", "cancelled", 0),
+    ]
+    assert [event.id for event in events if isinstance(event, api.TokenEvent)] == ["r2"]
+    assert list(finished(drained(engine))) == ["r2"]
+    engine.cancel("r2")
+    assert engine.step() == []
+
+
+def test_what_cannot_run_is_refused_and_disturbs_nothing():
+    engine = loaded(api.OffloadPolicy(gpu_batch_size=4), longest=64)
+    engine.submit(requests(1)[0])
+    engine.submit(api.GenerationRequest("empty", ()))
+    engine.submit(api.GenerationRequest("long", (1,) * 60, api.SamplingParams(5)))
+    engine.submit(api.GenerationRequest("r0", (9,)))
+    events = drained(engine)
+    refused = [(event.id, event.kind) for event in events if isinstance(event, api.RefusedEvent)]
+    assert refused == [("empty", "invalid"), ("long", "infeasible"), ("r0", "invalid")]
+    assert finished(events)["r0"].tokens == next(loaded().generate(requests(1))).tokens
+
+
+def test_a_crash_happens_in_the_step_that_ends_the_first_request():
+    engine = loaded(crash="exception")
+    engine.submit(requests(1, max_tokens=2)[0])
+    engine.step()
+    with pytest.raises(RuntimeError):
+        engine.step()

@@ -126,7 +126,7 @@ def test_threads_that_a_launch_may_not_use_are_missing_once():
 
 def test_memory_is_taken_for_the_lengths_that_were_reserved():
     spec = record().spec
-    limits = api.HardwareLimits(host_memory=500 << 20)
+    limits = api.HardwareLimits(host_memory=350 << 20)
     longer = replace(spec, workload=api.WorkloadSpec("synthetic", 1500, 500), limits=limits)
     short = forecast(record(policy=api.OffloadPolicy(4, schedule="sweep"), limits=limits), LAPTOP)
     held = replace(record(), spec=replace(longer, policy=api.OffloadPolicy(4, schedule="sweep")))

@@ -23,6 +23,13 @@ def test_leftovers_of_any_killed_builder_go(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["mine"]
 
 
+def test_leftovers_go_also_where_nothing_is_built(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "other.tmp-1").mkdir()
+    build_once(tmp_path / "mine", "it", 1, write)
+    assert not (tmp_path / "other.tmp-1").exists()
+
+
 def test_the_unfinished_folder_of_a_living_builder_stays(tmp_path):
     (tmp_path / "other.tmp-1").mkdir()
     with (tmp_path / "other.lock").open("w") as lock:

@@ -20,7 +20,13 @@ def close(found, expected):
     return found == expected
 
 
-@pytest.mark.parametrize("kind", frozen.MODELS)
+#: Each takes seconds by the dozen; two of them have what most changes touch: grouped queries, and a mixture.
+FAST = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in frozen.MODELS]
+)
 def test_greedy_tokens(kind, tmp_path):
     found = frozen.tokens(kind, tmp_path)
     for policy, expected in GOLDEN["tokens"][kind].items():

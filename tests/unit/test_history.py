@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from harness.api import HarnessError, RunRecord
-from reports.history import History, Point, Series
-from reports.trend import FEWEST, changes, trend_panel
+from reports.history import History, Point, Series, open_history
+from reports.publish import publish
+from reports.trend import FEWEST, changes, short, trend_panel
 from tests.records import PROVENANCE, beside, cell, failed, record, repeats, report
 
 
@@ -39,6 +41,39 @@ def test_the_same_launch_is_added_once(history, url):
     (series,) = History(url).series()  # another process
     assert [p.speeds for p in series.points] == [(2.0, 2.1), (2.2,)]
     assert (series.cell, series.suite, series.engine) == ("accelerate-float32", "demo", "accelerate")
+
+
+def test_a_project_sees_its_own_commits_and_not_the_harnesss(history):
+    """Two engines of one cell at one commit of the harness: a series each, over their own versions."""
+    runs = iter(range(1, 20))
+    for name, version, speed in (("mine", "v1", 2.0), ("fork", "v1", 5.0), ("mine", "v2+local", 3.0), ("", "", 4.0)):
+        launches = [replace(r, started_at=f"2026-11-01T{next(runs):02}:00:00+00:00") for r in at_commit(1, (speed,))]
+        assert history.add(launches, f"{name}@{version}" if name else "") == (1, 0)
+    series = {s.subject: s for s in history.series()}
+    assert [(p.commit, p.speeds) for p in series["mine"].points] == [("v1", (2.0,)), ("v2+local", (3.0,))]
+    assert [(p.commit, p.speeds) for p in series["fork"].points] == [("v1", (5.0,))]
+    assert series[""].points[0].commit == f"{1:040x}"
+    assert (series["mine"].title, series[""].title) == ("accelerate-float32 of mine", "accelerate-float32")
+
+
+@pytest.mark.parametrize("subject", ["mine", "@v1", "mine@", "mine@v 1", "a@b@c", "a@" + "f" * 63, "../x@1", "m@v\n"])
+def test_a_subject_that_is_none_is_refused(history, subject):
+    with pytest.raises(HarnessError, match="expected NAME@COMMIT"):
+        history.add(at_commit(1, (2.0,)), subject)
+    assert not history.series()
+
+
+@pytest.mark.parametrize(
+    ("commit", "shown"),
+    [
+        ("f" * 40, "f" * 10),
+        ("f" * 40 + "+", "f" * 10 + "+"),
+        ("release-2026", "release-2026"),
+        ("v2.1+cu12345", "v2.1+cu12345"),
+    ],
+)
+def test_only_hashes_are_shortened(commit, shown):
+    assert short(commit) == shown
 
 
 def test_interrupted_and_simulated_launches_are_not_added(history):
@@ -105,6 +140,87 @@ def test_databases_that_cannot_be_opened(tmp_path, monkeypatch, url, message):
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://bob:hunter2@localhost:1/db",
+        "postgresql://bob@localhost:1/db?password=hunter2&sslmode=require",
+        "postgresql://bob:hunter%212@localhost:1/db?sslpassword=hunter2",
+        "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BUID%3Dbob%3BPWD%3Dhunter2",
+        "postgresql://bob:p@hunter2@localhost/db",
+        "postgresql://bob:hunter2",
+        "postgresql://bob@localhost:hunter2/db",
+        "bob:hunter2@localhost/db",
+        "password=hunter2",
+        "nothing://bob:hunter2@localhost/db",
+        "sqlite://bob:hunter2@/:memory:",
+        "sqlite:///nowhere/history.db?password=hunter2",
+    ],
+)
+def test_a_password_is_in_no_error(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for opened in (History, open_history):
+        with pytest.raises(HarnessError) as caught:
+            opened(url)
+        assert "hunter" not in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_password_that_a_driver_tells_is_hidden(monkeypatch):
+    told = "login failed: password=hun ter!2 token abc123 (hun%20ter%212, hun+ter%212) for bob at db.example, require"
+
+    def refuse(address):
+        raise sa.exc.OperationalError("select 1", {}, Exception(told))
+
+    monkeypatch.setattr(sa, "create_engine", refuse)
+    with pytest.raises(HarnessError) as caught:
+        History("postgresql://bob:hun%20ter%212@db.example/x?auth_token=abc123&sslmode=require")
+    text = str(caught.value)
+    assert not any(secret in text for secret in ("hun ter", "hun%20ter", "hun+ter", "abc123"))
+    assert "history postgresql://bob:***@db.example/x: login failed" in text
+    assert "for bob at db.example, require" in text
+
+
+def test_an_open_history_names_itself_without_secrets(tmp_path):
+    assert History(f"sqlite:///{tmp_path}/h.db?timeout=30").url == f"sqlite:///{tmp_path}/h.db"
+
+
+@pytest.mark.parametrize("name", ["x'); drop table offload_harness_records; --", 'a" or 1=1', "100%s %(x)s :y ?", "\\"])
+def test_names_are_parameters_of_statements(name, history):
+    history.add([record(cell(name, suite=name)), record(cell("other", seed=1))])
+    assert [s.cell for s in history.series(cell=name, suite=name)] == [name]
+    assert len(history.series()) == 2
+
+
+@pytest.mark.parametrize("text", ["x'ff00'", "printf('%.*c', 10001, 'x')"])
+@pytest.mark.parametrize("column", ["started_at", "commit", "cell", "status"])
+def test_a_text_that_is_none_is_refused(column, text, tmp_path, url):
+    history = History(url)
+    history.add([record(cell("a"))])
+    with sqlite3.connect(tmp_path / "history.db") as connection:
+        connection.execute(f"update offload_harness_records set \"{column}\" = x'ff00'")
+    with pytest.raises(HarnessError, match=f"{column} of record 1 is no text of ours"):
+        history.series()
+
+
+def test_names_are_stored_as_far_as_they_are_read_back(history):
+    history.add([record(cell("n" * 300_000, suite="s" * 300_000))])
+    (series,) = history.series()
+    assert (series.cell, series.suite) == ("n" * 1000, "s" * 1000)
+
+
+def test_a_view_that_never_ends_is_not_read(tmp_path, url):
+    History(url).close()
+    with sqlite3.connect(tmp_path / "history.db") as connection:
+        columns = [row[1] for row in connection.execute("pragma table_info(offload_harness_records)")]
+        numbers = "with recursive n(i) as (select 1 union all select i + 1 from n) select "
+        connection.execute("drop table offload_harness_records")
+        endless = ", ".join(f'i as "{name}"' for name in columns)
+        connection.execute(f"create view offload_harness_records as {numbers}{endless} from n")
+        connection.execute("create view mine as select 1")
+    with pytest.raises(HarnessError, match=r"^history sqlite:.*: offload_harness_records is a view, not a table"):
+        History(url)
+
+
 def test_a_newer_database_is_refused(tmp_path, url):
     History(url).close()
     with sqlite3.connect(tmp_path / "history.db") as connection:
@@ -157,3 +273,27 @@ def test_the_report_shows_trends(tmp_path, history, url):
     panel = trend_panel(series)
     assert [d["changed"] for d in panel.spec["data"]["values"]].count(True) == 1
     assert 'id="trends"' not in report(tmp_path / "run", records)
+
+
+def test_a_history_is_published_as_pages_that_say_what_became_slower(history, tmp_path):
+    """Two suites, of which one became 20 % slower at its seventh commit; hostile names lead nowhere."""
+    for number in range(12):
+        speeds = tuple(10.0 * (0.8 if number >= 6 else 1.0) * (1 + 0.002 * i) for i in range(3))
+        history.add(at_commit(number, speeds))
+        history.add([replace(r, spec=replace(r.spec, suite="../x", name="<b>", seed=5), fingerprint="f" * 64)
+                     for r in at_commit(number, (3.0, 3.01))])  # fmt: skip
+    site = tmp_path / "site"
+    paths = publish(history.series(), site, library=None)
+    assert sorted(p.name for p in paths) == sorted(p.name for p in site.iterdir())
+    index, page = ((site / name).read_text() for name in ("index.html", "suite-demo.html"))
+    assert "2 cells, slower since the last change: accelerate-float32 (0.800 since 0000000000)." in index
+    assert 'href="suite-demo.html"' in index and "&lt;b&gt;" in index and "<b>" not in index
+    assert "faster" not in index and "slower: 0.800 since" in page
+    assert page.count('<figure class="panel"') == 1 and "accelerate-float32 over commits" in page
+    assert all(path.parent == site for path in paths) and len(paths) == 3
+
+
+def test_a_history_without_changes_is_published_so(history, tmp_path):
+    history.add(at_commit(1, (2.0, 2.1)))
+    publish(history.series(), tmp_path, library=None)
+    assert "1 cell, none slower at its last change." in (tmp_path / "index.html").read_text()

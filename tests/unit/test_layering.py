@@ -38,7 +38,7 @@ def test_every_module_has_a_layer():
 
 def test_no_import_circles():
     """An import of a module runs its packages' `__init__` first, except for modules inside them."""
-    graph = grimp.build_graph("harness", "engines", "suites", "reports")
+    graph = grimp.build_graph("offload_harness", "harness", "engines", "suites", "reports")
     imported = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
     TopologicalSorter(
         {m: targets | _packages(targets) - _packages({f"{m}."}) for m, targets in imported.items()}
@@ -84,6 +84,8 @@ def test_a_reader_follows_a_request_through_few_files():
 
 SERVICES = [
     (services.ModelStore, registry.model_store),
+    (services.ModelDescriptions, registry._model_descriptions),
+    (services.ConvertedWeights, registry.converted_weights),
     (services.ModelShapes, registry.shapes),
     (services.MachineRatesProbe, registry.machine_rates),
     (services.Calibrator, registry.calibrator),

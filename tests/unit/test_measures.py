@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from harness import api
 from harness.common.intervals import union_length
+from harness.common.percentile import percentile
 from harness.common.roofline import bounds_of, job_roofline, rate_at, roofline
-from harness.probes.latency import metrics, percentile
+from harness.probes.latency import metrics
 from reports.rates import with_rates_around
 from reports.records import load_records
 from reports.summary import throughput

@@ -66,7 +66,10 @@ def test_kill_ends_grandchildren_in_other_sessions(make, tmp_path):
     )
     process = subprocess.Popen(group.wrap([sys.executable, "-c", script]), start_new_session=True)
     group.adopt(process.pid)
-    time.sleep(1.0)
+    while not child.exists() or not child.read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(1.0)  # the monitor looks now and then
     process.kill()  # the worker dies first, as it does when its time is over
     process.wait(timeout=10)
     group.kill()

@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.offload.admission import AverageLength, peak_blocks
 from engines.offload.kv_cache.block_manager import BlockManager, extend_block_hashes
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.prefill_budget import PrefillBudget, search_prefill_budget
-from engines.offload.scheduler import BlockScheduler, ContinuousScheduler, peak_blocks, prompt_rows
-from engines.offload.sequence import Generation, Scoring
+from engines.offload.scheduled_chunk import prompt_rows
+from engines.offload.scheduler import BlockScheduler, ContinuousScheduler
+from engines.offload.scoring import Scoring
+from engines.offload.sequence import Generation
 from harness.api import GenerationRequest, SamplingParams
 
 _others = itertools.count()
@@ -84,7 +87,7 @@ def test_the_predicted_peak_is_the_peak(pairs):
     sequences = [generation(p, n) for p, n in pairs]
     steps = max(n for _, n in pairs)
     by_hand = max(sum(blocks_for(p + t) for p, n in pairs if t < n) for t in range(steps))
-    assert peak_blocks(sequences, [0] * len(sequences)) == by_hand
+    assert peak_blocks(sequences, [0] * len(sequences), [n for _, n in pairs]) == by_hand
 
 
 def test_a_sweep_holds_more_sequences_than_a_block_in_the_same_cache():
@@ -124,6 +127,54 @@ def test_preempted_sequences_are_computed_again_and_all_finish(pairs, blocks, si
     sequences, held, _ = drive(Rash, pairs, blocks, size, PrefillBudget(chunk, 1, chunk), most_passes=200_000)
     assert max(held) <= blocks
     assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(12, 40), st.integers(2, 30), st.integers(1, 64))
+def test_admission_by_the_average_serves_everyone_within_the_cache(pairs, blocks, size, chunk):
+    limits = (size, PrefillBudget(chunk, 1, chunk), None, AverageLength())
+    sequences, held, _ = drive(ContinuousScheduler, pairs, blocks, *limits, most_passes=200_000)
+    assert max(held) <= blocks
+    assert [len(s.result().tokens) for s in sequences] == [n for _, n in pairs]
+
+
+def test_the_average_lets_more_in_and_those_that_go_further_are_preempted():
+    """Ten blocks; eight tokens each at first and at most 64."""
+    average = AverageLength()
+    for _ in range(4):
+        ended = generation(8, 64)
+        ended.times = [0.0] * 8
+        average.observe(ended)
+    running = {}
+    for name, rule in (("exact", None), ("average", average)):
+        sequences, cache = [generation(8, 64) for _ in range(6)], BlockManager(10)
+        scheduler = ContinuousScheduler(sequences, cache, 6, PrefillBudget(64, 1, 64), None, rule)
+        [chunks] = scheduler.next_pass(0.0)
+        running[name] = len(chunks)
+        while scheduler.next_arrival_s is not None:
+            for chunk in chunks:
+                run(scheduler, chunk)
+            chunks = [c for batch in scheduler.next_pass(0.0) for c in batch]
+        assert [len(s.result().tokens) for s in sequences] == [64] * 6
+        assert bool(scheduler.preemptions) == (name == "average")
+    assert running == {"exact": 1, "average": 5}
+
+
+def test_a_guess_is_between_one_step_and_the_most():
+    average, sequence = AverageLength(), generation(8, 20)
+    assert average.steps_left(sequence) == 20
+    for generated in (3, 10):
+        ended = generation(8, 64)
+        ended.times = [0.0] * generated
+        average.observe(ended)
+    assert average.steps_left(sequence) == 7
+    sequence.times = [0.0] * 9
+    assert average.steps_left(sequence) == 1
+    for _ in range(40):
+        ended = generation(8, 64)
+        ended.times = [0.0] * 64
+        average.observe(ended)
+    assert average.steps_left(sequence) == 11
 
 
 def test_closing_a_scheduler_frees_every_block():
@@ -198,7 +249,7 @@ def test_shared_blocks_hold_the_sequences_own_tokens(data, count, blocks, size, 
     asked = sum(len(s.request.prompt) + s.request.sampling.max_tokens - 1 for s in sequences)
     # a prompt that takes several passes may cost a younger sequence its blocks: when it comes back it computes some of
     # it again, and what it then finds is not counted, be it its own or what others have published meanwhile
-    assert scheduler.preempted or computed + scheduler.shared_tokens == asked
+    assert scheduler.preemptions or computed + scheduler.shared_tokens == asked
 
 
 def test_the_second_of_two_that_begin_alike_computes_the_rest_only():

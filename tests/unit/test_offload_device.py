@@ -151,7 +151,10 @@ def test_a_searched_policy_can_be_run(model, cache, schedule, device, host):
                    api.OffloadPolicy(1, schedule=schedule), tune="search", limits=limits)  # fmt: skip
     found = search_policy(spec, model, hardware.load("t4_gcp"), [])
     engine, report, _ = load(model, cache, device * MIB, host * MIB, **asdict(found.policy))
-    requests = requests_of(3, found.policy.block_size, eos=False)
+    requests = [
+        replace(r, sampling=replace(r.sampling, max_tokens=min(r.sampling.max_tokens, spec.workload.gen_len)))
+        for r in requests_of(3, found.policy.block_size, eos=False)
+    ]
     done = list(engine.generate(requests))
     engine.close()
     assert found.tune == "none"

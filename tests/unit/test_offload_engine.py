@@ -24,6 +24,7 @@ from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.layout import tiles_of
 from engines.offload.memory.storage import Plain
 from engines.offload.model.meta_model import MetaModel
+from engines.offload.weights import manifest
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, convert
 from harness import api
@@ -304,6 +305,13 @@ def test_another_training_step_is_another_conversion(tmp_path, cache):
     assert other.folder != first.folder
 
 
+def test_a_converted_folder_says_whether_it_is_whole(model, tmp_path):
+    folder = convert_into(model, tmp_path).folder
+    assert manifest.problem(folder) == "" and not manifest.is_outdated(folder)
+    (folder / "small.safetensors").unlink()
+    assert "small.safetensors has 0 of" in manifest.problem(folder)
+
+
 def _convert_slowly(path, cache, started):
     def tell(done, total):
         started.set()
@@ -360,6 +368,23 @@ def test_a_file_that_is_cut_during_the_run_is_an_error_not_a_hang(model, tmp_pat
         os.truncate(path, 4096)
     with pytest.raises(api.HarnessError, match=r"layer-00001.bin ends at byte 4096"):
         list(engine.generate(requests))
+
+
+@pytest.mark.parametrize("kind", ["table", "safetensors"])
+def test_a_file_that_was_mapped_and_is_cut_while_a_model_is_loaded_does_not_end_the_process(
+    model, tmp_path, load, kind
+):
+    """By SIGBUS, that is. What the small tensors' file holds was copied."""
+    engine, _ = load(model, tmp_path)
+    requests = [api.GenerationRequest("a", (5, 6), api.SamplingParams(4, ignore_eos=True))]
+    whole = answers(engine, requests)
+    for path in (tmp_path / "offload").glob(f"*/*.{kind}"):
+        os.truncate(path, 100)
+    if kind == "table":
+        with pytest.raises(api.HarnessError, match=r"\.table has 100 of \d+ bytes"):
+            list(engine.generate(requests))
+    else:
+        assert answers(engine, requests) == whole
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def stream_of(files):
     """Makes streams of the tiles, or of some of them, and closes them (which may be done more than once)."""
     with contextlib.ExitStack() as opened:
 
-        def make(slots=3, ahead=True, tiles=files[1]):
+        def make(slots=3, ahead=True, tiles=files[1], likely=None):
             ring = HostRing(tiles, slots, TileReader(files[0], tiles, Throttle(None)))
-            stream = WeightStream(tiles, ring, Timeline(), ahead)
+            stream = WeightStream(tiles, ring, Timeline(), ahead, likely)
             opened.callback(stream.close)
             return stream
 
@@ -76,7 +76,7 @@ def test_a_stream_reads_no_further_than_its_slots(stream_of, files):
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     first = stream.next(files[1][0].index)
     stream.next(files[1][1].index)
-    time.sleep(0.1)
+    time.sleep(0.1)  # for a reader that goes too far to do so
     assert (first == 1).all(), "a tile stays until it is released"
     assert stream.bytes_read == sum(b.span for b in files[1][:4])
     stream.release()
@@ -89,7 +89,7 @@ def test_what_is_skipped_is_not_waited_for_and_never_mistaken(stream_of, files):
     stream = stream_of()
     for _ in range(30):
         needed = {i for i in range(len(files[1])) if rng.random() < 0.4}
-        stream.leave_out([i for i in range(len(files[1])) if i not in needed and rng.random() < 0.7])
+        stream.decide([i for i in range(len(files[1])) if i not in needed and rng.random() < 0.7])
         for i, tile in enumerate(files[1]):
             if i not in needed:
                 stream.skip()
@@ -102,11 +102,41 @@ def test_what_is_left_out_is_not_read(stream_of, files):
     stream.measure()
     count = len(files[1])
     for _ in range(50):
-        stream.leave_out(list(range(1, count)))
+        stream.decide(list(range(1, count)))
         passed(stream, files[1][0])
         for _ in range(1, count):
             stream.skip()
     assert stream.bytes_read < 50 * sum(b.span for b in files[1]) / 2
+
+
+def test_what_is_unlikely_is_read_only_when_it_is_known_to_be_needed(stream_of, files):
+    """But for what fills the ring at load; whatever is skipped, announced or both."""
+    rng = random.Random(1)
+    tiles = files[1]
+    likely = [0, 3, 4, 8]
+    stream = stream_of(slots=4, likely=likely)
+    stream.measure()
+    at_load, needed_bytes = stream.bytes_read, 0
+    for _ in range(40):
+        needed = {i for i in range(len(tiles)) if i in likely or rng.random() < 0.3}
+        for i, tile in enumerate(tiles):
+            if i % 3 == 0:  # known late, and of some not at all
+                part = range(i, min(i + 3, len(tiles)))
+                unneeded = [j for j in part if j not in needed and rng.random() < 0.8]
+                stream.decide(unneeded, [j for j in part if j in needed and rng.random() < 0.8])
+            if i in needed:
+                assert passed(stream, tile) == i + 1
+                needed_bytes += tile.span
+            else:
+                stream.skip()
+    ahead = sum(tiles[i].span for i in likely)
+    assert needed_bytes - at_load <= stream.bytes_read - at_load <= needed_bytes + ahead
+
+
+def test_what_is_unlikely_is_read_when_it_is_asked_for(stream_of, files):
+    stream = stream_of(likely=[])
+    for i, tile in enumerate(files[1] * 2):
+        assert passed(stream, tile) == i % 10 + 1
 
 
 def test_a_cut_file_reaches_the_caller_with_file_and_offset(stream_of, files):
@@ -193,7 +223,7 @@ def test_tiles_are_named_by_their_index_in_the_model_not_in_the_stream(stream_of
     """Some of the model's tiles are resident; the stream has the others, by the same numbers."""
     streamed = [tile for tile in files[1] if tile.index % 3]
     stream = stream_of(tiles=streamed)
-    stream.leave_out([streamed[1].index])
+    stream.decide([streamed[1].index])
     for tile in streamed:
         if tile is streamed[1]:
             stream.skip()

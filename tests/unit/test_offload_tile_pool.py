@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.offload.kernels import build, panels, quantize
 from engines.offload.kernels.quantizer import exact12_pack, stored_view
-from engines.offload.kernels.tile_pool import CODED, TilePool
+from engines.offload.kernels.tile_pool import CODED, PanelTiles, TilePool
 from engines.offload.memory.storage import BITS, CHUNK, GROUPS, PANEL, Grouped, Panels
 from tests.offload import KERNELS
 
@@ -38,14 +38,24 @@ def pack(stored, weight):
     return panels.pack_groups(rows, weight.shape[1], stored), quantize.unpack(rows, weight.shape[1], stored.grouped)
 
 
-def multiply(pool, x, tiles, biases=None, stored=PLAIN, int8=False):
-    """x times the transpose of the tiles, whose rows follow each other, added one by one."""
+def one(stored, packed, weight, int8=False):
+    """A single tile, ready to be added."""
+    return PanelTiles([stored], [packed], [len(weight)], weight.shape[1], int8)
+
+
+def multiply(pool, x, tiles, biases=None, stored=PLAIN, int8=False, together=1):
+    """x times the transpose of the tiles, whose rows follow each other, added so many together."""
     out = torch.full((len(x), sum(len(tile) for tile in tiles) + 3), float("nan"), dtype=x.dtype)  # rows apart
     packed = [pack(stored, tile)[0] for tile in tiles]
-    product, start = pool.product(x, int8), 0
-    for i, tile in enumerate(tiles):
-        product.add(stored, packed[i], None if biases is None else biases[i], out[:, start : start + len(tile)])
-        start += len(tile)
+    product, start = pool.product(x), 0
+    for i in range(0, len(tiles), together):
+        run = tiles[i : i + together]
+        ready = PanelTiles([stored] * len(run), packed[i : i + together], [*map(len, run)], x.shape[1], int8)
+        bias = None if biases is None else torch.cat(biases[i : i + together])
+        product.add(ready, bias, out[:, start : start + ready.rows])
+        start += ready.rows
+    product.wait()
+    assert all(product.is_done(i) for i in range(len(tiles)))
     product.close()
     pool.settle()
     assert out[:, start:].isnan().all(), "it wrote past its columns"
@@ -63,14 +73,15 @@ def values(pool, *size):
     st.integers(1, 70) | st.sampled_from([2047, 2048, 2050, 4100]),
     st.booleans(),
     st.sampled_from([PLAIN, EXACT12, *QUANTIZED]),
+    st.integers(1, 3),
     st.integers(0, 2**31),
 )
-def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, columns, biased, stored, seed):
+def test_a_product_is_the_exact_one_rounded(pools, threads, rows, heights, columns, biased, stored, together, seed):
     torch.manual_seed(seed)
     pool = pools[threads]
     x, tiles = values(pool, rows, columns), [torch.randn(height, columns) for height in heights]
     biases = [values(pool, height) for height in heights] if biased else None
-    found = multiply(pool, x, tiles, biases, stored).double()
+    found = multiply(pool, x, tiles, biases, stored, together=together).double()
     weight = torch.cat([pack(stored, tile)[1] for tile in tiles]).double()
     bias = torch.cat(biases).double() if biased else 0.0
     exact, sizes = x.double() @ weight.T + bias, x.double().abs() @ weight.abs().T
@@ -227,7 +238,7 @@ def test_an_operand_may_change_once_a_tile_was_added(pools):
     x, weight = values(pool, 30, 64), torch.randn(48, 64)
     expected, out, packed = multiply(pool, x, [weight]), torch.empty(30, 48, dtype=x.dtype), pack(PLAIN, weight)[0]
     product = pool.product(x)
-    product.add(PLAIN, packed, None, out)
+    product.add(one(PLAIN, packed, weight), None, out)
     x.zero_()
     product.wait()
     assert product.is_done(0)
@@ -262,8 +273,8 @@ def test_what_late_threads_read_is_kept_until_they_have_left(pools, int8):
     packed, out = pack(stored, weight)[0], torch.empty(300, 32, dtype=x.dtype)
     for _ in range(40):
         mine = x.clone()
-        product = pool.product(mine, int8)
-        product.add(stored, packed, None, out)
+        product = pool.product(mine)
+        product.add(one(stored, packed, weight, int8), None, out)
         mine.zero_()
         del mine
         product.close()
@@ -273,14 +284,18 @@ def test_what_late_threads_read_is_kept_until_they_have_left(pools, int8):
     assert not pool._late
 
 
+def counts_of(name, program, folder, cache):
+    """The three counts that a function of a C++ program on the pool gives."""
+    source = folder / f"{name}.cpp"
+    source.write_text(f'#include "{build.CSRC / "tile_pool.h"}"\n{program}')
+    counts = (ctypes.c_int * 3)()
+    build.function(source, name, [ctypes.POINTER(ctypes.c_int)], cache)(counts)
+    return counts
+
+
 def test_nobody_waits_for_a_thread_that_sleeps_in_a_part(tmp_path, cache):
     """As one does that another process has pushed off its CPU. What it computes when it wakes up is dropped."""
-    source = tmp_path / "sleeper.cpp"
-    source.write_text(f'#include "{build.CSRC / "tile_pool.h"}"\n' + _SLEEPER)
-    sleeper = build.function(source, "sleeper", [ctypes.POINTER(ctypes.c_int)], cache)
-    counts = (ctypes.c_int * 3)()
-    sleeper(counts)
-    was_asleep, most_writes, least_writes = counts
+    was_asleep, most_writes, least_writes = counts_of("sleeper", _SLEEPER, tmp_path, cache)
     assert (was_asleep, most_writes, least_writes) == (1, 1, 1)
 
 
@@ -316,5 +331,47 @@ extern "C" void sleeper(int* counts) {
     woken = true;
   }
   counts[1] = *std::max_element(writes, writes + 8), counts[2] = *std::min_element(writes, writes + 8);
+}
+"""
+
+
+def test_a_thread_without_memory_leaves_its_part_to_others_and_a_caller_without_it_is_told(tmp_path, cache):
+    """Under a limit of the address space or of a cgroup: the process does not end by an exception in a thread."""
+    refused, tried, written = counts_of("hungry", _HUNGRY, tmp_path, cache)
+    assert (refused, written) == (1, 8)
+    assert tried >= 1
+
+
+_HUNGRY = """
+static std::atomic<int> tried{0}, writes{0};
+
+struct Hungry : Task {
+  std::thread::id caller = std::this_thread::get_id();
+  size_t needed;
+  explicit Hungry(size_t bytes) : Task(8), needed(bytes) {}
+  size_t scratch_bytes() const override { return needed; }
+
+ protected:
+  void compute(int, Aligned& scratch) const override {
+    if (std::this_thread::get_id() != caller) {
+      ++tried;
+      scratch.at_least(size_t{1} << 62);
+    }
+    while (!tried) std::this_thread::yield();  // until another thread has found no memory
+  }
+  void write(int, Aligned&) const override { ++writes; }
+};
+
+extern "C" void hungry(int* counts) {
+  TilePool pool(2);
+  try {
+    pool.add(std::make_shared<Hungry>(size_t{1} << 62));
+  } catch (const std::bad_alloc&) {
+    counts[0] = 1;
+  }
+  auto task = std::make_shared<Hungry>(64);
+  pool.add(task);
+  pool.wait(task);
+  counts[1] = tried, counts[2] = writes;
 }
 """

@@ -64,8 +64,15 @@ def test_tasks_only_where_an_engine_tells_them():
     assert tasks_panel(ROWS) is None
     base = record(cell("a"))
     seconds = {"task_products_s": 3.0, "task_load_weights_s": 2.0, "task_other_s": 0.0}
-    told = values(tasks_panel(summary_rows([replace(base, metrics=base.metrics | seconds)])))
-    assert {d["kind"]: d["value"] for d in told} == {"products": 3.0, "load weights": 2.0}
+    larger = {"task_products_s": 6.0, "task_load_weights_s": 4.0, "generated_tokens": 128.0}
+    jobs = [replace(record(spec), metrics=base.metrics | metrics)
+            for spec, metrics in ((cell("a"), seconds), (cell("b", seed=1), larger))]  # fmt: skip
+    panel = tasks_panel(summary_rows(jobs))
+    told = [d for d in values(panel) if "value" in d]
+    expected = {"products": 1000 * 3 / 64, "load weights": 1000 * 2 / 64}  # of each of 64, and of 128 tokens
+    for name in ("a", "b"):
+        assert {d["kind"]: d["value"] for d in told if d["cell"] == name} == pytest.approx(expected)
+    assert [d["whole"] for d in values(panel) if "whole" in d] == [500.0, 500.0]  # at two tokens a second
 
 
 def test_predictions_beside_measurements():
@@ -111,13 +118,31 @@ def test_an_ablation_is_of_cells_that_differ_in_one_thing():
     found = ablations(summary_rows(records))
     base, changes = found
     assert base.name == "full"
-    assert [(s.row.name, s.change) for s in changes] == [
-        ("no-overlap", "overlap True to False"),
-        ("exact", "weight_bits 4 to 16, kv_bits 4 to 16"),
+    assert [(s.row.name, s.change, s.sequences) for s in changes] == [
+        ("no-overlap", "overlap True to False", ""),
+        ("exact", "weight_bits 4 to 16, kv_bits 4 to 16", ""),
     ]
     panel = ablation_panel(summary_rows(records))
     assert [(d["from"], d["kind"]) for d in values(panel)] == [(0.0, "base cell"), (3.05, "loses"), (3.05, "loses")]
     assert ablation_panel(summary_rows(records[:4])) is None  # one change is no ablation
+
+
+def test_an_ablation_tells_the_schedule_from_the_batch_that_changed_with_it():
+    def tried(name: str, batch: int, batches: int = 1, schedule: str = "sweep", speed: float = 3.0):
+        policy = OffloadPolicy(gpu_batch_size=batch, num_gpu_batches=batches, schedule=schedule)
+        return repeats(cell(name, "offload", policy=policy), (speed, speed), batch=batch * batches)
+
+    records = [*tried("full", 48), *tried("split", 12, 4, "zigzag", 2.0), *tried("row", 24, 1, "row", 1.5),
+               *tried("half", 24, speed=1.0)]  # fmt: skip
+    _, changes = ablations(summary_rows(records))
+    assert [(c.row.name, c.change, c.sequences) for c in changes] == [
+        ("split", "num_gpu_batches 1 to 4, schedule sweep to zigzag", ""),
+        ("row", "schedule sweep to row", "48 to 24"),
+        ("half", "", "48 to 24"),
+    ]
+    panel = ablation_panel(summary_rows(records))
+    assert [d["pure"] for d in values(panel)] == [True, True, False, True]
+    assert "the sequences at once changed with it" in panel.note
 
 
 def test_accuracy_over_speed():
@@ -126,7 +151,8 @@ def test_accuracy_over_speed():
         return record(cell(name, seed=seed), accuracy=found)
 
     panel = accuracy_panel(summary_rows([judged("a", 0.3, 0), judged("b", 0.25, 1)]))
-    assert sorted((d["value"], round(d["high"], 3)) for d in values(panel)) == [(0.25, 0.29), (0.3, 0.34)]
+    points = panel.spec["layer"][0]["data"]["values"]
+    assert sorted((d["value"], round(d["high"], 3)) for d in points) == [(0.25, 0.29), (0.3, 0.34)]
     assert accuracy_panel(ROWS) is None
 
 
@@ -183,7 +209,10 @@ def test_the_charts_code_is_made_once_and_kept(tmp_path):
     first = library(tmp_path)
     (kept,) = tmp_path.iterdir()
     assert str(first) == kept.read_text() and "</script" not in str(first).lower()
-    kept.write_text("kept")
-    assert library(tmp_path) == "kept"
+    kept.write_text(f"{kept.read_text()}// kept")
+    assert str(library(tmp_path)) == kept.read_text()
+    for other in ("evil()", f"{first}</script><script>evil()"):
+        kept.write_text(other)
+        assert str(library(tmp_path)) == str(first), "somebody else's script goes into no report"
     (tmp_path / "file").write_text("")
     assert library(tmp_path / "file") == first  # a cache that cannot be written

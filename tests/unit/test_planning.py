@@ -31,7 +31,7 @@ from engines.planning.thread_control import policy_threads
 from engines.planning.threads import on_threads
 from engines.planning.workload import Lengths, by_whole_tensors, model_weight_bytes, pinned_bytes, sublayers
 from harness import hardware
-from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, OffloadPolicy, Schedule
+from harness.api import Bits, HardwareProfile, HarnessError, InfeasibleError, ModelDescription, OffloadPolicy, Schedule
 from harness.common.published import published_rows
 
 OPT_30B, OPT_175B = "facebook/opt-30b", "facebook/opt-175b"
@@ -401,8 +401,8 @@ def test_memory_is_pinned_in_powers_of_two_and_only_where_it_fits() -> None:
 
 def test_an_engine_refuses_bits_that_it_lacks() -> None:
     with pytest.raises(HarnessError, match="accelerate has no 4-bit weights with a 4-bit cache"):
-        plan(OPT_30B, 512, 32, PROFILES["t4_gcp"], "accelerate", schedules=("row",), bits=[(4, 4)], latency_s=None,
-             policy=None, stages=None)  # fmt: skip
+        plan(ModelDescription(OPT_30B, shape(OPT_30B)), 512, 32, PROFILES["t4_gcp"], "accelerate",
+             schedules=("row",), bits=[(4, 4)], latency_s=None, policy=None, stages=None)  # fmt: skip
 
 
 def test_a_feasible_latency_is_not_called_infeasible() -> None:
@@ -496,7 +496,8 @@ def test_the_best_of_those_that_are_only_estimated_is_not_rejected_too() -> None
 def made(model: str = OPT_30B, prompt: int = 512, generated: int = 32, machine: str = "t4_gcp", engine: str = "offload",
          policy: OffloadPolicy | None = None, latency: float | None = None,
          stages: int | None = None) -> dict[str, object]:  # fmt: skip
-    return plan(model, prompt, generated, PROFILES[machine], engine, schedules=("row", "zigzag", "sweep"),
+    described = ModelDescription(model, shape(model))
+    return plan(described, prompt, generated, PROFILES[machine], engine, schedules=("row", "zigzag", "sweep"),
                 bits=[(16, 16)], latency_s=latency, policy=policy, stages=stages)  # fmt: skip
 
 
@@ -585,7 +586,8 @@ def test_threads_are_left_to_the_streams_and_none_are_idle_for_nothing() -> None
     slower = on_threads(saturated.host, 1)
     assert slower.cores == 1
     assert slower.flops["256"] == pytest.approx(saturated.host.flops["256"] / 9)
-    found = plan("facebook/opt-1.3b", 64, 8, saturated, "offload", schedules=("row",), bits=[(16, 16)],
+    model = ModelDescription("facebook/opt-1.3b", shape("facebook/opt-1.3b"))
+    found = plan(model, 64, 8, saturated, "offload", schedules=("row",), bits=[(16, 16)],
                  latency_s=None, policy=None, stages=None)  # fmt: skip
     assert found["policy"]["threads"] == 16
 

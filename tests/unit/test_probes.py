@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from harness.common.disk_rate import sequential_read_rates
 from harness.hardware import provenance
-from harness.probes import counters
-from harness.probes.counters import CpuProbe, DiskProbe, EnergyProbe
+from harness.probes import counters, energy
+from harness.probes.counters import CpuProbe, DiskProbe
+from harness.probes.energy import EnergyProbe
 from harness.probes.family import family
 from harness.probes.gpu import GpuProbe
 from harness.probes.memory import MemoryProbe
@@ -50,7 +52,7 @@ def test_read_rates_are_of_two_walks_or_none_where_there_is_nothing_to_read(tmp_
 
 
 def test_energy_wraps_is_null_without_counters_and_zero_where_none_was_spent(tmp_path, monkeypatch):
-    monkeypatch.setattr(counters, "POWERCAP", tmp_path)
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
     with EnergyProbe() as probe:
         pass
     assert probe.measurements("run")[0].samples == ()
@@ -66,6 +68,12 @@ def test_energy_wraps_is_null_without_counters_and_zero_where_none_was_spent(tmp
     with EnergyProbe() as probe:
         (zone / "energy_uj").write_text("1000000")
     assert probe.measurements("run")[0].samples == (2.0,)
+    (zone / "energy_uj").write_text("0")
+    with EnergyProbe(period_s=3600.0) as probe:
+        for value in (9_000_000, 8_000_000, 7_000_000):  # wraps twice
+            (zone / "energy_uj").write_text(str(value))
+            probe._sample()  # as its thread does every period
+    assert probe.measurements("run")[0].samples == (27.0,)
 
 
 @given(st.text(alphabet="ab/ .'", max_size=40))
@@ -92,6 +100,28 @@ def test_git_state_tells_commit_and_changes(tmp_path):
     (tmp_path / "f").write_text("2")
     state = provenance.git_state(tmp_path)
     assert state["dirty"] is True and len(state["commit"]) == 40
+    installed = tmp_path / "venv" / "package"  # whose code is not of that commit
+    installed.mkdir(parents=True)
+    (installed / "module.py").touch()
+    assert provenance.git_state(installed) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("printf ok", "ok"),
+        ("printf '\\377\\376'", "\ufffd\ufffd"),
+        ("printf partly; exit 3", None),
+        ("kill -9 $$", None),
+        ("yes", None),
+        ("printf begun; sleep 60", None),
+        ("printf begun; sleep 60 & exit 0", "begun"),
+    ],
+)
+def test_no_tool_of_this_machine_stops_the_harness(script, said, monkeypatch):
+    monkeypatch.setattr(provenance, "_TOOL_S", 0.3)
+    assert provenance.said_by(["sh", "-c", script]) == said
+    assert provenance.said_by(["/nowhere/tool"]) is None
 
 
 def test_machine_facts_are_there_and_stable():
@@ -131,8 +161,15 @@ class Kernel:
         self.path = path
         return self
 
+    def __truediv__(self, name):
+        return self(f"{self.path}/{name}")
+
     def glob(self, pattern):
-        return []
+        """The processes, where all of /proc is asked for."""
+        if (self.path, pattern) == ("/proc", "[0-9]*"):
+            for path in sorted(self.texts):
+                if re.fullmatch(r"/proc/\d+/stat", path):
+                    yield self(path.removesuffix("/stat"))
 
     def read_text(self):
         if self.path not in self.texts:
@@ -148,24 +185,32 @@ def test_cpu_seconds_are_by_whose_they_are(monkeypatch):
     """User, nice, system and both interrupts are work; idle, waiting and guests are not, stolen time counts apart."""
     kernel = Kernel(stat="cpu  100 10 200 5000 600 3 7 50 900 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
 
-    def spent(pid, *ticks):
-        kernel.texts[f"/proc/{pid}/stat"] = f"{pid} (a name) of a) R {' 0' * 10} {' '.join(map(str, ticks))} 0 0"
+    def spent(pid, *ticks, flags=0x400040):
+        kernel.texts[f"/proc/{pid}/stat"] = (
+            f"{pid} (a name) of a) R 0 0 0 0 0 {flags} 0 0 0 0 {' '.join(map(str, ticks))} 0 0"
+        )
 
     monkeypatch.setattr(counters, "Path", kernel)
     monkeypatch.setattr(counters.os, "sysconf", {"SC_CLK_TCK": 10}.get)
     monkeypatch.setattr(counters, "family", lambda: [7, 8])
     spent(7, 10, 20, 30, 40)
+    spent(9, 500, 500, 0, 0)  # somebody else's
+    spent(12, 5, 50, 0, 0, flags=0x4208060)  # a thread of the kernel
     with CpuProbe() as probe:
         kernel.texts["/proc/stat"] = "cpu  300 20 400 9000 900 13 27 90 999 0\ncpu0 2 2 2 2 2 2 2 2 2 2\n"
         spent(7, 15, 31, 50, 80)
         spent(8, 3, 4, 0, 0)  # a child that was started meanwhile
-    # 200 + 10 + 200 + 10 + 20 ticks of work, of which 5 + 11 + 20 + 40 are its own and 7 its child's
+        spent(12, 6, 90, 0, 0, flags=0x4208060)
+        spent(13, 1, 2, 0, 0, flags=0x200000)
+    # 200 + 10 + 200 + 10 + 20 ticks of work: 5 + 11 + 20 + 40 its own, 7 its child's, 41 + 3 of the kernel's threads
     assert figures(probe) == {
-        "cpu_own_s": ("s", (8.3,), ""), "cpu_other_s": ("s", (35.7,), ""), "cpu_steal_s": ("s", (4.0,), "")
+        "cpu_own_s": ("s", (8.3,), ""), "cpu_kernel_s": ("s", (4.4,), ""), "cpu_other_s": ("s", (31.3,), ""),
+        "cpu_steal_s": ("s", (4.0,), ""),
     }  # fmt: skip
-    with CpuProbe() as probe:  # the process's clock went on, that of the host has not ticked yet
+    with CpuProbe() as probe:  # the process's clock went on, that of the host has not ticked yet; a kernel thread ended
         spent(7, 25, 31, 50, 80)
-    assert figures(probe)["cpu_other_s"] == ("s", (0.0,), "")
+        del kernel.texts["/proc/12/stat"]
+    assert figures(probe)["cpu_other_s"] == figures(probe)["cpu_kernel_s"] == ("s", (0.0,), "")
 
 
 def test_counters_that_are_not_there_have_no_samples_and_a_note(monkeypatch):
@@ -246,7 +291,8 @@ class Nvml:
 def measured(monkeypatch, nvml):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with GpuProbe(period_s=0.01) as probe:
-        time.sleep(0.1)
+        while nvml is not None and nvml.looked < 6:
+            time.sleep(0.01)
     return {m.name: m for m in probe.measurements("generate")}
 
 

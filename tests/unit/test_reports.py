@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.api import (
     Bound,
@@ -25,13 +27,15 @@ from harness.api import (
     to_json,
 )
 from reports import text
+from reports.answer import headline
 from reports.build import build
 from reports.figures import SUMMARY, allowed
 from reports.records import load_records, read_runs
 from reports.render import write as write_file
 from reports.samples import Sample
 from reports.sections import trials as trials_table
-from reports.summary import CellSummary, headline, metric, per_token, ranked, summary_rows
+from reports.speed import DEFAULT, by_speed
+from reports.summary import CellSummary, metric, per_token, ranked, summary_rows
 from reports.terminal import summary_text
 from reports.timeline import busy, utilisation_panel
 from reports.vega import library
@@ -106,6 +110,21 @@ def test_ratio_is_to_the_best_ranked_cell_of_another_engine_or_else_of_the_same(
     assert ratios(r for r in demo() if r.spec.engine == "accelerate") == pytest.approx(alone)
 
 
+SPEEDS = st.lists(st.floats(0.5, 500.0), min_size=1, max_size=7)
+
+
+@given(SPEEDS, SPEEDS)
+def test_a_headline_says_what_its_table_and_compare_say(ours, theirs):
+    """Also of launches in two modes, whose median quotient was 4.47 beside medians that differ 2.5-fold."""
+    records = [*repeats(cell("a", "offload"), ours), *repeats(cell("b", seed=1), theirs)]
+    rows = summary_rows(records)
+    first, second = rows[0].median, rows[1].median
+    assert [r.ratio.ratio for r in rows] == [first / second, second / first]
+    assert f"{text.number(first / second)}{text.TIMES_SIGN}" in headline(rows)
+    a, b = (Sample(row.records) for row in rows)
+    assert [v.ratio for v in by_speed([(b, a)], DEFAULT)] == [a.level / b.level] == [first / second]
+
+
 def test_order_ranked_then_failed_then_references():
     names = [r.name for r in summary_rows(demo())]
     assert names[:3] == ["offload-zigzag", "accelerate-float32", "accelerate-bfloat16"]
@@ -161,6 +180,13 @@ def on_busy_machine(others: Sequence[float], speeds: Sequence[float] = (2.0, 2.1
     """Launches of ten CPU seconds, of which the last two lost so many to others."""
     taken = (0.1,) * (len(speeds) - len(others)) + tuple(others)
     return [beside(other, r) for r, other in zip(repeats(cell(), speeds), taken, strict=True)]
+
+
+def test_the_kernel_s_threads_are_used_time_and_nobody_else_s():
+    launch = beside(1.0, record(cell(), 0, 10.0))
+    assert launch.others_cpu == pytest.approx(1 / 11) and launch.disturbed
+    by_kernel = Measurement("cpu_kernel_s", "s", (9.0,), "generate")
+    assert replace(launch, measurements=(*launch.measurements, by_kernel)).others_cpu == pytest.approx(1 / 20)
 
 
 def test_disturbed_launches_are_left_out_and_named(tmp_path):
@@ -243,9 +269,10 @@ def test_a_trace_is_drawn_and_written_for_perfetto(tmp_path):
     )
     path = write(tmp_path, [record(cell("../traced"), trace=events), record(cell("plain", seed=1))])
     build([path])
-    kept = json.loads((tmp_path / "traces" / "..-traced.json").read_text())
+    (file,) = (tmp_path / "traces").iterdir()
+    assert re.fullmatch(r"traced-[0-9a-f]{8}\.json", file.name)
+    kept = json.loads(file.read_text())
     assert kept["traceEvents"][1] == {"name": "w1", "cat": "load", "ts": 2e5, "dur": 4e5, "tid": 0, "pid": 0, "ph": "X"}
-    assert [p.name for p in (tmp_path / "traces").iterdir()] == ["..-traced.json"]
     (row,) = summary_rows([record(cell("traced"), trace=events)])
     panel = utilisation_panel([row])
     assert [c.text for c in panel.table.bodies[0].rows[0][1:]] == ["1", "60", "50"]  # seconds, and percent of them
@@ -360,7 +387,7 @@ def test_html_is_complete_and_accessible(tmp_path):
 
 def test_markdown_holds_the_results(tmp_path):
     document = report(tmp_path, demo(), "md")
-    assert "| offload-zigzag | ok | 4 | 3.10 | 1.55 | 1.30 to 1.79 | 62 | 77.5 | disk |" in document
+    assert "| offload-zigzag | 3.10 | 1.55 | 1.30 to 1.79 | ok | 62 | 77.5 | disk | 4 |" in document
     assert "5 cells" not in document and "7 cells, 21 repeats: 5 ok, 1 failed as expected" in document
     assert len(document) < 60_000
 
@@ -425,7 +452,7 @@ def test_the_last_of_duplicates_wins(tmp_path):
         (None, "has no records.jsonl"),
         ("", "holds no complete record"),
         ('{"spec": {"en', "holds no complete record"),
-        ('{"schema_version": 4, "new": 1}\n', "schema_version 4 is newer than 3"),
+        ('{"schema_version": 5, "new": 1}\n', "schema_version 5 is newer than 4"),
         ("[1]\n", "not a record"),
         ("{}\n", "not a record"),
         ('{"schema_version": 3}\n', "field 'spec' is missing"),

@@ -147,6 +147,16 @@ def test_a_cell_runs_with_the_candidates_that_won_and_says_so(run):
     assert len(again.launched) == 3, "the search is remembered"
 
 
+@pytest.mark.parametrize("tune", ["none", "max_batch"])
+def test_a_known_refusal_needs_no_environment_and_no_launch(run, monkeypatch, tune):
+    launcher = Launcher(lambda batch, time: "ok")
+    monkeypatch.setattr(launcher, "environment", Mock(side_effect=AssertionError("built")))
+    cell = replace(CELL, tune=tune, policy=api.OffloadPolicy(8, schedule="sweep"), repeats=3)
+    (record,), _ = run(launcher, cell)
+    assert record.status == "unsupported" and record.reason.startswith("engine fake has no policy.schedule")
+    assert record.model is not None and not launcher.launched
+
+
 def test_a_cell_without_a_surviving_batch_keeps_its_failure(run):
     launcher = Launcher(lambda batch, time: "ok" if batch == 1 and time == 1 else "oom_host")
     records, _ = run(launcher, CELL)

@@ -1,16 +1,32 @@
 """Cells of suites on machines that are not here: the same record as a run's, and the search of a measured one."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from engines.models.shapes import shape
 from engines.planning.host_planner import HostPlanner
 from engines.planning.planned_job import PlannedJob
-from engines.planning.simulated import search_policy, simulate
+from engines.planning.search import ALL_BITS
+from engines.planning.simulated import search_notes, search_policy, simulate
 from engines.planning.workload import Lengths
-from harness import hardware
-from harness.api import HardwareLimits, LocalModel, ModelSpec, OffloadPolicy, RunRecord, RunSpec, Schedule, WorkloadSpec
+from harness import hardware, registry
+from harness.api import (
+    CellResult,
+    HardwareLimits,
+    LaunchResult,
+    LoadReport,
+    LocalModel,
+    ModelSpec,
+    OffloadPolicy,
+    RunRecord,
+    RunSpec,
+    Schedule,
+    WorkloadSpec,
+)
+from harness.run.records import Draft, RecordBuilder
 
 PROFILES = {name: hardware.load(name) for name in ("laptop_cpu", "t4_gcp")}
 
@@ -18,7 +34,7 @@ PROFILES = {name: hardware.load(name) for name in ("laptop_cpu", "t4_gcp")}
 def simulated(requests: int | str, policy: OffloadPolicy, machine: str, **changes: object) -> RunRecord:
     job = WorkloadSpec("synthetic", 128, 8, requests)
     spec = RunSpec("offload", ModelSpec("facebook/opt-1.3b", "dummy"), job, policy, **changes)
-    record = simulate(spec, PROFILES[machine], [])
+    record = simulate(spec, PROFILES[machine], [], partial(registry.describe_model, cache=Path("unused")))
     assert record.status == "ok", record.reason
     return record
 
@@ -62,3 +78,29 @@ def test_weights_of_32_bits_take_twice_the_room() -> None:
              for dtype in ("bfloat16", "float32")]  # fmt: skip
     weights = model.params_per_layer * model.num_layers
     assert peaks[1].host - peaks[0].host > 1.9 * weights
+
+
+def test_a_search_of_bits_offers_a_cache_of_eight_and_says_what_the_bits_cost() -> None:
+    limits = HardwareLimits(host_memory=1 << 30)
+    found = simulated(64, OffloadPolicy(schedule="sweep"), "laptop_cpu", tune="search_bits", limits=limits)
+    assert found.load.policy.weight_bits < 16
+    assert any("accuracy, on SmolLM2" in note for note in found.load.notes)
+    given = simulated(64, OffloadPolicy(4, weight_bits=8), "laptop_cpu")
+    assert not any("accuracy" in note for note in given.load.notes), "nobody searched these bits"
+    assert (16, 8) in ALL_BITS
+    assert search_notes("search_bits", OffloadPolicy(kv_bits=8)) == (
+        "accuracy, on SmolLM2-135M-Instruct: cache in 8 bits: +0.0 points of LAMBADA (-0.5 to +0.5), "
+        "+0.0% perplexity of WikiText-2",
+    )
+    assert search_notes("search_bits", OffloadPolicy()) == search_notes("search", OffloadPolicy(kv_bits=8)) == ()
+
+
+def test_the_record_of_a_launch_has_the_notes_of_its_search() -> None:
+    cell = RunSpec("offload", ModelSpec("facebook/opt-125m", "dummy"), WorkloadSpec(), name="cell")
+    load = LoadReport(8, 8, 1, OffloadPolicy(), "float32", (0, 1, 0), notes=("loaded",))
+    draft = Draft(cell, 0, notes=("what bits cost",))
+    builder = RecordBuilder("", {})
+    builder.collect_provenance()
+    launched = LaunchResult("ok", measured=CellResult(load=load))
+    assert builder.build(cell, draft, launched).load.notes == ("loaded", "what bits cost")
+    assert builder.build(cell, draft, LaunchResult("timeout", "late")).load is None

@@ -1,7 +1,12 @@
 """The simulator against the engine that it stands for, and against what no machine can do."""
 
+import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +14,7 @@ from hypothesis import strategies as st
 
 from engines.models.shapes import shape
 from engines.offload.memory.storage import storages
+from engines.offload.scheduler import ScheduledChunk
 from engines.planning.host_planner import HostPlanner, place_model, simulated_sequences
 from engines.planning.machine import Machine
 from engines.planning.planned_job import PlannedJob
@@ -90,7 +96,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
     policy = OffloadPolicy(batch, 2 if schedule == "zigzag" else 1, schedule, weight_bits=bits, kv_bits=bits,
                            weights=(0.0, layers_held / 20, 1 - layers_held / 20))  # fmt: skip
     lengths = [Lengths(32, 8)] * (3 * policy.block_size)
-    found = place_model(PlannedJob(model, lengths), policy, None, 2, "float32")
+    found = place_model(PlannedJob(model, lengths), policy, None, 2, Machine(LAPTOP))
     simulator, sequences = simulate(found, policy, lengths, disk)
     whole = max(s.times[-1] for s in sequences)
     passes = simulator.timeline.passes
@@ -109,7 +115,7 @@ def test_virtual_time_keeps_the_bounds_of_arithmetic_and_disk(
 def test_passes_that_are_alike_may_be_played_once(schedule: Schedule) -> None:
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(64, 4)] * 12
     asked = OffloadPolicy(2, 2, schedule, weights=(0.0, 0.3, 0.7))
-    found = place_model(PlannedJob(model, lengths), asked, None, 2, "float32")
+    found = place_model(PlannedJob(model, lengths), asked, None, 2, Machine(LAPTOP))
 
     class Forgetful(dict):
         def __contains__(self, key: object) -> bool:
@@ -169,7 +175,7 @@ def test_only_overlap_hides_the_disk() -> None:
     times = {}
     for overlap in (True, False):
         policy = OffloadPolicy(16, schedule="row", weights=(0.0, 0.0, 1.0), overlap=overlap)
-        placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
+        placed = place_model(PlannedJob(model, lengths), policy, None, 8, Machine(LAPTOP))
         simulator, sequences = simulate(placed, policy, lengths)
         times[overlap] = max(s.times[-1] for s in sequences)
         load = simulator.timeline.load_s
@@ -180,7 +186,7 @@ def test_only_overlap_hides_the_disk() -> None:
 def test_products_in_passes_and_calls_of_attention_take_longer_than_by_themselves() -> None:
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(4, 6)] * 5
     policy = OffloadPolicy(5, schedule="row")
-    placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
+    placed = place_model(PlannedJob(model, lengths), policy, None, 8, Machine(LAPTOP))
     tasks = []
     for changes in ({}, {"in_passes": 0.5, "sequence_call_s": 1e-3, "layer_call_s": 1e-2}):
         host = replace(LAPTOP.host, **{"layer_call_s": 0.0} | changes)
@@ -201,7 +207,7 @@ def test_products_and_reads_slow_each_other_while_both_run(rows: int, bottleneck
     """What is shorter takes 1 / share as long; what is longer is slowed for that long."""
     model, lengths = shape("facebook/opt-1.3b"), [Lengths(1, 8)] * rows
     policy = OffloadPolicy(rows, schedule="row", weights=(0.0, 0.0, 1.0))
-    placed = place_model(PlannedJob(model, lengths), policy, None, 8, "float32")
+    placed = place_model(PlannedJob(model, lengths), policy, None, 8, Machine(LAPTOP))
     tasks = {}
     for name, of_products, of_disk in (("alone", 1.0, 1.0), ("both", 0.5, 0.8)):
         machine = replace(LAPTOP, host=replace(LAPTOP.host, beside_disk=of_products),
@@ -225,3 +231,46 @@ def test_a_search_without_a_device_ends_in_seconds_and_fits() -> None:
     estimate, prediction = planner.estimate(policy), planner.predict(policy)
     assert prediction.peak.host <= LAPTOP.host.memory
     assert estimate.throughput_tok_s == pytest.approx(prediction.throughput_tok_s, rel=0.25)
+
+
+@pytest.mark.parametrize("schedule", ["row", "sweep"])
+def test_planning_a_long_prompt_takes_steps_by_its_length_and_not_by_its_square(schedule: Schedule) -> None:
+    """Counted, not timed: with four times the tokens and all of the cache on disk, no function runs through many more
+    than four times the lines of Python."""
+    model = shape("facebook/opt-125m")
+    policy = OffloadPolicy(2, schedule=schedule, cache=(0.0, 0.0, 1.0), weights=(0.0, 1.0, 0.0), prefill_chunk=32)
+
+    def lines(prompt: int) -> Counter[str]:
+        counted: Counter[str] = Counter()
+
+        def count(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+            counted[frame.f_code.co_qualname] += 1
+            return count
+
+        lengths = [Lengths(prompt, 4)] * 2
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            placed = place_model(PlannedJob(model, lengths), policy, None, 2, Machine(LAPTOP))
+            simulate(placed, policy, lengths)
+        finally:
+            sys.settrace(before)
+        return counted
+
+    lines(8)  # what is computed once
+    short, long = lines(256), lines(1024)
+    assert {name: count for name, count in long.items() if count > 1000 and count > 4.5 * short[name]} == {}
+
+
+def test_blocks_on_disk_are_counted_as_they_fill_and_anew_after_preemption() -> None:
+    model = shape("facebook/opt-125m")
+    policy = OffloadPolicy(2, schedule="sweep", cache=(0.0, 0.5, 0.5))
+    placed = place_model(PlannedJob(model, [Lengths(64, 8)]), policy, None, 2, Machine(LAPTOP))
+    simulator, first = Simulator(placed, policy, Machine(LAPTOP)), placed.plan.kv_blocks
+    (sequence,) = simulated_sequences([Lengths(64, 8)])
+    sequence.block_table = [first, 0, first + 1, 1]
+    for cached, count, expected in ((0, 8, (0, 1)), (8, 12, (1, 1)), (20, 4, (2, 1)), (24, 8, (2, 0)), (0, 32, (0, 2))):
+        sequence.cached = cached
+        assert simulator._blocks_on_disk([ScheduledChunk(sequence, count)]) == expected
+    sequence.block_table, sequence.cached = [0, 1, 2, first], 32
+    assert simulator._blocks_on_disk([ScheduledChunk(sequence, 0)]) == (1, 0)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from reports.stats import (
     detectable,
-    hodges_lehmann,
     holm,
     interval_of,
     launches_needed,
@@ -19,6 +18,7 @@ from reports.stats import (
     mcnemar,
     noise_floor,
     paired,
+    quotient_of_medians,
     ratio_of,
     ratio_of_runs,
     smallest_p,
@@ -90,12 +90,25 @@ def test_three_launches_can_never_tell():
 
 
 @given(SPEEDS, SPEEDS)
-def test_hodges_lehmann_is_the_median_quotient_and_turns_around(base, head):
-    quotients = sorted(b / a for a in base for b in head)
-    n = len(quotients)
-    expected = math.sqrt(quotients[(n - 1) // 2] * quotients[n // 2])  # the median of logarithms
-    assert hodges_lehmann(base, head) == pytest.approx(expected)
-    assert hodges_lehmann(head, base) == pytest.approx(1 / expected)
+def test_a_ratio_is_the_quotient_of_the_medians_that_tables_show_and_turns_around(base, head):
+    expected = statistics.median(head) / statistics.median(base)
+    found, turned = ratio_of(base, head), ratio_of(head, base)
+    assert found.ratio == quotient_of_medians(base, head) == expected
+    assert turned.ratio == pytest.approx(1 / expected)
+    assert (found.low is None) == (min(len(base), len(head)) < 3)
+    if found.low is not None:
+        assert found.low <= found.ratio <= found.high
+        assert (turned.low, turned.high) == pytest.approx((1 / found.high, 1 / found.low))
+
+
+def test_an_interval_reaches_to_the_quotient_of_sides_that_scatter_in_different_ways():
+    """Half of the launches are twice as fast. The test does not reject 1.5 only, but the medians differ threefold."""
+    base, head = [1.0] * 9 + [2.0] * 8, [1.5] * 8 + [3.0] * 9
+    assert quotient_of_medians(base, head) == 3.0
+    found = ratio_of(base, head)
+    assert (found.low, found.ratio, found.high) == (pytest.approx(1.5), 3.0, 3.0)
+    turned = ratio_of(head, base)
+    assert (turned.low, turned.ratio, turned.high) == (1 / 3, 1 / 3, pytest.approx(1 / 1.5))
 
 
 #: Without ties, in which the test rejects a little more than the interval excludes.
@@ -159,10 +172,10 @@ def test_a_run_among_runs_is_students_further_observation():
     bases = [(10.0, 10.2, 10.1), (10.6, 10.4, 10.5), (9.8, 9.9, 9.7), (10.2, 10.3, 10.4)]
     head = (9.0, 9.1, 9.4)
     found, p = ratio_of_runs(bases, head)
-    mean, fastest = (scipy_stats.ttest_ind([math.log(figure(head))], [math.log(figure(base)) for base in bases])
-                     for figure in (statistics.geometric_mean, max))  # fmt: skip
-    interval = mean.confidence_interval(0.95)
-    assert p == pytest.approx(fastest.pvalue) and fastest.pvalue > mean.pvalue
+    middle, fastest = (scipy_stats.ttest_ind([math.log(figure(head))], [math.log(figure(base)) for base in bases])
+                     for figure in (statistics.median, max))  # fmt: skip
+    interval = middle.confidence_interval(0.95)
+    assert p == pytest.approx(fastest.pvalue) and fastest.pvalue > middle.pvalue
     assert (math.log(found.low), math.log(found.high)) == pytest.approx((interval.low, interval.high))
     assert ratio_of_runs(bases, (9.1,))[1] > p, "a head of fewer launches is noisier"
     with pytest.raises(ValueError, match="two"):
@@ -180,6 +193,11 @@ def test_intervals_of_sides_in_turns_cover_as_they_say(kind, launches):
 
 
 @pytest.mark.parametrize("launches", simulate_coverage.LAUNCHES)
+def test_intervals_cover_where_one_side_has_heavy_tails(launches):
+    assert simulate_coverage.uneven_coverage("heavy tails", launches, TRIALS) >= LEAST
+
+
+@pytest.mark.parametrize("launches", simulate_coverage.LAUNCHES)
 @pytest.mark.parametrize("kind", ["normal", "heavy tails"])
 def test_intervals_of_independent_launches_cover_as_they_say(kind, launches):
     assert simulate_coverage.median_coverage(kind, launches, TRIALS) >= LEAST
@@ -188,7 +206,7 @@ def test_intervals_of_independent_launches_cover_as_they_say(kind, launches):
 @pytest.mark.parametrize("bad", [[], [0.0], [-1.0], [math.nan], [math.inf]])
 def test_speeds_must_be_positive_numbers(bad):
     with pytest.raises(ValueError, match="positive"):
-        hodges_lehmann(bad, [1.0])
+        quotient_of_medians(bad, [1.0])
 
 
 def test_holm_by_hand():
@@ -210,7 +228,7 @@ def test_the_noise_floor_is_the_median_over_splits():
     apart = []
     for half in itertools.combinations(range(4), 2):
         logs = [[math.log(sample[i]) for i in part] for part in (half, set(range(4)) - set(half))]
-        apart.append(abs(statistics.median(b - a for a in logs[0] for b in logs[1])))
+        apart.append(abs(statistics.median(logs[0]) - statistics.median(logs[1])))
     assert noise_floor(sample) == pytest.approx(math.expm1(statistics.median(apart)))
     assert noise_floor(sample, (5.0, 5.0, 5.0, 5.0)) == noise_floor(sample)
     assert noise_floor((1.0, 2.0, 3.0)) is None

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,9 @@ def test_a_truncated_last_line_is_cut_and_nothing_else_is_lost(store, cut, left)
 
 def test_blank_lines_are_passed_over(store):
     store.append(record(0))
+    store.close()
     store.path.write_bytes(b"\n" + store.path.read_bytes() + b"  \n")
+    store.open()
     store.append(record(1))
     assert [r.repeat for r in store.records()] == [0, 1]
 
@@ -87,6 +90,24 @@ def test_a_full_disk_leaves_no_half_record(store, monkeypatch):
     assert store.path.stat().st_size == size
 
 
+def test_what_a_power_cut_leaves_of_a_last_line_is_cut(store):
+    store.append(record(0))
+    store.close()
+    with store.path.open("ab") as file:
+        file.write(b'{"spec": ' + bytes(5000))  # the size outlived the cut, the data did not
+    store.open()
+    store.append(record(1))
+    assert [r.repeat for r in store.records()] == [0, 1]
+
+
+def test_the_name_of_a_new_file_is_synced_and_that_of_an_old_one_is_not(store, monkeypatch):
+    synced = []
+    monkeypatch.setattr("harness.common.line_file.sync_folder", synced.append)
+    for repeat in range(3):
+        store.append(record(repeat))
+    assert synced == [store.out]
+
+
 def test_two_harnesses_do_not_share_a_directory(store):
     with pytest.raises(HarnessError, match="in use by another harness"):
         Store(store.out).open()
@@ -102,6 +123,60 @@ def test_fresh_sets_records_aside(store):
         store.close()
     names = sorted(p.name for p in store.out.glob("records*.jsonl"))
     assert names == ["records.1.jsonl", "records.2.jsonl", "records.jsonl"]
+
+
+def of_cell(name, repeat):
+    spec = dataclasses.replace(SPEC, name=name, seed=len(name))
+    return RunRecord(spec, spec.fingerprint(), repeat, "ok")
+
+
+def test_records_of_some_cells_are_set_aside_and_the_others_stay(store):
+    for name, repeat in (("a", 0), ("bb", 0), ("a", 1), ("bb", 1)):
+        store.append(of_cell(name, repeat))
+    changed = dataclasses.replace(of_cell("a", 0).spec, seed=77)
+    store.set_aside([changed])  # by name, as the suite may have changed since
+    store.append(of_cell("a", 0))
+    assert [(r.spec.name, r.repeat) for r in store.records()] == [("bb", 0), ("bb", 1), ("a", 0)]
+    aside = (store.out / "records.1.jsonl").read_bytes().splitlines()
+    assert [(r.spec.name, r.repeat) for r in (parse_record(line, "") for line in aside)] == [("a", 0), ("a", 1)]
+    store.set_aside([dataclasses.replace(changed, name="other")])
+    assert not (store.out / "records.2.jsonl").exists(), "nothing of such a cell"
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_setting_aside_that_is_interrupted_loses_no_record(store, monkeypatch, whole):
+    """Before the file of the moved records is there, and before the other's place is taken."""
+    for name in ("a", "bb"):
+        store.append(of_cell(name, 0))
+    replaced = []
+    replace = Path.replace
+
+    def killed(*args):
+        if len(replaced) == whole:
+            raise KeyboardInterrupt
+        replaced.append(replace(*args))
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        store.set_aside([of_cell("a", 0).spec])
+    assert [r.spec.name for r in store.records()] == ["a", "bb"]
+    assert not [path.name for path in store.out.iterdir() if path.name.startswith(".records")]
+
+
+@pytest.mark.parametrize("others", [b'{"torn', b"a whole line\n"])
+def test_nothing_is_appended_to_a_file_that_somebody_else_has_changed(store, others):
+    store.append(record(0))
+    with store.path.open("ab") as file:
+        file.write(others)
+    before = store.path.read_bytes()
+    with pytest.raises(HarnessError, match="changed by another program"):
+        store.append(record(1))
+    assert store.path.read_bytes() == before
+    store.close()
+    store.path.write_bytes(before.removesuffix(b"a whole line\n"))
+    store.open()
+    store.append(record(1))
+    assert [r.repeat for r in store.records()] == [0, 1]
 
 
 def test_an_unwritable_place_is_one_line(tmp_path):
@@ -121,3 +196,13 @@ def test_other_schemas_are_refused_by_version(version):
 def test_damage_names_the_line(line):
     with pytest.raises(HarnessError, match="f:7"):
         parse_record(line, "f:7")
+
+
+def test_a_record_is_on_the_disk_when_it_is_acknowledged(store, monkeypatch):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino) or sync(descriptor))
+    store.append(record(0))
+    assert {store.path.stat().st_ino, store.out.stat().st_ino} <= set(synced), "the file, and its name"
+    synced.clear()
+    store.append(record(1))
+    assert synced == [store.path.stat().st_ino]

@@ -30,7 +30,7 @@ from engines.planning.thread_control import (
 )
 from engines.planning.workload import Lengths
 from harness import hardware
-from harness.api import HardwareProfile, Link, OffloadPolicy
+from harness.api import HardwareProfile, Link, ModelDescription, OffloadPolicy
 
 PROFILES = {name: hardware.load(name) for name in hardware.names()}
 WITH_DEVICE = [name for name, profile in PROFILES.items() if profile.device]
@@ -179,6 +179,6 @@ def test_our_engine_attends_on_as_many_threads_as_measured_to_be_fast() -> None:
     measured = replace(A100, host=replace(A100.host, attention={"16": 11e10}, attention_by_threads=saturated))
     assert policy_threads(measured, OFFLOAD) == 16
     assert policy_threads(measured, FLEXGEN) is None  # FlexGen's code has no such setting
-    found = plan("facebook/opt-1.3b", 64, 8, measured, "offload", schedules=("row",), bits=[(16, 16)],
-                 latency_s=None, policy=None, stages=None)  # fmt: skip
+    found = plan(ModelDescription("opt", shape("facebook/opt-1.3b")), 64, 8, measured, "offload",
+                 schedules=("row",), bits=[(16, 16)], latency_s=None, policy=None, stages=None)  # fmt: skip
     assert found["policy"]["threads"] == 16

@@ -66,9 +66,9 @@ def test_no_room_for_the_result_is_told_by_the_exit_code(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_done", lambda *_: api.WorkerResult("ok"))
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("pathlib.Path.write_text", Mock(side_effect=full))
+    monkeypatch.setattr("os.fsync", Mock(side_effect=full))
     assert worker.main([str(tmp_path)]) == EXIT_DISK_FULL
-    assert not (tmp_path / worker.RESULT).exists()
+    assert {path.name for path in tmp_path.iterdir()} == {worker.REQUEST, worker.EVENTS}, "no half result"
 
 
 class OutOfMemoryError(RuntimeError):

@@ -21,6 +21,9 @@ from engines.offload.weights.ring import Ring
 from engines.offload.weights.tile_reader import TileReader
 from harness.api import HardwareLimits, Job, LocalModel, OffloadPolicy
 
+#: Ways to multiply by how the policy has weights stored.
+Gemms = dict[WeightStorage, GemmBackend]
+
 
 @dataclass(frozen=True)
 class LoadRequest:
@@ -53,9 +56,10 @@ class Backend(Protocol):
     timeline: Timeline
     tile_values: int | None = None
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[WeightStorage, GemmBackend]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> Sequence[Gemms]:
         """The fastest way to multiply decoder layers' weights and the others; measured. The keys are how the policy has
-        them stored; each way says how it wants them. There may be one for plain panels besides."""
+        them stored; each way says how it wants them. There may be one for plain panels besides. Where weights may be
+        kept in several formats, the fastest with each: the job's plan decides."""
 
     def require(self, model: MetaModel) -> None:
         """Raises UnsupportedError for a model that cannot run here under the policy."""
@@ -63,8 +67,9 @@ class Backend(Protocol):
     def bound_values(self, model: MetaModel) -> int:
         """How many values of small parameters and tables are kept where the model computes."""
 
-    def plan(self, request: MemoryRequest) -> MemoryPlan:
-        """What goes where. Raises InfeasibleError with the numbers where the limits are too small."""
+    def plan(self, request: MemoryRequest, way: GemmBackend) -> MemoryPlan:
+        """What goes where if the layers' weights are multiplied in this `way`; the last plan counts. Raises
+        InfeasibleError with the numbers where the limits are too small."""
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:
         """The planned tiles that stay where they are multiplied (stored bytes by index), and the ring for the

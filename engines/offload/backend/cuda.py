@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import torch
 
-from engines.offload.backend.base import Backend, LoadRequest, Placement
+from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement
 from engines.offload.device.pinned import PinnedMemory
 from engines.offload.device.protocol import Accelerator
 from engines.offload.disk.throttle import Throttle
@@ -52,7 +52,7 @@ class CudaBackend(Backend):
         self.tile_values = tile_values(load.model.shape)
         self._host_attention: HostAttention | None = None
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[WeightStorage, gemm.GemmBackend]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> list[Gemms]:
         """In twelve bits only where the policy says so: no device has measured yet what that costs."""
         policy, model = self._load.policy, self._load.model
         dtype = policy.float_dtype("offload on a device", model.dtype)
@@ -62,10 +62,12 @@ class CudaBackend(Backend):
             if (model.dtype, dtype) != ("bfloat16", "bfloat16"):
                 raise UnsupportedError("policy.weight_format: exact12 is for weights in bfloat16, computed in bfloat16")
             kept = {layers: Panels(exact12=True), Panels(): Panels()}  # a tile may be too varied for twelve bits
-        return {
-            stored: gemm.device_gemm(how, model.shape.hidden, dtype, self._quantizer(how), self.device)
-            for stored, how in kept.items()
-        }
+        return [
+            {
+                stored: gemm.device_gemm(how, model.shape.hidden, dtype, self._quantizer(how), self.device)
+                for stored, how in kept.items()
+            }
+        ]
 
     def _quantizer(self, stored: WeightStorage) -> Quantizer:
         if isinstance(stored, Panels):
@@ -85,7 +87,7 @@ class CudaBackend(Backend):
         tables = sum(rows * width for name, (rows, width) in model.tables.items() if name != model.token_table)
         return tables + sum(torch.Size(shape).numel() for shape in model.small.values())
 
-    def plan(self, request: MemoryRequest) -> MemoryPlan:
+    def plan(self, request: MemoryRequest, way: gemm.GemmBackend) -> MemoryPlan:
         limits = self._load.limits
         assert limits.device_memory is not None
         host = int(PINNED_SHARE * free_memory()) if limits.host_memory is None else limits.host_memory

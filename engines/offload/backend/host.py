@@ -1,12 +1,11 @@
 """The host as the backend: its CPU computes, weights and KV blocks are in RAM and on disk."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Literal
+from contextlib import ExitStack, nullcontext, suppress
 
 import torch
 
-from engines.offload.backend.base import Backend, LoadRequest, Placement
+from engines.offload.backend.base import Backend, Gemms, LoadRequest, Placement
 from engines.offload.device.host import HostDevice
 from engines.offload.disk.throttle import Throttle
 from engines.offload.kernels import HostKernels
@@ -16,13 +15,14 @@ from engines.offload.memory.host import plan_host_memory
 from engines.offload.memory.kv_blocks import record_bytes
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.plan import MemoryPlan, MemoryRequest
-from engines.offload.memory.storage import Storage, WeightStorage, may_use_twelve_bits
+from engines.offload.memory.storage import Storage, weight_formats
 from engines.offload.model.meta_model import MetaModel
 from engines.offload.timeline import Timeline
 from engines.offload.weights import gemm
+from engines.offload.weights.pass_rates import pass_rates
 from engines.offload.weights.ring import HostRing, Ring
 from engines.offload.weights.tile_reader import TileReader
-from harness.api import Dtype
+from harness.api import Dtype, UnsupportedError
 
 
 class HostBackend(Backend):
@@ -34,23 +34,26 @@ class HostBackend(Backend):
         self.device = device
         self.timeline = Timeline()
 
-    def choose_gemms(self, layers: Storage, outside: Storage) -> dict[WeightStorage, gemm.GemmBackend]:
+    def choose_gemms(self, layers: Storage, outside: Storage) -> list[Gemms]:
         requested, hidden = self._load.policy.compute_dtype, self._load.model.shape.hidden
+        reproducible = self._load.job.reproducible
+        ways: list[gemm.GemmBackend] = []
         if requested == "int8":
-            gemms: dict[WeightStorage, gemm.GemmBackend] = {layers: gemm.int8_gemm(layers, hidden, self.kernels)}
+            ways.append(gemm.int8_gemm(layers, hidden, self.kernels))
         else:
             dtypes: list[Dtype] = [requested] if requested != "auto" else sorted({self._load.model.dtype, "float32"})
-            gemms = {layers: gemm.choose_gemm(layers, hidden, dtypes, self.kernels, self._exact12())}
-        if outside != layers:
-            gemms[outside] = gemm.choose_gemm(outside, hidden, [gemms[layers].dtype], self.kernels)
-        torch.set_num_threads(min(gemm.torch_threads(way.pool) for way in gemms.values()))
-        return gemms
+            formats = weight_formats(self._load.policy, self._load.limits.host_memory is not None)
+            for exact12 in formats:
+                with suppress(UnsupportedError) if len(formats) > 1 else nullcontext():
+                    ways.append(gemm.choose_gemm(layers, hidden, dtypes, self.kernels, exact12, reproducible))
+        return [self._with_outside({layers: way}, outside, way.dtype) for way in ways]
 
-    def _exact12(self) -> Literal["no", "may", "must"]:
-        policy = self._load.policy
-        if policy.weight_format == "exact12":
-            return "must"
-        return "may" if may_use_twelve_bits(policy, self._load.limits.host_memory is not None) else "no"
+    def _with_outside(self, gemms: Gemms, outside: Storage, dtype: Dtype) -> Gemms:
+        """`gemms` with one for weights that are stored as `outside`, computed in `dtype`."""
+        if outside in gemms:
+            return gemms
+        hidden, reproducible = self._load.model.shape.hidden, self._load.job.reproducible
+        return gemms | {outside: gemm.choose_gemm(outside, hidden, [dtype], self.kernels, reproducible=reproducible)}
 
     def require(self, model: MetaModel) -> None:
         """The host runs every model that MetaModel takes."""
@@ -58,9 +61,14 @@ class HostBackend(Backend):
     def bound_values(self, model: MetaModel) -> int:
         return sum(torch.Size(shape).numel() for shape in model.small.values())
 
-    def plan(self, request: MemoryRequest) -> MemoryPlan:
+    def plan(self, request: MemoryRequest, way: gemm.GemmBackend) -> MemoryPlan:
+        policy, limits = self._load.policy, self._load.limits
         self._request = request
-        self._plan = plan_host_memory(request, self._load.policy, self._load.limits.host_memory)
+        self._plan = plan_host_memory(request, policy, limits.host_memory)
+        if len(self._plan.resident) < len(request.tiles):
+            hidden, scratch = self._load.model.shape.hidden, self._load.job.scratch
+            if rates := pass_rates(way, hidden, self.kernels, scratch, limits.disk_bandwidth):
+                self._plan = plan_host_memory(request, policy, limits.host_memory, rates)
         return self._plan
 
     def weights(self, reader: TileReader, streamed: Sequence[WeightTile]) -> tuple[dict[int, torch.Tensor], Ring]:

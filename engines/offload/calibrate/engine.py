@@ -16,6 +16,7 @@ from engines.offload.engine import OffloadEngine
 from harness import api
 from harness.common.curve import interpolate
 from harness.common.disk_rate import sequential_read_rates
+from harness.common.scratch import scratch_folder
 
 _LAYERS, _HIDDEN, _VOCAB = 4, 2048, 512
 #: Values of the layers' matrices.
@@ -42,8 +43,7 @@ def measure(
     Scratch files and kernels go under `cache`. `flops`: FLOP/s of products by themselves, by rows.
     """
     samples: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory(dir=cache) as name:
-        folder = Path(name)
+    with scratch_folder(cache) as folder:
         model = _model(folder)
         kernels = cache.resolve() / "kernels"  # compiled kernels stay; converted weights go with the folder
         kernels.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def _model(folder: Path) -> api.LocalModel:
         num_hidden_layers=_LAYERS, num_attention_heads=_HIDDEN // 64, max_position_embeddings=1024,
     )  # fmt: skip
     logging.disable_progress_bar()
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     module.save_pretrained(folder / "model")
     return prepare(api.ModelSpec(str(folder / "model")), folder / "cache")
 

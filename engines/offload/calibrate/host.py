@@ -6,10 +6,9 @@ import mmap
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -28,6 +27,9 @@ from engines.offload.weights.kept_choices import KeptChoices
 from harness import api
 from harness.common.buffers import direct_buffer
 from harness.common.disk_rate import sequential_read_rates
+from harness.common.host_memory import total_memory
+from harness.common.scratch import scratch_folder
+from harness.common.system import usable_cpus
 
 #: Rows of a pass at which products are measured.
 _ROWS = (1, 4, 16, 64, 256, 1024)
@@ -59,8 +61,11 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         report("products")
         KeptChoices(cache).clear()
         product = _chosen(kernels)
+        twelve = _exact12(kernels, product.dtype)
         for rows in _ROWS:
             samples[f"host.flops.{rows}"] = _products(product, rows, kernels, rounds)
+            if twelve is not None:
+                samples[f"host.flops_exact12.{rows}"] = _products(twelve, rows, kernels, rounds)
         report("attention of one token")
         for bits, stored in _BITS.items():
             samples[f"host.attention.{bits}"] = _attention(stored, kernels, rounds)
@@ -99,9 +104,9 @@ def measure(cache: Path, folder: Path, quick: bool, report: Callable[[str], None
         description=f"measured {time.strftime('%Y-%m-%d')}, products by {product.name} in {product.dtype}",
         host=api.Processor(
             name=platform.processor() or platform.machine(),
-            memory=float(psutil.virtual_memory().total),
+            memory=float(total_memory()),
             cores=threads,
-            threads_per_core=max(1, len(os.sched_getaffinity(0)) // threads),
+            threads_per_core=max(1, usable_cpus() // threads),
             dtype=product.dtype,
             **calibrate_device.rates_of("host", rates),
         ),
@@ -141,6 +146,13 @@ def _chosen(kernels: HostKernels) -> gemm.GemmBackend:
     """How the engine would multiply 16-bit weights here."""
     dtypes: Sequence[api.Dtype] = ("bfloat16", "float32")
     return gemm.choose_gemm(Plain("bfloat16"), _WIDTH, dtypes, kernels)
+
+
+def _exact12(kernels: HostKernels, dtype: api.Dtype) -> gemm.GemmBackend | None:
+    """How it would multiply those kept in twelve bits, in `dtype`; None where it cannot."""
+    with suppress(api.UnsupportedError):
+        return gemm.choose_gemm(Plain("bfloat16"), _WIDTH, [dtype], kernels, exact12=True)
+    return None
 
 
 def _products(way: gemm.GemmBackend, rows: int, kernels: HostKernels, rounds: int) -> list[float]:
@@ -199,8 +211,8 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
     buffer = direct_buffer(_PIECE)
     buffer.write(os.urandom(1 << 16) * (_PIECE >> 16))  # random: a disk may compress
     written = []
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        path = Path(scratch, "file")
+    with scratch_folder(folder) as scratch:
+        path = scratch / "file"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         except OSError:  # a file system without direct I/O
@@ -212,7 +224,7 @@ def _disk(folder: Path, size: int, rounds: int) -> tuple[list[float], list[float
                     os.pwritev(descriptor, [buffer], offset)
                 os.fsync(descriptor)
                 written.append(size / (time.perf_counter() - began))
-            direct = [rate for _ in range(rounds) for rate in sequential_read_rates(Path(scratch))]
+            direct = [rate for _ in range(rounds) for rate in sequential_read_rates(scratch)]
             return written, direct or [_read(descriptor, size, buffer) for _ in range(rounds)]
         finally:
             os.close(descriptor)

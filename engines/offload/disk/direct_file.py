@@ -75,7 +75,8 @@ def _unnamed(folder: Path, what: str) -> tuple[int, bool]:
     """A descriptor of an empty unnamed file, and whether its I/O is direct."""
     path = folder / f"{what}.probe"
     try:
-        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("xb") as probe:
+            probe.write(bytes(mmap.PAGESIZE))
         direct = os.O_DIRECT if reads_directly(path) else 0
         path.unlink()
         try:
@@ -83,6 +84,6 @@ def _unnamed(folder: Path, what: str) -> tuple[int, bool]:
         except OSError as exc:
             if exc.errno not in _NO_UNNAMED:
                 raise
-            return os.open(path, os.O_RDWR | os.O_CREAT | direct, 0o600), bool(direct)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | direct, 0o600), bool(direct)
     finally:
         path.unlink(missing_ok=True)

@@ -136,7 +136,8 @@ def compiled_attention(stored: Storage, cache: Path, threads: int) -> AttentionK
         heads, tokens, dim = query.shape
         _, _, kv_heads, block, width = blocks.rows.shape
         cached, starts, table = metadata.cached, metadata.starts, blocks.addresses(metadata.block_table)
-        assert all(t.is_contiguous() for t in (blocks.rows[:1], table, cached, starts))
+        assert blocks.rows.stride()[1:] == (kv_heads * block * width, block * width, width, 1)
+        assert all(t.is_contiguous() for t in (table, cached, starts))
         assert width * blocks.rows.itemsize == stored.row_bytes(dim)
         assert lse is None or (lse.is_contiguous() and lse.shape == (tokens, heads) and lse.dtype == torch.float32)
         out = wide.new_empty(tokens, heads, dim)

@@ -1,5 +1,6 @@
 """Builds C++ sources with the host's compiler, once per source, compiler and CPU, and loads the libraries."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.common.folders import build_once
+from engines.common.tied_process import run_tied
 from harness.api import HarnessError
 from harness.common.compiler import compiler_command
 
@@ -36,8 +38,8 @@ def load(source: Path, cache: Path, define: str = "") -> ctypes.CDLL:
 
 @functools.cache
 def _load(source: Path, cache: Path, compiler: Sequence[str], macros: Sequence[str]) -> ctypes.CDLL:
-    link = openmp(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
     try:
+        link = openmp(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
         texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
         words = shlex.join([*compiler, *_FLAGS, *macros, link]).encode()
@@ -47,7 +49,7 @@ def _load(source: Path, cache: Path, compiler: Sequence[str], macros: Sequence[s
         def build(temporary: Path) -> None:
             part, whole = str(temporary / "kernel.o"), str(temporary / "kernel.so")
             for step in (["-c", *_FLAGS, *macros, str(source), "-o", part], ["-shared", part, link, "-o", whole]):
-                subprocess.run([*compiler, *step], capture_output=True, check=True, timeout=600)
+                run_tied([*compiler, *step], temporary, timeout_s=600)
 
         return ctypes.CDLL(str(build_once(folder, f"kernel {source.stem}", _BYTES, build) / "kernel.so"))
     except (OSError, subprocess.SubprocessError, HarnessError) as exc:
@@ -86,6 +88,8 @@ def kernels_here() -> str:
 
 def _cpu() -> bytes:
     """Identifies the CPU, on which the code of -march=native depends."""
-    lines = Path("/proc/cpuinfo").read_bytes().split(b"\n")
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):  # no /proc
+        lines = Path("/proc/cpuinfo").read_bytes().split(b"\n")
     features = [line for line in lines if line.startswith((b"flags", b"Features", b"isa", b"cpu\t", b"features"))]
     return features[0] if features else platform.processor().encode() + platform.node().encode()

@@ -13,7 +13,8 @@ from engines.offload.kernels.build import CSRC, function
 
 @dataclass(frozen=True)
 class Target:
-    """Where new tokens are written: `tokens` [n] of a batch, or all (None), to slot `offsets` [n] of `blocks` [n].
+    """Where new tokens are written: `tokens` [n] of a batch, or all (None), to slot `offsets` [n] of `blocks` [n], all
+    int64.
 
     `staged`: `blocks` counts the staged blocks, not the resident ones.
     """
@@ -42,12 +43,10 @@ def compiled_writer(cache: Path) -> RowWriter:
     def write(blocks: torch.Tensor, target: Target, new: torch.Tensor) -> None:
         size, (_, heads, _, width) = new.itemsize, blocks.shape
         new = new if new.stride(2) == 1 else new.contiguous()
-        assert new.dtype == blocks.dtype and new.shape[1:] == (heads, width) and blocks[0, 0].is_contiguous()
-        tokens, slots, offsets = (
-            None if index is None else index.long().contiguous()
-            for index in (target.tokens, target.blocks, target.offsets)
-        )
-        assert slots is not None and offsets is not None
+        assert new.dtype == blocks.dtype and new.shape[1:] == (heads, width) and blocks.stride()[2:] == (width, 1)
+        tokens, slots, offsets = target.tokens, target.blocks, target.offsets
+        assert all(index is None or (index.dtype == torch.int64 and index.is_contiguous())
+                   for index in (tokens, slots, offsets))  # fmt: skip
         write_rows(
             new.data_ptr(), new.stride(0) * size, new.stride(1) * size, blocks.data_ptr(), blocks.stride(0) * size,
             blocks.stride(1) * size, None if tokens is None else tokens.data_ptr(), slots.data_ptr(),

@@ -13,7 +13,8 @@ from engines.offload.kernels.gemm import Gemm
 from engines.offload.memory.storage import Panels
 from harness.api import Dtype
 
-#: Names of the storages that the pool multiplies, and of those for which it can take activations in eight bits.
+#: Names of the storages that the pool multiplies, and of those for which it can take activations in eight bits: by
+#: their numbers in csrc/panel_gemm.cpp, which counts the latter on after the former.
 _STORED = ("panels", "panels12", "panels3", "panels4", "panels8")
 CODED = ("panels4", "panels8")
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -34,35 +35,49 @@ class TilePool:
             return found
 
         self._open = find("open_product", [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE], _POINTER)
-        arguments = [_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE]
-        self.add_tile = {name: find(f"add_{name}", arguments) for name in _STORED}
-        self.add_coded_tile = {name: find(f"add_coded_{name}", arguments) for name in CODED}
+        self.add_tiles = find("add_tiles", [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE], _SIZE)
         self.is_done = find("is_done", [_POINTER, _SIZE], _INT)
         self.wait_for = find("wait_for", [_POINTER, _SIZE])
         self._end = find("close_product", [_POINTER], _POINTER)
+        self._multiply = find("multiply", [_POINTER, _POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _POINTER], _INT)
         self._was_left = find("was_left", [_POINTER], _INT)
         self._settle = find("settle", [_POINTER])
         self.dtype: Dtype = "bfloat16" if find("activation_bytes", [], _INT)() == 2 else "float32"
+        self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
         self._handle = find("open_pool", [_INT], _POINTER)(threads)
         self._late: list[tuple[int, torch.Tensor]] = []  # operands that a late thread may still read
         self.close = weakref.finalize(self, find("close_pool", [_POINTER]), self._handle)  # idempotent
 
-    def product(self, x: torch.Tensor, int8: bool = False) -> "PanelProduct":
+    def product(self, x: torch.Tensor) -> "PanelProduct":
         """The product of x [rows, columns] in `dtype` and the tiles of one matrix, which are added to it. x must not
-        change before the first is.
-
-        `int8`: x is rounded to eight bits by groups of columns, as large as the weights', which are `CODED`.
-        """
-        assert x.dtype == getattr(torch, self.dtype)
+        change before the first is."""
+        assert x.dtype == self.torch_dtype
         x = x if x.stride(1) == 1 else x.contiguous()
-        return PanelProduct(self, self._open(self._handle, x.data_ptr(), x.stride(0), *x.shape), x, int8)
+        return PanelProduct(self, self._open(self._handle, x.data_ptr(), x.stride(0), *x.shape), x)
+
+    def multiply(self, x: torch.Tensor, matrices: "Sequence[MatrixProduct]") -> None:
+        """The products of x [rows, columns] in `dtype` with several matrices, complete on return; see PanelProduct.add.
+        Raises MemoryError."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        table: list[int] = []
+        for tiles, bias, out in matrices:
+            _check(x, self.torch_dtype, tiles, bias, out)
+            table += [tiles.address, tiles.count, 0 if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0)]
+        late = _POINTER()
+        had_memory = self._multiply(
+            self._handle, x.data_ptr(), x.stride(0), *x.shape, (_SIZE * len(table))(*table), len(matrices),
+            ctypes.byref(late),
+        )  # fmt: skip
+        self._keep_late(late.value, x)
+        if not had_memory:
+            raise MemoryError(f"no memory for products of {len(x)} rows and {x.shape[1]} columns")
 
     def gemm(self, stored: Panels, int8: bool = False) -> Gemm:
-        """Products with a single tile `stored` so; their `start` is a bias or None. `int8`: as in `product`."""
+        """Products with a single tile `stored` so; their `start` is a bias or None. `int8`: as PanelTiles has it."""
 
         def gemm(x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
-            product = self.product(x, int8)
-            product.add(stored, weight, start, out)
+            product = self.product(x)
+            product.add(PanelTiles([stored], [weight], [out.shape[1]], x.shape[1], int8), start, out)
             product.close()
             self.settle()
 
@@ -70,8 +85,13 @@ class TilePool:
 
     def end(self, product: int, x: torch.Tensor) -> None:
         """Ends a product of x, which is kept as long as a thread may read it, at most until the pool is closed."""
-        self._late = [(late, kept) for late, kept in self._late if not self._was_left(late)]
-        if late := self._end(product):
+        self._keep_late(self._end(product), x)
+
+    def _keep_late(self, late: int | None, x: torch.Tensor) -> None:
+        """`late`: what a thread that may still read x will leave, or None."""
+        if self._late:
+            self._late = [(left, kept) for left, kept in self._late if not self._was_left(left)]
+        if late:
             self._late.append((late, x))
 
     def settle(self) -> None:
@@ -79,30 +99,61 @@ class TilePool:
         self._settle(self._handle)
 
 
+class PanelTiles:
+    """Tiles of one matrix that follow each other, ready to be added to a product in one call.
+
+    Tile i is rows[i] rows of W [rows, columns], its bytes in `weights[i]`, `stored[i]` so: all in groups alike. `int8`:
+    x is rounded to eight bits by groups of columns, as large as the weights', which are `CODED`.
+    """
+
+    def __init__(
+        self, stored: Sequence[Panels], weights: Sequence[torch.Tensor], rows: Sequence[int], columns: int, int8: bool
+    ) -> None:
+        self.count, self.rows, self.columns = len(rows), sum(rows), columns
+        self._weights = weights  # keeps the memory that is pointed at
+        table = []
+        for panels, weight, n in zip(stored, weights, rows, strict=True):
+            assert weight.nbytes == panels.matrix_bytes(n, columns) and weight.is_contiguous()
+            kind = len(_STORED) + CODED.index(panels.name) if int8 else _STORED.index(panels.name)
+            table += [kind, weight.data_ptr(), panels.grouped.group if panels.grouped else 0, n]
+        self.table = (_SIZE * len(table))(*table)
+        self.address = ctypes.addressof(self.table)
+
+
+#: Tiles of one matrix W, its bias [rows] or None, and out [x's rows, W's rows], which becomes x W^T + bias.
+MatrixProduct = tuple[PanelTiles, torch.Tensor | None, torch.Tensor]
+
+
+def _check(
+    x: torch.Tensor, dtype: torch.dtype, tiles: PanelTiles, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    assert out.shape == (len(x), tiles.rows) and tiles.columns == x.shape[1]
+    assert out.stride(1) == 1 and out.dtype == x.dtype == dtype
+    assert bias is None or (bias.shape == (tiles.rows,) and bias.is_contiguous() and bias.dtype == dtype)
+
+
 class PanelProduct:
     """x times the transpose of one matrix, on a pool's threads. Each tile is some rows of the matrix."""
 
-    def __init__(self, pool: TilePool, handle: int, x: torch.Tensor, int8: bool) -> None:
+    def __init__(self, pool: TilePool, handle: int, x: torch.Tensor) -> None:
         self._pool = pool
         self._x = x
-        self._add_tile = pool.add_coded_tile if int8 else pool.add_tile
         self._handle: int | None = handle
         self._tiles = 0
 
-    def add(self, stored: Panels, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Starts with out [rows, n] = x W^T + bias [n] for the next tile W [n, columns], `stored` so as all tiles are.
+    def add(self, tiles: PanelTiles, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Starts with out [rows, tiles.rows] = x W^T + bias [tiles.rows] for the next tiles W of the matrix.
 
-        `out` must be kept until the tile is done, `weight` as TilePool says.
+        `out` must be kept until they are done, their weights as TilePool says. Raises MemoryError.
         """
-        n = out.shape[1]
-        assert weight.nbytes == stored.matrix_bytes(n, self._x.shape[1]) and weight.is_contiguous()
-        assert out.stride(1) == 1 and len(out) == len(self._x) and out.dtype == getattr(torch, self._pool.dtype)
-        assert bias is None or (bias.shape == (n,) and bias.is_contiguous() and bias.dtype == out.dtype)
-        self._add_tile[stored.name](
-            self._handle, weight.data_ptr(), stored.grouped.group if stored.grouped else 0, n,
-            None if bias is None else bias.data_ptr(), out.data_ptr(), out.stride(0),
+        _check(self._x, self._pool.torch_dtype, tiles, bias, out)
+        added = self._pool.add_tiles(
+            self._handle, tiles.table, tiles.count, None if bias is None else bias.data_ptr(), out.data_ptr(),
+            out.stride(0),
         )  # fmt: skip
-        self._tiles += 1
+        self._tiles += added
+        if added < tiles.count:
+            raise MemoryError(f"no memory for a product of {len(out)} rows and {self._x.shape[1]} columns")
 
     def is_done(self, tile: int) -> bool:
         """Whether tile number `tile`, in the order of `add`, is done."""

@@ -113,7 +113,9 @@ class AttentionTask:
             self._on_host = host_attention.launch(batch.host_chunks, layer, query, (key, value), self._spec)
         lse = None if self._on_host is None else self._on_host.lse
         context.cache.write(blocks, batch.slot_mapping, key, value)
-        spec = replace(self._spec, value_topk=context.value_topk)
+        spec = self._spec
+        if spec.value_topk != context.value_topk:
+            spec = replace(spec, value_topk=context.value_topk)
         self._output = context.kernel(query, blocks, batch.metadata, spec, lse)
         context.timeline.add("attention", f"layer {layer}", began, context.timeline.now())
         context.cache.leave(layer)

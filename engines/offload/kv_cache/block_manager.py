@@ -100,6 +100,13 @@ class BlockManager:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def keep(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """A sequence gives up these blocks of known content; a cache with a store keeps that for later."""
+
+    def restore(self, hashes: Sequence[bytes]) -> list[int]:
+        """Newly allocated blocks with stored content, of the first of these block hashes; without a store none."""
+        return []
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content."""
         self._hash_of.clear()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from engines.offload.kernels.layer_blocks import LayerBlocks, RowWriter, Target,
 from engines.offload.kv_cache.block_manager import BlockManager, Chunk
 from engines.offload.kv_cache.host_attention import HostAttention
 from engines.offload.kv_cache.offloaded_blocks import OffloadedBlocks
+from engines.offload.kv_store.store import KVStore
 from engines.offload.memory.kv_blocks import BLOCK_SIZE, blocks_for
 from engines.offload.memory.storage import Plain, Storage
 from harness.api import ModelShape
@@ -27,7 +29,8 @@ class PagedCache(BlockManager):
     Blocks below `num_device_blocks` are where attention computes (`device`), in memory that the system gives as they
     are first written; the others are `offloaded`. `begin` says which blocks a pass needs. Each of its batches goes
     through the layers by `layer` and `leave`, with blocks numbered as `resolve` says. With `host_attention` single
-    tokens attend to offloaded blocks where they are, so those are not staged for them.
+    tokens attend to offloaded blocks where they are, so those are not staged for them. A `store` keeps the content of
+    blocks that sequences give up; it needs all blocks to be where attention computes.
     """
 
     def __init__(
@@ -50,9 +53,47 @@ class PagedCache(BlockManager):
         self._writer = writer
         self.offloaded = offloaded
         self.host_attention = host_attention
+        self.store: KVStore | None = None  # of what sequences leave behind
         self._staged_writes: set[int] = set()  # offloaded blocks that this pass writes where they are staged
         self._slots = torch.empty(0, dtype=torch.long)
         self._batches_left: list[int] = []  # by layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a block's elements."""
+        return self._rows.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        return len(self._rows) * math.prod(self._block_shape) * self._rows.itemsize
+
+    def keep(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        if self.store is None:
+            return
+        for block, block_hash in reversed(list(zip(blocks, hashes, strict=True))):  # of a prefix its end goes first
+            if not self.store.touch(block_hash):
+                content = self._rows[:, block].contiguous().cpu().view(torch.uint8)
+                self.store.put(block_hash, bytearray(content.numpy().data.cast("B")))
+
+    def restore(self, hashes: Sequence[bytes]) -> list[int]:
+        blocks: list[int] = []
+        if self.store is None:
+            return blocks
+        for block_hash in hashes[: min(self.store.worth_reading(hashes), self.num_free_blocks)]:
+            [block] = self.allocate(1)
+            if not self.store.get(block_hash, partial(self._fill, block)):
+                self.free([block])
+                break
+            self.cache_block(block, block_hash)
+            blocks.append(block)
+        for block_hash in reversed(hashes[: len(blocks)]):
+            self.store.touch(block_hash)
+        return blocks
+
+    def _fill(self, block: int, content: bytearray) -> None:
+        rows = self._rows[:, block]
+        rows.copy_(torch.frombuffer(content, dtype=torch.uint8).view(rows.dtype).view(rows.shape))
 
     def begin(self, chunks: Sequence[Chunk], batches: int) -> None:
         """Begins a pass over `chunks` in so many batches."""

@@ -1,14 +1,14 @@
 """Plans memory for an engine with a device: the device's memory, pinned host memory and the disk."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.common.work_memory import CONTEXT_BYTES, SLACK_BYTES
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, pieces
 from engines.offload.memory.layout import READERS
 from engines.offload.memory.pinned_pieces import pinned_bytes, wasted
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, mib
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, mib
 from engines.offload.memory.planner import MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy, UnsupportedError
 
@@ -127,8 +127,10 @@ class _DevicePlanner(MemoryPlanner):
         host_room = max(0, self._host - self._host_fixed() - kv.host_bytes)
         if self._policy.weights is not None:
             room, host_room = min(room, self._held_weights[0]), min(host_room, self._held_weights[1])
-        resident = evenly(tiles, range(len(tiles)), room)
-        pinned = self._pinned_tiles([i for i in range(len(tiles)) if i not in resident], host_room, kv)
+        probabilities = self._read_probabilities(sequences)
+        resident = hottest(tiles, range(len(tiles)), room, probabilities)
+        others = [i for i in range(len(tiles)) if i not in resident]
+        pinned = self._pinned_tiles(others, host_room, kv, probabilities)
         on_device, on_host = (sum(tiles[i].nbytes for i in chosen) for chosen in (resident, pinned))
         parts = {"cache": kv.device_bytes, "work": each.bytes(sequences), "ring": self._ring,
                  "resident": on_device, "other": self._other}  # fmt: skip
@@ -154,10 +156,12 @@ class _DevicePlanner(MemoryPlanner):
             pinned_bytes=pinned_total,
         )
 
-    def _pinned_tiles(self, candidates: list[int], nbytes: int, kv: _KVBlocks) -> frozenset[int]:
+    def _pinned_tiles(
+        self, candidates: list[int], nbytes: int, kv: _KVBlocks, probabilities: Sequence[float]
+    ) -> frozenset[int]:
         """Tiles held in pinned memory: as many as fit `nbytes` and the pieces that it is allocated in."""
         while True:
-            chosen = evenly(self._request.tiles, candidates, nbytes)
+            chosen = hottest(self._request.tiles, candidates, nbytes, probabilities)
             over = self._pinned_bytes(chosen, kv) - (self._host - SLACK_BYTES)
             if over <= 0 or not chosen:
                 return chosen

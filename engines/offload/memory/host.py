@@ -1,9 +1,13 @@
 """Plans host memory for an engine without a device: weights, KV cache and activations within a budget."""
 
 import math
+from contextlib import suppress
+from dataclasses import replace
 
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, mib
+from engines.offload.memory.layout import READS
+from engines.offload.memory.pass_time import JobPasses, PassRates
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, mib
 from engines.offload.memory.planner import MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
@@ -14,15 +18,62 @@ _KEPT_ACTIVATIONS = 3 / 4
 _CHUNK = (32, 512)
 #: As in kernels/csrc/attention.cpp: kScoreRows, prompt rows whose scores are held at once, and a panel's kWidth.
 _BLOCK, _WIDTH = 48, 16
+#: All weights in memory.
+_ALL = (0.0, 1.0, 0.0)
+#: A sweep that holds all weights may be slower by this factor than one of more sequences whose weights stream: reads
+#: slow products down, which its estimate leaves out.
+_ENOUGH = 0.95
 
 
-def plan_host_memory(request: MemoryRequest, policy: OffloadPolicy, budget: int | None) -> MemoryPlan:
+def plan_host_memory(
+    request: MemoryRequest, policy: OffloadPolicy, budget: int | None, rates: PassRates | None = None
+) -> MemoryPlan:
     """The plan for `policy` within `budget` bytes of host memory (None: unlimited).
 
-    Memory left over holds weights, unless the policy sets how many. Without a device the policy's device tier is host
-    memory as well. Raises InfeasibleError with the missing bytes and the nearest batch size that fits.
+    Memory left over holds weights, unless the policy sets how many; a sweep holds all of them, with fewer sequences,
+    where that is faster by `rates`. The ring is as large as reads in flight need by `rates`, without any as large as
+    may be, and none where all weights are held. Without a device the policy's device tier is host memory as well.
+    Raises InfeasibleError with the missing bytes and the nearest batch size that fits.
     """
-    return _HostPlanner(request, policy, budget).plan()
+    if policy.weights is not None:
+        return _streaming(request, policy, budget, rates)
+    held = None
+    with suppress(InfeasibleError):
+        held = _HostPlanner(request, replace(policy, weights=_ALL), budget, rates, slots=0).plan()
+    try:
+        streaming = _streaming(request, policy, budget, rates)
+    except InfeasibleError:
+        if held is None:
+            raise
+        return held
+    if held is None or (held.sequences < streaming.sequences and held.tokens_per_s <= _ENOUGH * streaming.tokens_per_s):
+        return streaming
+    return held
+
+
+def _streaming(
+    request: MemoryRequest, policy: OffloadPolicy, budget: int | None, rates: PassRates | None
+) -> MemoryPlan:
+    """The plan with a ring for what is not held, if there may be anything."""
+    if policy.weights is not None and not policy.weights[2]:
+        return _HostPlanner(request, policy, budget, rates, slots=0).plan()
+    if budget is None or rates is None or policy.nano_batches > 1:  # nano-batches keep a layer's tiles in the ring
+        return _HostPlanner(request, policy, budget, rates).plan()
+    slots = READS * math.ceil(rates.read_bytes / request.largest_tile)
+    plan = _HostPlanner(request, policy, budget, rates, slots).plan()
+    streamed = _expected_bytes(request, plan.resident, plan.sequences)
+    decode = JobPasses(request, policy, rates, plan.sequences, plan.chunk, streamed).decode_pass()
+    if decode.disk_s > decode.compute_s:  # the disk should go on while a layer attends
+        slots += math.ceil(decode.attention_s * rates.disk / request.largest_tile)
+        with suppress(InfeasibleError):
+            return _HostPlanner(request, policy, budget, rates, slots).plan()
+    return plan
+
+
+def _expected_bytes(request: MemoryRequest, resident: frozenset[int], sequences: int) -> int:
+    """Bytes that a pass of a token of each sequence is expected to read of the tiles that are not resident."""
+    streamed = [tile for tile in request.tiles if tile.index not in resident]
+    return round(request.usage.expected_bytes(streamed, sequences))
 
 
 def attention_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int, int]:
@@ -31,9 +82,13 @@ def attention_memory(shape: ModelShape, longest: int, threads: int) -> tuple[int
 
 
 class _HostPlanner(MemoryPlanner):
-    def __init__(self, request: MemoryRequest, policy: OffloadPolicy, budget: int | None) -> None:
-        super().__init__(request, policy, budget, _CHUNK)
+    def __init__(
+        self, request: MemoryRequest, policy: OffloadPolicy, budget: int | None, rates: PassRates | None,
+        slots: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(request, policy, budget, _CHUNK, slots)
         self._budget = budget
+        self._rates = rates
         self._disk_share = 0.0 if policy.cache is None else policy.cache[2]
         block = kv_block_bytes(request.shape, request.cache)
         # a block on disk is in memory a few layers at a time
@@ -75,18 +130,24 @@ class _HostPlanner(MemoryPlanner):
 
     def _finished(self, blocks: int, sequences: int, held: int, rest: str) -> MemoryPlan:
         tiles, each = self._request.tiles, self._activations
-        resident = evenly(tiles, range(len(tiles)), held)
+        resident = hottest(tiles, range(len(tiles)), held, self._read_probabilities(sequences))
+        in_memory = sum(tiles[i].nbytes for i in resident)
         activations = each.bytes(sequences)
         parts = {
             "cache": blocks * self._block_bytes,
             "work": activations,
             "ring": self._ring,
-            "resident": sum(tiles[i].nbytes for i in resident),
+            "resident": in_memory,
             "other": self._other + self._kept(sequences),
         }
         on_disk = round(blocks * self._disk_share)
         # without a limit every token of a chunk may have logits
         unlimited = each.chunk * (each.row_bytes + each.logits_bytes)
+        speed = 0.0
+        if self._rates is not None:
+            streamed = _expected_bytes(self._request, resident, sequences)
+            passes = JobPasses(self._request, self._policy, self._rates, sequences, each.chunk, streamed)
+            speed = passes.tokens_per_s()
         return MemoryPlan(
             kv_blocks=blocks - on_disk,
             disk_kv_blocks=on_disk,
@@ -99,6 +160,7 @@ class _HostPlanner(MemoryPlanner):
             logits_bytes=each.logits_bytes,
             total_bytes=sum(parts.values()),
             note=f"host memory: {summed(parts)}; {rest}",
+            tokens_per_s=speed,
         )
 
     def _refusal(self, fewest: int) -> InfeasibleError:

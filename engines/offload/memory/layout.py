@@ -13,6 +13,9 @@ from harness.api import ModelShape
 ALIGN = 4096
 #: Threads that read weights from disk.
 READERS = 2
+#: Reads that fill the ring: some are under way, the tiles of others wait or are multiplied. A few large reads wake
+#: fewer threads than many small ones and keep a disk's queue as full.
+READS = 4
 #: The group, and so the file, of matrices outside the decoder layers: the head, and projections beside embeddings.
 OUTSIDE = "outside"
 #: Values of a tile: 4 MiB in 16 bits, so that a float32 copy stays in the CPU's last-level cache until it is
@@ -42,6 +45,11 @@ class Matrix:
     def name(self) -> str:
         """The parameter's name, with the expert's index."""
         return self.parameter if self.expert is None else f"{self.parameter}[{self.expert}]"
+
+    @property
+    def mixture(self) -> str:
+        """What holds an expert's parameter: the name of its mixture."""
+        return self.parameter.rpartition(".")[0]
 
     @property
     def in_layer(self) -> bool:
@@ -151,6 +159,13 @@ def matrix_spans(tiles: Sequence[WeightTile]) -> list[range]:
     """The indices of each matrix's tiles, in order."""
     starts = [i for i, (before, tile) in enumerate(itertools.pairwise(tiles), 1) if before.matrix != tile.matrix]
     return [range(start, stop) for start, stop in itertools.pairwise([0, *starts, len(tiles)])]
+
+
+def joined_spans(spans: Sequence[range], joins: Sequence[Sequence[str]]) -> list[range]:
+    """The tiles of matrices that are multiplied together: `spans` are the matrices' own, `joins` their names."""
+    matrices = iter(spans)
+    runs = [list(itertools.islice(matrices, len(join))) for join in joins]
+    return [range(run[0].start, run[-1].stop) for run in runs]
 
 
 def _cuts(matrix: Matrix, stored: WeightStorage, size: int) -> list[tuple[int, int, int]]:

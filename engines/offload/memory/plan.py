@@ -1,13 +1,18 @@
 """The memory planner's input and output: what a job needs (MemoryRequest) and where all of it goes (MemoryPlan)."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from engines.offload.memory.expert_usage import ExpertUsage
 from engines.offload.memory.kv_blocks import blocks_for
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.storage import Storage
 from harness.api import ModelShape
+
+#: Probabilities that a pass reads a tile are told apart so finely. In classes much smaller than a layer's experts, what
+#: streams would not be spread over the pass.
+_CLASSES = 32
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class MemoryRequest:
     small_bytes: norms, biases and other tensors that always stay in memory.
     attention_bytes: scratch memory of attention beside its operands: fixed, and per prompt row of a pass.
     max_sequence, mean_sequence: tokens of a sequence, at most and on average over its life.
+    usage: how often a pass needs an expert.
+    mean_new: tokens that a sequence generates, on average, at least 1.
     """
 
     shape: ModelShape
@@ -33,6 +40,13 @@ class MemoryRequest:
     attention_bytes: tuple[int, int]
     max_sequence: int
     mean_sequence: int
+    usage: ExpertUsage = field(default_factory=ExpertUsage)
+    mean_new: int = 1
+
+    @property
+    def mean_prompt(self) -> int:
+        """Tokens of a prompt, on average."""
+        return max(1, self.mean_sequence - self.mean_new // 2)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -66,6 +80,7 @@ class MemoryPlan:
         logits are computed.
     total_bytes: all that is planned in the first tier.
     note: the plan in words, for reports.
+    tokens_per_s: tokens generated a second by the rates that the plan was made with; 0 without any.
     pinned: indices of the tiles held in pinned host memory; `pinned_bytes` is all of that memory.
     """
 
@@ -80,6 +95,7 @@ class MemoryPlan:
     logits_bytes: int
     total_bytes: int
     note: str
+    tokens_per_s: float = 0.0
     host_kv_blocks: int = 0
     pinned: frozenset[int] = frozenset()
     pinned_bytes: int = 0
@@ -103,6 +119,22 @@ def evenly(tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int) -> fr
             chosen.add(i)
             taken += tile.nbytes
     return frozenset(chosen)
+
+
+def hottest(
+    tiles: Sequence[WeightTile], among: Iterable[int], nbytes: int, probabilities: Sequence[float]
+) -> frozenset[int]:
+    """Chooses tiles of `among` that fit `nbytes`: first those that a pass reads with the highest of `probabilities`,
+    which saves most reads for their bytes. Of tiles that are about as likely they are chosen `evenly`."""
+    classes: dict[int, list[int]] = {}
+    for i in among:
+        classes.setdefault(round(probabilities[i] * _CLASSES), []).append(i)
+    chosen: frozenset[int] = frozenset()
+    for _, alike in sorted(classes.items(), reverse=True):
+        more = evenly(tiles, alike, nbytes)
+        nbytes -= sum(tiles[i].nbytes for i in more)
+        chosen |= more
+    return chosen
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:

@@ -59,18 +59,21 @@ class MemoryPlanner(ABC):
     """Plans one job within `budget` bytes of its first tier (None: unlimited).
 
     `row` and `zigzag` fit whole blocks of sequences at full length or refuse. `sweep` runs sequences of mixed ages and
-    takes as many as fit, up to its batch size.
+    takes as many as fit, up to its batch size. `slots`: of the ring; None for as many as a budget may give it.
     """
 
     def __init__(
-        self, request: MemoryRequest, policy: OffloadPolicy, budget: int | None, chunk_limits: tuple[int, int]
-    ) -> None:
+        self, request: MemoryRequest, policy: OffloadPolicy, budget: int | None, chunk_limits: tuple[int, int],
+        slots: int | None = None,
+    ) -> None:  # fmt: skip
         self._request = request
         self._policy = policy
         self._mixed_ages = policy.schedule == "sweep"
-        self._slots = _clamp(None if budget is None else budget * _RING_SHARE / request.largest_tile, _SLOTS)
+        most = most_slots(request, budget)
+        self._slots = most if slots is None else min(most, slots)
         self._ring = self._slots * request.largest_tile
-        self._activations = ActivationMemory.within(budget, request, policy, chunk_limits)
+        limits = _with_expert_rows(chunk_limits, request, policy)
+        self._activations = ActivationMemory.within(budget, request, policy, limits)
         allocator = int((budget or 0) * _ALLOCATOR_SHARE)
         self._other = request.small_bytes + request.cast_bytes + SLACK_BYTES + allocator
 
@@ -94,12 +97,35 @@ class MemoryPlanner(ABC):
             raise self._refusal(fewest)
         return sequences
 
+    def _read_probabilities(self, sequences: int) -> list[float]:
+        """Of each tile, the probability that a pass of a token of each sequence needs it."""
+        return self._request.usage.read_probabilities(self._request.tiles, sequences)
+
     def _hint(self, otherwise: str, fixed_weights: bool) -> str:
         """The nearest batch size that fits, or `otherwise`. `fixed_weights`: the policy sets how many are held."""
         batches = self._policy.num_gpu_batches
         size = 0 if self._mixed_ages else largest(self._policy.gpu_batch_size, lambda n: self._fits(n * batches))
         hint = f"gpu_batch_size {size} would fit" if size else otherwise
         return hint + (", or hold a smaller part of the weights (policy.weights)" if fixed_weights else "")
+
+
+def most_slots(request: MemoryRequest, budget: int | None) -> int:
+    """Slots of the largest ring within a budget in bytes (None: unlimited)."""
+    return _clamp(None if budget is None else budget * _RING_SHARE / request.largest_tile, _SLOTS)
+
+
+def _with_expert_rows(limits: tuple[int, int], request: MemoryRequest, policy: OffloadPolicy) -> tuple[int, int]:
+    """The limits of a chunk in which an expert of a sweep gets the rows that a dense model's matrix gets.
+
+    A pass of a mixture has to read all experts, for each of which it has a fraction of its rows. So it takes as many
+    prompt tokens as keep all sequences running, each of which makes room for the next prompt when it ends; more would
+    only take memory from weights.
+    """
+    least, most = limits
+    if policy.schedule != "sweep":
+        return limits
+    steady = round(policy.gpu_batch_size * request.mean_prompt / request.mean_new)
+    return least, max(most, min(int(most / request.usage.share), steady))
 
 
 def summed(parts: Mapping[str, int]) -> str:

@@ -1,14 +1,31 @@
 """How many rows a GEMM has: those that balance a pass's arithmetic with its loads, and padding in 16 bits."""
 
+import bisect
+from collections.abc import Callable
+
 from harness.api import ModelShape
 
+#: More rows than any pass has.
+_MOST = 1 << 20
 
-def io_compute_balance_rows(streamed_bytes: int, load_rate: float, flops: float, shape: ModelShape) -> int:
+
+def io_compute_balance_rows(
+    streamed_bytes: Callable[[int], float], load_rate: float, flops: float, shape: ModelShape
+) -> int:
     """Rows at which a pass computes for as long as its streamed weights take to load.
 
-    `load_rate` is in bytes/s, `flops` in FLOP/s. With fewer rows a pass waits for its weights. 1 if no weights stream.
+    streamed_bytes: of a pass of so many rows; fewer rows need fewer of a mixture's experts.
+    load_rate: bytes/s; flops: FLOP/s.
+
+    With fewer rows a pass waits for its weights. In a mixture a row multiplies with few of the experts that all rows
+    together need, so the balance is at many more rows: as many for each expert as for a matrix of a dense model. 1 if
+    no weights stream.
     """
-    return int(streamed_bytes / load_rate * flops / shape.flops(1, 0, 0)) if streamed_bytes else 1
+
+    def computes_as_long(rows: int) -> bool:
+        return rows * shape.flops(1, 0, 0) / flops >= streamed_bytes(rows) / load_rate
+
+    return max(1, bisect.bisect_left(range(_MOST), True, lo=1, key=computes_as_long))
 
 
 def padded_rows(rows: int, value_bytes: int) -> int:

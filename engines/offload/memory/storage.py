@@ -1,5 +1,6 @@
 """How rows of values are stored: plain, in panels, quantized in groups; and what takes how many bytes; no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.api import DTYPE_BYTES, Dtype, OffloadPolicy, UnsupportedError
@@ -144,8 +145,10 @@ def panels_of(stored: Storage, twelve_bits: bool) -> Panels | None:
     return Panels(exact12=twelve_bits) if stored.dtype == "bfloat16" else None
 
 
-def may_use_twelve_bits(policy: OffloadPolicy, limited: bool) -> bool:
-    """Whether the engine may keep bfloat16 in twelve bits on a host by itself: where memory is `limited` or weights are
-    to be on disk, since else nothing has to be saved."""
+def weight_formats(policy: OffloadPolicy, limited: bool) -> Sequence[bool]:
+    """Whether a host keeps bfloat16 in twelve bits; both where the plan of the job decides, which is where memory is
+    `limited` or weights are to be on disk: else nothing has to be saved."""
+    if policy.weight_format != "auto":
+        return (policy.weight_format == "exact12",)
     streams = limited or (policy.weights is not None and policy.weights[2] > 0)
-    return policy.weight_format == "auto" and policy.weight_bits == 16 and streams
+    return (False, True) if streams and policy.weight_bits == 16 else (False,)

@@ -52,7 +52,9 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> Any:
     cannot build it."""
     try:
         with init_empty_weights(), _EmptyOnMeta():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DRY_RUN).eval()
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=DRY_RUN, trust_remote_code=False
+            ).eval()
     except Exception as exc:  # some check their sizes, some need packages that are not installed
         raise UnsupportedError(f"{config.model_type}: transformers cannot build it: {first_line(exc)}") from exc
 
@@ -79,21 +81,28 @@ def stop_and_begin_tokens(path: Path, config: Any, vocab: int) -> tuple[tuple[in
 
 
 class DryPass:
-    """Serves a model zeros of the right shapes as products and attention, and notes what it asks for."""
+    """Serves a model zeros of the right shapes as products and attention, and notes what it asks for.
 
-    def __init__(self, outputs: Mapping[str, int]) -> None:
+    `joins`: matrices in order of use, those together that follow each other in one of `groups` (by matrix) and multiply
+    the same input. It is the same as long as the model hands over the same tensor and has not written to it; so the
+    pass must not run in inference mode, where writes are not counted.
+    """
+
+    def __init__(self, outputs: Mapping[str, int], groups: Mapping[str, str]) -> None:
         self._outputs = outputs
-        self.order: list[str] = []
-        self.attends: list[int] = []  # of each attention, how many matrices were used before it
+        self._groups = groups
+        self._last: tuple[torch.Tensor, int, str] | None = None  # the last product's input, its writes, its group
+        self.joins: list[tuple[str, ...]] = []
+        self.attends: list[int] = []  # of each attention, how many joins came before it
         self.has_windows = False
         self._layers: list[int] = []
         self._shapes: set[tuple[int, ...]] = set()
 
     def problem(self, shape: ModelShape, logits: torch.Tensor) -> str:
         """Why the engine cannot serve a model that did this and returned `logits` for one row; empty if it can."""
-        if unused := set(self._outputs) - set(self.order):
+        if unused := set(self._outputs).difference(*self.joins):
             return f"{min(unused)} is not used in every pass"
-        if len(self.order) != len(self._outputs):
+        if sum(map(len, self.joins)) != len(self._outputs):
             return "a matrix is used twice in a pass"
         if sorted(self._layers) != list(range(shape.num_layers)):
             return (
@@ -107,18 +116,26 @@ class DryPass:
             return f"one row gave logits {list(logits.shape)} instead of {[1, shape.vocab]}"
         return ""
 
-    def gemm(self, matrix: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        self.order.append(matrix)
-        return padded_output(len(x), self._outputs[matrix], x).zero_()
+    def gemm(
+        self, matrices: Sequence[str], x: torch.Tensor, biases: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        [matrix], last = matrices, self._last
+        self._last = x, x._version, self._groups[matrix]
+        if last is not None and last[0] is x and last[1:] == self._last[1:]:
+            self.joins[-1] = (*self.joins[-1], matrix)
+        else:
+            self.joins.append((matrix,))
+        return [padded_output(x.numel() // x.shape[-1], self._outputs[matrix], x).zero_()]
 
-    def route_experts(self, stacks: Sequence[str], experts: Sequence[int], count: int) -> Sequence[int]:
-        return range(count)
+    def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
+        return range(len(rows))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
+        self._last = None
         self._layers.append(layer)
         self.has_windows |= spec.window is not None
-        self.attends.append(len(self.order))
+        self.attends.append(len(self.joins))
         self._shapes.add(tuple(n for t in (query, key, value) for n in (t.shape[0], t.shape[2])))
         return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])

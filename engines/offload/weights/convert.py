@@ -18,14 +18,12 @@ from engines.models import shards
 from engines.offload.kernels import WeightPack, panels
 from engines.offload.memory.layout import Matrix, WeightTile, aligned, stored_as
 from engines.offload.memory.storage import Grouped, Panels, Plain, WeightStorage
+from engines.offload.weights import manifest
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from harness.api import HarnessError, LocalModel
+from harness.common.regular_file import read_json
 
-#: Part of a folder's key: raise it when the same checkpoint's files are laid out differently.
-_LAYOUT = 1
-#: Part of the key of folders with quantized tiles: raise it when the same values get other codes. 1 rounded between a
-#: group's least value and its largest, 2 and 3 are kernels/least_squares.py, which started from other ranges in 2.
-_QUANTIZER = 3
+_LAYOUT, _QUANTIZER = manifest.LAYOUT, manifest.QUANTIZER
 _SMALL = "small.safetensors"
 #: Lists the tiles that could not be packed.
 _PLAIN = "plain.json"
@@ -63,12 +61,24 @@ class ConvertedCheckpoint:
         sizes = {tile.file: 0 for tile in self.tiles} | {_SMALL: 1}
         for tile in self.tiles:
             sizes[tile.file] = max(sizes[tile.file], tile.offset + tile.span)
-        sizes |= {_table_file(name): a * b * self.dtype.itemsize for name, (a, b) in self.tables.items()}
-        for name, size in sizes.items():
-            path = self.folder / name
-            actual = path.stat().st_size if path.exists() else 0
-            if actual < size:
-                raise HarnessError(f"{path} has {actual} of {size} bytes; {_REMOVE}")
+        for name, size in (sizes | self._table_sizes()).items():
+            self._require(name, size)
+
+    def check_tables(self) -> None:
+        """Raises HarnessError for a table that was cut: reading a mapped file beyond its end ends the process by
+        SIGBUS. One that was removed stays mapped as it was."""
+        for name, size in self._table_sizes().items():
+            if (self.folder / name).exists():
+                self._require(name, size)
+
+    def _table_sizes(self) -> dict[str, int]:
+        return {_table_file(name): a * b * self.dtype.itemsize for name, (a, b) in self.tables.items()}
+
+    def _require(self, name: str, size: int) -> None:
+        path = self.folder / name
+        actual = path.stat().st_size if path.exists() else 0
+        if actual < size:
+            raise HarnessError(f"{path} has {actual} of {size} bytes; {_REMOVE}")
 
     def table(self, name: str) -> torch.Tensor:
         """An embedding table [entries, width], mapped without read-ahead: a lookup reads the rows it needs."""
@@ -82,10 +92,10 @@ class ConvertedCheckpoint:
     def small(self) -> dict[str, torch.Tensor]:
         """All tensors that are neither matrix nor table, such as norms and biases, in the checkpoint's dtypes."""
         try:
-            tensors: dict[str, torch.Tensor] = load_file(self.folder / _SMALL)
+            # copies: a mapped file that is cut while the model runs would end the process by SIGBUS
+            return {name: tensor.clone() for name, tensor in load_file(self.folder / _SMALL).items()}
         except SafetensorError as exc:
             raise HarnessError(f"{self.folder / _SMALL} is damaged; {_REMOVE}") from exc
-        return tensors
 
 
 def convert(
@@ -119,6 +129,7 @@ def convert(
             _stored(name, tensor, tensor.dtype)
         shards.save(tensors, folder / _SMALL)
         (folder / _PLAIN).write_text(json.dumps(plain))
+        manifest.write(folder, _LAYOUT, _QUANTIZER if any(map(_is_quantized, layout.tiles)) else None)
 
     folder = build_once(folder_of(_QUANTIZER), "converted weights", needed, write)
     stale = [old for old in map(folder_of, range(1, _QUANTIZER)) if old != folder and old.is_dir()]
@@ -153,6 +164,11 @@ def folder_key(
     ]  # fmt: skip
     recipe = json.dumps([_LAYOUT, contents, dtype, layout, tables, small])
     return hashlib.sha256(recipe.encode()).hexdigest()[:16]
+
+
+def _is_quantized(tile: WeightTile) -> bool:
+    stored = tile.stored.grouped if isinstance(tile.stored, Panels) else tile.stored
+    return isinstance(stored, Grouped)
 
 
 def _pieces(
@@ -200,7 +216,7 @@ def _plain_tiles(folder: Path) -> list[int]:
     if not path.exists():  # converted before there was such a list
         return []
     try:
-        return [int(index) for index in json.loads(path.read_bytes())]
+        return [int(index) for index in read_json(path)]
     except (ValueError, TypeError) as exc:
         raise HarnessError(f"{path} is damaged; {_REMOVE}") from exc
 

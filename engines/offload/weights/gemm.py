@@ -6,11 +6,11 @@ cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured
 
 import copy
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -23,8 +23,9 @@ from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, Weig
 from engines.offload.weights.kept_choices import KeptChoices
 from harness.api import DTYPE_BYTES, Arithmetic, Dtype, UnsupportedError
 
-#: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, and a device's pass.
-_ROWS, _DEVICE_ROWS = 256, 2048
+#: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, one of few sequences, as
+#: it is not known which a load will run, and a device's pass.
+_ROWS, _FEW_ROWS, _DEVICE_ROWS = 256, 4, 2048
 _ROUNDS = 12
 #: After so many seconds torch's threads, if they spin, have gone to sleep.
 _REST_S = 0.01
@@ -36,8 +37,6 @@ _ROW_PAD = 16
 #: Panels are taken unless another way needs less than this part of their time: their pool bears other processes on the
 #: CPU, and a choice that changed from one load to the next would convert the checkpoint again.
 _CLEARLY_FASTER = 0.8
-#: Of panels, those in twelve bits are taken unless the others need less than this part of their time.
-_LITTLE_SLOWER = 0.85
 
 
 @dataclass(frozen=True)
@@ -75,52 +74,62 @@ def choose_gemm(
     hidden: int,
     dtypes: Sequence[Dtype],
     kernels: HostKernels,
-    exact12: Literal["no", "may", "must"] = "no",
+    exact12: bool = False,
+    reproducible: bool = False,
 ) -> GemmBackend:
-    """The fastest GEMM for weights `stored` so or in panels, about `hidden` wide, and activations in one of `dtypes`:
-    as kept in the cache, or measured and kept. `exact12`: whether bfloat16 may or must be kept in twelve bits; it may
-    where products take little longer.
+    """The fastest GEMM, for many rows and few, for weights `stored` so or in panels, about `hidden` wide, and
+    activations in one of `dtypes`: as kept in the cache, or measured and kept. `exact12`: bfloat16 is to be kept in
+    twelve bits. `reproducible`: a library's product of a row may depend on how many rows it is called with, so panels
+    are taken where there are any: their arithmetic is the same on any threads, for any rows.
 
-    Raises UnsupportedError where it must and cannot.
+    Raises UnsupportedError for twelve bits where there are none.
     """
     quantizer = kernels.quantizer(stored)
     candidates = [_torch_gemm(stored, quantizer, dtype) for dtype in dtypes]
     if "float32" in dtypes and (compiled := kernels.gemm(stored)) is not None:
         candidates.append(GemmBackend("kernel", "float32", compiled, 0, stored))
     tiles: dict[WeightStorage, list[torch.Tensor]] = {stored: _tiles(stored, quantizer.pack, hidden)}
-    in_panels = _in_panels(stored, exact12)
-    pool = kernels.tile_pool() if in_panels else None
-    if pool is not None and pool.dtype in dtypes:
-        for panels in in_panels:
-            candidates.append(GemmBackend(panels.name, pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
-            tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
-    if exact12 == "must":
+    panels = panels_of(stored, exact12)
+    pool = kernels.tile_pool() if panels is not None else None
+    if panels is not None and pool is not None and pool.dtype in dtypes:
+        candidates.append(GemmBackend(panels.name, pool.dtype, pool.gemm(panels), 0, panels, pool=pool))
+        tiles[panels] = _tiles(panels, kernels.weight_packer(panels), hidden)
+    if reproducible and (own := [candidate for candidate in candidates if candidate.pool is not None]):
+        candidates = own
+    if exact12:
         candidates = [candidate for candidate in candidates if candidate.stored == Panels(exact12=True)]
     if not candidates:
         raise UnsupportedError("policy.weight_format: exact12 is for weights in bfloat16 on a host, computed in its "
                                f"fastest dtype, with compiled kernels; {kernels.note or 'leave it out'}")  # fmt: skip
     choices = KeptChoices(kernels.cache)
-    among = (stored, _tile_size(hidden), tuple(dtypes), exact12, kernels.threads, bool(kernels.note))
+    offered = tuple(candidate.label for candidate in candidates)
+    among = (stored, _tile_size(hidden), offered, kernels.threads)
     chosen = choices.get(*among)
     kept = [candidate for candidate in candidates if candidate.label == chosen] or candidates
-    seconds = _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden) for candidate in kept])
-    fastest, best = min(zip(seconds, kept, strict=True), key=lambda pair: pair[0] * _handicap(pair[1].stored))
+    seconds, few = (
+        _seconds_per_flop([_Trial(candidate, tiles[candidate.stored], hidden, rows) for candidate in kept])
+        for rows in (_ROWS, _FEW_ROWS)
+    )
+    fastest, _, best = min(
+        zip(seconds, few, kept, strict=True), key=lambda way: math.sqrt(way[0] * way[1]) * _handicap(way[2].stored)
+    )
     if best.label != chosen:
         choices.keep(best.label, *among)
     return replace(best, flops=1 / fastest)
 
 
-def _in_panels(stored: Storage, exact12: Literal["no", "may", "must"]) -> list[Panels]:
-    """The panels in which weights that are to be `stored` so can be."""
-    ways = [panels_of(stored, twelve_bits) for twelve_bits in ([False] if exact12 == "no" else [False, True])]
-    return [panels for panels in dict.fromkeys(ways) if panels is not None]
-
-
 def _handicap(stored: WeightStorage) -> float:
     """A factor on the time of weights kept so, by which they are preferred."""
-    if not isinstance(stored, Panels):
-        return 1.0
-    return _CLEARLY_FASTER * (_LITTLE_SLOWER if stored.exact12 else 1.0)
+    return _CLEARLY_FASTER if isinstance(stored, Panels) else 1.0
+
+
+def seconds_per_value(way: GemmBackend, hidden: int, kernels: HostKernels, rows: Sequence[int]) -> dict[int, float]:
+    """Seconds that a value of a weight about `hidden` wide takes in one product, by rows."""
+    stored = way.stored
+    pack = kernels.weight_packer(stored) if isinstance(stored, Panels) else kernels.quantizer(stored).pack
+    tiles = _tiles(stored, pack, hidden)
+    measured = _seconds_per_flop([_Trial(way, tiles, hidden, count) for count in rows])
+    return {count: 2 * count * seconds for count, seconds in zip(rows, measured, strict=True)}
 
 
 def int8_gemm(stored: Storage, hidden: int, kernels: HostKernels) -> GemmBackend:
@@ -167,8 +176,14 @@ def device_gemm(
 
 
 def padded_output(rows: int, outputs: int, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialized matrix [rows, outputs] in the dtype of `like`, with padding between its rows."""
-    return like.new_empty(rows, outputs + _ROW_PAD)[:, :outputs]
+    """An uninitialized matrix [rows, outputs] in the dtype of `like`, with zeros between its rows.
+
+    Zeros, as oneDNN's bfloat16 kernels for AMX read past a row's end where its columns are no multiple of their tiles,
+    and multiply what is there by zero: NaN, if uninitialized memory happens to hold one.
+    """
+    padded = like.new_empty(rows, outputs + _ROW_PAD)
+    padded[:, outputs:] = 0
+    return padded[:, :outputs]
 
 
 def _torch_gemm(

@@ -1,54 +1,72 @@
-"""One matrix multiplied for several batches at once, tile by tile as the stream delivers it."""
+"""Matrices with one input multiplied for several batches at once, tile by tile as the stream delivers them."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engines.offload.kernels import Gemm
-from engines.offload.kernels.tile_pool import PanelProduct
+from engines.offload.kernels import Gemm, stored_view
+from engines.offload.kernels.tile_pool import PanelProduct, PanelTiles
 from engines.offload.memory.layout import WeightTile
 from engines.offload.memory.rows import padded_rows
-from engines.offload.memory.storage import Panels
+from engines.offload.memory.storage import Panels, WeightStorage
 from engines.offload.weights.gemm import GemmBackend, padded_output
 
 
 @dataclass(frozen=True)
 class GemmRequest:
-    """A product that a batch needs: x [rows, columns] times the transpose of the matrix, plus a bias [outputs]."""
+    """Products that a batch needs: x [rows, columns] times the transpose of each matrix, plus its bias [outputs]."""
 
-    matrix: str
+    matrices: Sequence[str]
     x: torch.Tensor
-    bias: torch.Tensor | None
+    biases: Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class ResidentRun:
+    """Resident tiles that follow each other in matrices with one input, ready for a pool: by matrix, those from row
+    `start` on. `whole`: they are all the tiles of these matrices."""
+
+    parts: Sequence[tuple[str, int, PanelTiles]]
+    whole: bool
+
+    @property
+    def count(self) -> int:
+        """How many tiles they are."""
+        return sum(tiles.count for _, _, tiles in self.parts)
 
 
 class JointGemm:
-    """The product of one matrix of `outputs` rows, by `backend`, for all `requests`; None stands for a batch that does
-    not need it.
+    """The products of matrices of `outputs` rows each, by `backend`, for all `requests`; None stands for a batch that
+    does not need them.
 
-    `parts` [rows, outputs] are the batches' own results, complete when all the matrix's tiles were added and `wait` has
-    returned. A backend with a pool of threads multiplies meanwhile; without one `add` does.
+    `parts` are the batches' own results, [rows, outputs] for each matrix, complete when all tiles were added and `wait`
+    has returned. A backend with a pool of threads multiplies meanwhile; without one `add` does.
     """
 
-    def __init__(self, requests: Sequence[GemmRequest | None], outputs: int, backend: GemmBackend) -> None:
+    def __init__(self, requests: Sequence[GemmRequest | None], outputs: Sequence[int], backend: GemmBackend) -> None:
         operands = [request for request in requests if request is not None]
-        self.matrix = operands[0].matrix
-        self._bias = operands[0].bias
+        self.matrix = operands[0].matrices[0]
         self._x = operands[0].x
-        rows = sum(len(request.x) for request in operands)
+        self._backend = backend
+        counts = [len(request.x) for request in operands]
+        rows = sum(counts)
         padded = rows if backend.pool else padded_rows(rows, self._x.element_size())
         if len(operands) > 1 or padded > rows:
             self._x = padded_output(padded, self._x.shape[1], self._x)
             torch.cat([request.x for request in operands], out=self._x[:rows])
             self._x[rows:] = 0
-        self._out = padded_output(padded, outputs, self._x)
-        self._sum: torch.Tensor | None = None
-        parts = iter(torch.split(self._out[:rows], [len(request.x) for request in operands]))
-        self.parts = [None if request is None else next(parts) for request in requests]
-        self._added = 0
+        outs = [padded_output(padded, count, self._x) for count in outputs]
+        #: By matrix: its bias and results.
+        self._of = dict(zip(operands[0].matrices, zip(operands[0].biases, outs, strict=True), strict=True))
+        self.parts: list[Sequence[torch.Tensor] | None] = [outs]
+        if len(requests) > 1 or padded > rows:
+            by_operand = zip(*(torch.split(out[:rows], counts) for out in outs), strict=True)
+            self.parts = [None if request is None else next(by_operand) for request in requests]
+        self._sum: torch.Tensor | None = None  # of the matrix whose tiles are added
+        self._added = 0  # tiles
         self._product: PanelProduct | None = None
-        if backend.pool and rows:
-            self._product = backend.pool.product(self._x, backend.int8)
 
     def add(self, tile: WeightTile, weight: torch.Tensor, gemm: Gemm) -> int:
         """Adds the contribution of one tile, whose stored values are `weight`; returns its number. `gemm` multiplies
@@ -60,15 +78,37 @@ class JointGemm:
 
     def _add(self, tile: WeightTile, weight: torch.Tensor, gemm: Gemm) -> None:
         span = slice(tile.start, tile.stop)
-        if self._product is not None:
+        bias, out = self._of[tile.matrix]
+        if self._backend.pool:
             assert isinstance(tile.stored, Panels)
-            self._product.add(tile.stored, weight, None if self._bias is None else self._bias[span], self._out[:, span])
+            tiles = PanelTiles([tile.stored], [weight], [tile.shape[0]], tile.shape[1], self._backend.int8)
+            self._add_panels(tile.matrix, tile.start, tiles)
         elif tile.axis == 0:
-            gemm(self._x, weight, None if self._bias is None else self._bias[span], self._out[:, span])
+            gemm(self._x, weight, None if bias is None else bias[span], out[:, span])
         elif self._x.dtype == torch.float32:
-            gemm(self._x[:, span], weight, self._out if tile.start else self._bias, self._out)
+            gemm(self._x[:, span], weight, out if tile.start else bias, out)
         else:
-            self._add_in_float32(gemm, self._x[:, span], weight, tile.stop == self._x.shape[1])
+            self._add_in_float32(gemm, tile, weight)
+
+    def add_run(self, run: ResidentRun) -> None:
+        """Adds the contribution of the next tiles, on the backend's pool. They are done on return if they are all."""
+        self._added += run.count
+        if not len(self._x):
+            return
+        if run.whole:
+            assert self._backend.pool is not None
+            self._backend.pool.multiply(self._x, [(tiles, *self._of[matrix]) for matrix, _, tiles in run.parts])
+            return
+        for matrix, start, tiles in run.parts:
+            self._add_panels(matrix, start, tiles)
+
+    def _add_panels(self, matrix: str, start: int, tiles: PanelTiles) -> None:
+        if self._product is None:
+            assert self._backend.pool is not None
+            self._product = self._backend.pool.product(self._x)
+        bias, out = self._of[matrix]
+        span = slice(start, start + tiles.rows)
+        self._product.add(tiles, None if bias is None else bias[span], out[:, span])
 
     def is_done(self, number: int) -> bool:
         """Whether the tile that was added as number `number` is no longer needed."""
@@ -84,9 +124,43 @@ class JointGemm:
         if self._product is not None:
             self._product.close()
 
-    def _add_in_float32(self, gemm: Gemm, x: torch.Tensor, weight: torch.Tensor, last: bool) -> None:
+    def _add_in_float32(self, gemm: Gemm, tile: WeightTile, weight: torch.Tensor) -> None:
         """Adds a tile of columns to a float32 sum that is rounded once, as the whole product would be."""
-        gemm(x, weight, None, self._out)
-        self._sum = self._out.float() if self._sum is None else self._sum.add_(self._out)
-        if last:
-            self._out.copy_(self._sum if self._bias is None else self._sum.add_(self._bias))
+        bias, out = self._of[tile.matrix]
+        gemm(self._x[:, tile.start : tile.stop], weight, None, out)
+        self._sum = self._sum.add_(out) if tile.start and self._sum is not None else out.float()
+        if tile.stop == self._x.shape[1]:
+            out.copy_(self._sum if bias is None else self._sum.add_(bias))
+
+
+def resident_runs(
+    tiles: Sequence[WeightTile],
+    spans: Sequence[range],
+    resident: Mapping[int, torch.Tensor],
+    gemms: Mapping[WeightStorage, GemmBackend],
+) -> dict[int, ResidentRun]:
+    """What a pool multiplies in one call: by their first one's index, `resident` tiles (bytes by index) that follow
+    each other. `spans`: the tiles of matrices with one input. Nothing where matrices are multiplied otherwise."""
+    runs = {}
+    for span in spans:
+        backend = gemms[tiles[span.start].stored]
+        for is_resident, indices in itertools.groupby(span, resident.__contains__) if backend.pool else ():
+            if is_resident:
+                run = [tiles[i] for i in indices]
+                parts = [_part(list(part), resident, backend) for _, part in itertools.groupby(run, _matrix)]
+                runs[run[0].index] = ResidentRun(parts, whole=len(run) == len(span))
+    return runs
+
+
+def _matrix(tile: WeightTile) -> str:
+    return tile.matrix
+
+
+def _part(
+    run: Sequence[WeightTile], resident: Mapping[int, torch.Tensor], backend: GemmBackend
+) -> tuple[str, int, PanelTiles]:
+    """Tiles of one matrix that follow each other; see ResidentRun."""
+    stored = [tile.stored for tile in run if isinstance(tile.stored, Panels)]
+    weights = [stored_view(resident[tile.index], tile.stored, *tile.shape) for tile in run]
+    rows, columns = [tile.shape[0] for tile in run], run[0].shape[1]
+    return run[0].matrix, run[0].start, PanelTiles(stored, weights, rows, columns, backend.int8)

@@ -9,6 +9,7 @@ import torch
 
 from engines.offload.kernels.build import kernels_here
 from harness.common.files import replace_with
+from harness.common.regular_file import read_json
 
 
 class KeptChoices:
@@ -34,8 +35,8 @@ class KeptChoices:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            found = read_json(self._path)
+        except (OSError, ValueError):
             return {}
         return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
 

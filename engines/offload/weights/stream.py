@@ -3,17 +3,14 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from engines.offload.memory.layout import READERS, WeightTile
+from engines.offload.memory.layout import READERS, READS, WeightTile
 from engines.offload.timeline import Timeline
 from engines.offload.weights.ring import Ring
 from harness.api import HarnessError
-
-#: Reads that fill the ring: a few large ones wake fewer threads than many small ones and keep a disk's queue as full.
-_READS = 4
 
 
 class WeightStream:
@@ -21,20 +18,25 @@ class WeightStream:
 
     `next` waits for the tile that is due and returns its bytes; `release` frees the slot of the oldest that is held.
     Readers run ahead by as many tiles as the ring has slots, across the end of a pass, and take adjacent tiles in one
-    read. `skip` passes over the tile that is due; `leave_out` announces tiles that will be skipped. What a reader
-    raises, `next` raises. Without `ahead` a tile is read when it is asked for, and nothing else happens meanwhile.
+    read. `skip` passes over the tile that is due; `decide` announces tiles that will be skipped. Tiles
+    that are not among the `likely` (indices; None: all are) are not read before `decide` says that they are needed.
+    What a reader raises, `next` raises. Without `ahead` a tile is read when it is asked for, and nothing else happens
+    meanwhile.
 
     Tiles are named by their index. Inside, a step counts tiles over all passes: step s is tiles[s % len(tiles)].
     """
 
-    def __init__(self, tiles: Sequence[WeightTile], ring: Ring, timeline: Timeline, ahead: bool = True) -> None:
+    def __init__(
+        self, tiles: Sequence[WeightTile], ring: Ring, timeline: Timeline, ahead: bool = True,
+        likely: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         self.tiles = tiles
         self._position = {tile.index: i for i, tile in enumerate(tiles)}
         self._ring = ring
         self._due = 1 << 62 if ahead else -1  # the last step that readers may begin
         self._timeline = timeline
         self.slots = ring.slots
-        self._most = max(1, self.slots // _READS)  # tiles per read
+        self._most = max(1, self.slots // READS)  # tiles per read
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # wakes readers: slots are free, or the stream has ended
         self._arrived = threading.Condition(self._lock)  # wakes the caller: tiles are there, or a reader has failed
@@ -43,6 +45,9 @@ class WeightStream:
         self._slot: dict[int, int] = {}  # by step: tiles that are being read, ready or held
         self._ready: set[int] = set()
         self._left_out: set[int] = set()
+        self._likely = {self._position[i] for i in (self._position if likely is None else likely)}
+        self._needed: set[int] = set()  # steps of the others
+        self._asked = -1  # the last step that the caller has asked for
         self._taken = 0  # the step that is due: tiles held, released or skipped so far
         self._held: deque[int] = deque()  # handed out and not released
         self._began = self._filled = time.perf_counter()
@@ -64,6 +69,7 @@ class WeightStream:
                 self._began = time.perf_counter()
             last = self.slots - self._most  # later slots may stay free: a read waits for slots for all its tiles
             self._due = max(self._due, last)
+            self._asked = last
             self._freed.notify_all()
             self._wait_for(range(self._taken, last + 1))
         return self.bytes_read / max(1e-9, self._filled - self._began)
@@ -79,9 +85,11 @@ class WeightStream:
         began = time.perf_counter()
         with self._lock:
             self._due = max(self._due, self._taken)
+            self._asked = max(self._asked, self._taken)
             self._wake()
             self._wait_for((self._taken,))
             self._ready.discard(self._taken)
+            self._needed.discard(self._taken)
             self._held.append(self._taken)
             slot = self._slot[self._taken]
             self._taken += 1
@@ -104,6 +112,7 @@ class WeightStream:
         with self._lock:
             step = self._taken
             self._taken += 1
+            self._needed.discard(step)
             if step in self._ready:
                 self._ready.discard(step)
                 self._free_slot(step)
@@ -111,11 +120,12 @@ class WeightStream:
                 self._left_out.add(step)
                 self._wake()
 
-    def leave_out(self, indices: Iterable[int]) -> None:
-        """Announces that these tiles will be skipped in this pass, so that no reader begins them."""
+    def decide(self, unneeded: Iterable[int], needed: Iterable[int] = ()) -> None:
+        """Announces that tiles will be skipped in this pass, so that no reader begins them, and others will not."""
         with self._lock:
             first = self._taken // max(1, len(self.tiles)) * len(self.tiles)
-            self._left_out.update(step for i in indices if (step := first + self._position[i]) >= self._next)
+            self._left_out.update(step for i in unneeded if (step := first + self._position[i]) >= self._next)
+            self._needed.update(step for i in needed if (step := first + self._position[i]) >= self._next)
             self._wake()
 
     def align(self) -> None:
@@ -199,15 +209,19 @@ class WeightStream:
         while self._next in self._left_out:
             self._left_out.discard(self._next)
             self._next += 1
-        if self._next > self._due:
+        if self._next > self._due or self._must_wait(self._next):
             return range(0)
         stop = self._next + 1
         end = min(self._due + 1, self._next + self._most)
-        while stop < end and stop not in self._left_out and self._follows(stop):
+        while stop < end and stop not in self._left_out and not self._must_wait(stop) and self._follows(stop):
             stop += 1
         if self._next == self._taken:  # the caller waits for it, and may hold all other slots until it is there
             stop = min(stop, self._next + len(self._free))
         return range(self._next, stop) if stop - self._next <= len(self._free) else range(0)
+
+    def _must_wait(self, step: int) -> bool:
+        """Whether nobody has said yet that an unlikely tile is needed; the lock is held."""
+        return step > self._asked and step % len(self.tiles) not in self._likely and step not in self._needed
 
     def _follows(self, step: int) -> bool:
         """Whether a step's tile follows the one before it in its file."""

@@ -19,6 +19,7 @@
 
 #include "decode_attention.h"
 #include "softmax.h"
+#include "threads.h"
 
 namespace {
 
@@ -26,6 +27,7 @@ constexpr int64_t kScoreRows = 48;         // prompt rows whose scores are held 
 constexpr int64_t kManyHeads = 16;         // from so many heads in a group, panels beat the decode path
 constexpr int64_t kScores = 1 << 17;       // scores of the rows of one work item: half of an L2 cache
 constexpr int64_t kItems = 4;              // work items per thread to aim for
+constexpr int64_t kShared = 16 * kSharedValues;  // multiply-adds from which several threads attend
 
 // Query rows: row i is at `query + i * apart`, at position `first + i * step`, of head `head + i * (1 - step)`. So they
 // are the tokens of one head (step = 1) or the heads of one token (step = 0).
@@ -230,14 +232,17 @@ void attend(const float* q, int64_t q_head, int64_t q_row, const Stored& stored,
     int64_t segment, first, last;
   };
   std::vector<Item> items;
+  int64_t work = 0;
   // a decode item takes several heads, whose rows are adjacent in memory
   const int64_t longest = max_blocks << block, rows = std::min(kScoreRows, kScores / longest);
   const int64_t several = std::max<int64_t>(1, std::min(rows / group, segments * kv_heads / (kItems * threads)));
   for (int64_t segment = segments - 1; segment >= 0; --segment) {  // prompts come last in a batch and take longest
     const int64_t size = wide || starts[segment + 1] - starts[segment] > 1 ? 1 : several;
     for (int64_t h = 0; h < kv_heads; h += size) items.push_back({segment, h, std::min(kv_heads, h + size)});
+    const int64_t count = starts[segment + 1] - starts[segment];
+    work += 2 * count * (cached[segment] + count) * heads * dim;
   }
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (work >= kShared)
   {
     Panels panels;
     Scratch scratch;

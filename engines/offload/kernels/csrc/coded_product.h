@@ -74,9 +74,13 @@ struct CodedPanels {
 
   static void multiply(const CodedRows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     constexpr int64_t kMost = 128 * kPanel;  // codes of the largest group
-    alignas(64) uint8_t codes[kTogether * kMost];
+    alignas(64) uint8_t codes[kTogether * kMost] = {};
     alignas(64) float scales[kSumsApart], minima[kSumsApart];
     const int64_t apart = panel_bytes(x.k, group), bytes = Stored::group_bytes(group);
+#ifdef HAS_AMX
+    std::optional<Amx> units;  // whose sums of whole numbers are VNNI's, which is faster for few rows
+    if (x.count > kBlock && amx_allowed()) units.emplace(x.count);
+#endif
     for (int64_t g = 0; g < x.groups; ++g) {
       for (int64_t c = 0; c < count; ++c) {
         const uint8_t* from = panels + c * apart + g * bytes;
@@ -84,6 +88,19 @@ struct CodedPanels {
         Stored::scales_of(from, scales + c * kPanel, minima + c * kPanel);
         unpack(from + 4 * kPanel, group, codes + c * kMost);
       }
+#ifdef HAS_AMX
+      if (units) {
+        amx_each<Dot::kBytes>(x.codes(0) + g * group, x.stride, x.count, codes, kMost, count,
+                              (group + kTileBytes - 1) / kTileBytes,
+                              [&](int64_t row, int64_t j, const char* products) {
+                                Ints sum;
+                                std::memcpy(&sum, products, sizeof sum);
+                                add_group(sums + row * kSumsApart + j, sum, x.scales(row)[g], x.sums(row)[g],
+                                          scales + j, minima + j, !g);
+                              });
+        continue;
+      }
+#endif
       for (int64_t r = 0; r < x.count; r += kBlock)
         with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
           float* to = sums + r * kSumsApart;
@@ -91,17 +108,22 @@ struct CodedPanels {
           const int64_t next = x.floats_apart();
           coded_block<R, C>(x.codes(r) + g * group, x.stride, codes, kMost, group / 4,
                             [&](int64_t i, int64_t j, Ints sum) {
-                              const Floats before = g ? load_floats(to + i * kSumsApart + j) : Floats{};
-                              const Floats products = __builtin_convertvector(sum, Floats) * load_floats(scales + j);
-                              const Floats minimum = load_floats(minima + j);
-                              const Floats shifted = fused(sum_of[i * next] - Floats{}, minimum, products);
-                              store_floats(to + i * kSumsApart + j, fused(shifted, scale[i * next] - Floats{}, before));
+                              add_group(to + i * kSumsApart + j, sum, scale[i * next], sum_of[i * next], scales + j,
+                                        minima + j, !g);
                             });
         });
     }
   }
 
  private:
+  // Adds to sums, or begins them with, a group's: of a row's codes times those of weights, and of a row's codes alone.
+  static void add_group(float* to, Ints sum, float scale, float sum_of_x, const float* scales, const float* minima,
+                        bool first) {
+    const Floats products = __builtin_convertvector(sum, Floats) * load_floats(scales);
+    const Floats shifted = fused(sum_of_x - Floats{}, load_floats(minima), products);
+    store_floats(to, fused(shifted, scale - Floats{}, first ? Floats{} : load_floats(to)));
+  }
+
   // Writes a group's codes as bytes, in the words' order of columns.
   static void unpack(const uint8_t* from, int64_t group, uint8_t* out) {
     static_assert(kBits == 4 || kBits == 8, "words of four or eight codes");

@@ -2,6 +2,7 @@
 // give the same bits.
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -35,6 +36,6 @@ inline void transform(float* x, int64_t size, float scale) {
 
 // x is [parts, size] with size a power of two; each row is transformed on its own.
 extern "C" void hadamard(float* x, int64_t parts, int64_t size, float scale, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (parts * size >= kSharedValues)
   for (int64_t i = 0; i < parts; ++i) transform(x + i * size, size, scale);
 }

@@ -36,9 +36,10 @@ struct Cut {
   }
 
   Part part(int64_t number) const {
-    const int64_t chunk = number % chunks, group = number / chunks, blocks = (rows + kBlock - 1) / kBlock;
-    const int64_t row = blocks * chunk / chunks * kBlock, panel = panels * group / groups;
-    return {row, std::min(rows, blocks * (chunk + 1) / chunks * kBlock) - row, panel,
+    const int64_t chunk = number % chunks, group = number / chunks;
+    const int64_t together = rows_together(), blocks = (rows + together - 1) / together;
+    const int64_t row = blocks * chunk / chunks * together, panel = panels * group / groups;
+    return {row, std::min(rows, blocks * (chunk + 1) / chunks * together) - row, panel,
             panels * (group + 1) / groups - panel};
   }
 };
@@ -52,12 +53,18 @@ class TileProduct : public Task {
         bias_(bias ? std::vector<Activation>(bias, bias + n) : std::vector<Activation>()), out_(out), ldo_(ldo),
         cut_(cut) {}
 
+  size_t scratch_bytes() const override {
+    size_t most = 0;
+    for (int i = 0; i < parts(); ++i) most = std::max(most, bytes_of(cut_.part(i)));
+    return most;
+  }
+
  protected:
   void compute(int part, Aligned& scratch) const override {
     const Part p = cut_.part(part);
-    float* sums = static_cast<float*>(scratch.at_least((p.panels + kTogether) * kPanel * p.rows * sizeof(float)));
+    float* sums = static_cast<float*>(scratch.at_least(bytes_of(p)));
     const auto rows = Weights::rows_of(*x_).from(p.row, p.rows);
-    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows)
+    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * whole_tiles(p.rows))
       Weights::multiply(rows, w_ + (p.panel + done) * Weights::panel_bytes(x_->columns(), group_),
                         std::min(kTogether, p.panels - done), group_, sums);
   }
@@ -65,7 +72,7 @@ class TileProduct : public Task {
   void write(int part, Aligned& scratch) const override {
     const Part p = cut_.part(part);
     const float* sums = static_cast<const float*>(scratch.data());
-    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * p.rows) {
+    for (int64_t done = 0; done < p.panels; done += kTogether, sums += kSumsApart * whole_tiles(p.rows)) {
       const int64_t first = (p.panel + done) * kPanel;
       const int64_t columns = std::min(n_ - first, std::min(kTogether, p.panels - done) * kPanel);
       for (int64_t i = 0; i < p.rows; ++i) {
@@ -80,6 +87,8 @@ class TileProduct : public Task {
   }
 
  private:
+  static size_t bytes_of(const Part& p) { return (p.panels + kTogether) * kPanel * whole_tiles(p.rows) * sizeof(float); }
+
   const std::shared_ptr<Operand> x_;
   const uint8_t* const w_;
   const int64_t group_, n_;
@@ -100,17 +109,23 @@ struct Product {
     if (x->take_form(Weights::form(group))) derive();
     const Cut cut(x->count(), n, pool.count);
     tiles.push_back(std::make_shared<TileProduct<Weights>>(x, w, group, n, bias, out, ldo, cut));
-    pool.threads.add(tiles.back());
+    try {
+      pool.threads.add(tiles.back());
+    } catch (const std::bad_alloc&) {
+      tiles.pop_back();
+      throw;
+    }
   }
 
   void derive() {
     if (Deriving::is_small(*x)) {
       for (int64_t row = 0; row < x->count(); ++row) x->derive(row, x->record(row));
-      return;
+    } else {
+      deriving = std::make_shared<Deriving>(x);
+      pool.threads.add(deriving);
+      pool.threads.wait(deriving);
     }
-    deriving = std::make_shared<Deriving>(x);
-    pool.threads.add(deriving);
-    pool.threads.wait(deriving);
+    x->is_derived();
   }
 };
 
@@ -118,6 +133,17 @@ struct Product {
 bool is_last(const std::shared_ptr<Task>& task) {
   if (task.use_count() > 1) return false;
   std::atomic_thread_fence(std::memory_order_acquire);
+  return true;
+}
+
+// Whether there was memory for what `act` did.
+template <typename Act>
+bool try_to(Act act) {
+  try {
+    act();
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
   return true;
 }
 
@@ -139,22 +165,42 @@ extern "C" void* open_product(void* pool, const Activation* x, int64_t ldx, int6
   return product;
 }
 
-// Adds `n` rows of W in panels, which must stay as they are until the tile is done and mapped until the pool is closed:
-// out[rows, n] and bias[n], or null, are theirs. All tiles of a product have groups of `group` columns, or none, and
-// are added by one of these functions; but plain panels and those in twelve bits go together.
-#define ADD_TILE(name, weights)                                                                                    \
-  extern "C" void add_##name(void* product, const uint8_t* w, int64_t group, int64_t n, const Activation* bias,    \
-                             Activation* out, int64_t ldo) {                                                       \
-    static_cast<Product*>(product)->add<weights>(w, group, n, bias, out, ldo);                                     \
-  }
+// How a tile is stored, and whether activations are rounded to eight bits for it; see tile_pool.py.
+enum class Kind : int64_t { kPlain, kExact12, k3, k4, k8, kCoded4, kCoded8 };
 
-ADD_TILE(panels, PlainPanels)
-ADD_TILE(panels12, Exact12Panels)
-ADD_TILE(panels3, GroupedPanels<3>)
-ADD_TILE(panels4, GroupedPanels<4>)
-ADD_TILE(panels8, GroupedPanels<8>)
-ADD_TILE(coded_panels4, CodedPanels<4>)
-ADD_TILE(coded_panels8, CodedPanels<8>)
+// Some rows of W: `n` rows in panels at `w`, with groups of `group` columns, or 0.
+struct Tile {
+  Kind kind;
+  const uint8_t* w;
+  int64_t group, n;
+};
+
+// Adds `count` tiles, which must stay as they are until they are done and mapped until the pool is closed: out[rows, n]
+// and bias[n], or null, are the first one's, and those of the others follow. All tiles of a product have groups alike;
+// of kinds, only plain panels and those in twelve bits go together. Returns how many were added: fewer where there is
+// no memory for more.
+extern "C" int64_t add_tiles(void* product, const Tile* tiles, int64_t count, const Activation* bias, Activation* out,
+                             int64_t ldo) {
+  Product& of = *static_cast<Product*>(product);
+  int64_t added = 0;
+  const auto add_next = [&] {
+    const Tile& tile = tiles[added];
+    switch (tile.kind) {
+      case Kind::kPlain: return of.add<PlainPanels>(tile.w, tile.group, tile.n, bias, out, ldo);
+      case Kind::kExact12: return of.add<Exact12Panels>(tile.w, tile.group, tile.n, bias, out, ldo);
+      case Kind::k3: return of.add<GroupedPanels<3>>(tile.w, tile.group, tile.n, bias, out, ldo);
+      case Kind::k4: return of.add<GroupedPanels<4>>(tile.w, tile.group, tile.n, bias, out, ldo);
+      case Kind::k8: return of.add<GroupedPanels<8>>(tile.w, tile.group, tile.n, bias, out, ldo);
+      case Kind::kCoded4: return of.add<CodedPanels<4>>(tile.w, tile.group, tile.n, bias, out, ldo);
+      case Kind::kCoded8: return of.add<CodedPanels<8>>(tile.w, tile.group, tile.n, bias, out, ldo);
+    }
+  };
+  for (; added < count && try_to(add_next); ++added) {
+    out += tiles[added].n;
+    if (bias) bias += tiles[added].n;
+  }
+  return added;
+}
 
 // Packs panels of bfloat16, of `pairs` pairs of columns, in twelve bits. Returns whether all chunks can be; else `out`
 // is of no use.
@@ -185,6 +231,27 @@ extern "C" void* close_product(void* product) {
   of->pool.threads.drop_begun();
   if (!of->deriving || is_last(of->deriving)) return nullptr;
   return new std::shared_ptr<Task>(of->deriving);
+}
+
+// What one matrix adds to the products of an x: its tiles, see add_tiles, and where their results go.
+struct MatrixTiles {
+  const Tile* tiles;
+  int64_t count;
+  const Activation* bias;
+  Activation* out;
+  int64_t ldo;
+};
+
+// The products of x with `count` matrices, from open_product to close_product, whose result becomes `late`. Returns
+// whether there was memory for them.
+extern "C" int multiply(void* pool, const Activation* x, int64_t ldx, int64_t rows, int64_t k,
+                        const MatrixTiles* matrices, int64_t count, void** late) {
+  void* product = open_product(pool, x, ldx, rows, k);
+  bool complete = true;
+  for (const MatrixTiles* m = matrices; complete && m < matrices + count; ++m)
+    complete = add_tiles(product, m->tiles, m->count, m->bias, m->out, m->ldo) == m->count;
+  *late = close_product(product);
+  return complete;
 }
 
 // Whether no thread is inside any more, and this was its end; what is left may not be used again.

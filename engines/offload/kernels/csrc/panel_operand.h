@@ -2,10 +2,22 @@
 
 #pragma once
 
+#include "amx.h"
 #include "panel_product.h"
 #include "tile_pool.h"
 
 namespace {
+
+#ifdef HAS_AMX
+// Rows whose products are computed together, of which a part has as many as it can: two tiles.
+inline int64_t rows_together() { return amx_allowed() ? 2 * kTileRows : kBlock; }
+#else
+constexpr int64_t kTileRows = 1, kTileBytes = 2 * sizeof(Activation);
+inline int64_t rows_together() { return kBlock; }
+#endif
+
+// Rows that memory is held for, where `rows` are used: whole tiles.
+inline int64_t whole_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
 
 // How weights take x: its values; by weights in groups of `group` columns also each group's sum, or its values' codes
 // of eight bits instead, arranged as weights of `bits` bits are.
@@ -30,12 +42,14 @@ struct Rows {
 // the group's codes.
 struct CodedRows {
   const uint8_t* records;
-  int64_t stride, count, k, groups, group;
+  int64_t stride, count, k, groups, scales_at;
 
-  CodedRows from(int64_t row, int64_t rows) const { return {records + row * stride, stride, rows, k, groups, group}; }
+  CodedRows from(int64_t row, int64_t rows) const {
+    return {records + row * stride, stride, rows, k, groups, scales_at};
+  }
   const int8_t* codes(int64_t row) const { return reinterpret_cast<const int8_t*>(records + row * stride); }
   const float* scales(int64_t row) const {
-    return reinterpret_cast<const float*>(records + row * stride + groups * group);
+    return reinterpret_cast<const float*>(records + row * stride + scales_at);
   }
   const float* sums(int64_t row) const { return scales(row) + groups; }
   int64_t floats_apart() const { return stride / sizeof(float); }
@@ -45,17 +59,18 @@ class Operand {
  public:
   // Of x[rows, k], whose rows are `ldx` values apart; x is read by `derive`.
   void begin(const Activation* x, int64_t ldx, int64_t rows, int64_t k) {
-    x_ = x, ldx_ = ldx, count_ = rows, k_ = k, taken_ = false;
+    x_ = x, ldx_ = ldx, count_ = rows, k_ = k, derived_ = false;
   }
 
   // Makes room for what a form needs of each row. Returns whether it has yet to be derived.
   bool take_form(Form form) {
-    if (taken_ && form == form_) return false;
-    taken_ = true, form_ = form, groups_ = form.group ? (k_ + form.group - 1) / form.group : 0;
-    values_bytes_ = form.bits ? groups_ * form.group : pairs_of(k_) * 2 * static_cast<int64_t>(sizeof(Activation));
+    if (derived_ && form == form_) return false;
+    form_ = form, groups_ = form.group ? (k_ + form.group - 1) / form.group : 0;
+    const int64_t bytes = form.bits ? groups_ * form.group : k_ * static_cast<int64_t>(sizeof(Activation));
+    values_bytes_ = (bytes + kTileBytes - 1) / kTileBytes * kTileBytes;
     stride_ = (values_bytes_ + (form.bits ? 2 : 1) * groups_ * sizeof(float) + 63) / 64 * 64;
     if (stride_ % 512 == 0) stride_ += 64;  // rows a power of two apart would share sets of the caches
-    records_.at_least(std::max<int64_t>(1, count_) * stride_);
+    records_.at_least(whole_tiles(std::max<int64_t>(1, count_)) * stride_);
     return true;
   }
 
@@ -64,10 +79,11 @@ class Operand {
     if (form_.bits) return encode(row, record);
     Activation* values = reinterpret_cast<Activation*>(record);
     std::memcpy(values, x_ + row * ldx_, k_ * sizeof *values);
-    if (k_ % 2) values[k_] = {};
+    std::memset(values + k_, 0, values_bytes_ - k_ * sizeof *values);
     if (form_.group) sum_groups(row, reinterpret_cast<float*>(record + values_bytes_));
   }
 
+  void is_derived() { derived_ = true; }
   uint8_t* record(int64_t row) { return static_cast<uint8_t*>(records_.data()) + row * stride_; }
   int64_t stride() const { return stride_; }
   int64_t count() const { return count_; }
@@ -78,7 +94,7 @@ class Operand {
     return {static_cast<const Activation*>(records_.data()), stride_ / kBytes, count_, k_, values_bytes_ / kBytes};
   }
   CodedRows coded_rows() const {
-    return {static_cast<const uint8_t*>(records_.data()), stride_, count_, k_, groups_, form_.group};
+    return {static_cast<const uint8_t*>(records_.data()), stride_, count_, k_, groups_, values_bytes_};
   }
 
  private:
@@ -149,7 +165,7 @@ class Operand {
   const Activation* x_ = nullptr;
   int64_t ldx_ = 0, count_ = 0, k_ = 0, groups_ = 0, values_bytes_ = 0, stride_ = 0;
   Form form_;
-  bool taken_ = false;
+  bool derived_ = false;
   Aligned records_;
 };
 
@@ -159,12 +175,14 @@ class Deriving : public Task {
   explicit Deriving(std::shared_ptr<Operand> x)
       : Task(static_cast<int>((x->count() + rows_of_part(*x) - 1) / rows_of_part(*x))), x_(std::move(x)) {}
 
+  size_t scratch_bytes() const override { return rows_of_part(*x_) * x_->stride(); }
+
   // Whether there is so little to do that it is not worth waking other threads.
   static bool is_small(const Operand& x) { return x.count() <= rows_of_part(x); }
 
  protected:
   void compute(int part, Aligned& scratch) const override {
-    uint8_t* to = static_cast<uint8_t*>(scratch.at_least(rows_of_part(*x_) * x_->stride()));
+    uint8_t* to = static_cast<uint8_t*>(scratch.at_least(scratch_bytes()));
     for (int64_t i = 0; i < rows(part); ++i) x_->derive(part * rows_of_part(*x_) + i, to + i * x_->stride());
   }
 

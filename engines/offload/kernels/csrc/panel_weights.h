@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <optional>
+
 #include "exact12.h"
 #include "packed_rows.h"
 #include "panel_operand.h"
@@ -13,6 +15,12 @@
 namespace {
 
 constexpr int64_t kSumsApart = kTogether * kPanel;  // of the rows of sums
+
+#ifdef HAS_AMX
+constexpr int64_t kValueBytes = sizeof(BFloat16);
+constexpr int64_t kTileColumns = kTileBytes / kValueBytes, kTileValues = kTileColumns * kPanel;
+constexpr int kFetchAhead = 2048;  // bytes ahead of which panels are fetched for few rows
+#endif
 
 struct PlainPanels {
   // Pairs of columns that are multiplied at a time: 4 KiB of a row of x, so that a block of rows stays in the L1 cache.
@@ -25,6 +33,9 @@ struct PlainPanels {
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
     const BFloat16* w = reinterpret_cast<const BFloat16*>(panels);
     const int64_t pairs = pairs_of(x.k), apart = pairs * kPair;
+#ifdef HAS_AMX
+    if (amx_allowed()) return multiply_tiles(x, w, apart, count, sums);
+#endif
     for (int64_t from = 0; from < pairs; from += kPairs) {
       const int64_t some = std::min(kPairs, pairs - from);
       for (int64_t r = 0; r < x.count; r += kBlock)
@@ -37,6 +48,27 @@ struct PlainPanels {
         });
     }
   }
+
+#ifdef HAS_AMX
+ private:
+  // Steps that are multiplied at a time: with three panels 24 KiB, so that these stay in the L1 cache.
+  static constexpr int64_t kSteps = 8;
+
+  static void multiply_tiles(const Rows& x, const BFloat16* w, int64_t apart, int64_t count, float* sums) {
+    const Amx units(x.count);
+    const auto multiply = x.count > 2 * kTileRows ? amx_product<Dot::kPairs, 0> : amx_product<Dot::kPairs, kFetchAhead>;
+    const int64_t steps = apart / kTileValues, rest = apart % kTileValues;
+    for (int64_t from = 0; from < steps; from += kSteps)
+      multiply(x.x + from * kTileColumns, x.ld * kValueBytes, x.count, w + from * kTileValues, apart * kValueBytes, count,
+               std::min(kSteps, steps - from), from > 0, sums, kSumsApart * sizeof *sums);
+    if (!rest) return;
+    alignas(64) BFloat16 last[kTogether * kTileValues] = {};  // behind a panel's end there are other weights
+    for (int64_t c = 0; c < count; ++c)
+      std::memcpy(last + c * kTileValues, w + c * apart + steps * kTileValues, rest * kValueBytes);
+    amx_product<Dot::kPairs, 0>(x.x + steps * kTileColumns, x.ld * kValueBytes, x.count, last, kTileValues * kValueBytes, count, 1,
+                                steps > 0, sums, kSumsApart * sizeof *sums);
+  }
+#endif
 };
 
 // bfloat16 in twelve bits, a chunk at a time unpacked into the L1 cache. The sums are PlainPanels', bit for bit.
@@ -46,14 +78,14 @@ struct Exact12Panels {
   static int64_t panel_bytes(int64_t k, int64_t) { return chunks_of(k) * sizeof(Chunk); }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t, float* sums) {
+#ifdef HAS_AMX
+    if (amx_allowed()) return multiply_tiles(x, panels, count, sums);
+#endif
     alignas(64) BFloat16 values[kTogether * kChunk];
     const int64_t chunks = chunks_of(x.k), chunk_pairs = kChunk / kPair;
     for (int64_t i = 0; i < chunks; ++i) {
       for (int64_t c = 0; c < count; ++c) {
-        const Chunk* chunk = reinterpret_cast<const Chunk*>(panels) + c * chunks + i;
-        for (size_t ahead = 0; ahead < sizeof *chunk; ahead += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(chunk + 2) + ahead);
-        chunk->unpack(values + c * kChunk);
+        unpack(reinterpret_cast<const Chunk*>(panels) + c * chunks + i, values + c * kChunk);
       }
       const int64_t pairs = std::min(chunk_pairs, pairs_of(x.k) - i * chunk_pairs);
       for (int64_t r = 0; r < x.count; r += kBlock)
@@ -66,6 +98,32 @@ struct Exact12Panels {
         });
     }
   }
+
+ private:
+  // Unpacks the chunk that a thread needs, and fetches the one after the next.
+  static void unpack(const Chunk* chunk, BFloat16* values) {
+    for (size_t ahead = 0; ahead < sizeof *chunk; ahead += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(chunk + 2) + ahead);
+    chunk->unpack(values);
+  }
+
+#ifdef HAS_AMX
+  static void multiply_tiles(const Rows& x, const uint8_t* panels, int64_t count, float* sums) {
+    constexpr int64_t kChunks = 4, kSteps = kChunk / kTileValues;  // chunks that are unpacked at a time, steps of one
+    alignas(64) BFloat16 values[kTogether * kChunks * kChunk];
+    const int64_t chunks = chunks_of(x.k), steps = (x.k + kTileColumns - 1) / kTileColumns;
+    const Amx units(x.count);
+    for (int64_t i = 0; i < chunks; i += kChunks) {
+      const int64_t some = std::min(kChunks, chunks - i);
+      for (int64_t c = 0; c < count; ++c)
+        for (int64_t j = 0; j < some; ++j)
+          unpack(reinterpret_cast<const Chunk*>(panels) + c * chunks + i + j, values + (c * kChunks + j) * kChunk);
+      amx_product<Dot::kPairs, 0>(x.x + i * kSteps * kTileColumns, x.ld * kValueBytes, x.count, values,
+                                  kChunks * kChunk * kValueBytes, count, std::min(some * kSteps, steps - i * kSteps),
+                                  i > 0, sums, kSumsApart * sizeof *sums);
+    }
+  }
+#endif
 };
 
 // A group of a panel: the scales of its rows in float16, their minima, then codes. A word of 32 bits for each row holds
@@ -90,10 +148,26 @@ struct GroupedPanels {
   }
 
   static void multiply(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
+    if constexpr (kTogether > 1)
+      multiply_staged(x, panels, count, group, sums);
+    else
+      for (int64_t r = 0; r < x.count; r += kAtOnce)
+        with_sizes<kAtOnce, 1>(std::min(kAtOnce, x.count - r), 1, [&](auto R, auto) {
+          multiply_direct<R>(x.from(r, R), panels, group, sums + r * kSumsApart);
+        });
+  }
+
+ private:
+  // Codes become bfloat16 in the L1 cache, as the units for it take them.
+  static void multiply_staged(const Rows& x, const uint8_t* panels, int64_t count, int64_t group, float* sums) {
     constexpr int64_t kMost = 64 * kPair;  // pairs of the largest group
     alignas(64) BFloat16 codes[kTogether * kMost];
     alignas(64) float scales[kSumsApart], minima[kSumsApart];
     const int64_t groups = groups_of(x.k, group), apart = panel_bytes(x.k, group), bytes = group_bytes(group);
+#ifdef HAS_AMX
+    std::optional<Amx> units;
+    if (amx_allowed()) units.emplace(x.count);
+#endif
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t pairs = std::min(group / 2, pairs_of(x.k) - g * group / 2);
       for (int64_t c = 0; c < count; ++c) {
@@ -102,6 +176,18 @@ struct GroupedPanels {
         scales_of(from, scales + c * kPanel, minima + c * kPanel);
         unpack(from + 4 * kPanel, group, codes + c * kMost);
       }
+#ifdef HAS_AMX
+      if (units) {
+        amx_each<Dot::kPairs>(
+            x.x + g * group, x.ld * kValueBytes, x.count, codes, kMost * kValueBytes, count,
+            (2 * pairs + kTileColumns - 1) / kTileColumns,
+            [&](int64_t row, int64_t j, const char* products) {
+              add_group(sums + row * kSumsApart + j, load_floats(reinterpret_cast<const float*>(products)),
+                        x.sums(row)[g], scales + j, minima + j, !g);
+            });
+        continue;
+      }
+#endif
       for (int64_t r = 0; r < x.count; r += kBlock)
         with_sizes<kBlock, kTogether>(std::min(kBlock, x.count - r), count, [&](auto R, auto C) {
           float* to = sums + r * kSumsApart;
@@ -110,16 +196,83 @@ struct GroupedPanels {
               x.x + r * x.ld + g * group, x.ld, codes, kMost, pairs,
               [](int64_t, int64_t) { return Floats{}; },
               [&](int64_t i, int64_t j, Floats sum) {
-                const Floats before = g ? load_floats(to + i * kSumsApart + j) : Floats{};
-                const Floats scaled = fused(sum, load_floats(scales + j), before);
-                const Floats minimum = load_floats(minima + j);
-                store_floats(to + i * kSumsApart + j, fused(of_group[i * x.sums_apart()] - Floats{}, minimum, scaled));
+                add_group(to + i * kSumsApart + j, sum, of_group[i * x.sums_apart()], scales + j, minima + j, !g);
               });
         });
     }
   }
 
- private:
+  // Rows of multiply_direct: its sums, two weights and an x fill the registers.
+  static constexpr int64_t kAtOnce = kVectors == 1 ? 12 : 4;
+
+  // Adds to sums, or begins them with, a group's: of x times codes, and of x itself.
+  static void add_group(float* to, Floats codes, float of_x, const float* scales, const float* minima, bool first) {
+    const Floats scaled = fused(codes, load_floats(scales), first ? Floats{} : load_floats(to));
+    store_floats(to, fused(of_x - Floats{}, load_floats(minima), scaled));
+  }
+
+  // Elsewhere codes become float32 in registers, once for R rows and a panel. That is faster for any number of rows.
+  template <int R>
+  static void multiply_direct(const Rows& x, const uint8_t* panel, int64_t group, float* sums) {
+    constexpr int64_t kWord = kBits == 3 ? 8 : 16 / kBits;  // pairs in a word
+    alignas(64) float scales[kSumsApart], minima[kSumsApart];
+    const int64_t groups = groups_of(x.k, group), bytes = group_bytes(group);
+    for (int64_t g = 0; g < groups; ++g, panel += bytes) {
+      for (int64_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(panel + 4 * bytes + ahead);
+      scales_of(panel, scales, minima);
+      const uint8_t* codes = panel + 4 * kPanel;
+      const int64_t pairs = std::min(group / 2, pairs_of(x.k) - g * group / 2);
+      Floats sum[R][kVectors] = {};
+      for (int64_t p = 0; p < pairs; p += kWord) {
+        Words low[kVectors], high[kVectors];
+        for (int64_t v = 0; v < kVectors; ++v) {
+          low[v] = words(codes + p / kWord * sizeof(Halves), v);
+          if (kBits == 3) high[v] = words(codes + (group / 16 + p / 16) * sizeof(Halves), v) >> (p % 16);
+        }
+        const Activation* from = x.x + g * group + 2 * p;
+        if (p + kWord <= pairs) {
+#pragma GCC unroll 8
+          for (int i = 0; i < kWord; ++i) add_pair<R>(low, high, i, from + 2 * i, x.ld, sum);
+        } else {
+          for (int i = 0; i < pairs - p; ++i) add_pair<R>(low, high, i, from + 2 * i, x.ld, sum);
+        }
+      }
+      for (int r = 0; r < R; ++r)
+        for (int64_t v = 0; v < kVectors; ++v)
+          add_group(sums + r * kSumsApart + v * kVector, sum[r][v], x.sums(r)[g], scales + v * kVector,
+                    minima + v * kVector, !g);
+    }
+  }
+
+  // Adds x times a pair of columns, number i of those that the words hold.
+  template <int R>
+  static inline __attribute__((always_inline)) void add_pair(const Words* low, const Words* high, int i,
+                                                             const Activation* x, int64_t ldx,
+                                                             Floats (&sum)[R][kVectors]) {
+    for (int odd = 0; odd < 2; ++odd) {
+      Floats values[kVectors];
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < kVectors; ++v) {
+        const Words codes = kBits == 3 ? (low[v] >> (2 * i + 16 * odd) & 3) | (high[v] >> (i + 16 * odd) & 1) << 2
+                                       : low[v] >> (kBits * i + 16 * odd) & ((1 << kBits) - 1);
+        values[v] = __builtin_convertvector((Int32s)codes, Floats);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int64_t v = 0; v < kVectors; ++v)
+          sum[r][v] = fused(widened(x[r * ldx + odd]) - Floats{}, values[v], sum[r][v]);
+    }
+  }
+
+  // Words of the rows of vector v.
+  static Words words(const uint8_t* from, int64_t v) {
+    Words found;
+    std::memcpy(&found, from + v * sizeof found, sizeof found);
+    return found;
+  }
+
+  typedef int32_t Int32s __attribute__((vector_size(kVector * 4)));
   static constexpr int64_t kHalf = kPanel * 2;  // codes of a pair
   typedef uint16_t Halves __attribute__((vector_size(2 * kHalf)));
   typedef uint32_t Wide __attribute__((vector_size(4 * kPanel)));

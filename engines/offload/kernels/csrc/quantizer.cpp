@@ -6,6 +6,7 @@
 
 #include "least_squares.h"
 #include "packed_rows.h"
+#include "threads.h"
 
 namespace {
 
@@ -113,15 +114,15 @@ void unpack_row(const uint8_t* row, int64_t columns, int group, float* out) {
 }  // namespace
 
 template <typename Row>
-void each_row(int64_t rows, int threads, Row row) {
-#pragma omp parallel for schedule(static) num_threads(threads)
+void each_row(int64_t rows, int64_t columns, int threads, Row row) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * columns >= kSharedValues)
   for (int64_t i = 0; i < rows; ++i) row(i);
 }
 
 #define PACK(verb, Method, bits)                                                                                       \
   extern "C" void verb##_bits##bits(const float* x, int64_t rows, int64_t columns, int group, uint8_t* out,            \
                                     int64_t row_bytes, int threads) {                                                  \
-    each_row(rows, threads,                                                                                            \
+    each_row(rows, columns, threads,                                                                                   \
              [=](int64_t i) { pack_row<bits, Method>(x + i * columns, columns, group, out + i * row_bytes); });        \
   }
 
@@ -130,7 +131,7 @@ void each_row(int64_t rows, int threads, Row row) {
   PACK(pack_weights, LeastSquares, bits)                                                                               \
   extern "C" void unpack_bits##bits(const uint8_t* packed, int64_t rows, int64_t columns, int group, float* out,       \
                                     int64_t row_bytes, int threads) {                                                  \
-    each_row(rows, threads,                                                                                            \
+    each_row(rows, columns, threads,                                                                                   \
              [=](int64_t i) { unpack_row<bits>(packed + i * row_bytes, columns, group, out + i * columns); });         \
   }
 

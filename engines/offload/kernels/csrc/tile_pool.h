@@ -46,9 +46,10 @@ class Aligned {
   void* at_least(size_t bytes) {
     if (bytes > size_) {
       std::free(data_);
-      size_ = (bytes + 4095) / 4096 * 4096;
-      data_ = std::aligned_alloc(4096, size_);
+      size_ = 0;
+      data_ = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
       if (!data_) throw std::bad_alloc();
+      size_ = (bytes + 4095) / 4096 * 4096;
     }
     return data_;
   }
@@ -79,6 +80,9 @@ class Task {
   bool done() const { return written_.load(std::memory_order_acquire) == parts_; }
   bool written(int part) const { return claimed_[part].load(std::memory_order_relaxed); }
   int parts() const { return parts_; }
+
+  // The most scratch memory that a part takes.
+  virtual size_t scratch_bytes() const { return 0; }
 
   void run(int part, Aligned& scratch) {
     compute(part, scratch);
@@ -114,7 +118,10 @@ class TilePool {
     for (std::thread& worker : workers_) worker.join();
   }
 
+  // Throws std::bad_alloc, and adds nothing, where there is no memory for the caller's part of the task; `wait` takes
+  // none.
   void add(std::shared_ptr<Task> task) {
+    scratch_.at_least(task->scratch_bytes());
     {
       std::lock_guard<std::mutex> lock(mutex_);
       queue_.push_back(std::move(task));
@@ -159,11 +166,15 @@ class TilePool {
     return queue_.empty() ? nullptr : queue_.front();
   }
 
-  // A worker computes parts until none is open.
+  // A worker computes parts until none is open. A part that it has no memory for is one that it has begun and does not
+  // write: whoever waits computes it.
   void compute(Aligned& scratch) {
     busy_.fetch_add(1);  // before it looks for a task: `settle` must not miss it
-    while (const std::shared_ptr<Task> open = next_open())
-      for (int part; (part = open->take()) >= 0;) open->run(part, scratch);
+    try {
+      while (const std::shared_ptr<Task> open = next_open())
+        for (int part; (part = open->take()) >= 0;) open->run(part, scratch);
+    } catch (const std::bad_alloc&) {
+    }
     busy_.fetch_sub(1, std::memory_order_release);
   }
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from harness.cli.errors import say
+from harness.common.printable import printable
+from harness.common.units import rounded
 
 _EVERY_S = 10.0
 
@@ -24,12 +25,12 @@ class BarProgress:
         self._began = 0.0
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, style="dim", markup=False, highlight=False)
+        self._progress.console.print(printable(text), style="dim", highlight=False)
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
         if phase != self._phase:
             self._phase, self._began = phase, time.monotonic()
-            self._progress.reset(self._task, description=phase, visible=True)
+            self._progress.reset(self._task, description=printable(phase), visible=True)
         self._progress.update(self._task, completed=done, total=total, rate=_rate(tokens, self._began))
 
 
@@ -41,7 +42,9 @@ class LineProgress:
         self._began = self._printed = 0.0
 
     def note(self, text: str) -> None:
-        say(text, err=True)
+        with contextlib.suppress(OSError):  # a full disk or closed pipe must not end the job
+            sys.stderr.write(f"{printable(text)}\n")
+            sys.stderr.flush()
 
     def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None:
         now = time.monotonic()
@@ -56,6 +59,17 @@ class LineProgress:
         self._printed = now
 
 
+class QuietProgress:
+    """Shows nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def advance(self, phase: str, done: int, total: int, tokens: int = 0) -> None: ...
+
+
+QUIET = QuietProgress()
+
+
 @contextlib.contextmanager
 def make_job_progress() -> Iterator[BarProgress | LineProgress]:
     """A bar on a terminal; lines where stderr is not one, or where CI is set."""
@@ -63,11 +77,11 @@ def make_job_progress() -> Iterator[BarProgress | LineProgress]:
         yield LineProgress()
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[rate]}"),
         TimeRemainingColumn(),
-        console=Console(stderr=True, emoji=False),
+        console=Console(stderr=True, emoji=False, markup=False),
         transient=True,
     ) as progress:
         yield BarProgress(progress)
@@ -75,4 +89,4 @@ def make_job_progress() -> Iterator[BarProgress | LineProgress]:
 
 def _rate(tokens: int, began: float) -> str:
     spent = time.monotonic() - began
-    return f"{tokens / spent:.3g} tok/s" if tokens and spent > 0 else ""
+    return f"{rounded(tokens / spent)} tok/s" if tokens and spent > 0 else ""

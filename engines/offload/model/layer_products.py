@@ -1,0 +1,155 @@
+"""What a model's linear layers and mixtures do in a pass instead of multiplying: they ask the executor for products.
+
+A batch is packed: its sequences' tokens lie one after the other in one row, without padding; only the attention knows
+whose they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from engines.offload.memory.layout import OUTSIDE, Matrix
+from engines.offload.model.build import DryPass
+from engines.offload.model.hooks import Attention
+from harness.api import HarnessError, UnsupportedError
+
+
+class Weights(Protocol):
+    """Where linear layers get their products from: the executor, or the dry pass."""
+
+    def gemm(
+        self, matrices: Sequence[str], x: torch.Tensor, biases: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """x[..., columns] times the transpose of each of the named matrices, plus its bias[outputs]: of each a new
+        [rows, outputs]."""
+
+    def route_experts(self, mixture: str, rows: Sequence[int], tokens: int) -> Sequence[int]:
+        """Which of a mixture's experts to compute, in order, where rows[e] of `tokens` rows go to expert e; called
+        before their products."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Tokens of several sequences, concatenated without padding: ids [tokens] in host memory; where the model computes,
+    positions [tokens] and the indices of tokens whose logits are needed.
+
+    `ahead`: by matrix, products that were computed before the model asks for them, and their input."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    logits_indices: torch.Tensor
+    attention: Attention
+    ahead: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+#: The current batch; each batch runs in a greenlet, and so in a context, of its own.
+current_batch: ContextVar[PackedBatch] = ContextVar("batch")
+
+
+class LayerProducts:
+    """The forward methods of a model's linear layers and mixtures, which get their products from `weights`."""
+
+    def __init__(self) -> None:
+        self.weights: Weights | None = None
+        self._after_attention: frozenset[str] = frozenset()
+        self._join_of: Mapping[str, Sequence[str]] = {}  # by its first matrix
+        self._linears: dict[str, Any] = {}  # by matrix
+
+    def learn(self, dry: DryPass) -> None:
+        """What the dry pass found: which matrices multiply the same input, and which come after the last attention."""
+        self._join_of = {join[0]: join for join in dry.joins}
+        self._after_attention = frozenset(chain.from_iterable(dry.joins[dry.attends[-1] :]))
+
+    def replace_linear(self, module: Any, name: str, shape: tuple[int, ...]) -> Matrix:
+        transposed = isinstance(module, Conv1D)
+        rows, columns = shape[::-1] if transposed else shape
+        self._linears[name] = module
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return self._linear(name, x).view(*x.shape[:-1], rows)
+
+        module.forward = forward
+        return Matrix(name, rows, columns, _group(name), transposed)
+
+    def replace_experts(self, module: Any, path: str, leaf: str, shape: tuple[int, ...]) -> list[Matrix]:
+        """The matrices of a mixture's experts, by transformers' experts interface."""
+        if module.has_post_expert_norm:
+            raise UnsupportedError(f"{type(module).__name__} norms each expert's output, which engine offload does not")
+        name = f"{path}.{leaf}"
+        module.offload_experts = partial(self._experts, module, path)
+        rows, columns = shape[:0:-1] if module.is_transposed else shape[1:]
+        return [Matrix(name, rows, columns, _group(name), module.is_transposed, e) for e in range(shape[0])]
+
+    def _experts(
+        self, module: Any, path: str, x: torch.Tensor, index: torch.Tensor, share: torch.Tensor
+    ) -> torch.Tensor:
+        """The mixture for x [rows, hidden], whose row i goes to experts index[i] at the shares share[i]."""
+        assert self.weights is not None
+        first, second = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+        count = len(getattr(module, first))
+        if self._serves_logits_only(f"{path}.{first}[0]", len(x)):
+            every = torch.ones(len(x), 1, dtype=torch.bool, device=x.device)
+            without_logits = every.index_fill_(0, current_batch.get().logits_indices, False)
+            index = index.masked_fill(without_logits, count)  # no expert
+        index = index.clamp(max=count)
+        chosen = index.cpu()
+        rows = torch.bincount(chosen.flatten(), minlength=count + 1)[:count].tolist()
+        out = torch.zeros_like(x)
+        for e in self.weights.route_experts(path, rows, int((chosen < count).any(dim=1).sum())):
+            row, place = torch.where(index == e)
+            [inner] = self._gemm([f"{path}.{first}[{e}]"], x[row], [_of(module, f"{first}_bias", e)])
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+            [outer] = self._gemm([f"{path}.{second}[{e}]"], inner, [_of(module, f"{second}_bias", e)])
+            out.index_add_(0, row, (outer * share[row, place, None]).to(out.dtype))  # some share in float32
+        return out
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A linear layer's output [rows, outputs] for x [..., columns]. The first of a join has those of the others
+        computed with it."""
+        ahead = current_batch.get().ahead
+        if name in ahead:
+            given, output = ahead.pop(name)
+            if given is not x:
+                raise HarnessError(f"{name} multiplies another input than the matrices that it was joined with")
+            return output
+        join = self._join_of.get(name, (name,))
+        outputs = self._gemm(join, x, [self._linears[matrix].bias for matrix in join])
+        ahead.update((matrix, (x, output)) for matrix, output in zip(join[1:], outputs[1:], strict=True))
+        return outputs[0]
+
+    def _gemm(
+        self, names: Sequence[str], x: torch.Tensor, biases: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """x [..., columns] times the transpose of each of the joined matrices. After the last attention a row serves
+        its own logits only, so rows without logits, such as all of a prompt's but the last, are not computed."""
+        assert self.weights is not None
+        count = x.numel() // x.shape[-1]
+        if not self._serves_logits_only(names[0], count):
+            return self.weights.gemm(names, x, biases)
+        indices = current_batch.get().logits_indices
+        computed = self.weights.gemm(names, x.reshape(count, -1)[indices], biases)
+        return [rows.new_zeros(count, rows.shape[1]).index_copy_(0, indices, rows) for rows in computed]
+
+    def _serves_logits_only(self, name: str, rows: int) -> bool:
+        """Whether a matrix comes after the last attention and its `rows` are the batch's, some without logits."""
+        tokens = len(current_batch.get().ids)
+        return name in self._after_attention and len(current_batch.get().logits_indices) < tokens == rows
+
+
+def _of(module: Any, name: str, expert: int) -> torch.Tensor | None:
+    """An expert's bias, where experts have one."""
+    stack = getattr(module, name, None)
+    return None if stack is None else stack[expert]
+
+
+def _group(name: str) -> str:
+    """The file a matrix belongs to: one for each decoder layer, one for all that is outside of them."""
+    parts = name.split(".")
+    number = next((p for p in parts if p.isdigit()), None)
+    return OUTSIDE if number is None else f"layer-{int(number):05d}"

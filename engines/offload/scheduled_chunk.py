@@ -1,0 +1,119 @@
+"""What a pass takes of a sequence: its tokens and steps, the chunk of them that is scheduled, the rows it may have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from engines.offload.memory.kv_blocks import blocks_for
+
+
+class ActiveSequence:
+    """Known tokens, the first `cached` of which have keys and values in the KV blocks of `block_table`.
+
+    It generates up to `steps` tokens, one in each pass that reaches its last known token, at `times`.
+    """
+
+    def __init__(self, tokens: Sequence[int], steps: int, arrival_s: float = 0.0) -> None:
+        self.tokens = list(tokens)
+        self.cached = 0
+        self.block_table: list[int] = []
+        self.arrival_s = arrival_s
+        self.start_s = -1.0
+        self.times: list[float] = []
+        self.found_tokens: int | None = None  # cached when it was first admitted
+        self._steps = steps
+
+    @property
+    def missing(self) -> int:
+        """How many of its known tokens are not cached."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def steps_left(self) -> int:
+        """How many passes it still needs at most, counted from the one that computes its last known token."""
+        return self._steps - len(self.times)
+
+    @property
+    def cacheable_tokens(self) -> int:
+        """How many of its first tokens may be taken from another sequence's cached blocks. The last token gives the
+        next, and no row is computed alone: see `prompt_rows`."""
+        return max(0, len(self.tokens) - 2)
+
+    def reset(self) -> None:
+        """After preemption: all known tokens, generated ones too, will be computed again."""
+        self.cached = 0
+
+    def logits_positions(self, count: int) -> range:
+        """The positions among the next `count` tokens that need logits: the last known token's, if it is reached."""
+        end = self.cached + count
+        return range(end - 1, end) if end == len(self.tokens) else range(0)
+
+
+S = TypeVar("S", bound=ActiveSequence)
+
+
+@dataclass(frozen=True)
+class ScheduledChunk(Generic[S]):
+    """The part of one sequence that a pass computes: its next `count` tokens that are not cached."""
+
+    sequence: S
+    count: int
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the sequence before these."""
+        return self.sequence.cached
+
+    @property
+    def block_table(self) -> Sequence[int]:
+        """The sequence's KV blocks, in order."""
+        return self.sequence.block_table
+
+    @property
+    def missing_blocks(self) -> int:
+        """KV blocks that the sequence lacks for these tokens."""
+        return blocks_for(self.cached + self.count) - len(self.block_table)
+
+
+def split(batch: Sequence[ScheduledChunk[S]], count: int) -> list[list[ScheduledChunk[S]]]:
+    """Splits a batch into at most `count` nano-batches with similar numbers of rows, in order."""
+    count = min(count, len(batch))
+    total, rows = sum(chunk.count for chunk in batch), 0
+    nano_batches: list[list[ScheduledChunk[S]]] = [[] for _ in range(count)]
+    for chunk in batch:
+        nano_batches[min(count - 1, count * (2 * rows + chunk.count) // (2 * total))].append(chunk)
+        rows += chunk.count
+    return [chunks for chunks in nano_batches if chunks]
+
+
+def prompt_rows(missing: int, left: int, budget: int) -> int:
+    """How many of a prompt's `missing` rows go into a pass with room for `left` of its `budget` of prompt rows.
+
+    Avoids single rows if it can: attention of a single row sums in another order, and a result must not depend on the
+    other sequences of the pass.
+    """
+    if missing <= left or budget < 3:
+        return min(left, missing)
+    count = left - (missing == left + 1)
+    return count if count > 1 else 0
+
+
+class Room:
+    """The rows of prompts and of logits (None: any number) that a batch may still take."""
+
+    def __init__(self, budget: int, logits: int | None) -> None:
+        self._budget = self.prompt_rows = budget
+        self._logits = logits
+
+    def take(self, sequence: ActiveSequence, decodes: bool = False) -> int:
+        """Takes as many rows of a prompt as fit, or the row of a sequence that decodes; returns how many."""
+        missing = sequence.missing
+        count = 1 if decodes else prompt_rows(missing, self.prompt_rows, self._budget)
+        if self._logits is not None:
+            fitting = max(0, count - max(0, len(sequence.logits_positions(count)) - self._logits))
+            if fitting < count:  # no single rows of a prompt, as in `prompt_rows`
+                fitting -= missing - fitting == 1
+                count = 0 if fitting == 1 < missing else fitting
+            self._logits -= len(sequence.logits_positions(count))
+        self.prompt_rows -= 0 if decodes else count
+        return count

@@ -1,0 +1,1 @@
+"""`harness serve`: an online engine behind OpenAI's HTTP interface."""

@@ -1,0 +1,81 @@
+"""Connections of clients: as many as the process can hold, none that is silent before it asks or never reads."""
+
+import asyncio
+import resource
+from typing import Any, cast
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from harness.api import HarnessError
+from harness.serve.errors import error
+
+#: Descriptors that the process needs beside those of connections: models, files, the engine.
+_OTHER_DESCRIPTORS = 256
+
+
+def reserve_descriptors(most_connections: int) -> None:
+    """Lets this process open as many descriptors as so many connections need. Raises HarnessError where the system does
+    not allow them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = most_connections + _OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise HarnessError(
+            f"--max-connections {most_connections}: this process may open {hard} files; raise that (ulimit -n), or "
+            f"give at most {max(1, hard - _OTHER_DESCRIPTORS)}"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
+    """The protocol of a server's connections.
+
+    One beyond `most` is answered with 503 and closed. One is closed that asks nothing within `patience_s` of its
+    beginning, or takes nothing of its answer for as long.
+    """
+
+    class Connection(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.write(_refusal(most))
+                transport.close()
+                return
+            self._timer = self.loop.call_later(patience_s, self._end_if_silent)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stop_waiting()
+            self._timer = self.loop.call_later(patience_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_waiting()
+
+        def _end_if_silent(self) -> None:
+            if not self.cycle:  # its first request is not there
+                self.transport.abort()
+
+        def _stop_waiting(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Connection
+
+
+def _refusal(most: int) -> bytes:
+    """The whole HTTP answer to a connection too many."""
+    response = error(f"{most} clients are connected, as many as this server holds; try again", 503, "too_many_clients")
+    body = cast(bytes, response.body)
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,98 @@
+"""HTTP bodies to requests: what a client asks for, checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.api import GenerationRequest, HarnessError, ModelShape
+from harness.api.task import Text
+from harness.batch.format import BatchLine, LineError, parse_body, parse_object
+from harness.batch.texts import requests_of
+
+#: Settings that are the stream's, not the answer's.
+_STREAM = ("stream", "stream_options")
+
+
+class RequestError(HarnessError):
+    """What is wrong with a request, by the HTTP `status` and OpenAI's `code` of it."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.http_status, self.code = status, code
+
+
+def no_model(asked: str, served: str) -> str:
+    """That a server has another model than it is asked for."""
+    return f"no model {asked!r} here; this server has {served!r}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for: a line for each of its prompts, and whether the answer is to be streamed, with its usage
+    at the end."""
+
+    lines: tuple[BatchLine, ...]
+    chat: bool
+    stream: bool
+    with_usage: bool
+
+    @property
+    def choices(self) -> int:
+        """How many answers there will be."""
+        return sum(line.samples for line in self.lines)
+
+
+def parse(raw: bytes, chat: bool, number: int, model: str, max_tokens: int) -> Asked:
+    """The body of request `number` to a server of `model`. Raises RequestError."""
+    try:
+        settings = parse_object(raw)
+        stream, with_usage = _stream(settings)
+        settings = {key: value for key, value in settings.items() if key not in _STREAM}
+        lines = tuple(
+            parse_body(one, chat, number + i, max_tokens, seed=0) for i, one in enumerate(_prompts(settings, chat))
+        )
+    except LineError as exc:
+        raise RequestError(f"the request {exc}" if str(exc).startswith("is ") else str(exc)) from None
+    if lines[0].model not in (None, model):
+        raise RequestError(no_model(str(lines[0].model), model), 404, "model_not_found")
+    if stream and lines[0].sampling.prompt_logprobs:
+        raise RequestError("echo with logprobs: only without stream")
+    return Asked(lines, chat, stream, with_usage)
+
+
+def requests_for(asked: Asked, shape: ModelShape, text: Text, longest: int) -> list[GenerationRequest]:
+    """The engine's requests, one for each choice. Raises RequestError for what it cannot run."""
+    requests = list[GenerationRequest]()
+    for line in asked.lines:
+        try:
+            requests += requests_of(line, shape, text)
+        except HarnessError as exc:
+            raise RequestError(str(exc)) from None
+        tokens = len(requests[-1].prompt) + requests[-1].sampling.max_tokens
+        if tokens > longest:
+            raise RequestError(
+                f"{len(requests[-1].prompt)} prompt + {requests[-1].sampling.max_tokens} new tokens exceed the "
+                f"{longest} that this server holds for a request", code="context_length_exceeded",
+            )  # fmt: skip
+    return requests
+
+
+def _stream(settings: Mapping[str, Any]) -> tuple[bool, bool]:
+    stream, options = settings.get("stream"), settings.get("stream_options")
+    if stream not in (None, True, False):
+        raise RequestError("stream: expected true or false")
+    if options is None:
+        return bool(stream), False
+    if not stream:
+        raise RequestError("stream_options: only for a stream")
+    if not isinstance(options, dict) or not set(options) <= {"include_usage"}:
+        raise RequestError("stream_options: expected an object with include_usage")
+    return True, options.get("include_usage") is True
+
+
+def _prompts(settings: Mapping[str, Any], chat: bool) -> Sequence[Mapping[str, Any]]:
+    """The settings of each of several prompts in a list."""
+    prompt = settings.get("prompt")
+    if chat or not isinstance(prompt, list) or not prompt or not all(isinstance(one, str | list) for one in prompt):
+        return [settings]
+    return [{**settings, "prompt": one} for one in prompt]

@@ -1,0 +1,295 @@
+"""Engine openai_api against a small server: streams, counts, faults in one line, servers started, awaited and ended."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.adapters.fake import MODEL
+from engines.adapters.openai_api import OpenAiApiEngine
+from engines.adapters.openai_client import spread
+from engines.adapters.server_process import Launch
+from harness import api
+from harness.run import worker
+from harness.run.load_plan import LoadPlan
+from harness.run.load_test import LoadTest
+from harness.run.online import notes_of
+from tests.fake_openai import Server, serve
+from tests.unit.test_load_test import conversation
+
+ROOT = Path(__file__).parents[2]
+_SCRIPT = f"import sys; sys.path.insert(0, '{ROOT}'); from tests.fake_openai import main; main()"
+COMMAND = f'{sys.executable} -P -c "{_SCRIPT}" --port {{port}}'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = serve()
+    yield running
+    running.shutdown()
+    running.server_close()
+
+
+def seen(server: Server) -> list[dict[str, Any]]:
+    bodies: list[dict[str, Any]] = server.RequestHandlerClass.seen
+    return bodies
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def load(engine: OpenAiApiEngine, folder: Path, **policy: Any) -> api.LoadReport:
+    return engine.load(MODEL, api.OffloadPolicy(**policy), api.HardwareLimits(), api.Job(folder, folder, 64, 32))
+
+
+def asked(name: str, *prompt: int, count: int = 4) -> api.GenerationRequest:
+    return api.GenerationRequest(name, prompt, api.SamplingParams(max_tokens=count, ignore_eos=True))
+
+
+@pytest.fixture
+def engine(server: Server, tmp_path: Path) -> Iterator[OpenAiApiEngine]:
+    made = OpenAiApiEngine(base_url=url(server) + "/v1/")
+    load(made, tmp_path)
+    yield made
+    made.close()
+
+
+def events_of(engine: OpenAiApiEngine, *requests: api.GenerationRequest) -> dict[str, api.Event]:
+    for request in requests:
+        engine.submit(request)
+    found: dict[str, api.Event] = {}
+    while engine.pending():
+        for event in engine.step():
+            found[event.result.id if isinstance(event, api.FinishedEvent) else event.id] = event
+    assert engine.step() == []
+    return found
+
+
+def test_answers_have_the_servers_counts_and_a_time_for_each_token(engine: OpenAiApiEngine, server: Server) -> None:
+    before = engine.clock()
+    (event,) = events_of(engine, asked("a", 7, 8, 9)).values()
+    assert isinstance(event, api.FinishedEvent)
+    result = event.result
+    assert (result.prompt_tokens, result.tokens, result.finish_reason) == (3, (-1,) * 4, "length")
+    assert result.cached_tokens == 2
+    times = [before, result.start_s, *result.token_times_s, engine.clock()]
+    assert times == sorted(times)
+    assert len(result.token_times_s) == 4
+    body = seen(server)[-1]
+    assert body["prompt"] == [7, 8, 9]
+    assert (body["model"], body["max_tokens"], body["stream"], body["ignore_eos"]) == ("fake-model", 4, True, True)
+    assert body["stream_options"] == {"include_usage": True}
+    assert "seed" not in body
+    assert engine.trace().metrics == {"answers_in_other_pieces": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "kind"),
+    [
+        (501, "the server answered HTTP 503: the queue is full", "infeasible"),
+        (400, "the server answered HTTP 400: too long", "invalid"),
+        (502, "the connection failed after 1 pieces: RemoteProtocolError", "infeasible"),
+        (503, "the server failed: out of blocks", "infeasible"),
+    ],
+)
+def test_a_request_that_fails_is_told_in_one_line_and_others_go_on(
+    engine: OpenAiApiEngine, fault: int, words: str, kind: str
+) -> None:
+    found = events_of(engine, asked("bad", fault), asked("good", 9))
+    bad = found["bad"]
+    assert isinstance(bad, api.RefusedEvent)
+    assert bad.reason.startswith(words)
+    assert "\n" not in bad.reason
+    assert bad.kind == kind
+    assert isinstance(found["good"], api.FinishedEvent)
+    with pytest.raises(api.HarnessError, match=words.partition(":")[0]):
+        list(engine.generate([asked("bad", fault)]))
+
+
+def test_several_tokens_in_a_piece_are_counted_and_told(engine: OpenAiApiEngine) -> None:
+    (event,) = events_of(engine, asked("a", 504, count=5)).values()
+    assert isinstance(event, api.FinishedEvent)
+    assert len(event.result.token_times_s) == len(event.result.tokens) == 5
+    assert len(set(event.result.token_times_s)) <= 3
+    assert engine.trace().metrics == {"answers_in_other_pieces": 1.0}
+
+
+def test_a_pending_request_can_be_cancelled_at_any_time(engine: OpenAiApiEngine) -> None:
+    engine.submit(asked("late", 506))
+    engine.submit(asked("at-once", 506))
+    engine.cancel("at-once")
+    engine.cancel("unknown")
+    engine.cancel("late")
+    found = events_of(engine)
+    results = [event.result for event in found.values() if isinstance(event, api.FinishedEvent)]
+    assert {(r.id, r.finish_reason) for r in results} == {("late", "cancelled"), ("at-once", "cancelled")}
+
+
+def test_the_load_generator_drives_it(engine: OpenAiApiEngine) -> None:
+    source = [conversation(f"c{i}", 0.002 * i, (3, 4, 0.0), (2, 3, 0.001)) for i in range(5)]
+    plan = LoadPlan(iter([*source, conversation("short", 0.0, (1, 4, 0.0))]))
+    served = LoadTest(engine, engine.capabilities(), plan, 1000, 30.0, api.ignore_events, "", 1).run()
+    assert {r.outcome for r in served} == {"ok"}
+    assert len(served) == 11
+    assert {r.prompt_tokens for r in served if r.round == 1} == {3 + 4 + 2}
+    assert all(r.due_s <= r.sent_s <= r.token_times_s[0] for r in served)
+    assert {r.cached_tokens for r in served if r.round == 1} == {3 + 4 + 2 - 1}
+    assert engine.pending() == 0
+
+
+def test_a_server_may_not_tell_of_its_cache(engine: OpenAiApiEngine) -> None:
+    (event,) = events_of(engine, asked("a", 507)).values()
+    assert isinstance(event, api.FinishedEvent)
+    assert event.result.cached_tokens is None
+
+
+def test_answers_that_the_server_ends_early_are_noted(engine: OpenAiApiEngine) -> None:
+    plan = LoadPlan(iter([api.Conversation("c", 0.0, (api.Turn((505,), 4),))]))
+    (served,) = LoadTest(engine, engine.capabilities(), plan, 1000, 30.0, api.ignore_events, "", 1).run()
+    assert (len(served.token_times_s), served.asked_tokens) == (1, 4)
+    notes = notes_of([api.ServedRate(1.0, 1.0, (served,))])
+    assert notes[-1] == "1 of 1 answers are shorter than asked: the server does not ignore_eos"
+
+
+def test_chat_sends_text_and_body_changes_keys(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engines.adapters.openai_api.Text", lambda model: type("T", (), {"decode": lambda s, t: "hi"})()
+    )
+    monkeypatch.setenv("SOME_KEY", "k1")
+    engine = OpenAiApiEngine(
+        base_url=url(server), endpoint="chat", prompt="text", model="other", api_key_env="SOME_KEY",
+        body={"ignore_eos": None, "stream_options": None, "min_tokens": 4},
+    )  # fmt: skip
+    load(engine, tmp_path)
+    try:
+        assert len(list(engine.generate([asked("a", 7)]))) == 1
+    finally:
+        engine.close()
+    body = seen(server)[-1]
+    assert body["path"] == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+    assert (body["model"], body["min_tokens"], body["key"]) == ("other", 4, "Bearer k1")
+    assert not {"ignore_eos", "stream_options"} & body.keys()
+
+
+def test_a_server_is_started_awaited_named_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = OpenAiApiEngine(command=COMMAND)
+    report = load(engine, tmp_path, gpu_batch_size=3)
+    assert report.notes == ("server: version 1.2.3, model fake-model, completions from ids",)
+    assert len(list(engine.generate([asked("a", 7), asked("b", 8)]))) == 2
+    group = engine._server._process.pid
+    engine.close()
+    engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+    assert "listening" in capfd.readouterr().err
+
+
+def test_a_server_that_ends_is_told_with_its_last_line(tmp_path: Path) -> None:
+    engine = OpenAiApiEngine(command=f"{COMMAND} --fail")
+    with pytest.raises(api.HarnessError, match="the server ended with 7: CUDA error: no device"):
+        load(engine, tmp_path)
+    engine.close()
+
+
+def test_a_server_that_is_never_ready_is_told(tmp_path: Path) -> None:
+    engine = OpenAiApiEngine(command=f"{COMMAND} --never-ready", start_timeout=0.5)
+    with pytest.raises(api.HarnessError, match=r"not ready after 0.5 s \(options.start_timeout\)"):
+        load(engine, tmp_path)
+    engine.close()
+
+
+def test_a_server_that_dies_while_it_serves_ends_the_launch(tmp_path: Path) -> None:
+    engine = OpenAiApiEngine(command=COMMAND)
+    load(engine, tmp_path)
+    try:
+        engine.submit(asked("a", 506))
+        os.killpg(engine._server._process.pid, signal.SIGKILL)
+        with pytest.raises(api.HarnessError, match="the server ended with"):
+            while engine.pending():
+                engine.step()
+    finally:
+        engine.close()
+
+
+def test_a_container_is_started_by_docker_and_stopped_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n[ $1 = stop ] || sleep 60\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    engine = OpenAiApiEngine(image="vllm/vllm-openai", command="--model {model} --port {port}", start_timeout=0.3)
+    with pytest.raises(api.HarnessError, match="not ready"):
+        load(engine, tmp_path)
+    engine.close()
+    run, stop = (tmp_path / "calls").read_text().splitlines()
+    assert run.startswith("run --rm --name offload-harness-")
+    assert "--network host" in run
+    assert "vllm/vllm-openai --model" in run
+    assert stop.split()[-1] == run.split()[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "give base_url, or command"),
+        ({"base_url": "http://x", "command": "y"}, "give base_url, or command"),
+        ({"base_url": "localhost:8000"}, "must begin with http"),
+        ({"base_url": "http://x", "endpoint": "chat"}, "chat needs prompt: text"),
+        ({"base_url": "http://x", "endpoint": "responses"}, "endpoint is completions or chat"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        OpenAiApiEngine(**options)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("no-such-program-here", "there is no program 'no-such-program-here'"), ("a 'b", "options.command: No closing"),
+     ("a {prot}", "unknown placeholder {prot}; known: {python}")],
+)  # fmt: skip
+def test_a_command_that_cannot_be_run_is_told(command: str, words: str, tmp_path: Path) -> None:
+    engine = OpenAiApiEngine(command=command)
+    with pytest.raises(api.HarnessError, match=words.replace("{", r"\{")):
+        load(engine, tmp_path)
+    engine.close()
+
+
+def test_nothing_at_the_address_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 2))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    engine = OpenAiApiEngine(base_url="http://127.0.0.1:9")
+    monkeypatch.setattr("engines.adapters.openai_api.time.monotonic", lambda: float(next(ticks)))
+    with pytest.raises(api.HarnessError, match=r"no server answers at options.base_url"):
+        load(engine, tmp_path)
+    engine.close()
+
+
+def test_the_idle_footprint_starts_no_server(tmp_path: Path) -> None:
+    spec = api.RunSpec("openai_api", api.ModelSpec("fake"), api.WorkloadSpec(), options={"command": "no-such-program"})
+    assert worker._idle(tmp_path, api.MeasureIdle(spec, MODEL, tmp_path)) > 0
+
+
+def test_placeholders_fill_words_and_never_split_them() -> None:
+    launch = Launch("serve --at '{port} x' {model}")
+    assert launch.words({"port": lambda: 5, "model": lambda: "/a b/c"}) == ["serve", "--at", "5 x", "/a b/c"]
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_tokens_are_spread_over_pieces_in_order_from_the_first_to_the_last(pieces: int, tokens: int) -> None:
+    times = spread(list(range(pieces)), tokens)
+    assert len(times) == tokens
+    assert list(times) == sorted(times)
+    assert times[0] == 0
+    assert tokens == 1 or times[-1] == pieces - 1
+    assert tokens != pieces or list(times) == list(range(pieces))

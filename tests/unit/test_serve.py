@@ -1,0 +1,367 @@
+"""The server on the fake engine, asked by OpenAI's own client and by raw HTTP."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import resource
+import socket
+import threading
+import time
+from dataclasses import replace
+from unittest import mock
+
+import openai
+import pytest
+import uvicorn
+
+from harness.api import HarnessError
+from harness.serve import bodies
+from harness.serve.connections import connection_class, reserve_descriptors
+from harness.serve.settings import MAX_BODY
+from tests.serving import SETTINGS, alone, ask, loaded, serving, until
+
+
+@pytest.fixture(scope="module")
+def port():
+    with serving() as (number, _):
+        yield number
+
+
+@pytest.fixture
+def client(port):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+
+
+def test_a_completion_is_the_engine_s_whole_or_in_pieces(client):
+    whole = client.completions.create(model="fake", prompt="hi", max_tokens=6, seed=3)
+    assert whole.choices[0].text == alone(b"hi", 6, seed=3) and whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (2, 6, 8)
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    stream = client.completions.create(
+        model="fake", prompt="hi", max_tokens=6, seed=3, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    pieces = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(piece.text for piece in pieces) == whole.choices[0].text and len(pieces) == 7
+    assert [piece.finish_reason for piece in pieces] == [None] * 6 + ["length"]
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_chat_is_rendered_and_streamed(client):
+    messages = [{"role": "user", "content": "hi"}]
+    whole = client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=4, seed=1)
+    answer = whole.choices[0].message
+    assert (answer.role, answer.content) == ("assistant", alone(b"user: hi\n", 4, seed=1))
+    chunks = list(
+        client.chat.completions.create(model="fake", messages=messages, max_completion_tokens=4, seed=1, stream=True)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.content
+
+
+def test_samples_and_several_prompts_are_choices_in_order(client):
+    def texts(prompt, **settings):
+        answer = client.completions.create(model="fake", prompt=prompt, max_tokens=3, seed=5, **settings)
+        assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
+        return [choice.text for choice in answer.choices], answer.usage.prompt_tokens
+
+    two, tokens = texts("a", n=2)
+    assert two[0] == texts("a")[0][0] != two[1] and tokens == 1
+    both, tokens = texts(["a", "bc"], n=2)
+    assert both == two + texts("bc", n=2)[0] and tokens == 3
+    assert texts([[97], [98, 99]])[0] == [both[0], both[2]]
+    stream = client.completions.create(model="fake", prompt=["a", "bc"], max_tokens=3, seed=5, n=2, stream=True)
+    pieces = [""] * 4
+    for chunk in stream:
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == both
+
+
+def test_a_prompt_is_echoed_with_its_scores(client):
+    """As lm-eval asks: several prompts of token ids, the prompt's log-probabilities before the new token's."""
+    prompts = [list(b"hello"), list(b"me too")]
+    answer = client.completions.create(model="fake", prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        assert choice.text == bytes(prompt).decode() + alone(prompt, 1, seed=1)
+        scored = choice.logprobs
+        assert scored.tokens[: len(prompt)] == [chr(token) for token in prompt]
+        assert len(scored.tokens) == len(scored.token_logprobs) == len(scored.top_logprobs) == len(prompt) + 1
+        assert scored.token_logprobs[0] is None and scored.top_logprobs[0] is None
+        [score] = loaded().score([(prompt[:2], prompt[2:])])
+        assert sum(scored.token_logprobs[2:-1]) == pytest.approx(score.logprob)
+        assert all(list(top.values()) == [value] for top, value in zip(
+            scored.top_logprobs[1:], scored.token_logprobs[1:], strict=True))  # fmt: skip
+
+
+def test_a_prompt_is_echoed_without_scores_whole_and_in_pieces(client):
+    settings = {"model": "fake", "prompt": ["ab", "cde"], "max_tokens": 3, "seed": 5, "n": 2}
+    plain, echoed = (client.completions.create(**settings, echo=echo) for echo in (False, True))
+    texts = [choice.text for choice in echoed.choices]
+    assert texts == [p + c.text for p, c in zip(("ab", "ab", "cde", "cde"), plain.choices, strict=True)]
+    assert echoed.choices[0].logprobs is None and echoed.usage == plain.usage
+    pieces = [""] * 4
+    for chunk in client.completions.create(**settings, echo=True, stream=True):
+        pieces[chunk.choices[0].index] += chunk.choices[0].text
+    assert pieces == texts
+
+
+def test_requests_without_a_seed_differ(client):
+    both = [client.completions.create(model="fake", prompt="hi", max_tokens=8).choices[0].text for _ in range(2)]
+    assert both[0] != both[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "the request is not JSON"),
+        (b"[]", 400, "expected a JSON object"),
+        (b'{"prompt": "\xff"}', 400, "is not UTF-8"),
+        (b'{"prompt": "\\ud800"}', 400, "half of a surrogate pair"),
+        ({"prompt": 3}, 400, "prompt: expected a string or a list of token ids"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": []}, 400, "the prompt is empty"),
+        ({"prompt": [1 << 40]}, 400, str(1 << 40)),
+        ({}, 400, "prompt is missing"),
+        ({"prompt": "a", "max_tokns": 2}, 400, "did you mean 'max_tokens'"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "a", "echo": 1}, 400, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "only without stream"),
+        ({"prompt": "a", "tools": []}, 400, "tools: functions are not called; ask for an answer by response_format"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "json_schema goes with type json_schema"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}, 400, "without ignore_eos"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "fake does not support json_schema"),
+        ({"prompt": "a", "stream": 1.5}, 400, "stream: expected true or false"),
+        ({"prompt": "a", "stream_options": {}}, 400, "only for a stream"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "include_usage"),
+        ({"prompt": "a", "model": "other"}, 404, "this server has 'fake'"),
+        ({"prompt": "a", "max_tokens": 5000}, 400, "4096"),
+        ({"prompt": "a", "n": 1000}, 400, "n: "),
+        (b"[" * 100_000, 400, "the request"),
+    ],
+)
+def test_a_bad_request_is_one_clear_error(port, body, status, message):
+    response, answer = ask(port, body=body)
+    assert response.status == status and set(answer) == {"error"}
+    assert message in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["code"]
+
+
+def test_what_is_not_there_and_what_is_too_large(port):
+    assert ask(port, "/v1/nothing", {})[0].status == 404
+    assert ask(port, "/v1/completions", method="GET")[0].status == 405
+    assert ask(port, "/v1/models/other", method="GET")[0].status == 404
+    response, answer = ask(port, body=b" " * (MAX_BODY + 1))
+    assert response.status == 413 and "16 MiB" in answer["error"]["message"]
+
+
+def test_models_tokens_health_and_the_request_s_name(port, client):
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").owned_by == "harness"
+    assert ask(port, "/tokenize", {"prompt": "hi"})[1] == {"tokens": [104, 105], "count": 2, "max_model_len": 4096}
+    assert ask(port, "/tokenize", {"prompt": 1})[0].status == 400
+    for path in ("/health", "/ready"):
+        assert ask(port, path, method="GET")[0].status == 200
+    response, _ = ask(port, "/health", method="GET", **{"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    response, _ = ask(port, "/health", method="GET", **{"x-request-id": "x" * 200})
+    assert response.headers["x-request-id"] not in ("x" * 200, "")
+
+
+def test_pages_of_other_sites_may_not_ask(port):
+    asked = {"prompt": "a", "max_tokens": 1}
+    response, answer = ask(port, body=asked, origin="http://evil.example")
+    assert response.status == 403 and "pages of other sites may not ask" in answer["error"]["message"]
+    assert ask(port, "/v1/models", method="GET", host="evil.example")[0].status == 403
+    assert ask(port, body=asked, origin=f"http://127.0.0.1:{port}")[0].status == 200
+    assert ask(port, "/health", method="GET", origin="http://evil.example")[0].status == 200
+    with serving(replace(SETTINGS, api_key="secret")) as (guarded, _):
+        key = {"authorization": "Bearer secret"}
+        assert ask(guarded, body=asked, origin="http://chat.example", **key)[0].status == 200
+
+
+def test_a_key_is_asked_for_but_not_by_health_checks():
+    with serving(replace(SETTINGS, api_key="secret")) as (port, _):
+        asked = {"prompt": "a", "max_tokens": 1}
+        assert ask(port, body=asked)[0].status == 401
+        assert ask(port, body=asked, authorization="Bearer wrong")[0].status == 401
+        assert ask(port, body=asked, authorization="Bearer secret")[0].status == 200
+        assert ask(port, "/v1/models", method="GET")[0].status == 401
+        assert ask(port, "/health", method="GET")[0].status == 200
+        assert ask(port, "/metrics", method="GET")[0].status == 200
+
+
+def test_metrics_count_requests_tokens_and_times():
+    with serving() as (port, _):
+        ask(port, body={"prompt": "abc", "max_tokens": 5})
+        ask(port, body={"prompt": ""})
+        lines = ask(port, "/metrics", method="GET")[1].decode().splitlines()
+    assert 'harness_requests_total{outcome="ok"} 1.0' in lines
+    assert 'harness_requests_total{outcome="refused"} 1.0' in lines
+    assert 'harness_tokens_total{kind="prompt"} 3.0' in lines and 'harness_tokens_total{kind="generated"} 5.0' in lines
+    assert "harness_ttft_seconds_count 1.0" in lines and "harness_tpot_seconds_count 1.0" in lines
+    assert "harness_passes_total 5.0" in lines
+
+
+LONG = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(stream):
+    with serving(sleep_s=0.005) as (port, loop):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/completions", json.dumps({**LONG, "stream": stream}))
+        until(lambda: loop.pending == 1)
+        if stream:
+            connection.getresponse().read(10)
+        connection.sock.close()
+        connection.close()
+        until(lambda: loop.pending == 0)
+        assert ask(port, body={"prompt": "a", "max_tokens": 1})[0].status == 200
+
+
+def test_too_many_requests_are_sent_away_and_a_silent_stream_shows_that_it_lives():
+    with serving(replace(SETTINGS, max_pending=2), sleep_s=0.3) as (port, loop):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/completions", json.dumps({**LONG, "n": 2, "stream": True}))
+        response = connection.getresponse()
+        assert response.readline() == b": keep-alive\n"
+        busy, answer = ask(port, body={"prompt": "a"})
+        assert busy.status == 429 and int(busy.headers["retry-after"]) > 0
+        assert "2 requests" in answer["error"]["message"]
+        response.close()
+        connection.close()
+        until(lambda: loop.pending == 0)
+
+
+def test_too_many_clients_are_told_and_the_others_served():
+    with serving(replace(SETTINGS, max_connections=3)) as (port, _), contextlib.ExitStack() as connected:
+        held = [connected.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
+        until(lambda: ask(port, "/health", method="GET")[0].status == 200)
+        held.append(connected.enter_context(socket.create_connection(("127.0.0.1", port))))
+        time.sleep(0.05)
+        response, answer = ask(port, body={"prompt": "a"})
+        assert response.status == 503 and response.headers["retry-after"] and "3 clients" in answer["error"]["message"]
+        held[0].close()
+        until(lambda: ask(port, "/health", method="GET")[0].status == 200)
+
+
+def test_a_client_that_asks_nothing_is_cut_off_and_one_that_asked_is_not():
+    with serving(replace(SETTINGS, patience_s=0.3), sleep_s=0.01) as (port, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
+            assert silent.recv(1) == b""
+        assert ask(port, body={"prompt": "a", "max_tokens": 60, "ignore_eos": True})[0].status == 200
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+def test_a_client_that_reads_nothing_is_cut_off(reads_on):
+    """As a transport tells whose buffer is full."""
+
+    async def aborted():
+        config, transport = uvicorn.Config(None), mock.Mock()
+        connection = connection_class(9, 0.05)(config, uvicorn.server.ServerState(), {})
+        connection.connection_made(transport)
+        connection.pause_writing()
+        if reads_on:
+            connection.resume_writing()
+        await asyncio.sleep(0.2)
+        return transport.abort.called
+
+    assert asyncio.run(aborted()) is not reads_on
+
+
+def test_a_body_that_trickles_is_refused(monkeypatch):
+    monkeypatch.setattr(bodies, "_GRACE_S", 0.2)
+    with serving() as (port, _), socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n\r\n{")
+        answer = b"".join(iter(lambda: slow.recv(4096), b""))  # until the server hangs up
+        assert b" 408 " in answer and b"too slowly: 1 bytes so far" in answer
+
+
+def test_a_client_that_leaves_amid_its_body_leaves_no_trace(caplog):
+    with serving() as (port, _):
+        with socket.create_connection(("127.0.0.1", port)) as gone:
+            gone.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n\r\n{")
+        until(lambda: b'outcome="cancelled"} 1.0' in ask(port, "/metrics", method="GET")[1])
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_as_many_connections_as_files_may_be_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        reserve_descriptors(1000)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1000
+        with pytest.raises(HarnessError, match=r"--max-connections \d+: this process may open \d+ files; raise that"):
+            reserve_descriptors(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_engine_that_breaks_fails_its_requests_and_the_health_check():
+    with serving(max_batch=1) as (port, loop):
+        response, answer = ask(port, body={"prompt": "a"})
+        assert response.status == 503 and "the engine has failed (oom_host)" in answer["error"]["message"]
+        assert ask(port, "/health", method="GET")[0].status == 503
+        assert ask(port, body={"prompt": "a"})[0].status == 503
+        _, events = ask(port, body={"prompt": "a", "stream": True})
+        assert "the engine has failed" in str(events)
+        assert loop.pending == 0
+
+
+def test_a_request_that_the_engine_refuses_is_the_client_s_error():
+    with serving(longest=10) as (port, _):
+        response, answer = ask(port, body={"prompt": "a", "max_tokens": 100})
+        assert response.status == 400 and answer["error"]["code"] == "infeasible"
+
+
+def test_draining_lets_requests_end_and_closing_does_not():
+    with serving(sleep_s=0.002) as (port, loop):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(ask(port, body={"prompt": "a", "max_tokens": 50})))
+        thread.start()
+        until(lambda: loop.pending == 1)
+        assert loop.close(drain=True, timeout_s=30)
+        thread.join()
+        assert results[0][0].status == 200
+        assert ask(port, "/ready", method="GET")[0].status == 503
+        response, answer = ask(port, body={"prompt": "a"})
+        assert response.status == 503 and "shutting down" in answer["error"]["message"]
+    with serving(sleep_s=0.002) as (port, loop):
+        thread = threading.Thread(target=lambda: results.append(ask(port, body=LONG)))
+        thread.start()
+        until(lambda: loop.pending == 1)
+        assert not loop.close(drain=True, timeout_s=0.05)
+        assert loop.close(timeout_s=30)
+        thread.join()
+        assert results[1][0].status == 503 and "shutting down" in results[1][1]["error"]["message"]
+
+
+def test_many_clients_of_which_a_third_goes_away_are_not_mixed_up():
+    """Everybody's answer is what it is alone; nothing is left behind."""
+
+    async def one(client, i):
+        stream = await client.completions.create(
+            model="fake", prompt=f"client {i}", max_tokens=4 + i % 9, seed=i, stream=True
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if i % 3 == 2:
+                await stream.close()
+                return None
+        return text
+
+    async def all_of_them(port):
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(60)))
+
+    with serving() as (port, loop):
+        texts = asyncio.run(all_of_them(port))
+        until(lambda: loop.pending == 0)
+    for i, text in enumerate(texts):
+        assert text is None if i % 3 == 2 else text == alone(f"client {i}".encode(), 4 + i % 9, seed=i)

@@ -21,6 +21,18 @@ FLAGS = (
     *(f"-DLLAMA_{part}=OFF" for part in ("OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI", "USE_PREBUILT_UI")),
 )
 PROGRAMS = ("llama-server", "llama-quantize")
+#: Goes before llama.cpp's products by AMX. In GCC before 14, and its releases 11.5, 12.4 and 13.3, `_tile_loadconfig`
+#: tells the compiler that it reads 8 of the 64 bytes (GCC's bug 114098), so the shapes of the tiles are never stored
+#: and the first product of quantized weights is an illegal instruction; `_tile_loadd` does not tell that it reads.
+AMX_MEND = """\
+#if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 14
+#include <immintrin.h>
+#define _tile_loadconfig(config) __asm__ volatile("ldtilecfg %0" ::"m"(*(const char(*)[64])(config)))
+#undef _tile_loadd
+#define _tile_loadd(tile, base, stride) \\
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"((const void *)(base)), "r"((long)(stride)) : "memory")
+#endif
+"""
 
 
 def main() -> None:
@@ -36,6 +48,8 @@ def main() -> None:
         with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
         source, build = next(Path(folder).glob("*/vendor/llama.cpp")), f"{folder}/build"
+        products = source / "ggml/src/ggml-cpu/amx/mmq.cpp"
+        products.write_text(AMX_MEND + products.read_text())
         cmake, ninja = tools / "cmake", tools / "ninja"
         _run(cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", source, "-B", build, *FLAGS)
         _run(ninja, "-C", build, *PROGRAMS)

@@ -1,12 +1,15 @@
 """How llama.cpp's server is started, watched and ended, with a stand-in for its program."""
 
 import json
+import platform
+import subprocess
 import sys
 
 import pytest
 
 from engines.adapters import llama_cpp_server
 from engines.adapters.llama_cpp_server import NativeServer, Settings, native_build, run_native
+from engines.environments.llamacpp import AMX_MEND
 from harness.api import HarnessError, UnsupportedError
 from harness.common.host_cpu import cpu_flags, instruction_sets
 
@@ -81,3 +84,20 @@ def test_a_build_for_another_cpu_is_refused(build, tmp_path):
 
 def test_instruction_sets_leave_out_what_no_compiler_uses():
     assert instruction_sets(["fpu", "avx2", "ibrs", "amx_bf16", "avx2", "sse4_2"]) == ["amx_bf16", "avx2", "sse4_2"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is Intel's")
+def test_the_shapes_of_amx_tiles_are_not_dropped_by_the_compiler():
+    """As llama.cpp writes them. GCC 12.2 leaves out the store of 123 without the mend."""
+    code = """
+    #include <immintrin.h>
+    void configure() {
+      alignas(64) struct { unsigned char palette, start, zero[14]; unsigned short bytes[16]; unsigned char rows[16]; } t = {};
+      t.palette = 1;
+      t.rows[0] = 123;
+      _tile_loadconfig(&t);
+    }
+    """
+    command = ["g++", "-O3", "-march=sapphirerapids", "-x", "c++", "-S", "-o", "-", "-"]
+    done = subprocess.run(command, input=AMX_MEND + code, text=True, capture_output=True, check=True)
+    assert "$123" in done.stdout

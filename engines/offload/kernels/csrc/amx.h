@@ -42,8 +42,7 @@ class Amx {
       shapes.bytes[tile] = kTileBytes;
       shapes.rows[tile] = static_cast<uint8_t>(tile < 6 ? std::min(rows, kTileRows) : kTileRows);
     }
-    fence();
-    _tile_loadconfig(&shapes);
+    asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC 12's intrinsic tells of eight of these bytes, and the rest is lost
   }
   ~Amx() { _tile_release(); }
   Amx(const Amx&) = delete;

@@ -11,6 +11,8 @@ from harness.serve.errors import error
 
 #: Descriptors that the process needs beside those of connections: models, files, the engine.
 _OTHER_DESCRIPTORS = 256
+#: So many clients that were refused may take their time to read why, each for so long.
+_MOST_LINGERING, _LINGER_S = 64, 2.0
 
 
 def reserve_descriptors(most_connections: int) -> None:
@@ -30,9 +32,12 @@ def reserve_descriptors(most_connections: int) -> None:
 def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
     """The protocol of a server's connections.
 
-    One beyond `most` is answered with 503 and closed. One is closed that asks nothing within `patience_s` of its
+    One beyond `most` is answered with 503 and closed, once the client has read it: with bytes of its request unread, a
+    connection's end would discard the answer. One is closed that asks nothing within `patience_s` of its
     beginning, or takes nothing of its answer for as long.
     """
+
+    refused: set[asyncio.Protocol] = set()
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -40,12 +45,26 @@ def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > most:
-                transport.write(_refusal(most))
+                self._refuse(transport)
+            else:
+                self._timer = self.loop.call_later(patience_s, self._end_if_silent)
+
+        def _refuse(self, transport: Any) -> None:
+            self.connections.discard(self)
+            transport.write(_refusal(most))
+            if len(refused) < _MOST_LINGERING:
+                refused.add(self)
+                transport.write_eof()
+                self._timer = self.loop.call_later(_LINGER_S, transport.close)
+            else:
                 transport.close()
-                return
-            self._timer = self.loop.call_later(patience_s, self._end_if_silent)
+
+        def data_received(self, data: bytes) -> None:
+            if self not in refused:
+                super().data_received(data)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            refused.discard(self)
             self._stop_waiting()
             super().connection_lost(exc)
 

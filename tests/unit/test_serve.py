@@ -246,6 +246,11 @@ def test_too_many_clients_are_told_and_the_others_served():
         time.sleep(0.05)
         response, answer = ask(port, body={"prompt": "a"})
         assert response.status == 503 and response.headers["retry-after"] and "3 clients" in answer["error"]["message"]
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:  # it sends its request when refused
+            for part in (b"POST /v1/completions HTTP/1.1\r\n", b"host: 127.0.0.1\r\ncontent-length: 9\r\n\r\n"):
+                time.sleep(0.1)
+                slow.sendall(part)
+            assert slow.recv(4096).startswith(b"HTTP/1.1 503 ")
         held[0].close()
         until(lambda: ask(port, "/health", method="GET")[0].status == 200)
 

@@ -33,7 +33,8 @@ test-full: test test-slow
 
 test-slow: $(VENV)/.models $(HELM)/.installed
 	OMP_NUM_THREADS=1 HARNESS_HELM_PYTHON=$(abspath $(HELM))/bin/python \
-	  $(BIN)/python -m pytest -m "slow and not gpu and not release" -n $(WORKERS) --maxprocesses 3 --dist worksteal -rs --durations 15
+	  $(BIN)/python -m pytest -m "slow and not gpu and not release" -n $(WORKERS) --maxprocesses 3 --dist worksteal \
+	  --no-loadscope-reorder -rs --durations 15
 
 # Many more random inputs for every parser than `make test` tries
 fuzz: $(STAMP)

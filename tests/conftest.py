@@ -23,13 +23,16 @@ WHOLE_MACHINE = ("test_containers", "test_docs_commands", "test_examples")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file stay together, and so do those that need the whole machine: loadgroup does not work with
-    pytest 9.2 (pytest-xdist 3.8 marks node ids that nothing reads any more)."""
+    """The tests of a file stay together, and so do those that need the whole machine; those of rivals by engine, each
+    of which has an environment to itself. loadgroup does not work with pytest 9.2 (pytest-xdist 3.8 marks node ids that
+    nothing reads any more)."""
     from xdist.scheduler import LoadFileScheduling  # only where it is installed
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
+            if Path(file).stem == "test_peers":
+                return "peers: " + nodeid.partition("::test_")[2].split("_")[0]
             return "whole machine" if Path(file).stem in WHOLE_MACHINE else file
 
     return Scheduling(config, log)

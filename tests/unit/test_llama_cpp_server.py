@@ -92,7 +92,11 @@ def test_the_shapes_of_amx_tiles_are_not_dropped_by_the_compiler():
     code = """
     #include <immintrin.h>
     void configure() {
-      alignas(64) struct { unsigned char palette, start, zero[14]; unsigned short bytes[16]; unsigned char rows[16]; } t = {};
+      alignas(64) struct {
+        unsigned char palette, start, zero[14];
+        unsigned short bytes[16];
+        unsigned char rows[16];
+      } t = {};
       t.palette = 1;
       t.rows[0] = 123;
       _tile_loadconfig(&t);

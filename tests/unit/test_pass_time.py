@@ -121,7 +121,8 @@ def test_the_ring_is_as_large_as_reads_in_flight_need(schedule, budget):
         assert fast.slots == 0, "nothing streams"
         return
     assert fast.slots == READS <= slow.slots <= largest.slots
-    assert sum(fast.resident) >= sum(slow.resident) >= sum(largest.resident)
+    held = [sum(request().tiles[i].nbytes for i in plan.resident) for plan in (fast, slow, largest)]
+    assert held[0] + 4 * MIB > held[1] > held[2] - 4 * MIB, "but for a tile that does not fit"
 
 
 def test_a_sweep_holds_all_weights_where_enough_sequences_fit_beside_them():
@@ -155,3 +156,25 @@ def test_a_plan_by_rates_keeps_the_budget_and_refuses_no_more(budget, schedule, 
     assert 1 <= plan.sequences <= policy.block_size
     assert plan.tokens_per_s > 0
     assert len(plan.resident) == len(request().tiles) or plan.slots >= 4
+
+
+def head_held(schedule="sweep", **changes):
+    """Tiles, and bytes of the head that a plan holds in memory, and reads."""
+    asked = request()
+    plan = plan_host_memory(asked, OffloadPolicy(16, schedule=schedule), 1200 * MIB, rates(**changes))
+    head = [tile for tile in asked.tiles if tile.matrix == asked.tiles[-1].matrix]
+    held = sum(tile.nbytes for tile in head if tile.index in plan.resident)
+    return asked, plan, held, sum(tile.nbytes for tile in head) - held
+
+
+def test_a_sweep_holds_as_much_of_the_head_as_makes_its_reads_as_long_as_its_products():
+    asked, plan, held, read = head_held(disk=2.5e9, flops=400e9)
+    products = SHAPE.head_params * rates(flops=400e9).value_s(plan.sequences)
+    assert read / 2.5e9 <= products < (read + held) / 2.5e9
+    assert held / (held + read) > 2 * len(plan.resident) / len(asked.tiles), "more than its even share"
+
+
+def test_what_is_read_anyway_while_the_head_is_multiplied_is_held_evenly():
+    for changes in ({"schedule": "row"}, {"disk": 1e12}):
+        asked, plan, held, read = head_held(**changes)
+        assert held / (held + read) == pytest.approx(len(plan.resident) / len(asked.tiles), abs=0.06)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engines.offload.memory.kv_blocks import STAGES, blocks_for, kv_block_bytes, record_bytes
 from engines.offload.memory.layout import READS
 from engines.offload.memory.pass_time import JobPasses, PassRates
-from engines.offload.memory.plan import MemoryPlan, MemoryRequest, hottest, mib
+from engines.offload.memory.plan import MemoryPlan, MemoryRequest, evenly, hottest, mib
 from engines.offload.memory.planner import MemoryPlanner, summed
 from harness.api import InfeasibleError, ModelShape, OffloadPolicy
 
@@ -130,7 +130,7 @@ class _HostPlanner(MemoryPlanner):
 
     def _finished(self, blocks: int, sequences: int, held: int, rest: str) -> MemoryPlan:
         tiles, each = self._request.tiles, self._activations
-        resident = hottest(tiles, range(len(tiles)), held, self._read_probabilities(sequences))
+        resident = self._resident(held, sequences)
         in_memory = sum(tiles[i].nbytes for i in resident)
         activations = each.bytes(sequences)
         parts = {
@@ -162,6 +162,22 @@ class _HostPlanner(MemoryPlanner):
             note=f"host memory: {summed(parts)}; {rest}",
             tokens_per_s=speed,
         )
+
+    def _resident(self, held: int, sequences: int) -> frozenset[int]:
+        """The tiles that `held` bytes of memory hold.
+
+        In a sweep few of a pass's rows reach the head, whose reads may take longer than its products: so much of it is
+        held first that they take as long.
+        """
+        tiles, probabilities = self._request.tiles, self._read_probabilities(sequences)
+        first: frozenset[int] = frozenset()
+        if self._rates is not None and self._policy.schedule == "sweep" and tiles:
+            head = [tile for tile in tiles if tile.matrix == tiles[-1].matrix]
+            seconds = self._request.shape.head_params * self._rates.value_s(sequences)
+            exposed = sum(tile.nbytes for tile in head) - int(seconds * self._rates.disk)
+            first = evenly(tiles, [tile.index for tile in head], max(0, min(held, exposed)))
+        others = [i for i in range(len(tiles)) if i not in first]
+        return first | hottest(tiles, others, held - sum(tiles[i].nbytes for i in first), probabilities)
 
     def _refusal(self, fewest: int) -> InfeasibleError:
         assert self._budget is not None

@@ -90,7 +90,8 @@ class Panels:
     """Weights as a CPU's units take them, in bfloat16 or quantized: panels of PANEL rows, in each pairs of columns one
     after the other, and of a pair both values of every row. What is missing at the ends is padded.
 
-    The layout is the same for every CPU: csrc/panel_product.h multiplies it by AVX512-BF16's units, or in float32.
+    The layout is the same for every CPU: csrc/panel_product.h multiplies it by AVX512-BF16's units or
+    AMX's (csrc/amx.h), or in float32.
     """
 
     grouped: Grouped | None = None

@@ -192,12 +192,9 @@ class Executor:
 
     def _release(self, product: JointGemm) -> None:
         """Frees the ring's slots of tiles that were multiplied."""
-        done = 0
         while self._in_use and product.is_done(self._in_use[0]):
             self._in_use.popleft()
-            done += 1
-        if done:
-            self._stream.release(done)
+            self._stream.release()
 
     def _requests(self, matrix: str, number: int, batches: Sequence[_Batch]) -> list[GemmRequest | None]:
         """The requests that batch `number`, or each batch for ALL, has stopped for. All are for `matrix`, unless it is

@@ -16,7 +16,7 @@ from harness.api import HarnessError
 class WeightStream:
     """Hands out `tiles`, in this order, once per pass, each fetched into `ring` before it is due.
 
-    `next` waits for the tile that is due and returns its bytes; `release` frees the slots of the oldest that are held.
+    `next` waits for the tile that is due and returns its bytes; `release` frees the slot of the oldest that is held.
     Readers run ahead by as many tiles as the ring has slots, across the end of a pass, and take adjacent tiles in one
     read. `skip` passes over the tile that is due; `decide` announces tiles that will be skipped. Tiles
     that are not among the `likely` (indices; None: all are) are not read before `decide` says that they are needed.
@@ -83,19 +83,16 @@ class WeightStream:
         if tile.index != index:
             raise HarnessError(f"the schedule asks for tile {index}, the stream has {tile}")
         began = time.perf_counter()
-        if not self.is_ready():
-            with self._lock:
-                self._due = max(self._due, self._taken)
-                self._asked = max(self._asked, self._taken)
-                self._wake()
-                self._wait_for((self._taken,))
-        # No reader looks at a step that is ready, so the lock is not needed: a reader that has just been woken may hold
-        # it until it gets the interpreter, which costs as much as a small product.
-        self._ready.discard(self._taken)
-        self._needed.discard(self._taken)
-        self._held.append(self._taken)
-        slot = self._slot[self._taken]
-        self._taken += 1
+        with self._lock:
+            self._due = max(self._due, self._taken)
+            self._asked = max(self._asked, self._taken)
+            self._wake()
+            self._wait_for((self._taken,))
+            self._ready.discard(self._taken)
+            self._needed.discard(self._taken)
+            self._held.append(self._taken)
+            slot = self._slot[self._taken]
+            self._taken += 1
         self._timeline.add("wait", "stall", began, time.perf_counter())
         return self._ring.view(slot, tile.nbytes)
 
@@ -103,13 +100,12 @@ class WeightStream:
         """Whether `next` would not wait."""
         return self._taken in self._ready
 
-    def release(self, count: int = 1) -> None:
-        """Frees the slots of the oldest `count` tiles that are held."""
+    def release(self) -> None:
+        """Frees the slot of the oldest tile that is held."""
         with self._lock:
-            for step in [self._held.popleft() for _ in range(count)]:
-                self._ring.free(self._slot[step])
-                self._free.append(self._slot.pop(step))
-            self._wake()
+            step = self._held.popleft()
+            self._ring.free(self._slot[step])
+            self._free_slot(step)
 
     def skip(self) -> None:
         """Passes over the tile that is due."""
@@ -134,8 +130,8 @@ class WeightStream:
 
     def align(self) -> None:
         """Skips to the start of the next pass, where a pass was broken off."""
-        if self._held:
-            self.release(len(self._held))
+        while self._held:
+            self.release()
         while self.tiles and self._taken % len(self.tiles):
             self.skip()
 

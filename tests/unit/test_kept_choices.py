@@ -1,11 +1,13 @@
 """What multiplies is chosen once on a machine, and stays chosen however busy a later moment is."""
 
 import pytest
+import torch
 
 from engines.offload.kernels import HostKernels
 from engines.offload.memory.storage import Plain
-from engines.offload.weights import gemm
+from engines.offload.weights import gemm, torch_threads
 from engines.offload.weights.kept_choices import KeptChoices
+from engines.offload.weights.torch_threads import choose_torch_threads
 from tests.offload import with_kernels
 
 STORED = Plain("bfloat16")
@@ -91,3 +93,60 @@ def test_a_cache_that_cannot_be_written_only_forgets(kernels, measured):
         assert measured[0][0] == measured[0][1] > 1
     finally:
         path.rmdir()
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """A pool in a process whose idle threads sleep, of two threads."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return object()
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The rows that were timed, and the seconds that one thread takes, and both."""
+    asked, seconds = [], [1.0, 1.0]
+
+    def times(counts, rows, hidden, dtype):
+        asked.append(rows)
+        return seconds
+
+    monkeypatch.setattr(torch_threads, "_seconds", times)
+    return asked, seconds
+
+
+def test_all_threads_of_torch_must_be_clearly_faster_than_one(pool, timed, tmp_path):
+    _, seconds = timed
+    for hidden, (both, chosen) in enumerate([(1.2, 1), (0.9, 1), (0.7, 2)], 64):
+        seconds[1] = both
+        assert choose_torch_threads([pool], 100, hidden, "bfloat16", KeptChoices(tmp_path)) == chosen
+
+
+def test_torchs_threads_stay_chosen_for_loads_of_about_as_many_rows(pool, timed, tmp_path):
+    asked, seconds = timed
+    choices = KeptChoices(tmp_path)
+    assert choose_torch_threads([pool], 100, 64, "bfloat16", choices) == 1
+    seconds[1] = 0.1
+    assert choose_torch_threads([pool], 128, 64, "bfloat16", choices) == 1
+    assert choose_torch_threads([pool], 129, 64, "bfloat16", choices) == 2
+    assert asked == [128, 256]
+
+
+def test_torch_has_all_its_threads_where_nothing_else_multiplies(pool, timed, tmp_path):
+    assert choose_torch_threads([None], 100, 64, "bfloat16", KeptChoices(tmp_path)) == 2
+    assert timed[0] == []
+
+
+def test_torch_has_one_thread_where_its_idle_ones_spin(pool, timed, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    timed[1][1] = 0.1
+    assert choose_torch_threads([None, pool], 100, 64, "bfloat16", KeptChoices(tmp_path)) == 1
+
+
+def test_timing_torchs_threads_leaves_their_number():
+    before = torch.get_num_threads()
+    one, two = torch_threads._seconds((1, 2), 64, 64, torch.bfloat16)
+    assert 0 < one < 1
+    assert 0 < two < 1
+    assert torch.get_num_threads() == before

@@ -7,7 +7,6 @@ cast, or our kernel (kernels/csrc/gemm.cpp), which needs none. So it is measured
 import copy
 import itertools
 import math
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from engines.offload.kernels.tile_pool import CODED, TilePool
 from engines.offload.memory.layout import TILE_VALUES
 from engines.offload.memory.storage import Grouped, Panels, Plain, Storage, WeightStorage, panels_of
 from engines.offload.weights.kept_choices import KeptChoices
+from engines.offload.weights.torch_threads import most_torch_threads
 from harness.api import DTYPE_BYTES, Arithmetic, Dtype, UnsupportedError
 
 #: Rows at which the choice is made: a host's pass of some prompts and many decoding sequences, one of few sequences, as
@@ -154,12 +154,6 @@ def with_plain_panels(ways: Iterable[GemmBackend]) -> dict[WeightStorage, GemmBa
     return gemms
 
 
-def torch_threads(pool: TilePool | None) -> int:
-    """Threads for torch's own operations beside `pool`: one, where idle ones would spin on the pool's CPUs."""
-    spins = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
-    return 1 if pool is not None and spins else torch.get_num_threads()
-
-
 def device_gemm(
     stored: WeightStorage, hidden: int, dtype: Dtype, quantizer: Quantizer, device: Accelerator
 ) -> GemmBackend:
@@ -277,7 +271,7 @@ def _seconds_per_flop(trials: Sequence[_Trial]) -> list[float]:
 def _seconds(trial: _Trial, turn: int) -> float:
     """A GEMM's seconds per FLOP, with as many threads of torch's as it would run beside."""
     threads = torch.get_num_threads()
-    if (beside := torch_threads(trial.pool)) < threads:
+    if (beside := most_torch_threads(trial.pool)) < threads:
         torch.set_num_threads(beside)
         time.sleep(_REST_S)
     try:
